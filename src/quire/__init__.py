@@ -1,0 +1,31 @@
+"""Quire, an LLM inference engine. `from quire import LLM, SamplingParams`.
+
+Names are resolved lazily: importing the package loads neither torch nor the engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+    from quire.outputs import CompletionOutput, RequestOutput
+    from quire.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "quire.llm",
+    "SamplingParams": "quire.sampling_params",
+    "RequestOutput": "quire.outputs",
+    "CompletionOutput": "quire.outputs",
+}
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'quire' has no attribute {name!r}")

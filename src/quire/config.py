@@ -1,0 +1,146 @@
+"""Settings. `EngineArgs` is the one schema behind keyword arguments, flags, QUIRE_* variables and
+the YAML file; the frozen `EngineConfig` is what it resolves to once model and device are known."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quire.errors import ConfigError
+
+
+def _setting(default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """What a user may set of an engine. None means: chosen from the model and the device."""
+
+    model: str | None = _setting(
+        None, "Model folder or hub id. Left out: the embedded model.", argument=True
+    )
+    tokenizer: str | None = _setting(None, "Tokenizer folder or hub id, if not the model's.")
+    revision: str | None = _setting(None, "Hub revision of the model (branch, tag or commit).")
+    dtype: str = _setting(
+        "auto", "auto, float32, float16 or bfloat16. auto: the checkpoint's on a GPU, fp32 on CPU."
+    )
+    load_format: Literal["auto", "safetensors", "dummy"] = _setting(
+        "auto", "dummy gives random weights for a folder that holds only config.json."
+    )
+    device: str = _setting("auto", "auto, cpu, cuda or cuda:N.")
+    seed: int = _setting(0, "Seed of the engine: of dummy weights and of requests without one.")
+    max_model_len: int | None = _setting(None, "Longest sequence, prompt and output together.")
+    max_num_seqs: int | None = _setting(
+        None, "Most requests in one step. Default: 256 on a GPU, 64 on CPU."
+    )
+    max_num_batched_tokens: int | None = _setting(
+        None, "Most tokens in one step. Default: 8192 on a GPU, 2048 on CPU."
+    )
+    gpu_memory_utilization: float = _setting(0.9, "Share of the GPU's memory Quire may use.")
+    block_size: int = _setting(16, "Tokens per KV block.")
+    num_kv_blocks: int | None = _setting(None, "KV blocks to allocate, instead of measuring.")
+    kv_cache_gb: float | None = _setting(
+        None, "Memory for the KV cache in GB, instead of measuring. Default on CPU: 4, or less."
+    )
+    enable_prefix_caching: bool = _setting(True, "Reuse KV blocks of equal prefixes.")
+    enable_chunked_prefill: bool = _setting(
+        True, "Split long prompts over steps so that decodes ride along."
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = _setting(
+        "fcfs", "Queue order: arrival, or priority with ageing (lower runs first)."
+    )
+    priority_weight: float = _setting(
+        10.0, "Ageing: one unit of priority is worth this many seconds of waiting."
+    )
+    steps_in_flight: int | None = _setting(
+        None, "Steps launched before the oldest is read. Default: 2 on a GPU, 1 on CPU."
+    )
+    tensor_parallel_size: int = _setting(1, "GPUs that share each layer.")
+    skip_tokenizer_init: bool = _setting(False, "Serve token ids only; load no tokenizer.")
+
+    def __post_init__(self) -> None:
+        _at_least("max_model_len", self.max_model_len, 1)
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("num_kv_blocks", self.num_kv_blocks, 1)
+        _at_least("steps_in_flight", self.steps_in_flight, 1)
+        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ConfigError(
+                f"block_size must be a power of two, got {self.block_size}", "block_size"
+            )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}",
+                "gpu_memory_utilization",
+            )
+        if self.kv_cache_gb is not None and not self.kv_cache_gb > 0.0:
+            raise ConfigError(f"kv_cache_gb must be > 0, got {self.kv_cache_gb}", "kv_cache_gb")
+        if not self.priority_weight >= 0.0:
+            raise ConfigError(
+                f"priority_weight must be >= 0, got {self.priority_weight}", "priority_weight"
+            )
+        _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
+        _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet: this "
+                "version serves a model on one device",
+                "tensor_parallel_size",
+            )
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
+        """As the constructor, but an unknown name is a `ConfigError` that lists the known ones."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in kwargs:
+            if name not in known:
+                raise ConfigError(
+                    f"unknown setting {name!r}; known are: {', '.join(sorted(known))}", name
+                )
+        return cls(**kwargs)
+
+
+def _at_least(name: str, value: int | None, low: int) -> None:
+    if value is not None and value < low:
+        raise ConfigError(f"{name} must be at least {low}, got {value}", name)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What the brain needs to know."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 4096
+    steps_in_flight: int = 1
+    lag: int = 1
+    """Steps after which a generating request may be planned again (1, or a pipeline's length)."""
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    priority_weight: float = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Resolved settings: nothing here is a guess any more."""
+
+    args: EngineArgs
+    model_path: str
+    tokenizer_path: str | None
+    model_name: str
+    device: str
+    dtype: str
+    block_size: int
+    scheduler: SchedulerConfig
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int

@@ -1,0 +1,62 @@
+"""Typed errors. Each carries what an API needs to answer a user: a message, a code, a parameter."""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """Base of every error Quire raises on purpose."""
+
+
+class ConfigError(QuireError, ValueError):
+    """A setting is wrong or contradicts another. `param` names it."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ModelError(QuireError):
+    """A model folder cannot be served: unknown architecture, missing or misshapen tensors."""
+
+
+class RequestError(QuireError, ValueError):
+    """A request is invalid. `param` names the field, `code` is machine-readable."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room for a single new token within the model's context."""
+
+    def __init__(self, prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"The prompt has {prompt_tokens} tokens, but this model's maximum context length is "
+            f"{max_model_len} tokens, of which at least one must be left for the answer.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.max_model_len = max_model_len
+
+
+class RequestTooLargeError(RequestError):
+    """The request could never run: it needs more KV blocks than the whole cache has."""
+
+    def __init__(self, blocks_needed: int, blocks_total: int) -> None:
+        super().__init__(
+            f"The request may need {blocks_needed} KV cache blocks, but the cache has only "
+            f"{blocks_total}. Lower max_tokens or the prompt, or give the cache more memory.",
+            param="max_tokens",
+            code="kv_cache_too_small",
+        )
+
+
+class RefusedError(RequestError):
+    """A feature refused to admit the request (see `scheduler.feature.Feature.admit`)."""
+
+
+class EngineDeadError(QuireError):
+    """The engine stopped; nothing can be served until it is started again."""

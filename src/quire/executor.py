@@ -1,0 +1,48 @@
+"""The brain's only view of the body."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from quire.plan import HeadInputs, KVGroup, StepPlan, StepResult
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """What a started executor offers: KV groups and the number of blocks of each."""
+
+    groups: tuple[KVGroup, ...]
+    num_blocks: tuple[int, ...]
+
+
+class Executor(Protocol):
+    """Runs plans. All calls take effect in the order they are made.
+
+    Tensor and pipeline parallelism are executors that fan one plan out; the scheduler's tests run
+    on a fake one.
+    """
+
+    def start(self) -> Capacity:
+        """Load weights, size the KV cache, and say what there is."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Launch a step. Returns before it has run where the device allows that."""
+        ...
+
+    def submit_head(self, inputs: HeadInputs) -> None:
+        """Release the head of the GATED rows of a submitted step."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step not yet collected, and return its result."""
+        ...
+
+    def control(self, message: dict[str, Any]) -> Any:
+        """Everything that is not a step (statistics, adapters, profiling)."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release the device. Idempotent."""
+        ...

@@ -1,0 +1,170 @@
+"""A request as the brain sees it: its tokens, three counts, and where it stands."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+
+from quire.plan import Int32
+from quire.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.IntEnum):
+    WAITING = 0
+    """Queued, holding nothing."""
+    PARKED = 1
+    """A feature is not ready for it, or it waits for a sibling's prompt; `wake` queues it."""
+    RUNNING = 2
+    """Holds a lane and blocks."""
+    FINISHED = 3
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class TokenBuffer:
+    """A growing int32 array with amortized O(1) appends."""
+
+    __slots__ = ("_data", "_len")
+
+    def __init__(self, tokens: Int32, spare: int = 64) -> None:
+        self._len = len(tokens)
+        self._data: Int32 = np.empty(self._len + spare, dtype=np.int32)
+        self._data[: self._len] = tokens
+
+    def __len__(self) -> int:
+        return self._len
+
+    def append(self, token: int) -> None:
+        if self._len == len(self._data):
+            grown: Int32 = np.empty(2 * self._len + 64, dtype=np.int32)
+            grown[: self._len] = self._data
+            self._data = grown
+        self._data[self._len] = token
+        self._len += 1
+
+    def view(self, start: int = 0, stop: int | None = None) -> Int32:
+        """A read-only view, valid until the next append."""
+        out = self._data[start : self._len if stop is None else min(stop, self._len)]
+        out.flags.writeable = False
+        return out
+
+
+class Request:
+    """One completion in the making (`n` completions are `n` requests).
+
+    Counts, all in tokens:
+        known: tokens the host has read (prompt and confirmed output).
+        planned: upper bound of the positions computed once every launched step has run.
+        computed: positions whose KV is confirmed.
+    While `planned < known` the host owns the positions (the prompt, or a resumption); once the last
+    known token is planned the request is `generating` and the device owns them.
+
+    Attributes:
+        max_total: length, prompt included, at which it must end.
+        priority: lower runs first, as in vLLM.
+        arrival: seconds; ties are broken by `order`, which the scheduler assigns.
+        leader: the sibling whose prompt this one shares (n > 1), or None.
+        epoch: grows with each preemption, so that results of earlier steps are recognized as stale.
+    """
+
+    __slots__ = (
+        "arrival",
+        "cache_salt",
+        "computed",
+        "epoch",
+        "finish_reason",
+        "generating",
+        "generation",
+        "lane",
+        "leader",
+        "lora_id",
+        "max_total",
+        "num_cached_tokens",
+        "num_preemptions",
+        "order",
+        "params",
+        "planned",
+        "priority",
+        "prompt_len",
+        "prompt_logprobs_done",
+        "ready_step",
+        "request_id",
+        "sample_index",
+        "seed",
+        "state",
+        "status",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Int32,
+        params: SamplingParams,
+        *,
+        max_total: int,
+        arrival: float = 0.0,
+        priority: int = 0,
+        seed: int = 0,
+        sample_index: int = 0,
+        leader: Request | None = None,
+        lora_id: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        self.request_id = request_id
+        self.tokens = TokenBuffer(prompt)
+        self.prompt_len = len(prompt)
+        self.params = params
+        self.max_total = max_total
+        self.arrival = arrival
+        self.order = 0
+        self.priority = priority
+        self.seed = seed
+        self.sample_index = sample_index
+        self.leader = leader
+        self.lora_id = lora_id
+        self.cache_salt = cache_salt
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.lane = -1
+        self.generation = 0
+        self.epoch = 0
+        self.planned = 0
+        self.computed = 0
+        self.generating = False
+        self.ready_step = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.prompt_logprobs_done = 0
+        self.state: dict[str, Any] = {}
+        """Features keep what they know of the request here, under their own name."""
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def output(self) -> Int32:
+        """int32 [num_output_tokens]."""
+        return self.tokens.view(self.prompt_len)
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, known={self.known}, "
+            f"planned={self.planned}, computed={self.computed})"
+        )

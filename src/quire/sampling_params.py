@@ -1,0 +1,164 @@
+"""What a user asks of the sampler. Names and meanings are vLLM's and OpenAI's."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from quire.errors import RequestError
+
+MAX_LOGPROBS = 100
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKENS = 256
+MAX_BIAS_ENTRIES = 1024
+_INT32_MAX = 2**31 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters of one request.
+
+    Every numeric field is checked to be finite and within bounds on construction; a violation is a
+    `RequestError` whose `param` names the field.
+
+    Attributes:
+        n: completions per prompt; they share the prompt's KV blocks.
+        temperature: 0 means greedy.
+        top_k: 0 or -1 keeps all tokens.
+        top_p, min_p: nucleus and minimum-probability (relative to the likeliest token) truncation.
+        presence_penalty, frequency_penalty: OpenAI's, over generated tokens.
+        repetition_penalty: CTRL's (Keskar et al., 2019), over prompt and generated tokens.
+        seed: same seed, same request, same tokens. None lets the engine draw one.
+        stop: strings that end the completion; not part of the text unless
+            `include_stop_str_in_output`.
+        stop_token_ids: token ids that end it, besides the model's end-of-sequence ids.
+        ignore_eos: generate past the model's end-of-sequence ids.
+        max_tokens: None means as many as the context holds.
+        min_tokens: end-of-sequence and stop tokens cannot be sampled before this many.
+        logprobs: number of most likely alternatives to return per token (the sampled one is always
+            included); None returns none; -1 is refused (a whole vocabulary per token).
+        prompt_logprobs: the same for the prompt's tokens.
+        logit_bias: token id to additive bias.
+        skip_special_tokens, spaces_between_special_tokens: detokenization.
+        detokenize: False leaves `text` empty; stop strings are then refused.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        self._normalize()
+        self._check_ranges()
+        self._check_stops()
+        self._check_bias()
+
+    def _normalize(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple):
+                msgspec.structs.force_setattr(self, name, tuple(value or ()))
+
+    def _check_ranges(self) -> None:
+        _integer("n", self.n, 1, MAX_N)
+        _between("temperature", self.temperature, 0.0, 100.0)
+        _between("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _integer("top_k", self.top_k, -1, _INT32_MAX)
+        _between("min_p", self.min_p, 0.0, 1.0)
+        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(
+                    f"min_tokens ({self.min_tokens}) is greater than max_tokens "
+                    f"({self.max_tokens})",
+                    param="min_tokens",
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings are allowed", param="stop")
+        for text in self.stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
+                raise RequestError(
+                    f"a stop string must be a string of 1 to {MAX_STOP_LENGTH} characters",
+                    param="stop",
+                )
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True", param="stop")
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise RequestError(
+                f"at most {MAX_STOP_TOKENS} stop_token_ids are allowed", param="stop_token_ids"
+            )
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, _INT32_MAX)
+
+    def _check_bias(self) -> None:
+        if not self.logit_bias:
+            return
+        if len(self.logit_bias) > MAX_BIAS_ENTRIES:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_BIAS_ENTRIES} are "
+                "allowed",
+                param="logit_bias",
+            )
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, _INT32_MAX)
+            _between("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether token counts must be kept for this request."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+def _between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, got {value!r}", param=name)
+    if not (low < value <= high if open_low else low <= value <= high):
+        bracket = "(" if open_low else "["
+        raise RequestError(f"{name} must be in {bracket}{low}, {high}], got {value}", param=name)
+
+
+def _integer(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
+    _between(name, value, low, high)

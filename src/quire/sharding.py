@@ -1,0 +1,38 @@
+"""How a parameter is split over tensor-parallel ranks: models declare it, loaders read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """`dim` is the axis that ranks split evenly, or None where every rank holds the whole.
+
+    `unit` is the smallest piece that may not be cut (a head's width, say). Where there are fewer
+    units than ranks, as with few KV heads, neighbouring ranks hold copies of one unit.
+    """
+
+    dim: int | None = None
+    unit: int = 1
+
+    def bounds(self, size: int, rank: int, world: int) -> tuple[int, int]:
+        """The half-open range of the `size` entries along `dim` that `rank` of `world` holds."""
+        if self.dim is None or world == 1:
+            return 0, size
+        units = size // self.unit
+        if size % self.unit or (units % world if units >= world else world % units):
+            raise ConfigError(
+                f"cannot split {units} units of {self.unit} evenly over {world} ranks",
+                param="tensor_parallel_size",
+            )
+        if units >= world:
+            each = units // world
+            return rank * each * self.unit, (rank + 1) * each * self.unit
+        unit = rank * units // world
+        return unit * self.unit, (unit + 1) * self.unit
+
+
+REPLICATED = ShardSpec()
