@@ -1,0 +1,48 @@
+"""Shapes of the models that the kernel bench and the time budget use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense decoder's sizes; weights and KV in bf16."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    qk_norm: bool = False
+    bias: bool = False
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Linear layers of one decoder layer as (out features N, in features K)."""
+        return {
+            "qkv": (self.qkv_width, self.hidden),
+            "o": (self.hidden, self.heads * self.head_dim),
+            "gate_up": (2 * self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+        }
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token in one layer."""
+        return 4 * self.kv_heads * self.head_dim
+
+
+QWEN3_0_6B = Shape("Qwen3-0.6B", 28, 1024, 16, 8, 128, 3072, 151936, qk_norm=True)
+QWEN25_1_5B = Shape("Qwen2.5-1.5B", 28, 1536, 12, 2, 128, 8960, 151936, bias=True)
+QWEN3_8B = Shape("Qwen3-8B", 36, 4096, 32, 8, 128, 12288, 151936, qk_norm=True)
+LLAMA2_7B = Shape("Llama-2-7B", 32, 4096, 32, 32, 128, 11008, 32000)
+
+MODELS = (QWEN3_0_6B, QWEN25_1_5B, QWEN3_8B, LLAMA2_7B)
