@@ -1,0 +1,42 @@
+"""What one forward pass is told about its tokens: the model's only view of requests and cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class GroupBatch:
+    """One KV group's share of a batch.
+
+    slots: int64 or int32 [T], where each token's KV goes (block * block_size + offset); -1: nowhere.
+    block_table: int32 [R, max_blocks], the blocks of each row in order of position; entries beyond
+        a row's length, or before its window, are never read for their content.
+    """
+
+    slots: Tensor
+    block_table: Tensor
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """T tokens of R rows, rows one after the other; tokens behind the last row are padding.
+
+    input_ids, positions: int32 [T].
+    query_start: int32 [R + 1], where each row's tokens begin.
+    seq_lens: int32 [R], context lengths including this step's tokens, as the device knows them.
+    groups: one per KV group, in the order of `Decoder.kv_groups`.
+    q_lens: host copy of the row lengths, exact.
+    max_q_len, max_seq_len: host upper bounds, for launch shapes.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    groups: tuple[GroupBatch, ...]
+    q_lens: tuple[int, ...]
+    max_q_len: int
+    max_seq_len: int
