@@ -1,0 +1,111 @@
+"""What a feature may hook into the scheduler. The scheduler knows features by this interface only.
+
+A feature overrides the methods it needs; the scheduler never calls one that is not overridden, so
+that a feature costs nothing where it has nothing to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.errors import RequestError
+from quire.plan import Int32, RowFlag, StepPlan, Transfer, int32
+from quire.request import Request
+
+
+class Feature:
+    """Does nothing: the base of features, and the definition of their interface."""
+
+    def admit(self, request: Request) -> RequestError | None:
+        """When a request arrives. An error refuses it, and is what the user sees."""
+        return None
+
+    def ready(self, request: Request) -> bool:
+        """Whether the request may be queued. False parks it until `Scheduler.wake`, which asks
+        again."""
+        return True
+
+    def match(self, request: Request, n: int) -> int:
+        """How many tokens beyond the first `n`, which the prefix tree holds, this feature will put
+        in place before the step's body runs (by transfers that it adds in `plan`)."""
+        return 0
+
+    def lookahead(self, request: Request, room: int) -> int:
+        """How many draft tokens to book for a generating request's next row, at most `room`."""
+        return 0
+
+    def plan(self, builder: PlanBuilder) -> None:
+        """Add to a step whose rows are settled."""
+
+    def result(self, request: Request, tokens: Int32) -> int:
+        """How many of a row's new tokens (int32 [n]) to keep. Keeping fewer than `n` takes the
+        request off its lane: it goes on from the kept tokens by recomputing."""
+        return len(tokens)
+
+    def release(self, request: Request) -> bool:
+        """When a request gives its blocks back (it ended or was preempted). True keeps the blocks
+        of an ended request as they are until `Scheduler.drop_hold`."""
+        return False
+
+
+def overridden(features: Sequence[Feature], name: str) -> list[Callable[..., Any]]:
+    """The bound methods `name` of those features that define one of their own."""
+    base = getattr(Feature, name)
+    return [getattr(f, name) for f in features if getattr(type(f), name) is not base]
+
+
+class PlanBuilder:
+    """A step whose rows are settled, open for features to add to.
+
+    requests: the rows' requests, in row order. lanes, q_len, n_logits: int32 [R], read-only.
+    """
+
+    def __init__(self, plan: StepPlan, requests: list[Request]) -> None:
+        self._plan = plan
+        self.requests = requests
+
+    @property
+    def step_id(self) -> int:
+        return self._plan.step_id
+
+    @property
+    def lanes(self) -> Int32:
+        return self._plan.lanes
+
+    @property
+    def q_len(self) -> Int32:
+        return self._plan.q_len
+
+    @property
+    def n_logits(self) -> Int32:
+        return self._plan.n_logits
+
+    @property
+    def flags(self) -> Int32:
+        return self._plan.flags
+
+    def gate(self, rows: Sequence[int]) -> None:
+        """The heads of these rows wait for `HeadInputs`."""
+        # The flags of steady steps are shared between plans, so they are replaced, not changed.
+        flags = self._plan.flags.copy()
+        flags[list(rows)] |= int(RowFlag.GATED)
+        self._plan.flags = flags
+
+    def write(self, column: str, lanes: Int32, values: Int32) -> None:
+        """Set a per-lane column: lanes int32 [n], values int32 [n, ...]."""
+        lanes, values = int32(lanes), int32(values)
+        if column in self._plan.writes:
+            before_lanes, before_values = self._plan.writes[column]
+            lanes = np.concatenate([before_lanes, lanes])
+            values = np.concatenate([before_values, values])
+        self._plan.writes[column] = (lanes, values)
+
+    def set_host_drafts(self, drafts: Int32) -> None:
+        """int32 [R, K], padded with -1."""
+        self._plan.host_drafts = drafts
+
+    def transfer(self, transfer: Transfer) -> None:
+        self._plan.transfers.append(transfer)

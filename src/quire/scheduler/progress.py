@@ -1,0 +1,111 @@
+"""What a step brought, as the engine reads it, and the scheduler's statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.plan import Int32, Logprobs, StopReason
+from quire.request import Request
+
+
+@dataclass(slots=True)
+class Progress:
+    """One request's share of a step.
+
+    new_tokens: int32 [n], empty in mid-prompt.
+    finished: `request.finish_reason` says why.
+    logprobs, prompt_logprobs: this row's entries, or None.
+    stop_token: the token that ended it, where one did.
+    """
+
+    request: Request
+    new_tokens: Int32
+    finished: bool
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    stop_token: int | None = None
+
+
+@dataclass(slots=True)
+class StepProgress:
+    """What one step brought to the M requests that were still running when its result came.
+
+    requests: the M requests, in row order; treat as read-only (it is shared between steps).
+    rows: int32 [M], each request's row in the plan.
+    tokens: int32 [M, W], a request's new tokens come first in its line.
+    n_tokens: int32 [M], how many of them are new; 0 in mid-prompt.
+    stop_reason: int32 [M], a `StopReason`.
+    finished: indices into `requests` of those that ended in this step, ascending.
+    logprobs, prompt_logprobs: as the device gave them; their `rows` are the plan's rows.
+
+    Iterating gives a `Progress` for each request.
+    """
+
+    step_id: int
+    requests: list[Request]
+    rows: Int32
+    tokens: Int32
+    n_tokens: Int32
+    stop_reason: Int32
+    finished: list[int] = field(default_factory=list)
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[Progress]:
+        ended = set(self.finished)
+        for i, request in enumerate(self.requests):
+            yield self._one(i, request, i in ended)
+
+    def __getitem__(self, index: int) -> Progress:
+        return self._one(index, self.requests[index], index in self.finished)
+
+    def _one(self, i: int, request: Request, finished: bool) -> Progress:
+        new = self.tokens[i, : self.n_tokens[i]]
+        stopped = finished and self.stop_reason[i] == StopReason.STOP_TOKEN and len(new) > 0
+        row = int(self.rows[i])
+        return Progress(
+            request=request,
+            new_tokens=new,
+            finished=finished,
+            logprobs=_of_row(self.logprobs, row),
+            prompt_logprobs=_of_row(self.prompt_logprobs, row),
+            stop_token=int(new[-1]) if stopped else None,
+        )
+
+
+def _of_row(logprobs: Logprobs | None, row: int) -> Logprobs | None:
+    if logprobs is None:
+        return None
+    # Entries come in row order, so that a row's share is a slice.
+    start, stop = np.searchsorted(logprobs.rows, [row, row + 1])
+    if start == stop:
+        return None
+    return Logprobs(
+        rows=logprobs.rows[start:stop],
+        positions=logprobs.positions[start:stop],
+        ids=logprobs.ids[start:stop],
+        values=logprobs.values[start:stop],
+        ranks=logprobs.ranks[start:stop],
+    )
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Block counts are per KV group: `used` is held by requests, `cached` is kept for reuse and
+    may be taken at any time, `free` holds nothing."""
+
+    running: int
+    waiting: int
+    blocks_total: list[int]
+    blocks_used: list[int]
+    blocks_cached: list[int]
+    blocks_free: list[int]
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
