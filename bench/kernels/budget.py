@@ -43,7 +43,7 @@ def gemm(rows: float, n: int, k: int) -> float:
 
 def decode_attention(shape: Shape, rows: float, kv_tokens: float) -> float:
     """µs of split-KV attention of one layer, without the combine. One row is latency (a launch, a
-    block-table look-up, a few dependent tiles); many rows are bandwidth plus an uneven last wave."""
+    block-table look-up, a few dependent tiles); many rows: bandwidth plus an uneven last wave."""
     fixed = 6.5 if rows <= 8 else 10.0
     return kv_tokens * shape.kv_bytes_per_token / (0.95 * BANDWIDTH) + fixed
 

@@ -1,0 +1,75 @@
+"""Activations, plain or gating the second half of their input."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.ops.triton.launch import options, traits
+
+_SILU, _GELU_TANH, _GELU_ERF = 0, 1, 2
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    """x in fp32. KIND: 0 SiLU, 1 GELU by tanh, 2 GELU by erf (Hendrycks & Gimpel, 2016)."""
+    if KIND == 0:
+        return x * tl.sigmoid(x)
+    elif KIND == 1:
+        # 0.5 (1 + tanh u) = sigmoid(2 u)
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _activation(
+    x_ptr, out_ptr, width, x_stride,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0)
+    out = activate(x.to(tl.float32), KIND)
+    if GATED:
+        up = tl.load(x_ptr + row * x_stride + width + at, mask=inside, other=0.0)
+        out = out * up.to(tl.float32)
+    tl.store(out_ptr + row * width + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _run(x: Tensor, kind: int, gated: bool, pdl: bool | None) -> Tensor:
+    width = x.shape[-1] // 2 if gated else x.shape[-1]
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    # Few rows: narrow blocks, to spread over the card; many: wide ones, to amortize the launch.
+    block = min(triton.next_power_of_2(width), 1024 if rows.shape[0] <= 64 else 4096)
+    use_pdl = traits(x.device).pdl if pdl is None else pdl
+    _activation[(rows.shape[0], triton.cdiv(width, block))](
+        rows, out, width, rows.stride(0), BLOCK=block, KIND=kind, GATED=gated, PDL=use_pdl,
+        **options(use_pdl, num_warps=min(max(block // 256, 1), 8)),
+    )  # fmt: skip
+    return out
+
+
+def silu_and_mul(x: Tensor, *, pdl: bool | None = None) -> Tensor:
+    """x: [..., 2 width] as gate, up. Returns `silu(gate) * up`, computed in fp32, in x's type."""
+    return _run(x, _SILU, True, pdl)
+
+
+def gelu_and_mul(x: Tensor, *, approximate: str = "tanh", pdl: bool | None = None) -> Tensor:
+    """x: [..., 2 width] as gate, up. Returns `gelu(gate) * up`, computed in fp32, in x's type."""
+    return _run(x, _GELU_TANH if approximate == "tanh" else _GELU_ERF, True, pdl)
+
+
+def gelu(x: Tensor, *, approximate: str = "tanh", pdl: bool | None = None) -> Tensor:
+    """Elementwise GELU in fp32; `approximate` tanh or none (erf)."""
+    return _run(x, _GELU_TANH if approximate == "tanh" else _GELU_ERF, False, pdl)

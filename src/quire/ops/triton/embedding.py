@@ -1,0 +1,52 @@
+"""Embedding look-up."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.ops.triton.launch import options, traits
+
+
+@triton.jit
+def _embed(
+    ids_ptr, weight_ptr, out_ptr, width, first, count, scale, weight_stride,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    entry = tl.load(ids_ptr + row).to(tl.int64) - first
+    inside = at < width
+    # An id outside this shard (padding is -1) reads nothing and gives zeros.
+    ours = tl.where(inside, entry, -1)
+    ours = (ours >= 0) & (ours < count)
+    values = tl.load(weight_ptr + entry * weight_stride + at, mask=ours, other=0.0)
+    values = values.to(tl.float32) * scale
+    tl.store(out_ptr + row * width + at, values.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def embedding(
+    ids: Tensor, weight: Tensor, *, first: int = 0, scale: float = 1.0, pdl: bool | None = None
+) -> Tensor:
+    """ids: int [T]. weight: [entries, width], the rows of ids `first` to `first + entries - 1`.
+
+    Returns [T, width] in the weight's type, times `scale`; zeros for ids outside that range, such
+    as padding (-1) or another rank's shard.
+    """
+    entries, width = weight.shape
+    out = torch.empty((ids.shape[0], width), dtype=weight.dtype, device=weight.device)
+    if ids.shape[0] == 0:
+        return out
+    block = min(triton.next_power_of_2(width), 2048)
+    use_pdl = traits(ids.device).pdl if pdl is None else pdl
+    _embed[(ids.shape[0], triton.cdiv(width, block))](
+        ids, weight, out, width, first, entries, scale, weight.stride(0), BLOCK=block, PDL=use_pdl,
+        **options(use_pdl, num_warps=min(max(block // 256, 1), 8)),
+    )  # fmt: skip
+    return out

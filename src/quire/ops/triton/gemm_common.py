@@ -1,0 +1,112 @@
+"""Pieces that the GEMV and the skinny GEMM kernel share: row maps, RMSNorm, activations, prefetch.
+
+A gated layer (SwiGLU, GeGLU) keeps its gate rows above its up rows in one weight. Its tiles take
+matching rows of both, interleaved, so that one pass yields a gate and its up side by side.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+__all__ = [
+    "activate",
+    "finish",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "load_k",
+    "norm_weight",
+    "normalise",
+    "prefetch_rows",
+    "tile_rows",
+]
+
+
+@triton.jit
+def tile_rows(pid, N, BN: tl.constexpr, GLU: tl.constexpr):
+    """Weight rows of output tile `pid`: [BN], or [2 BN] with gate and up rows alternating.
+
+    Rows behind the last are clamped to it: loading a row twice costs less than a mask, and what is
+    computed from it is not stored.
+    """
+    if GLU:
+        r = tl.arange(0, 2 * BN)
+        rows = tl.minimum(pid * BN + r // 2, N - 1) + (r % 2) * N
+    else:
+        rows = tl.minimum(pid * BN + tl.arange(0, BN), N - 1)
+    return rows
+
+
+@triton.jit
+def load_k(ptrs, k, K, EVEN_K: tl.constexpr):
+    """Load along K; without `EVEN_K`, positions `k` at or beyond K read as zero."""
+    if EVEN_K:
+        value = tl.load(ptrs)
+    else:
+        value = tl.load(ptrs, mask=k < K, other=0.0)
+    return value
+
+
+@triton.jit
+def norm_weight(g_ptr, k, K, GEMMA: tl.constexpr, EVEN_K: tl.constexpr):
+    """RMSNorm weights in fp32; Gemma stores them less one."""
+    g = load_k(g_ptr + k, k, K, EVEN_K).to(tl.float32)
+    if GEMMA:
+        g += 1.0
+    return g
+
+
+@triton.jit
+def normalise(x, scale, g, dtype: tl.constexpr, GEMMA: tl.constexpr):
+    """fp32 x * scale * g, rounded where Hugging Face's modules round (Gemma's: once, at the end)."""
+    x = x * scale
+    if not GEMMA:
+        x = x.to(dtype).to(tl.float32)
+    return (x * g).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr):
+    """fp32 activation. GELU's tanh is written as a sigmoid: 0.5 (1 + tanh z) = sigmoid(2 z)."""
+    if ACT == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACT == "gelu":
+        x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    elif ACT == "gelu_tanh":
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACT == "relu":
+        x = tl.maximum(x, 0.0)
+    return x
+
+
+@triton.jit
+def finish(y, SHAPE: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr):
+    """Apply the activation; with `GLU`, y's last axis alternates gate and up and `SHAPE` is
+    the output's shape with a 2 appended."""
+    if GLU:
+        gate, up = tl.split(tl.reshape(y, SHAPE))
+        y = activate(gate, ACT) * up
+    else:
+        y = activate(y, ACT)
+    return y
+
+
+@triton.jit
+def prefetch_rows(w_ptr, rows, stride_wn, k_begin, k_end):
+    """Ask for columns [k_begin, k_end) of the given weight rows to be brought into L2.
+
+    One instruction per 128-byte line; nothing waits for it. Columns behind the end are clamped.
+    """
+    LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
+    lines = tl.arange(0, 32) * LINE
+    base = w_ptr + rows.to(tl.int64)[:, None] * stride_wn
+    for k in range(k_begin, k_end, 32 * LINE):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [base + tl.minimum(k + lines, k_end - 1)[None, :]],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -1,0 +1,125 @@
+"""What a linear layer asks for and how it will be run: plain data that kernels and chooser share."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+GATED = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "gelu_tanh"}
+"""Activations of a layer whose weight stacks gate rows on up rows: act(gate) * up."""
+PLAIN = ("silu", "gelu", "gelu_tanh", "relu")
+"""Activations of each output by itself."""
+
+NormMode = Literal["none", "exact", "late", "separate"]
+
+
+class RMSNorm(NamedTuple):
+    """A norm to apply to x before the product. weight: [K]; `gemma`: weights are stored less one,
+    and the result is rounded once instead of before and after the weight."""
+
+    weight: Tensor
+    eps: float = 1e-6
+    gemma: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinearArgs:
+    """y [M, N] = act(norm(x) @ weight^T + bias) + residual.
+
+    x: [M, K], last axis contiguous. weight: [N, K], last axis contiguous; with a gated activation
+    [2 N, K]. bias: one per weight row. residual: [M, N]. x, weight and residual of one dtype
+    (bf16, fp16 or fp32); sums are fp32 and rounded once, at the end.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    norm: RMSNorm | None = None
+    residual: Tensor | None = None
+    act: str | None = None
+
+    @property
+    def gated(self) -> bool:
+        return self.act in GATED
+
+    @property
+    def act_name(self) -> str:
+        return GATED.get(self.act, self.act) if self.act else ""
+
+    @property
+    def n(self) -> int:
+        """Outputs per row."""
+        return self.weight.shape[0] // (2 if self.gated else 1)
+
+    @property
+    def k(self) -> int:
+        return self.weight.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class GemmPlan:
+    """One way to run a linear layer.
+
+    kernel: "gemv", "skinny", or "torch" (cuBLAS with the rest as kernels of its own).
+    bm, bn, bk: tile in rows of x, outputs, and K; gated tiles read 2 bn weight rows. bm is the
+        padded M of a GEMV.
+    split_k: programs that share one tile's K; the last to arrive adds their sums in fixed order.
+    swap: weights as the left operand, which fills a Hopper warpgroup's 64 rows with them.
+    norm: "exact" needs each row's mean square before the product; "late" scales the sums afterwards
+        (one pass over x, and one rounding less); "separate" leaves the norm to its own kernel.
+    prefetch: bytes of each weight row to ask into L2 before waiting for the predecessor.
+    eager: let the successor start before, not after, that wait: it prefetches earlier.
+    """
+
+    kernel: Literal["gemv", "skinny", "torch"]
+    bm: int = 1
+    bn: int = 1
+    bk: int = 1
+    warps: int = 4
+    stages: int = 1
+    split_k: int = 1
+    swap: bool = False
+    norm: NormMode = "none"
+    prefetch: int = 0
+    eager: bool = True
+
+    def as_json(self) -> dict[str, Any]:
+        """Only what differs from the defaults."""
+        default = {
+            "warps": 4,
+            "stages": 1,
+            "split_k": 1,
+            "swap": False,
+            "prefetch": 0,
+            "eager": True,
+        }
+        if self.kernel == "torch":
+            return {"kernel": "torch"}
+        return {
+            key: v for key, v in asdict(self).items() if key not in default or v != default[key]
+        }
+
+
+TORCH = GemmPlan("torch", norm="separate")
+
+
+class Shape(NamedTuple):
+    """What a choice depends on. m: rows of x; n: outputs; k: inputs."""
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    norm: bool = False
+    gated: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.n * self.k * (2 if self.gated else 1) * self.dtype.itemsize
+
+
+def shape_of(args: LinearArgs) -> Shape:
+    return Shape(args.x.shape[0], args.n, args.k, args.x.dtype, args.norm is not None, args.gated)

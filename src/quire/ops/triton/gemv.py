@@ -1,0 +1,165 @@
+"""One to four rows times a weight matrix: each program streams a few weight rows once.
+
+At these sizes a layer is a read of its weights (Qwen3-0.6B: 1 to 3 µs each), so what counts is
+keeping that read going: tiles are double-buffered in registers, and with programmatic dependent
+launch the first tile is loaded, and the rest asked into L2, before waiting for the predecessor.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.triton.gemm_common import (
+    finish,
+    gdc_launch_dependents,
+    gdc_wait,
+    load_k,
+    norm_weight,
+    normalise,
+    prefetch_rows,
+    tile_rows,
+)
+from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs
+from quire.ops.triton.launch import options
+
+MAX_M = 4
+
+
+@triton.jit
+def _row_scale(
+    x_ptr, K, eps, BK: tl.constexpr, EVEN_K: tl.constexpr, SINGLE: tl.constexpr, NORM: tl.constexpr
+):
+    """1 / RMS of a row if it must be known before the products ("exact"), else 1."""
+    scale = 1.0
+    if NORM == "exact":
+        ks = tl.arange(0, BK)
+        squares = tl.zeros([BK], tl.float32)
+        for k in range(0, BK if SINGLE else K, BK):
+            x = load_k(x_ptr + k + ks, k + ks, K, EVEN_K).to(tl.float32)
+            squares += x * x
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    return scale
+
+
+@triton.jit
+def _add_products(
+    acc, squares, w, x_ptr, k, K, scale, g, EVEN_K: tl.constexpr, NORM: tl.constexpr,
+    GEMMA: tl.constexpr,
+):  # fmt: skip
+    """acc [R, BK] += w [R, BK] * x [BK]; squares [BK] += x * x where the norm is applied late."""
+    x = load_k(x_ptr + k, k, K, EVEN_K).to(tl.float32)
+    if NORM == "exact":
+        x = normalise(x, scale, g, x_ptr.dtype.element_ty, GEMMA)
+    elif NORM == "late":
+        squares += x * x
+        x *= g
+    return acc + w * x[None, :], squares
+
+
+@triton.jit
+def _load_residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr):
+    value = 0.0
+    if HAS_RES:
+        mask = (cols < N) & (m < M)
+        value = tl.load(res_ptr + m * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _store_row(
+    acc, squares, bias, residual, y_ptr, stride_ym, m, cols, M, N, K, eps,
+    BN: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    y = tl.sum(acc, 1)
+    if NORM == "late":
+        y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    y = finish(y + bias, [BN, 2], GLU, ACT) + residual
+    mask = (cols < N) & (m < M)
+    tl.store(y_ptr + m * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M", "prefetch_k"])
+def gemv_kernel(
+    x_ptr, w_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, M, N, K,
+    stride_xm, stride_wn, stride_rm, stride_ym, eps, prefetch_k,
+    MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+    SINGLE: tl.constexpr, STAGES: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr,
+    NORM: tl.constexpr, GEMMA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
+    PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """y [M, N] of x [M, K], M <= MB, and w [N, K] (gated: [2 N, K]); one tile of outputs each."""
+    if PDL and EAGER:
+        gdc_launch_dependents()
+    pid = tl.program_id(0)
+    rows = tile_rows(pid, N, BN, GLU)
+    cols = pid * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * stride_wn + ks[None, :]
+    if STAGES == 1:
+        w = load_k(w_ptrs, ks[None, :], K, EVEN_K)
+    bias = 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + rows).to(tl.float32)
+    if PREFETCH:
+        prefetch_rows(w_ptr, rows, stride_wn, BK, prefetch_k)
+    if PDL:
+        gdc_wait()  # before it only weights may be read: the predecessor may still be writing x
+        if not EAGER:
+            gdc_launch_dependents()
+    accs = ()
+    squares = ()
+    xs = ()
+    scales = ()
+    residuals = ()
+    for m in tl.static_range(MB):
+        xs = xs + (x_ptr + tl.minimum(m, M - 1) * stride_xm,)
+        accs = accs + (tl.zeros([rows.shape[0], BK], tl.float32),)
+        squares = squares + (tl.zeros([BK], tl.float32),)
+        scales = scales + (_row_scale(xs[m], K, eps, BK, EVEN_K, SINGLE, NORM),)
+        residuals = residuals + (_load_residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES),)
+    for k0 in tl.range(0, BK if SINGLE else K, BK, num_stages=STAGES):
+        k = k0 + ks
+        if STAGES > 1:
+            w = load_k(w_ptrs + k0, k[None, :], K, EVEN_K)
+        wf = w.to(tl.float32)
+        if STAGES == 1 and not SINGLE:
+            w = tl.load(w_ptrs + k0 + BK, mask=(k + BK < K)[None, :], other=0.0)
+        g = 1.0
+        if NORM != "none":
+            g = norm_weight(g_ptr, k, K, GEMMA, EVEN_K)
+        new_accs = ()
+        new_squares = ()
+        for m in tl.static_range(MB):
+            acc, sq = _add_products(
+                accs[m], squares[m], wf, xs[m], k, K, scales[m], g, EVEN_K, NORM, GEMMA
+            )
+            new_accs = new_accs + (acc,)
+            new_squares = new_squares + (sq,)
+        accs = new_accs
+        squares = new_squares
+    for m in tl.static_range(MB):
+        _store_row(
+            accs[m], squares[m], bias, residuals[m], y_ptr, stride_ym, m, cols, M, N, K, eps,
+            BN, GLU, ACT, NORM,
+        )  # fmt: skip
+
+
+def gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> None:
+    """Run `args` into `out` [M, N] with M <= 4; `plan.norm` is not "separate"."""
+    m, k, n = args.x.shape[0], args.k, args.n
+    x, w, res, norm = args.x, args.weight, args.residual, args.norm
+    prefetch_k = min(k, plan.prefetch // w.element_size())
+    gemv_kernel[(triton.cdiv(n, plan.bn),)](
+        x, w, w if args.bias is None else args.bias, x if res is None else res,
+        x if norm is None else norm.weight, out, m, n, k,
+        x.stride(0), w.stride(0), 0 if res is None else res.stride(0), out.stride(0),
+        0.0 if norm is None else norm.eps, prefetch_k,
+        MB=plan.bm, BN=plan.bn, BK=plan.bk, EVEN_K=k % plan.bk == 0, SINGLE=k <= plan.bk,
+        STAGES=plan.stages,
+        GLU=args.gated, ACT=args.act_name, NORM="none" if norm is None else plan.norm,
+        GEMMA=norm is not None and norm.gemma, HAS_BIAS=args.bias is not None,
+        HAS_RES=res is not None, PDL=pdl, EAGER=plan.eager, PREFETCH=pdl and prefetch_k > plan.bk,
+        **options(pdl, num_warps=plan.warps, num_stages=1),
+    )  # fmt: skip

@@ -1,0 +1,59 @@
+"""What a device can do, and how kernels of a captured step follow each other.
+
+**Programmatic dependent launch (PDL).** A kernel launched with `launch_pdl=True` may start while its
+predecessor still runs; `gdc_wait` blocks until the predecessor has finished and its writes are
+visible. Every kernel here calls `gdc_wait` in *all* of its programs, early exits included, and
+`gdc_launch_dependents` only *after* it. So when a kernel starts, everything before its predecessor
+is complete: before its own wait it may read weights and the step's metadata, nothing newer.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceTraits:
+    """What launches depend on.
+
+    num_sms: multiprocessors. shared_memory: bytes one program may use. pdl: programmatic dependent
+    launch (sm_90 and newer). bf16: tensor cores take bf16 (sm_80 and newer).
+    """
+
+    capability: tuple[int, int]
+    num_sms: int
+    shared_memory: int
+    pdl: bool
+    bf16: bool
+
+
+INTERPRETED = DeviceTraits((0, 0), 4, 1 << 30, pdl=False, bf16=False)
+"""CPU tensors: kernels run under TRITON_INTERPRET=1, whose matrix product knows no bf16."""
+
+
+@functools.cache
+def _cuda_traits(index: int) -> DeviceTraits:
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    return DeviceTraits(
+        capability=capability,
+        num_sms=properties.multi_processor_count,
+        shared_memory=int(properties.shared_memory_per_block_optin),
+        pdl=capability >= (9, 0),
+        bf16=capability >= (8, 0),
+    )
+
+
+def traits(device: torch.device) -> DeviceTraits:
+    if device.type != "cuda":
+        return INTERPRETED
+    return _cuda_traits(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def options(pdl: bool, **rest: Any) -> dict[str, Any]:
+    """Launch keywords; `launch_pdl` is named only where it applies (the interpreter lacks it)."""
+    return {**rest, "launch_pdl": True} if pdl else rest

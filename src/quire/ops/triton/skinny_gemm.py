@@ -1,0 +1,198 @@
+"""Small-batch matrix products on tensor cores: few rows of x, padded, times a streamed weight.
+
+Tiles are narrow in N so that the weight's read spreads over all multiprocessors; where N is too
+small for that, programs share a tile's K. Their partial sums meet in a workspace and the last to
+arrive adds them in order of K, so the result does not depend on who that was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.triton.gemm_common import (
+    finish,
+    gdc_launch_dependents,
+    gdc_wait,
+    load_k,
+    norm_weight,
+    normalise,
+    prefetch_rows,
+    tile_rows,
+)
+from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs
+from quire.ops.triton.launch import options
+
+MAX_SPLIT_TILES = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Arrival counters of split-K tiles: int32 [MAX_SPLIT_TILES], zero between kernels.
+
+    Kernels of one stream may share it; streams that run at once need one each.
+    """
+
+    counters: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device) -> Workspace:
+        return cls(torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device))
+
+
+@triton.jit
+def _row_scales(x_ptrs, K, eps, BM: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr):
+    """1 / RMS of rows, [BM]; x_ptrs [BM, 1] points at their starts."""
+    ks = tl.arange(0, BK)[None, :]
+    squares = tl.zeros([BM, BK], tl.float32)
+    for k in range(0, K, BK):
+        x = load_k(x_ptrs + k + ks, k + ks, K, EVEN_K).to(tl.float32)
+        squares += x * x
+    return tl.rsqrt(tl.sum(squares, 1) / K + eps)
+
+
+@triton.jit
+def _product(
+    x_ptrs, w_ptrs, g_ptr, scale, k_begin, k_end, K, eps,
+    BM: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+    NORM: tl.constexpr, GEMMA: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """fp32 sums over [k_begin, k_end): [BM, R]; x_ptrs [BM, 1], w_ptrs [R, 1]."""
+    ks = tl.arange(0, BK)
+    dtype: tl.constexpr = x_ptrs.dtype.element_ty
+    acc = tl.zeros([R, BM] if SWAP else [BM, R], tl.float32)
+    squares = tl.zeros([BM], tl.float32)
+    for k0 in range(k_begin, k_end, BK):
+        k = k0 + ks
+        x = load_k(x_ptrs + k[None, :], k[None, :], K, EVEN_K)
+        w = load_k(w_ptrs + k[None, :], k[None, :], K, EVEN_K)
+        if NORM == "exact":
+            g = norm_weight(g_ptr, k, K, GEMMA, EVEN_K)
+            x = normalise(x.to(tl.float32), scale[:, None], g[None, :], dtype, GEMMA).to(dtype)
+        elif NORM == "late":
+            xf = x.to(tl.float32)
+            squares += tl.sum(xf * xf, 1)
+            x = (xf * norm_weight(g_ptr, k, K, GEMMA, EVEN_K)[None, :]).to(dtype)
+        if SWAP:
+            acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+    if SWAP:
+        acc = tl.trans(acc)
+    if NORM == "late":
+        acc *= tl.rsqrt(squares / K + eps)[:, None]
+    return acc
+
+
+@triton.jit
+def _store_tile(
+    acc, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_rm, stride_ym,
+    GLU: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
+):  # fmt: skip
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
+    y = finish(acc, [ms.shape[0], cols.shape[0], 2], GLU, ACT)
+    mask = (ms < M)[:, None] & (cols < N)[None, :]
+    m64 = ms.to(tl.int64)[:, None]
+    if HAS_RES:
+        y += tl.load(res_ptr + m64 * stride_rm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + m64 * stride_ym + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_of_parts(parts_ptr, offsets, PART: tl.constexpr, SPLIT_K: tl.constexpr):
+    """Read past L1, which does not see what other programs wrote."""
+    total = tl.load(parts_ptr + offsets, cache_modifier=".cg")
+    for s in range(1, SPLIT_K):
+        total += tl.load(parts_ptr + s * PART + offsets, cache_modifier=".cg")
+    return total
+
+
+@triton.jit(do_not_specialize=["M", "prefetch_k", "steps_per_split"])
+def skinny_kernel(
+    x_ptr, w_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, parts_ptr, counters_ptr, M, N, K,
+    stride_xm, stride_wn, stride_rm, stride_ym, eps, steps_per_split, prefetch_k,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT_K: tl.constexpr,
+    SWAP: tl.constexpr, EVEN_K: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr,
+    NORM: tl.constexpr, GEMMA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). Grid: N tiles, K splits, M tiles."""
+    if PDL and EAGER:
+        gdc_launch_dependents()
+    R: tl.constexpr = 2 * BN if GLU else BN
+    pid_n, pid_k, pid_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = tile_rows(pid_n, N, BN, GLU)
+    cols = pid_n * BN + tl.arange(0, BN)
+    ms = pid_m * BM + tl.arange(0, BM)
+    k_begin = pid_k * steps_per_split * BK
+    k_end = tl.minimum(K, k_begin + steps_per_split * BK)
+    if PREFETCH:
+        prefetch_rows(w_ptr, rows, stride_wn, k_begin, tl.minimum(k_end, k_begin + prefetch_k))
+    if PDL:
+        gdc_wait()  # before it only weights may be read: the predecessor may still be writing x
+        if not EAGER:
+            gdc_launch_dependents()
+    x_ptrs = x_ptr + tl.minimum(ms, M - 1).to(tl.int64)[:, None] * stride_xm
+    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * stride_wn
+    scale = tl.full([BM], 1.0, tl.float32)
+    if NORM == "exact":
+        scale = _row_scales(x_ptrs, K, eps, BM, BK, EVEN_K)
+    acc = _product(
+        x_ptrs, w_ptrs, g_ptr, scale, k_begin, k_end, K, eps, BM, R, BK, EVEN_K, NORM, GEMMA,
+        SWAP, PRECISION,
+    )  # fmt: skip
+    last = True
+    if SPLIT_K > 1:
+        tile = pid_m * tl.num_programs(0) + pid_n
+        parts_ptr += tile.to(tl.int64) * SPLIT_K * BM * R
+        offsets = tl.arange(0, BM)[:, None] * R + tl.arange(0, R)[None, :]
+        tl.store(parts_ptr + pid_k * BM * R + offsets, acc)
+        tl.debug_barrier()  # every thread's part is written before the one atomic that says so
+        last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
+        if last:
+            acc = _sum_of_parts(parts_ptr, offsets, BM * R, SPLIT_K)
+            tl.store(counters_ptr + tile, 0)
+    if last:
+        _store_tile(
+            acc, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_rm, stride_ym, GLU, ACT,
+            HAS_BIAS, HAS_RES,
+        )  # fmt: skip
+
+
+def skinny_gemm(
+    args: LinearArgs, out: Tensor, plan: GemmPlan, workspace: Workspace, *, pdl: bool
+) -> None:
+    """Run `args` into `out` [M, N]; `plan.norm` is not "separate"."""
+    m, k, n = args.x.shape[0], args.k, args.n
+    x, w, res, norm = args.x, args.weight, args.residual, args.norm
+    norm_mode = "none" if norm is None else plan.norm
+    steps = triton.cdiv(k, plan.bk)
+    per_split = triton.cdiv(steps, plan.split_k)
+    split_k = triton.cdiv(steps, per_split)
+    tiles = triton.cdiv(n, plan.bn), triton.cdiv(m, plan.bm)
+    rows = plan.bn * (2 if args.gated else 1)
+    parts = workspace.counters
+    if split_k > 1:
+        if norm_mode == "late":
+            norm_mode = "exact"  # the squares a program sees are not the whole row's
+        size = tiles[0] * tiles[1] * split_k * plan.bm * rows
+        parts = torch.empty(size, dtype=torch.float32, device=x.device)
+    prefetch_k = plan.prefetch // w.element_size()
+    skinny_kernel[(tiles[0], split_k, tiles[1])](
+        x, w, w if args.bias is None else args.bias, x if res is None else res,
+        x if norm is None else norm.weight, out, parts, workspace.counters, m, n, k,
+        x.stride(0), w.stride(0), 0 if res is None else res.stride(0), out.stride(0),
+        0.0 if norm is None else norm.eps, per_split, prefetch_k,
+        BM=plan.bm, BN=plan.bn, BK=plan.bk, SPLIT_K=split_k, SWAP=plan.swap,
+        EVEN_K=k % plan.bk == 0, GLU=args.gated, ACT=args.act_name,
+        NORM=norm_mode, GEMMA=norm is not None and norm.gemma,
+        HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", PDL=pdl,
+        EAGER=plan.eager, PREFETCH=pdl and prefetch_k > 0,
+        **options(pdl, num_warps=plan.warps, num_stages=plan.stages),
+    )  # fmt: skip

@@ -1,0 +1,17 @@
+"""Shared by all tests. Without a GPU, Triton kernels run in Triton's interpreter, which has to be
+asked for before the first kernel is defined, hence at import."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def kernel_device() -> str:
+    """Where Triton kernels run: compiled on a GPU, interpreted on CPU tensors elsewhere."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,194 @@
+"""Paged attention in Triton against a float64 twin, on rows of every kind at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.ops.triton.attention import AttentionTuning, Tiles, paged_attention
+
+SMALL = AttentionTuning(decode=Tiles(16, 16, 2, 2), prefill=Tiles(32, 16, 4, 2), splits=4)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def twin(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: list[int],
+    seq_lens: list[int],
+    table: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Row by row in float64; positions gathered one by one through the block table."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    page, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
+    for row, total in enumerate(seq_lens):
+        start, end = query_start[row], query_start[row + 1]
+        position = torch.arange(total, device=q.device)
+        blocks = table[row].long()[position // page]
+        k = k_cache[blocks, :, position % page].double().repeat_interleave(group, 1)
+        v = v_cache[blocks, :, position % page].double().repeat_interleave(group, 1)
+        logits = torch.einsum("qhd,khd->hqk", q[start:end].double(), k) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        at = torch.arange(total - (end - start), total, device=q.device)[:, None]
+        seen = position[None] <= at
+        if window is not None:
+            seen &= position[None] > at - window
+        weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+        out[start:end] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out
+
+
+class Case:
+    """A mixed batch over a cache that is strided like the engine's (all layers in a block)."""
+
+    def __init__(
+        self,
+        device: str,
+        rows: list[tuple[int, int]],
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 64,
+        page: int = 16,
+        dtype: torch.dtype = torch.float32,
+        padding: tuple[int, int] = (0, 0),
+    ) -> None:
+        make = torch.Generator().manual_seed(len(rows) + dim)
+        lengths = [q for q, _ in rows] + [0] * padding[1]
+        tokens = sum(lengths) + padding[0]
+        self.query_start = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+        self.seq_lens = torch.tensor([s for _, s in rows] + [0] * padding[1]).int().to(device)
+        most = -(-max(s for _, s in rows) // page) + 1
+        blocks = most * len(rows) + 3
+        ids = torch.randperm(blocks, generator=make)[: most * len(rows)].reshape(-1, most)
+        for row, (_, total) in enumerate(rows):
+            ids[row, -(-total // page) :] = -1
+        fill = torch.full((padding[1], most), -1)
+        self.table = torch.cat([ids, fill]).int().to(device)
+        store = torch.randn(blocks, 3, 2, kv_heads, page, dim, generator=make)
+        used = torch.zeros(blocks, dtype=torch.bool)
+        used[ids[ids >= 0]] = True
+        store[~used] = float("nan")
+        store = store.to(dtype).to(device)
+        self.k, self.v = store[:, 1, 0], store[:, 1, 1]
+        qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=make)
+        self.q = qkv.to(dtype).to(device)[:, :heads]
+        self.real = sum(lengths)
+        self.max_q, self.max_seq = max(lengths), max(s for _, s in rows)
+        self.rows = len(rows)
+
+    def run(self, tuning: AttentionTuning = SMALL, **keywords: object) -> Tensor:
+        return paged_attention(
+            self.q, self.k, self.v, self.query_start, self.seq_lens, self.table,
+            max_q_len=self.max_q, max_seq_len=self.max_seq, scale=0.3, tuning=tuning,
+            **keywords,  # type: ignore[arg-type]
+        )[: self.real]  # fmt: skip
+
+    def check(self, tuning: AttentionTuning = SMALL, **keywords: object) -> Tensor:
+        out = self.run(tuning, **keywords)
+        starts, lens = self.query_start.tolist(), self.seq_lens.tolist()[: self.rows]
+        want = twin(
+            self.q, self.k, self.v, starts, lens, self.table, 0.3,
+            **keywords,  # type: ignore[arg-type]
+        )[: self.real]  # fmt: skip
+        tolerance = TOLERANCE[self.q.dtype]
+        torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
+        return out
+
+
+MIXED = [(1, 1), (1, 77), (40, 40), (3, 20), (17, 90), (1, 16), (9, 9), (2, 130)]
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (6, 1), (16, 8)])
+def test_mixed_batch(kernel_device: str, heads: int, kv_heads: int) -> None:
+    Case(kernel_device, MIXED, heads, kv_heads).check()
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_head_sizes(kernel_device: str, dim: int) -> None:
+    Case(kernel_device, [(1, 33), (20, 45)], 2, 1, dim).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(kernel_device: str, dtype: torch.dtype) -> None:
+    Case(kernel_device, [(1, 70), (20, 45)], dtype=dtype).check()
+
+
+@pytest.mark.parametrize("page", [1, 4, 32])
+def test_block_sizes(kernel_device: str, page: int) -> None:
+    Case(kernel_device, [(1, 70), (20, 45)], page=page).check()
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 33, 1000])
+def test_sliding_window(kernel_device: str, window: int) -> None:
+    Case(kernel_device, MIXED).check(window=window)
+    Case(kernel_device, MIXED).check(replace(SMALL, splits=1), window=window)
+
+
+def test_blocks_before_the_window_may_be_gone(kernel_device: str) -> None:
+    case = Case(kernel_device, MIXED)
+    window, page = 20, case.k.shape[2]
+    want = case.check(window=window)
+    for row, (length, total) in enumerate(MIXED):
+        gone = max(total - length - window + 1, 0) // page
+        case.table[row, :gone] = -1
+    assert torch.equal(case.run(window=window), want)
+
+
+def test_soft_cap(kernel_device: str) -> None:
+    Case(kernel_device, MIXED).check(softcap=2.0)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 40])
+@pytest.mark.parametrize("min_tiles", [1, 2])
+def test_decode_splits(kernel_device: str, splits: int, min_tiles: int) -> None:
+    rows = [(1, 1), (1, 300), (1, 16), (1, 129)]
+    Case(kernel_device, rows).check(replace(SMALL, splits=splits, min_tiles=min_tiles))
+
+
+def test_drafts_are_short_rows(kernel_device: str) -> None:
+    Case(kernel_device, [(4, 60), (4, 5), (1, 90)], 6, 1).check(
+        replace(SMALL, decode=Tiles(32, 16, 2, 2))
+    )
+
+
+def test_padding_rows_and_tokens_are_skipped(kernel_device: str) -> None:
+    Case(kernel_device, MIXED, padding=(5, 3)).check()
+    Case(kernel_device, [(1, 9), (1, 40)], padding=(6, 6)).check()
+
+
+def test_default_tuning(kernel_device: str) -> None:
+    Case(kernel_device, MIXED, 8, 2, 128).check(AttentionTuning())
+
+
+def test_more_rows_than_one_lookup_holds(kernel_device: str) -> None:
+    Case(kernel_device, [(1, 2)] * 256 + [(40, 50)], 1, 1, 16).check(replace(SMALL, splits=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_upcast_fallback(kernel_device: str, dtype: torch.dtype) -> None:
+    Case(kernel_device, MIXED, dtype=dtype).check(replace(SMALL, upcast=True, pdl=False))
+
+
+def test_fixed_path_ignores_the_rest_of_the_batch(kernel_device: str) -> None:
+    """Bit-identical alone, among others, and chunked: the same KV tiles in the same order."""
+    fixed = replace(SMALL, fixed=True)
+    case = Case(kernel_device, MIXED)
+    together = case.check(fixed)
+    for row in (1, 4):
+        start, end = case.query_start[row].item(), case.query_start[row + 1].item()
+        for first in (start, end - 1):
+            alone = paged_attention(
+                case.q[first:end], case.k, case.v,
+                torch.tensor([0, end - first], dtype=torch.int32, device=kernel_device),
+                case.seq_lens[row : row + 1], case.table[row : row + 1],
+                max_q_len=end - first, max_seq_len=case.max_seq, scale=0.3, tuning=fixed,
+            )  # fmt: skip
+            assert torch.equal(alone, together[first:end])

@@ -1,0 +1,166 @@
+"""Norms, activations, embedding and the RoPE + store kernel against float64 twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.ops.triton import activation, norm
+from quire.ops.triton.embedding import embedding
+from quire.ops.triton.rope_store import qk_norm_rope_store
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    """Within two roundings of the result's type."""
+    epsilon = 2 * torch.finfo(got.dtype).eps if got.dtype != torch.float32 else 1e-5
+    torch.testing.assert_close(got.double(), want, atol=epsilon, rtol=epsilon)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, device: str, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def rms(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    x = x.double()
+    out = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return out if weight is None else out * (weight.double() + offset)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 100, 1536])
+def test_rms_norm(kernel_device: str, dtype: torch.dtype, width: int) -> None:
+    x = draw(5, width + 4, dtype=dtype, device=kernel_device)[:, :width]
+    weight = draw(width, dtype=dtype, device=kernel_device, seed=1)
+    close(norm.rms_norm(x, weight, 1e-6), rms(x, weight, 1e-6))
+    close(norm.rms_norm(x, weight, 1e-6, offset=1.0), rms(x, weight, 1e-6, 1.0))
+    close(norm.rms_norm(x, None, 1e-6), rms(x, None, 1e-6))
+    residual = draw(5, width, dtype=dtype, device=kernel_device, seed=2)
+    out, total = norm.add_rms_norm(x, residual, weight, 1e-6)
+    close(total, x.double() + residual.double())
+    close(out, rms(total, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm(kernel_device: str, dtype: torch.dtype) -> None:
+    x = draw(3, 100, dtype=dtype, device=kernel_device) + 3
+    weight, bias, residual = (
+        draw(*shape, dtype=dtype, device=kernel_device, seed=seed)
+        for seed, shape in enumerate([(100,), (100,), (3, 100)], 1)
+    )
+
+    def twin(x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(
+            x.double(), (100,), weight.double(), bias.double(), 1e-5
+        )
+
+    close(norm.layer_norm(x, weight, bias, 1e-5), twin(x))
+    out, total = norm.add_layer_norm(x, residual, weight, bias, 1e-5)
+    close(total, x.double() + residual.double())
+    close(out, twin(total))
+
+
+def test_norm_of_no_rows(kernel_device: str) -> None:
+    empty = draw(0, 64, device=kernel_device)
+    assert norm.rms_norm(empty, None, 1e-6).shape == (0, 64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 300, 1100])
+def test_activations(kernel_device: str, dtype: torch.dtype, width: int) -> None:
+    x = 3 * draw(4, 2 * width, dtype=dtype, device=kernel_device)
+    gate, up = x.double().chunk(2, -1)
+    functional = torch.nn.functional
+    close(activation.silu_and_mul(x), functional.silu(gate) * up)
+    for approximate in ("tanh", "none"):
+        close(
+            activation.gelu_and_mul(x, approximate=approximate),
+            functional.gelu(gate, approximate=approximate) * up,
+        )
+        close(
+            activation.gelu(x, approximate=approximate),
+            functional.gelu(x.double(), approximate=approximate),
+        )
+
+
+def test_embedding_skips_padding_and_other_shards(kernel_device: str) -> None:
+    weight = draw(20, 72, device=kernel_device)
+    ids = torch.tensor([30, -1, 49, 50, 29, 2**30], dtype=torch.int32, device=kernel_device)
+    out = embedding(ids, weight, first=30, scale=2.0)
+    want = torch.zeros(6, 72, device=kernel_device)
+    want[0], want[2] = 2 * weight[0], 2 * weight[19]
+    assert torch.equal(out, want)
+
+
+class Rope:
+    """Five tokens, one of them padding, in a projection's output; a cache of another layout."""
+
+    def __init__(self, device: str, dtype: torch.dtype, dim: int, rotary: int) -> None:
+        self.heads, self.kv_heads, self.dim, self.page = 6, 2, dim, 4
+        qkv = draw(5, 10, dim, dtype=dtype, device=device)
+        self.q, self.k, self.v = qkv[:, :6], qkv[:, 6:8], qkv[:, 8:]
+        self.positions = torch.tensor([7, 8, 0, 3, -1], dtype=torch.int32, device=device)
+        self.slots = torch.tensor([9, 10, 4, 23, -1], dtype=torch.int64, device=device)
+        angles = torch.outer(torch.arange(16.0), 0.5 ** torch.arange(rotary // 2))
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(device)
+        self.cache = torch.full((6, 2, 2, 4, dim), -7.0, dtype=dtype, device=device)
+        self.q_weight = draw(dim, dtype=dtype, device=device, seed=3)
+        self.k_weight = draw(dim, dtype=dtype, device=device, seed=4)
+
+    def rotated(self, x: Tensor, interleaved: bool) -> Tensor:
+        """float64, tokens but the last."""
+        x, rotary = x[:4].double().clone(), self.cos_sin.shape[1]
+        cos, sin = self.cos_sin[self.positions[:4].long()].double()[:, None].chunk(2, -1)
+        pick = (slice(0, rotary, 2), slice(1, rotary, 2))
+        if not interleaved:
+            pick = (slice(0, rotary // 2), slice(rotary // 2, rotary))
+        a, b = x[..., pick[0]].clone(), x[..., pick[1]].clone()
+        x[..., pick[0]], x[..., pick[1]] = a * cos - b * sin, b * cos + a * sin
+        return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim,rotary", [(64, 64), (80, 32), (96, 96)])
+@pytest.mark.parametrize("heads_per_program", [1, 4])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_norm_rope_store(
+    kernel_device: str,
+    dtype: torch.dtype,
+    dim: int,
+    rotary: int,
+    heads_per_program: int,
+    interleaved: bool,
+) -> None:
+    case = Rope(kernel_device, dtype, dim, rotary)
+    k_cache, v_cache = case.cache[:, 0], case.cache[:, 1]
+    out = qk_norm_rope_store(
+        case.q, case.k, case.v, positions=case.positions, cos_sin=case.cos_sin,
+        q_weight=case.q_weight, k_weight=case.k_weight, eps=1e-6, k_cache=k_cache,
+        v_cache=v_cache, slots=case.slots, interleaved=interleaved,
+        heads_per_program=heads_per_program,
+    )  # fmt: skip
+    close(out[:4], case.rotated(rms(case.q, case.q_weight, 1e-6), interleaved))
+    block, offset = case.slots[:4] // case.page, case.slots[:4] % case.page
+    want = case.rotated(rms(case.k, case.k_weight, 1e-6), interleaved)
+    close(k_cache[block, :, offset], want)
+    assert torch.equal(v_cache[block, :, offset], case.v[:4])
+    case.cache[block, :, :, offset] = -7.0
+    assert (case.cache == -7.0).all()
+
+
+def test_store_without_norm_or_rope(kernel_device: str) -> None:
+    case = Rope(kernel_device, torch.float32, 64, 64)
+    arguments = {
+        "positions": case.positions,
+        "k_cache": case.cache[:, 0],
+        "v_cache": case.cache[:, 1],
+        "slots": case.slots,
+    }
+    block, offset = case.slots[:4] // case.page, case.slots[:4] % case.page
+    out = qk_norm_rope_store(case.q, case.k, case.v, cos_sin=None, **arguments)
+    assert torch.equal(out[:4], case.q[:4])
+    assert torch.equal(case.cache[block, 0, :, offset], case.k[:4])
+    out = qk_norm_rope_store(case.q, case.k, case.v, cos_sin=case.cos_sin, **arguments)
+    close(out[:4], case.rotated(case.q, False))
