@@ -1,0 +1,48 @@
+# make serve   try it: sets up .venv, serves the embedded model, prints a request to paste
+# make test    lint and tests
+# make lint    ruff, mypy, import rules
+# make bench   what a step costs the scheduler, and the engine on the embedded model
+
+PYTHON ?= python3
+VENV ?= .venv
+PORT ?= 8000
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint format bench clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+serve: $(STAMP)
+	@exec $(BIN)/quire serve --port $(PORT)
+
+test: lint
+	$(BIN)/pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_feature_names.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/quire bench scheduler
+	$(BIN)/quire bench throughput --case b1 --case b64 --scale 0.25
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# The stamp is newer than what it was installed from, so a second make installs nothing.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Quire needs Python 3.11 or newer; set PYTHON=/path/to/python3.12"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Benchmarks, and the one schema of their records."""

@@ -1,0 +1,146 @@
+"""One record schema for every benchmark, a JSONL writer and a table."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.errors import ConfigError
+
+
+class BenchRecord(msgspec.Struct, kw_only=True):
+    """One measurement.
+
+    case: what was measured. model: its name, or "" where none took part. card: the device.
+    versions: of Quire and what it stands on. commit: of the source tree, "" outside of one; ends
+    in "+" where the tree had changes. date: UTC, ISO 8601. metrics: name with unit to number, as
+    in `output_tok_s`, `ttft_ms`. settings: what differs from the defaults.
+    """
+
+    case: str
+    model: str = ""
+    card: str = ""
+    versions: dict[str, str] = {}
+    commit: str = ""
+    date: str = ""
+    metrics: dict[str, float] = {}
+    settings: dict[str, Any] = {}
+
+
+def make_record(
+    case: str,
+    metrics: dict[str, float],
+    *,
+    model: str = "",
+    device: str = "cpu",
+    settings: dict[str, Any] | None = None,
+) -> BenchRecord:
+    """A record of what was just measured, with the surroundings filled in."""
+    return BenchRecord(
+        case=case,
+        model=model,
+        card=card_name(device),
+        versions=versions(),
+        commit=commit(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        metrics=metrics,
+        settings=settings or {},
+    )
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("quire", "torch", "triton", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit of the tree that this file is in."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        try:
+            done = subprocess.run(
+                ["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    # An installed package may lie inside somebody else's repository.
+    if not git("ls-files", "--", Path(__file__).name):
+        return ""
+    return git("rev-parse", "--short=12", "HEAD") + (
+        "+" if git("status", "--porcelain", "--", str(here.parent)) else ""
+    )
+
+
+def card_name(device: str) -> str:
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name(torch.device(device))
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def append_jsonl(path: Path, records: Iterable[BenchRecord]) -> None:
+    with path.open("ab") as file:
+        for record in records:
+            file.write(msgspec.json.encode(record) + b"\n")
+
+
+def read_jsonl(path: Path) -> list[BenchRecord]:
+    """Raises `ConfigError` naming the first line that is no record."""
+    decoder = msgspec.json.Decoder(BenchRecord)
+    records = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if line.strip():
+            try:
+                records.append(decoder.decode(line))
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{path}, line {number}: {error}") from None
+    return records
+
+
+def format_table(records: Sequence[BenchRecord]) -> str:
+    """A plain table, one row per record, one column per metric that any of them has."""
+    metrics = list(dict.fromkeys(name for record in records for name in record.metrics))
+    rows = [["case", "model", *metrics]]
+    for record in records:
+        values = [
+            _number(record.metrics[name]) if name in record.metrics else "" for name in metrics
+        ]
+        rows.append([record.case, record.model, *values])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    if float(value).is_integer() and abs(value) < 1e9:
+        return str(int(value))
+    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,118 @@
+"""`quire chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from contextlib import closing
+
+from rich.console import Console
+from rich.markup import escape
+
+from quire.cli.backend import Backend, EngineBackend, Messages, ServerBackend
+from quire.cli.progress import progress_bar
+from quire.cli.settings import SamplingArgs
+from quire.config import EngineArgs
+from quire.errors import EngineDeadError, QuireError
+
+HELP = """\
+/reset   forget the conversation
+/help    show this
+/exit    leave (or Ctrl-D)
+Ctrl-C   stop the answer"""
+
+
+def chat(
+    engine: EngineArgs,
+    sampling: SamplingArgs,
+    *,
+    url: str | None,
+    api_key: str | None,
+    system: str | None,
+) -> None:
+    """Runs until /exit or the end of input."""
+    console = Console(highlight=False)
+    backend: Backend
+    if url is not None:
+        backend = ServerBackend(url, api_key)
+    else:
+        with progress_bar(console) as on_progress:
+            backend = EngineBackend(engine, on_progress)
+    with closing(backend):
+        Conversation(console, backend, sampling, system).run()
+
+
+class Conversation:
+    """Messages so far, and the loop that adds to them."""
+
+    def __init__(
+        self, console: Console, backend: Backend, sampling: SamplingArgs, system: str | None
+    ) -> None:
+        self.console = console
+        self.backend = backend
+        self.sampling = sampling.given()
+        self.opening: Messages = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self.opening)
+
+    def run(self) -> None:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # gives `input` line editing and a history
+        self.console.print(
+            f"[bold]{self.backend.model}[/bold]  [dim]/help shows the commands[/dim]"
+        )
+        while True:
+            try:
+                line = self._read()
+            except EOFError:
+                self.console.print()
+                return
+            except KeyboardInterrupt:
+                self.console.print("\n[dim]/exit or Ctrl-D leaves[/dim]")
+                continue
+            if not line:
+                continue
+            if line in ("/exit", "/quit"):
+                return
+            if line.startswith("/"):
+                self._command(line)
+            else:
+                self._answer(line)
+
+    def _read(self) -> str:
+        """Where the input is a pipe no prompt is shown."""
+        if not sys.stdin.isatty():
+            return input().strip()
+        return self.console.input("[bold cyan]›[/bold cyan] ").strip()
+
+    def _command(self, line: str) -> None:
+        if line == "/reset":
+            self.messages = list(self.opening)
+            self.console.print("[dim]forgotten[/dim]")
+        elif line == "/help":
+            self.console.print(HELP, markup=False)
+        else:
+            self.console.print(f"unknown command {line}; /help shows them", markup=False)
+
+    def _answer(self, line: str) -> None:
+        """Streams one answer. Stopped by Ctrl-C, what was said so far stays in the conversation."""
+        self.messages.append({"role": "user", "content": line})
+        pieces: list[str] = []
+        try:
+            with closing(self.backend.chat(self.messages, self.sampling)) as answer:
+                for piece in answer:
+                    pieces.append(piece)
+                    self.console.print(piece, end="", markup=False, soft_wrap=True)
+                    self.console.file.flush()
+        except KeyboardInterrupt:
+            self.console.print(" [dim]stopped[/dim]", end="")
+        except EngineDeadError:
+            raise
+        except QuireError as error:
+            self.messages.pop()
+            self.console.print(f"[red]{escape(str(error))}[/red] [dim]/reset starts anew[/dim]")
+            return
+        self.console.print()
+        if pieces:
+            self.messages.append({"role": "assistant", "content": "".join(pieces)})
+        else:
+            self.messages.pop()

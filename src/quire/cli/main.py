@@ -1,0 +1,147 @@
+"""`quire`: the commands, and how they fail."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quire import __version__
+from quire.cli.settings import SamplingArgs, with_settings
+from quire.config import EngineArgs
+from quire.errors import ConfigError, EngineDeadError, ModelError, QuireError, RequestError
+from quire.server.args import ServerArgs
+
+app = typer.Typer(
+    name="quire",
+    help="Serve large language models. MODEL is a folder or a hub id; without one, every command "
+    "uses the small model that ships with Quire.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(help="Measure Quire.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """Entry point. A user's mistake is one line and status 2, never a traceback."""
+    try:
+        app()
+    except (ConfigError, ModelError, RequestError) as error:
+        typer.echo(f"quire: {_one_line(error)}", err=True)
+        sys.exit(2)
+    except (EngineDeadError, QuireError) as error:
+        typer.echo(f"quire: {_one_line(error)}", err=True)
+        sys.exit(1)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+@app.callback(invoke_without_command=True)
+def _quire(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+@with_settings(EngineArgs, ServerArgs)
+def serve(*, engine: EngineArgs, server: ServerArgs) -> None:
+    """Serve a model over HTTP with OpenAI's API."""
+    from quire.cli.serve import serve as run
+
+    run(engine, server)
+
+
+@app.command()
+@with_settings(EngineArgs, SamplingArgs)
+def chat(
+    *,
+    engine: EngineArgs,
+    sampling: SamplingArgs,
+    url: Annotated[
+        str | None, typer.Option(help="Talk to a running server instead of loading a model.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key of that server.", envvar="QUIRE_API_KEY")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+) -> None:
+    """Chat with a model in the terminal."""
+    from quire.cli.chat import chat as run
+
+    run(engine, sampling, url=url, api_key=api_key, system=system)
+
+
+@app.command()
+@with_settings(EngineArgs, SamplingArgs, positional=False)
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    *,
+    engine: EngineArgs,
+    sampling: SamplingArgs,
+    as_chat: Annotated[
+        bool, typer.Option("--chat/--no-chat", help="Apply the model's chat template.")
+    ] = False,
+) -> None:
+    """Complete one prompt, and print the answer as it comes."""
+    from quire.cli.generate import generate as run
+
+    run(prompt, engine, sampling, as_chat=as_chat)
+
+
+@app.command()
+@with_settings(EngineArgs)
+def info(
+    *,
+    engine: EngineArgs,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show versions, devices, and what a model would run with."""
+    from quire.cli.info import info as run
+
+    run(engine, as_json=json)
+
+
+Output = Annotated[
+    Path | None, typer.Option(help="Append the records to this file, one JSON object per line.")
+]
+
+
+@bench.command("throughput")
+@with_settings(EngineArgs)
+def bench_throughput(
+    *,
+    engine: EngineArgs,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help="nano, b64, b1 or ttft (may be repeated). Default: b1 and b64."),
+    ] = None,
+    scale: Annotated[
+        float, typer.Option(help="Shrink requests and lengths by this factor, for small machines.")
+    ] = 1.0,
+    repeat: Annotated[
+        int, typer.Option(min=1, max=100, help="Runs per case; the best counts.")
+    ] = 2,
+    output: Output = None,
+) -> None:
+    """Measure the engine through `LLM.generate`."""
+    from quire.cli.bench import throughput as run
+
+    run(engine, cases=case or ["b1", "b64"], scale=scale, repeat=repeat, output=output)
+
+
+@bench.command("scheduler")
+def bench_scheduler(output: Output = None) -> None:
+    """Measure what a step costs the scheduler."""
+    from quire.cli.bench import scheduler as run
+
+    run(output=output)

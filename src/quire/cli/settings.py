@@ -1,0 +1,253 @@
+"""One schema for flags, `QUIRE_*` variables and the YAML file: the fields of the args dataclasses.
+
+A flag wins over a variable, a variable over the file, the file over the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union
+
+import typer
+
+from quire.config import EngineArgs
+from quire.errors import ConfigError
+from quire.server.args import ServerArgs
+
+
+def _setting(help: str, default: Any = None) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingArgs:
+    """Sampling of the `chat` and `generate` commands; None leaves it to the model."""
+
+    max_tokens: int | None = _setting("Longest answer, in tokens. Default: what the context holds.")
+    temperature: float | None = _setting("0 is greedy.")
+    top_p: float | None = _setting("Keep the likeliest tokens that make up this probability.")
+    top_k: int | None = _setting("Keep this many of the likeliest tokens; 0 keeps all.")
+    min_p: float | None = _setting("Drop tokens less likely than this share of the likeliest.")
+    repetition_penalty: float | None = _setting("Above 1: disfavour tokens seen before.")
+    stop: tuple[str, ...] = _setting("End the answer before this text (may be repeated).", ())
+
+    def given(self) -> dict[str, Any]:
+        """What is set, as keywords of `SamplingParams`."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if value not in (None, ())}
+
+
+SCHEMAS: tuple[type[Any], ...] = (EngineArgs, ServerArgs, SamplingArgs)
+"""Everything a settings file may hold. A command ignores the schemas it does not use, so that one
+file serves `serve`, `chat` and `bench` alike."""
+
+Args = TypeVar("Args")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """A field of a schema, its type taken apart."""
+
+    name: str
+    help: str
+    default: Any
+    kind: Any
+    """bool, int, float, str, or a Literal."""
+    optional: bool
+    repeated: bool
+    argument: bool
+
+    @property
+    def variable(self) -> str:
+        return f"QUIRE_{self.name.upper()}"
+
+
+def settings_of(schema: type[Any]) -> Iterator[Setting]:
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        hint, optional, repeated = hints[field.name], False, False
+        if typing.get_origin(hint) in (Union, types.UnionType):
+            (hint,) = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+            optional = True
+        if typing.get_origin(hint) is tuple:
+            hint, repeated = typing.get_args(hint)[0], True
+        yield Setting(
+            field.name,
+            field.metadata.get("help", ""),
+            field.default,
+            hint,
+            optional,
+            repeated,
+            bool(field.metadata.get("argument")),
+        )
+
+
+def with_settings(
+    *schemas: type[Any], positional: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command the options of the schemas, and `--config`.
+
+    The command declares one keyword parameter per schema, named as in `parameter_name`; its other
+    parameters stay its own options. Unless `positional`, the model is an option too.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        names = {parameter_name(schema) for schema in schemas}
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for name, p in signature.parameters.items() if name not in names]
+        settings = [setting for schema in schemas for setting in settings_of(schema)]
+        options = [_parameter(setting, positional) for setting in settings] + [_config_parameter()]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            flags = {setting.name: values.pop(setting.name) for setting in settings}
+            file = read_file(values.pop("config"))
+            built = {parameter_name(s): build(s, flags, file) for s in schemas}
+            return command(**values, **built)
+
+        parameters = own + options
+        # Positional arguments come in the order of the signature: the model first.
+        parameters.sort(key=lambda p: not _is_argument(p))
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        del run.__wrapped__  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def parameter_name(schema: type[Any]) -> str:
+    """EngineArgs -> engine."""
+    return schema.__name__.removesuffix("Args").lower()
+
+
+def _is_argument(parameter: inspect.Parameter) -> bool:
+    infos = typing.get_args(parameter.annotation)[1:]
+    return any(isinstance(info, typer.models.ArgumentInfo) for info in infos)
+
+
+def _parameter(setting: Setting, positional: bool) -> inspect.Parameter:
+    """All options default to None, which means: not given on the command line or in the
+    environment, so ask the file."""
+    flag = setting.name.replace("_", "-")
+    shown = _shown_default(setting)
+    help = setting.help + (f" [default: {shown}]" if shown is not None else "")
+    info: Any
+    if setting.argument and positional:
+        info = typer.Argument(help=help, envvar=setting.variable, show_default=False)
+    else:
+        name = f"--{flag}/--no-{flag}" if setting.kind is bool else f"--{flag}"
+        info = typer.Option(name, help=help, envvar=setting.variable, show_default=False)
+    kind: Any = list[setting.kind] if setting.repeated else setting.kind  # type: ignore[name-defined]
+    return inspect.Parameter(
+        setting.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, info],
+    )
+
+
+def _shown_default(setting: Setting) -> str | None:
+    if setting.default is None or setting.default == ():
+        return None
+    if setting.kind is bool:
+        flag = setting.name.replace("_", "-")
+        return flag if setting.default else f"no-{flag}"
+    return str(setting.default)
+
+
+def _config_parameter() -> inspect.Parameter:
+    info = typer.Option(
+        "--config",
+        help="YAML file of settings, named as the flags.",
+        envvar="QUIRE_CONFIG",
+        show_default=False,
+    )
+    return inspect.Parameter(
+        "config",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[Path | None, info],
+    )
+
+
+def build(schema: type[Args], flags: Mapping[str, Any], file: Mapping[str, Any]) -> Args:
+    """The schema's instance from flags and variables (None: not given), then the file."""
+    values = {}
+    for setting in settings_of(schema):
+        value = flags.get(setting.name)
+        if value is None or value == []:
+            if setting.name not in file:
+                continue
+            value = _from_file(setting, file[setting.name])
+        values[setting.name] = tuple(value) if setting.repeated else value
+    return schema(**values)
+
+
+def read_file(path: Path | None) -> dict[str, Any]:
+    """The settings in a YAML file, dashes in names turned to underscores.
+
+    Raises:
+        ConfigError: no such file, not YAML, not a mapping, or a key that no schema knows.
+    """
+    if path is None:
+        return {}
+    import yaml
+
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not text"
+        raise ConfigError(f"cannot read {path}: {reason}", "config") from None
+    except yaml.YAMLError as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        where = "" if line is None else f", line {line + 1}"
+        raise ConfigError(f"{path} is not valid YAML{where}", "config") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must map names to values", "config")
+    known = {setting.name for schema in SCHEMAS for setting in settings_of(schema)}
+    settings = {}
+    for key, value in raw.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{path}: unknown setting {str(key)!r}.{hint}", str(key))
+        if name in settings:
+            raise ConfigError(f"{path}: {name!r} is set twice", name)
+        settings[name] = value
+    return settings
+
+
+def _from_file(setting: Setting, value: Any) -> Any:
+    if value is None and (setting.optional or setting.repeated):
+        return () if setting.repeated else None
+    if setting.repeated:
+        items = value if isinstance(value, list) else [value]
+        return [_scalar(setting, item) for item in items]
+    return _scalar(setting, value)
+
+
+def _scalar(setting: Setting, value: Any) -> Any:
+    """YAML has types of its own; only an integer for a float is taken as meant."""
+    kind = setting.kind
+    if typing.get_origin(kind) is Literal:
+        if value in typing.get_args(kind):
+            return value
+        expected = "one of " + ", ".join(map(str, typing.get_args(kind)))
+        raise ConfigError(f"{setting.name} must be {expected}, got {value!r}", setting.name)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        expected = {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "a text")
+        raise ConfigError(f"{setting.name} must be {expected}, got {value!r}", setting.name)
+    return value

@@ -1,0 +1,93 @@
+"""The FastAPI application: routes, error handlers, and the engine's life."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire import __version__
+from quire.errors import QuireError
+from quire.server.args import ServerArgs
+from quire.server.auth import RequireKey
+from quire.server.chat import chat_completions
+from quire.server.completions import completions, generate
+from quire.server.convert import model_defaults
+from quire.server.engine_metrics import EngineMetrics
+from quire.server.errors import handle_error
+from quire.server.responses import ModelCard, ModelList
+from quire.server.sse import ClientGoneError, json_answer
+from quire.server.state import ServerState, state_of
+
+if TYPE_CHECKING:
+    from quire.engine.client import EngineClient
+
+_SCRAPE_TIMEOUT = 5.0
+
+
+def build_app(client: EngineClient, args: ServerArgs) -> FastAPI:
+    """An application that serves a launched engine. It does not own the engine's life."""
+    # Bodies are read by `read_body`, FastAPI cannot describe them: no generated documentation.
+    app = FastAPI(title="Quire", version=__version__, redirect_slashes=False, openapi_url=None)
+    defaults = model_defaults(client.config.model_path) if args.generation_config == "auto" else {}
+    state = ServerState(client, args, defaults)
+    app.state.server = state
+    app.state.metrics = state.metrics
+    app.state.engine_metrics = EngineMetrics(state.metrics.registry)
+    _add_routes(app)
+    for kind in (QuireError, HTTPException, Exception):
+        app.add_exception_handler(kind, handle_error)
+    app.add_exception_handler(ClientGoneError, _nobody_there)
+    if args.api_key:
+        app.add_middleware(RequireKey, keys=args.api_key, metrics=state.metrics)
+    return app
+
+
+def _add_routes(app: FastAPI) -> None:
+    app.add_api_route("/v1/completions", completions, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
+    app.add_api_route("/generate", generate, methods=["POST"])
+    app.add_api_route("/v1/models", list_models, methods=["GET"])
+    app.add_api_route("/v1/models/{model:path}", show_model, methods=["GET"])
+    app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/metrics", metrics, methods=["GET"])
+
+
+async def list_models(request: Request) -> Response:
+    return json_answer(ModelList([_card(state_of(request))]))
+
+
+async def show_model(request: Request) -> Response:
+    state = state_of(request)
+    state.check_model(request.path_params["model"])
+    return json_answer(_card(state))
+
+
+def _card(state: ServerState) -> ModelCard:
+    return ModelCard(state.model_name, state.created, state.client.config.scheduler.max_model_len)
+
+
+async def health(request: Request) -> Response:
+    """200 while the engine lives; 503 from the moment it does not."""
+    state_of(request).check_alive()
+    return json_answer({"status": "ok"})
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus text. A dead or stuck engine leaves its gauges at their last values."""
+    state = state_of(request)
+    engine: EngineMetrics = request.app.state.engine_metrics
+    try:
+        async with asyncio.timeout(_SCRAPE_TIMEOUT):
+            engine.update(await state.client.stats(), up=state.client.alive)
+    except (QuireError, TimeoutError):
+        engine.up.set(0)
+    return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _nobody_there(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)

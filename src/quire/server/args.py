@@ -1,0 +1,59 @@
+"""Settings of the HTTP server; the engine's are `quire.config.EngineArgs`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.errors import ConfigError
+
+
+def _setting(default: Any, help: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs:
+    """What a user may set of the server."""
+
+    host: str = _setting(
+        "127.0.0.1", "Address to listen on. 0.0.0.0 is every interface: then set --api-key too."
+    )
+    port: int = _setting(8000, "Port to listen on; 0 takes a free one.")
+    api_key: tuple[str, ...] = _setting(
+        (), "Accept this bearer key (may be repeated). Every route but /health then asks for one."
+    )
+    served_model_name: str | None = _setting(None, "Name of the model in the API.")
+    generation_config: Literal["auto", "none"] = _setting(
+        "auto", "auto: requests default to the sampling settings the model ships with."
+    )
+    max_body_mb: float = _setting(16.0, "Largest request body, in MB.")
+    drain_timeout: float = _setting(
+        30.0, "Seconds that running requests get to finish when the server is told to stop."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Log level.")
+    access_log: bool = _setting(False, "Log every request.")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port}", "port")
+        for name in ("max_body_mb", "drain_timeout"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0.0):
+                raise ConfigError(f"{name} must be > 0, got {value}", name)
+        if any(not key or not key.isascii() or " " in key for key in self.api_key):
+            raise ConfigError("an api_key must be non-empty ASCII without spaces", "api_key")
+        for name, allowed in (
+            ("generation_config", ("auto", "none")),
+            ("log_level", ("debug", "info", "warning", "error")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}", name
+                )
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * 1e6)

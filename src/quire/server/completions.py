@@ -1,0 +1,220 @@
+"""`/v1/completions` and `/generate`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.sampling_params import SamplingParams
+from quire.server.body import read_body
+from quire.server.convert import Prompt, check_fan_out, prompts_of, sampling_params
+from quire.server.errors import ApiError
+from quire.server.generation import Generation, Piece, collect
+from quire.server.logprobs import CompletionLogprobWriter, prompt_logprobs
+from quire.server.protocol import CompletionRequest, GenerateRequest
+from quire.server.responses import CompletionChoice, CompletionLogprobs, Envelope, GenerateAnswer
+from quire.server.sse import GenerationStream, json_answer, start_stream, unless_gone, write_event
+from quire.server.state import ServerState, new_id, state_of
+
+
+async def completions(request: Request) -> Response:
+    state = state_of(request)
+    body = await read_body(request, CompletionRequest, state.args.max_body_bytes)
+    state.check_alive()
+    state.check_model(body.model)
+    prompts = prompts_of(body.prompt)
+    check_fan_out(len(prompts), body.n)
+    _check(state, body, prompts)
+    generation = Generation(
+        state.client,
+        state.metrics,
+        prompts,
+        _params(state, body),
+        request_id=new_id("cmpl"),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
+    writer = CompletionWriter(state, body, prompts, generation)
+    if not body.stream:
+        pieces = await unless_gone(request.receive, collect(generation))
+        choices = [writer.choice(piece) for piece in pieces]
+        return json_answer(writer.envelope(choices, usage=writer.usage))
+    await start_stream(request, generation)
+    return GenerationStream(generation, writer.write, writer.finish, metrics=state.metrics)
+
+
+def _check(state: ServerState, body: CompletionRequest, prompts: list[Prompt]) -> None:
+    if any(isinstance(prompt, str) for prompt in prompts):
+        state.tokenizer("prompt")
+    if body.logprobs is not None:
+        state.tokenizer("logprobs")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise ApiError(
+            400,
+            "'best_of' is not supported by this server (except with the value of 'n').",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(
+            400, "'stream_options' is only allowed with stream=true.", param="stream_options"
+        )
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(
+            400, "'prompt_logprobs' is not available with stream=true.", param="prompt_logprobs"
+        )
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(
+            400, "'max_tokens' must be at least 1, unless echo is true.", param="max_tokens"
+        )
+
+
+def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:
+    """With `echo` and `max_tokens` 0, a way to score a prompt, the engine makes one token that is
+    then left out; echoed log-probabilities are the engine's prompt log-probabilities."""
+    if body.echo and body.logprobs is not None:
+        body.prompt_logprobs = max(body.logprobs, body.prompt_logprobs or 0)
+    return sampling_params(
+        body,
+        state.defaults,
+        max_tokens=16 if body.max_tokens is None else body.max_tokens or 1,
+        n=body.n,
+        logprobs=body.logprobs,
+        detokenize=state.client.tokenizer is not None,
+    )
+
+
+class CompletionWriter:
+    """Turns pieces into choices, for whole answers and for chunks alike."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        body: CompletionRequest,
+        prompts: list[Prompt],
+        generation: Generation,
+    ) -> None:
+        self.body = body
+        self.prompts = prompts
+        self.generation = generation
+        self.tokenizer = state.client.tokenizer
+        self.model = state.model_name
+        self.created = int(time.time())
+        self.with_prompt_logprobs = body.prompt_logprobs is not None and not body.stream
+        self.include_usage = body.stream_options is not None and body.stream_options.include_usage
+        self.begun: set[int] = set()
+        self.logprobs: dict[int, CompletionLogprobWriter] = {}
+
+    @property
+    def usage(self) -> Any:
+        if self.body.max_tokens == 0:
+            self.generation.completion_tokens = 0
+        return self.generation.usage
+
+    def envelope(self, choices: list[CompletionChoice], usage: Any = UNSET) -> Envelope:
+        return Envelope(
+            self.generation.request_id, "text_completion", self.created, self.model, choices, usage
+        )
+
+    def write(self, buffer: bytearray, pieces: list[Piece]) -> None:
+        usage = None if self.include_usage else UNSET
+        for piece in pieces:
+            write_event(buffer, self.envelope([self.choice(piece)], usage))
+
+    def finish(self, buffer: bytearray) -> None:
+        if self.include_usage:
+            write_event(buffer, self.envelope([], self.usage))
+        buffer += b"data: [DONE]\n\n"
+
+    def choice(self, piece: Piece) -> CompletionChoice:
+        info = self.generation.prompts[piece.choice // self.generation.params.n]
+        first = piece.choice not in self.begun
+        self.begun.add(piece.choice)
+        text, token_ids, entries = piece.text, piece.token_ids, piece.logprobs
+        if self.body.max_tokens == 0:
+            text, token_ids, entries = "", [], []
+        if self.body.echo and first:
+            text = self._prompt_text(piece.choice) + text
+        choice = CompletionChoice(piece.choice, text, None, piece.finish_reason)
+        if piece.stop_reason is not None:
+            choice.stop_reason = piece.stop_reason
+        if self.body.logprobs is not None:
+            if self.body.echo and first:
+                entries = [*(info.logprobs or []), *entries]  # type: ignore[list-item]
+                token_ids = [*info.token_ids, *token_ids]
+            choice.logprobs = self._logprobs(piece.choice, token_ids, entries)
+        if self.body.return_token_ids:
+            choice.token_ids = [] if self.body.max_tokens == 0 else piece.token_ids
+            if first:
+                choice.prompt_token_ids = info.token_ids
+        if self.with_prompt_logprobs and info.logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(info.logprobs) or []
+        return choice
+
+    def _prompt_text(self, choice: int) -> str:
+        index = choice // self.generation.params.n
+        prompt = self.prompts[index]
+        if isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.decode(
+            prompt, skip_special_tokens=self.generation.params.skip_special_tokens
+        )
+
+    def _logprobs(self, choice: int, token_ids: Any, entries: Any) -> CompletionLogprobs | None:
+        if self.tokenizer is None or self.body.logprobs is None:
+            return None
+        writer = self.logprobs.get(choice)
+        if writer is None:
+            writer = CompletionLogprobWriter(self.tokenizer, self.body.logprobs)
+            self.logprobs[choice] = writer
+        return writer.write(token_ids, entries)
+
+
+async def generate(request: Request) -> Response:
+    """The plain route: a prompt in; out comes one JSON object, or with `stream` the bare text."""
+    state = state_of(request)
+    body = await read_body(request, GenerateRequest, state.args.max_body_bytes)
+    state.check_alive()
+    state.check_model(body.model)
+    prompts = prompts_of(body.prompt)
+    if len(prompts) != 1:
+        raise ApiError(400, "/generate takes one prompt.", param="prompt", code="invalid_value")
+    if isinstance(prompts[0], str) or body.stream:
+        state.tokenizer("prompt")
+    if body.prompt_logprobs is not None:
+        raise ApiError(
+            400, "'prompt_logprobs' is not available in /generate.", param="prompt_logprobs"
+        )
+    params = sampling_params(
+        body,
+        state.defaults,
+        max_tokens=body.max_tokens,
+        detokenize=state.client.tokenizer is not None,
+    )
+    generation = Generation(
+        state.client,
+        state.metrics,
+        prompts,
+        params,
+        request_id=new_id("gen"),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
+    if not body.stream:
+        (piece,) = await unless_gone(request.receive, collect(generation))
+        ids = piece.token_ids if body.return_token_ids else UNSET
+        return json_answer(GenerateAnswer(piece.text, piece.finish_reason, generation.usage, ids))
+    await start_stream(request, generation)
+    return GenerationStream(
+        generation,
+        lambda buffer, pieces: buffer.extend("".join(p.text for p in pieces).encode()),
+        lambda buffer: None,
+        metrics=state.metrics,
+        media_type="text/plain",
+    )

@@ -1,0 +1,54 @@
+"""The engine's own numbers, read at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from quire.engine.client import EngineStats
+
+_COUNTERS = {
+    "prefix_query_tokens": "Prompt tokens looked up in the prefix cache.",
+    "prefix_hit_tokens": "Of them, found.",
+    "preemptions": "Requests set back to make room for others.",
+}
+
+
+class EngineMetrics:
+    """Gauges of the engine's state, and its counters, which are reported as they come: the engine
+    does the counting."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, help: str, labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(f"quire_{name}", help, labels, registry=registry)
+
+        self.up = gauge("engine_up", "1 while the engine answers.")
+        self.running = gauge("requests_running", "Requests that hold a lane and KV blocks.")
+        self.waiting = gauge("requests_waiting", "Requests in the queue.")
+        self.blocks = gauge("kv_blocks", "KV blocks, by group and state.", ("group", "state"))
+        self.counts = dict.fromkeys(_COUNTERS, 0)
+        registry.register(_Counters(self.counts))
+
+    def update(self, stats: EngineStats, *, up: bool) -> None:
+        self.up.set(int(up))
+        self.running.set(stats.running)
+        self.waiting.set(stats.waiting)
+        for state in ("used", "cached", "free"):
+            for group, count in enumerate(getattr(stats, f"blocks_{state}")):
+                self.blocks.labels(str(group), state).set(count)
+        for name in _COUNTERS:
+            self.counts[name] = getattr(stats, name)
+
+
+class _Counters(Collector):
+    def __init__(self, counts: dict[str, int]) -> None:
+        self.counts = counts
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        for name, help in _COUNTERS.items():
+            yield CounterMetricFamily(f"quire_{name}", help, value=self.counts[name])

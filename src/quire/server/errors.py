@@ -1,0 +1,114 @@
+"""Errors as the OpenAI API words them: `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import EngineDeadError, QuireError, RequestError
+
+logger = logging.getLogger("quire.server")
+
+
+class ErrorInfo(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorInfo
+
+
+class ApiError(QuireError):
+    """An answer other than 200: its HTTP status and the four fields of OpenAI's error object."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> ErrorBody:
+        kind = _KINDS.get(self.status) or (
+            "server_error" if self.status >= 500 else "invalid_request_error"
+        )
+        return ErrorBody(ErrorInfo(str(self), kind, self.param, self.code))
+
+
+_KINDS = {401: "authentication_error", 503: "service_unavailable_error"}
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What to tell the client. Anything unforeseen is a 500 without details, which go to the log:
+    they could hold paths or another user's text."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), param=error.param, code=error.code)
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, "The engine has stopped; restart the server.", code="engine_dead")
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail))
+    logger.error("unexpected error", exc_info=error)
+    return ApiError(500, "Internal server error.", code="internal_error")
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first complaint of pydantic, naming the field as in `messages[0].content`."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    param = field_path(first["loc"])
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, RequestError):
+        if cause.param is not None:  # a field of what `loc` names
+            return ApiError(
+                400, str(cause), param=f"{param}.{cause.param}".strip("."), code=cause.code
+            )
+        message = f"Invalid value for '{param}': {cause}"
+        return ApiError(400, message, param=param, code=cause.code or "invalid_value")
+    if first["type"] == "extra_forbidden":
+        return ApiError(
+            400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter"
+        )
+    if first["type"] == "missing":
+        return ApiError(
+            400,
+            f"Missing required parameter: '{param}'.",
+            param=param,
+            code="missing_required_parameter",
+        )
+    return ApiError(
+        400, f"Invalid value for '{param}': {first['msg']}.", param=param, code="invalid_value"
+    )
+
+
+def field_path(location: tuple[int | str, ...]) -> str:
+    """('messages', 0, 'content') -> 'messages[0].content'. Long names are cut: a name may be the
+    client's own."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part[:100]}" if path else part[:100]
+    return path
+
+
+def error_response(error: ApiError) -> Response:
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+    return Response(
+        msgspec.json.encode(error.body), error.status, headers, media_type="application/json"
+    )
+
+
+async def handle_error(request: Request, error: Exception) -> Response:
+    """Exception handler of the app: counts the error and answers in OpenAI's shape."""
+    api_error = as_api_error(error)
+    request.app.state.metrics.count_error(api_error.status)
+    return error_response(api_error)

@@ -1,0 +1,190 @@
+"""Runs the prompts of one HTTP request and hands their updates on in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quire.outputs import Logprob
+from quire.sampling_params import SamplingParams
+from quire.server.convert import Prompt
+from quire.server.metrics import RequestClock, ServerMetrics
+from quire.server.responses import CachedTokens, Usage
+
+if TYPE_CHECKING:
+    from quire.engine.client import EngineClient, StreamUpdate
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one completion gained, by one update or by many merged. `choice` is its index in the
+    answer: prompt index times n plus the completion's own."""
+
+    choice: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, update: StreamUpdate) -> None:
+        self.texts.append(update.text)
+        self.token_ids += update.token_ids
+        if update.logprobs is not None:
+            self.logprobs += update.logprobs
+        if update.finish_reason is not None:
+            self.finish_reason = str(update.finish_reason)
+            self.stop_reason = update.stop_reason
+
+
+@dataclass(slots=True)
+class PromptInfo:
+    """What the first update says about a prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+
+class Generation:
+    """The prompts of one HTTP request, running.
+
+    One task per prompt reads the engine's updates; the reader of `batches` takes what has come in
+    since it last looked, so a slow socket makes it write fewer, larger pieces, and the engine's
+    tokens never wait for a client. Leaving the `async with` aborts what still runs.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        metrics: ServerMetrics,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        self.client = client
+        self.metrics = metrics
+        self.params = params
+        self.request_id = request_id
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.prompts = [PromptInfo() for _ in prompts]
+        self.completion_tokens = 0
+        self._inputs = prompts
+        self._tasks: list[asyncio.Task[None]] = []
+        self._pieces: dict[int, Piece] = {}
+        self._error: BaseException | None = None
+        self._news = asyncio.Event()
+        self._running = len(prompts)
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._run(i, prompt)) for i, prompt in enumerate(self._inputs)
+        ]
+
+    async def close(self) -> None:
+        """Aborts what still runs. Idempotent."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def ready(self) -> None:
+        """Waits for the first update, so that an invalid request can still be answered with a
+        status. Raises the engine's error."""
+        await self._news.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def batches(self) -> AsyncIterator[list[Piece]]:
+        """What has come in, one piece per completion; ends when all prompts have. Raises the
+        engine's error once the pieces that came before it are out."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            pieces, self._pieces = self._pieces, {}
+            if pieces:
+                yield list(pieces.values())
+            if self._error is not None:
+                raise self._error
+            if not self._running and not self._pieces:
+                return
+
+    @property
+    def usage(self) -> Usage:
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        cached = sum(prompt.num_cached_tokens for prompt in self.prompts)
+        return Usage(
+            prompt_tokens,
+            self.completion_tokens,
+            prompt_tokens + self.completion_tokens,
+            CachedTokens(cached),
+        )
+
+    async def _run(self, index: int, prompt: Prompt) -> None:
+        clock = RequestClock(self.metrics)
+        updates = self.client.generate(
+            prompt,
+            self.params,
+            request_id=f"{self.request_id}-{index}",
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+        )
+        self.metrics.open.inc()
+        try:
+            async with contextlib.aclosing(updates):
+                async for update in updates:
+                    clock.observe(update)
+                    self._take(index, update)
+        except Exception as error:  # handed to whoever reads `batches`
+            self._error = self._error or error
+        finally:
+            self.metrics.open.dec()
+            self._running -= 1
+            self._news.set()
+
+    def _take(self, index: int, update: StreamUpdate) -> None:
+        if update.prompt_token_ids is not None:
+            info = self.prompts[index]
+            info.token_ids = update.prompt_token_ids
+            info.logprobs = update.prompt_logprobs
+            info.num_cached_tokens = update.num_cached_tokens
+        self.completion_tokens += len(update.token_ids)
+        choice = index * self.params.n + update.index
+        piece = self._pieces.get(choice)
+        if piece is None:
+            piece = self._pieces[choice] = Piece(choice)
+        piece.add(update)
+        self._news.set()
+
+
+async def collect(generation: Generation) -> list[Piece]:
+    """The whole answer, one piece per completion, in order. Closes the generation."""
+    generation.start()
+    whole: dict[int, Piece] = {}
+    try:
+        async for pieces in generation.batches():
+            for piece in pieces:
+                first = whole.setdefault(piece.choice, piece)
+                if first is not piece:
+                    _extend(first, piece)
+    finally:
+        await generation.close()
+    return [whole[choice] for choice in sorted(whole)]
+
+
+def _extend(piece: Piece, more: Piece) -> None:
+    piece.texts += more.texts
+    piece.token_ids += more.token_ids
+    piece.logprobs += more.logprobs
+    piece.finish_reason, piece.stop_reason = more.finish_reason, more.stop_reason

@@ -1,0 +1,81 @@
+"""Prometheus metrics, in a registry of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from quire.engine.client import StreamUpdate
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+
+class ServerMetrics:
+    """What the API process sees itself; the engine's gauges are filled in at each scrape."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.ttft = self._histogram("time_to_first_token_seconds", "Request in to first token out.")
+        self.itl = self._histogram("inter_token_latency_seconds", "Between a request's tokens.")
+        self.e2e = self._histogram("request_seconds", "Request in to last token out.")
+        self.prompt_len = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.output_len = self._histogram("request_output_tokens", "Tokens of an answer.", TOKENS)
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of all requests.")
+        self.cached_tokens = self._counter("prompt_cached_tokens", "Of them, found in the cache.")
+        self.output_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.finished = self._counter(
+            "requests_finished", "Completions, by the reason of their end.", ["reason"]
+        )
+        self.errors = self._counter("http_errors", "Answers other than 200, by status.", ["code"])
+        self.open = Gauge(
+            "quire_open_requests", "Prompts handed to the engine.", registry=self.registry
+        )
+
+    def _histogram(self, name: str, help: str, buckets: Iterable[float] = SECONDS) -> Histogram:
+        return Histogram(f"quire_{name}", help, buckets=tuple(buckets), registry=self.registry)
+
+    def _counter(self, name: str, help: str, labels: Iterable[str] = ()) -> Counter:
+        return Counter(f"quire_{name}", help, tuple(labels), registry=self.registry)
+
+    def count_error(self, status: int) -> None:
+        self.errors.labels(str(status)).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class RequestClock:
+    """Measures one prompt with its `n` completions, update by update."""
+
+    __slots__ = ("last", "metrics", "outputs", "start")
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self.metrics = metrics
+        self.start = time.perf_counter()
+        self.last: dict[int, float] = {}
+        self.outputs: dict[int, int] = {}
+
+    def observe(self, update: StreamUpdate) -> None:
+        now = time.perf_counter()
+        metrics, index, count = self.metrics, update.index, len(update.token_ids)
+        if update.prompt_token_ids is not None:
+            metrics.prompt_tokens.inc(len(update.prompt_token_ids))
+            metrics.prompt_len.observe(len(update.prompt_token_ids))
+            metrics.cached_tokens.inc(update.num_cached_tokens)
+        if count:
+            metrics.output_tokens.inc(count)
+            if index in self.last:
+                metrics.itl.observe((now - self.last[index]) / count)
+            elif not self.last:
+                metrics.ttft.observe(now - self.start)
+            self.last[index] = now
+            self.outputs[index] = self.outputs.get(index, 0) + count
+        if update.finish_reason is not None:
+            metrics.finished.labels(str(update.finish_reason)).inc()
+            metrics.output_len.observe(self.outputs.get(index, 0))
+            metrics.e2e.observe(now - self.start)

@@ -1,0 +1,206 @@
+"""Requests as clients may send them. Whatever is not listed here is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from quire.errors import RequestError
+
+_INT32 = 2**31 - 1
+MAX_STOP = 64
+MAX_MESSAGES = 4096
+
+Count = Annotated[int, Field(ge=0, le=_INT32)]
+Name = Annotated[str, Field(max_length=512)]
+
+# Parameters of OpenAI's API that Quire does not implement, with the values that mean "not used".
+# Those are let through, as clients send them unasked; any other value is an error, because an
+# answer that ignored it would be wrong without saying so.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (),
+    "prediction": (),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": ("",),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+
+def _drop_unused(data: Any, unsupported: dict[str, tuple[Any, ...]]) -> Any:
+    if not isinstance(data, dict):
+        return data
+    for name in unsupported.keys() & data.keys():
+        if data[name] is not None and data[name] not in unsupported[name]:
+            raise RequestError(
+                f"'{name}' is not supported by this server.",
+                param=name,
+                code="unsupported_parameter",
+            )
+    return {name: value for name, value in data.items() if name not in unsupported}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+
+
+class SamplingFields(_Strict):
+    """Shared by all generating routes. Null or absent means the model's default (see
+    `ServerArgs.generation_config`), then `SamplingParams`'s.
+
+    `user` and `safety_identifier` are opaque identifiers by definition: accepted, not used.
+    """
+
+    model: Name | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(None, ge=-1, le=_INT32)
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: Annotated[list[str], Field(max_length=MAX_STOP)] | None = None
+    stop_token_ids: Annotated[list[Count], Field(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    logit_bias: dict[str, float] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    prompt_logprobs: Count | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = Field(None, ge=-_INT32, le=_INT32)
+    cache_salt: Name | None = None
+    user: Name | None = None
+    safety_identifier: Name | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        return _drop_unused(data, _UNSUPPORTED)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for token in bias or ():
+            if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+                raise RequestError(
+                    f"it maps token ids to numbers, and {token[:40]!r} is not a token id."
+                )
+        return bias
+
+
+class CompletionRequest(SamplingFields):
+    """`/v1/completions`. `prompt`: a string, token ids, or a list of either."""
+
+    prompt: Any
+    max_tokens: Count | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    best_of: int | None = Field(None, ge=1, le=128)
+    echo: bool | None = None
+    logprobs: Count | None = None
+    stream_options: StreamOptions | None = None
+
+
+class GenerateRequest(SamplingFields):
+    """`/generate`: one prompt, one text."""
+
+    prompt: Any
+    max_tokens: Count | None = None
+
+
+class TextPart(_Strict):
+    type: str
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("type"), str) and data["type"] != "text":
+            raise RequestError(
+                f"parts of type {data['type'][:40]!r} are not supported, only text is.",
+                code="unsupported_parameter",
+            )
+        return data
+
+
+class Message(_Strict):
+    """A chat message. `developer` is OpenAI's newer name of `system` and treated as such."""
+
+    role: str
+    content: Annotated[list[TextPart], Field(max_length=1024)]
+    name: Name | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        return _drop_unused(data, _UNSUPPORTED_IN_MESSAGE)
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _one_part(cls, content: Any) -> Any:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+    @field_validator("role")
+    @classmethod
+    def _known_role(cls, role: str) -> str:
+        if role not in ("system", "developer", "user", "assistant"):
+            raise RequestError(
+                f"role {role[:40]!r} is not supported; known are system, developer, user and "
+                "assistant."
+            )
+        return role
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content)
+
+
+class ChatRequest(SamplingFields):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    stream_options: StreamOptions | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

@@ -1,0 +1,127 @@
+"""Server-sent events, and what to do when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.server.errors import as_api_error
+from quire.server.generation import Generation, Piece
+from quire.server.metrics import ServerMetrics
+
+T = TypeVar("T")
+
+Writer = Callable[[bytearray, list[Piece]], None]
+"""Appends the bytes of a batch to the buffer."""
+
+_encoder = msgspec.json.Encoder()
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Awaits `work`, and cancels it when the client disconnects first.
+
+    `receive` must have delivered the whole body: all it can say then is that the client left.
+
+    Raises:
+        ClientGoneError: after `work` has been cancelled and has cleaned up.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        watcher.cancel()
+        task.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def write_event(buffer: bytearray, value: Any) -> None:
+    buffer += b"data: "
+    _encoder.encode_into(value, buffer, -1)
+    buffer += b"\n\n"
+
+
+class GenerationStream(Response):
+    """Streams a generation that is already running; what came in while the socket was busy leaves
+    in one write.
+
+    `write` turns a batch into bytes, `finish` gives the last bytes after all batches, `fail` those
+    of an error that comes after the headers are out (none: the connection is cut short).
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        write: Writer,
+        finish: Callable[[bytearray], None],
+        *,
+        metrics: ServerMetrics,
+        media_type: str = "text/event-stream",
+    ) -> None:
+        super().__init__(media_type=media_type, headers={"cache-control": "no-cache"})
+        # The length of a stream is not known.
+        self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
+        self.generation = generation
+        self.write = write
+        self.finish = finish
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._stream(send))
+        except ClientGoneError:
+            pass
+        finally:
+            await self.generation.close()
+
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for pieces in self.generation.batches():
+                buffer = bytearray()
+                self.write(buffer, pieces)
+                await send({"type": "http.response.body", "body": bytes(buffer), "more_body": True})
+            buffer = bytearray()
+            self.finish(buffer)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            api_error = as_api_error(error)
+            self.metrics.count_error(api_error.status)
+            if self.media_type != "text/event-stream":
+                raise  # plain text cannot carry an error: cut the connection short
+            buffer = bytearray()
+            write_event(buffer, api_error.body)
+        await send({"type": "http.response.body", "body": bytes(buffer), "more_body": False})
+
+
+async def start_stream(request: Request, generation: Generation) -> None:
+    """Starts the generation and waits until its first update, while the client stays."""
+    generation.start()
+    try:
+        await unless_gone(request.receive, generation.ready())
+    except BaseException:
+        await generation.close()
+        raise
+
+
+def json_answer(value: Any) -> Response:
+    return Response(_encoder.encode(value), media_type="application/json")

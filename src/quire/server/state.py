@@ -1,0 +1,69 @@
+"""What the routes share: the engine's handle, the settings, the metrics."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from quire.errors import EngineDeadError
+from quire.server.args import ServerArgs
+from quire.server.errors import ApiError
+from quire.server.metrics import ServerMetrics
+
+if TYPE_CHECKING:
+    from quire.engine.client import EngineClient
+    from quire.engine.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class ServerState:
+    """Lives at `app.state.server`. `defaults`: the model's own sampling settings."""
+
+    client: EngineClient
+    args: ServerArgs
+    defaults: dict[str, float]
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model_name(self) -> str:
+        return self.args.served_model_name or self.client.config.model_name
+
+    def check_alive(self) -> None:
+        if not self.client.alive:
+            raise EngineDeadError("the engine has stopped")
+
+    def check_model(self, name: str | None) -> None:
+        """Raises 404 unless `name` is the served model or left out."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"The model '{name[:200]}' does not exist; this server has '{self.model_name}'.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def tokenizer(self, param: str) -> Tokenizer:
+        """The tokenizer, or a 400 that says what needs one."""
+        if self.client.tokenizer is None:
+            raise ApiError(
+                400,
+                f"'{param}' needs a tokenizer, but this server runs without one "
+                "(skip_tokenizer_init): send prompts as token ids.",
+                param=param,
+                code="no_tokenizer",
+            )
+        return self.client.tokenizer
+
+
+def state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"

@@ -1,0 +1,77 @@
+"""An engine whose pace and death a test decides. Everything else is tested on the real one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from quire.errors import EngineDeadError, QuireError
+from quire.outputs import Logprob
+from quire.sampling_params import SamplingParams
+
+
+@dataclass
+class Update:
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass
+class FakeClient:
+    """Says `words`, waiting for `gate` before each but the first `free` ones. `error` comes after
+    the words instead of an end."""
+
+    words: tuple[str, ...] = ("one", " two", " three")
+    free: int = 1_000_000
+    error: QuireError | None = None
+    alive: bool = True
+    tokenizer: Any = None
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    seen: list[tuple[Any, SamplingParams]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    config: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            model_name="fake", model_path="/nowhere", scheduler=SimpleNamespace(max_model_len=64)
+        )
+    )
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
+    ) -> AsyncIterator[Update]:
+        if not self.alive:
+            raise EngineDeadError("dead")
+        self.seen.append((prompt, params))
+        ended = False
+        try:
+            for i, word in enumerate(self.words):
+                if i >= self.free:
+                    await self.gate.wait()
+                else:
+                    await asyncio.sleep(0)
+                last = i == len(self.words) - 1 and self.error is None
+                yield Update(
+                    0,
+                    word,
+                    [i],
+                    finish_reason="stop" if last else None,
+                    prompt_token_ids=[1, 2, 3] if i == 0 else None,
+                )
+            if self.error is not None:
+                raise self.error
+            ended = True
+        finally:
+            if not ended:
+                self.aborted.append(request_id)
+
+    async def stats(self) -> Any:
+        raise EngineDeadError("no statistics")
