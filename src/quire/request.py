@@ -29,29 +29,44 @@ class FinishReason(enum.StrEnum):
 
 
 class TokenBuffer:
-    """A growing int32 array with amortized O(1) appends."""
+    """A growing int32 array with amortized O(1) appends.
 
-    __slots__ = ("_data", "_len")
+    `move` continues it in storage that the mover fills in bulk: a scheduler that gives many
+    requests a token each writes them with one numpy operation instead of one append per request.
+    """
 
-    def __init__(self, tokens: Int32, spare: int = 64) -> None:
-        self._len = len(tokens)
-        self._data: Int32 = np.empty(self._len + spare, dtype=np.int32)
-        self._data[: self._len] = tokens
+    __slots__ = ("_count", "_data")
+
+    def __init__(self, tokens: Int32, spare: int = 64, count: Int32 | None = None) -> None:
+        self._count: Int32 = np.empty(1, dtype=np.int32) if count is None else count
+        self._count[0] = len(tokens)
+        self._data: Int32 = np.empty(len(tokens) + spare, dtype=np.int32)
+        self._data[: len(tokens)] = tokens
 
     def __len__(self) -> int:
-        return self._len
+        return int(self._count[0])
 
     def append(self, token: int) -> None:
-        if self._len == len(self._data):
-            grown: Int32 = np.empty(2 * self._len + 64, dtype=np.int32)
-            grown[: self._len] = self._data
+        """Once moved, there is room only for what the mover's storage holds."""
+        n = int(self._count[0])
+        if n == len(self._data):
+            grown: Int32 = np.empty(2 * n + 64, dtype=np.int32)
+            grown[:n] = self._data
             self._data = grown
-        self._data[self._len] = token
-        self._len += 1
+        self._data[n] = token
+        self._count[0] = n + 1
+
+    def move(self, data: Int32, count: Int32) -> None:
+        """Go on in `data`, int32 [room], with the length in `count`, int32 [1]."""
+        n = int(self._count[0])
+        data[:n] = self._data[:n]
+        count[0] = n
+        self._data, self._count = data, count
 
     def view(self, start: int = 0, stop: int | None = None) -> Int32:
-        """A read-only view, valid until the next append."""
-        out = self._data[start : self._len if stop is None else min(stop, self._len)]
+        """A read-only view, valid until the next append or move."""
+        n = int(self._count[0])
+        out = self._data[start : n if stop is None else min(stop, n)]
         out.flags.writeable = False
         return out
 
@@ -65,6 +80,8 @@ class Request:
         computed: positions whose KV is confirmed.
     While `planned < known` the host owns the positions (the prompt, or a resumption); once the last
     known token is planned the request is `generating` and the device owns them.
+    While a request runs, its tokens and counts lie in the scheduler's arrays (`bind`), which change
+    many requests at once; they read the same from here.
 
     Attributes:
         max_total: length, prompt included, at which it must end.
@@ -75,9 +92,9 @@ class Request:
     """
 
     __slots__ = (
+        "_counts",
         "arrival",
         "cache_salt",
-        "computed",
         "epoch",
         "finish_reason",
         "generating",
@@ -90,7 +107,6 @@ class Request:
         "num_preemptions",
         "order",
         "params",
-        "planned",
         "priority",
         "prompt_len",
         "prompt_logprobs_done",
@@ -119,7 +135,8 @@ class Request:
         cache_salt: str = "",
     ) -> None:
         self.request_id = request_id
-        self.tokens = TokenBuffer(prompt)
+        self._counts: Int32 = np.zeros(3, dtype=np.int32)
+        self.tokens = TokenBuffer(prompt, spare=0, count=self._counts[:1])
         self.prompt_len = len(prompt)
         self.params = params
         self.max_total = max_total
@@ -136,8 +153,6 @@ class Request:
         self.lane = -1
         self.generation = 0
         self.epoch = 0
-        self.planned = 0
-        self.computed = 0
         self.generating = False
         self.ready_step = 0
         self.num_cached_tokens = 0
@@ -146,9 +161,35 @@ class Request:
         self.state: dict[str, Any] = {}
         """Features keep what they know of the request here, under their own name."""
 
+    def bind(self, row: Int32, counts: Int32) -> None:
+        """Keep tokens in `row`, int32 [>= max_total], and counts in `counts`, int32 [3]."""
+        counts[:] = self._counts
+        self._counts = counts
+        self.tokens.move(row, counts[:1])
+
+    def unbind(self) -> None:
+        """Take tokens and counts back into arrays of its own."""
+        self.bind(np.empty(len(self.tokens), dtype=np.int32), np.empty(3, dtype=np.int32))
+
     @property
     def known(self) -> int:
-        return len(self.tokens)
+        return int(self._counts[0])
+
+    @property
+    def planned(self) -> int:
+        return int(self._counts[1])
+
+    @planned.setter
+    def planned(self, value: int) -> None:
+        self._counts[1] = value
+
+    @property
+    def computed(self) -> int:
+        return int(self._counts[2])
+
+    @computed.setter
+    def computed(self, value: int) -> None:
+        self._counts[2] = value
 
     @property
     def num_output_tokens(self) -> int:
