@@ -13,15 +13,20 @@ class ShardSpec:
 
     `unit` is the smallest piece that may not be cut (a head's width, say). Where there are fewer
     units than ranks, as with few KV heads, neighbouring ranks hold copies of one unit.
+    `padded`: sizes that do not divide evenly are fine, the last ranks hold less (a vocabulary).
     """
 
     dim: int | None = None
     unit: int = 1
+    padded: bool = False
 
     def bounds(self, size: int, rank: int, world: int) -> tuple[int, int]:
         """The half-open range of the `size` entries along `dim` that `rank` of `world` holds."""
         if self.dim is None or world == 1:
             return 0, size
+        if self.padded:
+            each = -(-size // world)
+            return min(rank * each, size), min((rank + 1) * each, size)
         units = size // self.unit
         if size % self.unit or (units % world if units >= world else world % units):
             raise ConfigError(

@@ -1,1 +1,1 @@
-"""layers"""
+"""The building blocks of models."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ class GroupBatch:
     """One KV group's share of a batch.
 
     slots: int64 or int32 [T], where each token's KV goes (block * block_size + offset); -1: nowhere.
-    block_table: int32 [R, max_blocks], the blocks of each row in order of position; entries beyond
+    block_table: int32 [R, max_blocks], the blocks of each row in order of position; entries past
         a row's length, or before its window, are never read for their content.
     """
 

@@ -1,8 +1,10 @@
 """One to four rows times a weight matrix: each program streams a few weight rows once.
 
 At these sizes a layer is a read of its weights (Qwen3-0.6B: 1 to 3 µs each), so what counts is
-keeping that read going: tiles are double-buffered in registers, and with programmatic dependent
-launch the first tile is loaded, and the rest asked into L2, before waiting for the predecessor.
+keeping that read going. With programmatic dependent launch a program loads its first tile into
+registers, and asks for the rest into L2, before waiting for its predecessor; where a tile spans all
+of K, nothing but x is left to fetch after the wait. Longer rows go tile by tile, the next one under
+way in registers (`stages` 1) or several in shared memory.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ def gemv_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + rows).to(tl.float32)
     if PREFETCH:
-        prefetch_rows(w_ptr, rows, stride_wn, BK, prefetch_k)
+        prefetch_rows(w_ptr, rows, stride_wn, 0 if STAGES > 1 else BK, prefetch_k)
     if PDL:
         gdc_wait()  # before it only weights may be read: the predecessor may still be writing x
         if not EAGER:
@@ -151,6 +153,7 @@ def gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> None:
     m, k, n = args.x.shape[0], args.k, args.n
     x, w, res, norm = args.x, args.weight, args.residual, args.norm
     prefetch_k = min(k, plan.prefetch // w.element_size())
+    ahead = prefetch_k > (0 if plan.stages > 1 else plan.bk)
     gemv_kernel[(triton.cdiv(n, plan.bn),)](
         x, w, w if args.bias is None else args.bias, x if res is None else res,
         x if norm is None else norm.weight, out, m, n, k,
@@ -160,6 +163,6 @@ def gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> None:
         STAGES=plan.stages,
         GLU=args.gated, ACT=args.act_name, NORM="none" if norm is None else plan.norm,
         GEMMA=norm is not None and norm.gemma, HAS_BIAS=args.bias is not None,
-        HAS_RES=res is not None, PDL=pdl, EAGER=plan.eager, PREFETCH=pdl and prefetch_k > plan.bk,
+        HAS_RES=res is not None, PDL=pdl, EAGER=plan.eager, PREFETCH=pdl and ahead,
         **options(pdl, num_warps=plan.warps, num_stages=1),
     )  # fmt: skip

@@ -1,0 +1,109 @@
+"""Rotary positions: the table of cosines and sines, with the context-extending scalings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Positions divided by `factor` (Chen et al. 2023)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Wavelengths beyond original_max / low_freq_factor are stretched by `factor`, those below
+    original_max / high_freq_factor are kept, those between are blended (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Dimensions that turn often are kept, those that turn rarely are stretched, with a ramp
+    between; cosines and sines are multiplied by `attention_factor` (Peng et al. 2023)."""
+
+    factor: float
+    original_max_positions: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """theta: the base of the geometric series of frequencies. rotary_dim: the first dimensions of
+    a head that turn."""
+
+    theta: float
+    rotary_dim: int
+    scaling: Scaling | None = None
+
+
+def inverse_frequencies(spec: RopeSpec) -> Tensor:
+    """float32 [rotary_dim / 2], radians per position."""
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim
+    base = 1.0 / (spec.theta**exponents)
+    scaling = spec.scaling
+    if isinstance(scaling, LinearScaling):
+        return base / scaling.factor
+    if isinstance(scaling, Llama3Scaling):
+        return _llama3(base, scaling)
+    if isinstance(scaling, YarnScaling):
+        return _yarn(base, spec, scaling)
+    return base
+
+
+def _llama3(base: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns = scaling.original_max_positions * base / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - keep) * base / scaling.factor + keep * base
+
+
+def _yarn(base: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
+    def dimension(turns: float) -> float:
+        """The (fractional) pair that makes `turns` turns over the original context."""
+        wavelength = scaling.original_max_positions / (turns * 2 * math.pi)
+        return spec.rotary_dim * math.log(wavelength) / (2 * math.log(spec.theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    pairs = torch.arange(spec.rotary_dim // 2, dtype=torch.float32)
+    stretch = ((pairs - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    return base / scaling.factor * stretch + base * (1 - stretch)
+
+
+class RotaryTable(nn.Module):
+    """float32 [positions, rotary_dim]: cosines of each pair's angle, then sines. Computed on the
+    host, so that every device turns by the same angles."""
+
+    cos_sin: Tensor
+
+    def __init__(self, spec: RopeSpec, positions: int, *, device: torch.device) -> None:
+        super().__init__()
+        if device.type == "meta":
+            table = torch.empty(positions, spec.rotary_dim, device=device)
+        else:
+            angles = torch.outer(
+                torch.arange(positions, dtype=torch.float32), inverse_frequencies(spec)
+            )
+            table = torch.cat((angles.cos(), angles.sin()), dim=1)
+            if isinstance(spec.scaling, YarnScaling):
+                table *= spec.scaling.attention_factor
+        self.register_buffer("cos_sin", table.to(device), persistent=False)

@@ -1,0 +1,28 @@
+"""One function per numerical op: a plain PyTorch twin on every device, kernels where they exist."""
+
+from quire.ops.choose import Policy, use_policy
+from quire.ops.dispatch import (
+    Scratch,
+    embedding,
+    gelu,
+    layer_norm,
+    linear,
+    paged_attention,
+    qk_norm_rope_store,
+    rms_norm,
+    silu_and_mul,
+)
+
+__all__ = [
+    "Policy",
+    "Scratch",
+    "embedding",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "paged_attention",
+    "qk_norm_rope_store",
+    "rms_norm",
+    "silu_and_mul",
+    "use_policy",
+]

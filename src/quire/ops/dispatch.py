@@ -1,0 +1,136 @@
+"""The ops by name. Each says what it computes; `choose` says by which code.
+
+T is the number of tokens of a step, R of its rows, Hq and Hkv the heads of this rank, D the head
+size, NB the blocks of a KV group and BS the tokens of a block. Ops do not synchronize with the host,
+and never use -1, which marks padding, as an index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from quire.ops.choose import choose
+
+Scratch = dict[Any, Any]
+"""What an implementation derives from a step's metadata (gather indices, masks), kept for the
+further layers of the step. It must live no longer than the tensors that it was derived from."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last axis (Zhang & Sennrich 2019).
+
+    The normalized value is rounded to x's dtype before the weight, as published models were trained.
+    """
+    return choose("rms_norm", x.device)(x, weight, eps)  # type: ignore[no-any-return]
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis (Ba et al. 2016)."""
+    return choose("layer_norm", x.device)(x, weight, bias, eps)  # type: ignore[no-any-return]
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """silu(gate) * up for x [T, 2 * width] = [gate | up] -> [T, width] (Shazeer 2020)."""
+    return choose("silu_and_mul", x.device)(x)  # type: ignore[no-any-return]
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """GELU, exact ("none") or by tanh ("tanh") (Hendrycks & Gimpel 2016)."""
+    return choose("gelu", x.device)(x, approximate)  # type: ignore[no-any-return]
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """x [T, in] @ weight [out, in]ᵀ + bias [out], then + residual [T, out]."""
+    return choose("linear", x.device)(x, weight, bias, residual)  # type: ignore[no-any-return]
+
+
+def embedding(ids: Tensor, table: Tensor, start: int = 0) -> Tensor:
+    """Rows of `table` [rows, width] for int ids [T] -> [T, width]. The table holds ids from `start`
+    on; ids outside of it, -1 among them, give zeros."""
+    return choose("embedding", table.device)(ids, table, start)  # type: ignore[no-any-return]
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    positions: Tensor,
+    slots: Tensor,
+    cos_sin: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    scratch: Scratch | None = None,
+) -> Tensor:
+    """Norms the heads of q and k, rotates them, and stores k and v in the paged cache.
+
+    qkv: [T, Hq + 2 * Hkv, D], the fused projection. k_cache, v_cache: [NB, Hkv, BS, D], strided
+        views are fine; each head's BS * D values lie together. slots: int [T], where each token
+        goes (block * BS + offset), -1: nowhere.
+    cos_sin: float32 [positions, rotary], cosines then sines, of the first `rotary` dimensions of a
+        head, which turn in pairs (i, i + rotary / 2) (Su et al. 2021); None: no rotation.
+    q_weight, k_weight: [D] RMSNorm weights over a head, applied before the rotation, or None.
+    Returns q [T, Hq, D].
+    """
+    return choose("qk_norm_rope_store", qkv.device)(  # type: ignore[no-any-return]
+        qkv,
+        k_cache,
+        v_cache,
+        positions=positions,
+        slots=slots,
+        cos_sin=cos_sin,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        eps=eps,
+        scratch=scratch,
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    q_lens: Sequence[int],
+    max_q_len: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    scratch: Scratch | None = None,
+) -> Tensor:
+    """Causal attention of each row's last tokens over the row's cached context.
+
+    q: [T, Hq, D]; row r's tokens start at query_start[r] and are the last q_lens[r] of its
+        seq_lens[r] positions, whose k and v are in the cache already.
+    k_cache, v_cache: [NB, Hkv, BS, D], strided views; all values finite, written or not.
+    block_table: int32 [R, max_blocks]. q_lens, max_q_len, max_seq_len: host-known lengths of the
+        rows and upper bounds.
+    window: a token sees itself and the window - 1 before it (Beltagy et al. 2020).
+    softcap: scores become softcap * tanh(score / softcap) (Gemma Team 2024).
+    Returns [T, Hq, D]; zeros for padding tokens.
+    """
+    return choose("paged_attention", q.device)(  # type: ignore[no-any-return]
+        q,
+        k_cache,
+        v_cache,
+        query_start,
+        seq_lens,
+        block_table,
+        q_lens=q_lens,
+        max_q_len=max_q_len,
+        max_seq_len=max_seq_len,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        scratch=scratch,
+    )

@@ -1,0 +1,23 @@
+"""Plain PyTorch ops: the CPU backend, and what every kernel is tested against."""
+
+from quire.ops.reference.attention import paged_attention
+from quire.ops.reference.cache import qk_norm_rope_store
+from quire.ops.reference.dense import (
+    embedding,
+    gelu,
+    layer_norm,
+    linear,
+    rms_norm,
+    silu_and_mul,
+)
+
+__all__ = [
+    "embedding",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "paged_attention",
+    "qk_norm_rope_store",
+    "rms_norm",
+    "silu_and_mul",
+]

@@ -1,0 +1,216 @@
+"""Attention over the paged cache, by gathering blocks and masking.
+
+Rows are cut into pieces of few queries, and pieces of equal query length into buckets that are
+computed together. Which blocks a bucket gathers and what it may see depends only on the step, so it
+is planned once and kept in `scratch` for the further layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.reference.cache import head_rows
+
+_TILE = 256
+"""Most queries of one piece: bounds the mask, and skips most of what causality hides."""
+_BATCHED = 16
+"""Pieces of at most so many queries share a bucket."""
+_BUCKET_BYTES = 4 << 20
+"""Most bytes of keys that a bucket of several pieces gathers, so that they stay in the CPU's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """`queries` tokens of a row, from token `start` of the batch; `behind` of the row's tokens come
+    after them. `blocks`: how many cache blocks they see, at most."""
+
+    row: int
+    start: int
+    queries: int
+    behind: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """pieces: P. tokens: the [P * queries] tokens, as a slice where they lie together. blocks:
+    int64 [P * Hkv * n], rows of `head_rows` of either cache. mask: 0 or -inf, [P, 1, queries, n *
+    BS]."""
+
+    pieces: int
+    queries: int
+    tokens: slice | Tensor
+    blocks: Tensor
+    mask: Tensor
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    q_lens: Sequence[int],
+    max_q_len: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    scratch: dict[Any, Any] | None,
+) -> Tensor:
+    scratch = {} if scratch is None else scratch
+    key = ("attention", block_table.data_ptr(), k_cache.shape, k_cache.stride(0), window, q.dtype)
+    plan: list[_Bucket] | None = scratch.get(key)
+    if plan is None:
+        pieces = _pieces(q_lens, seq_lens, max_seq_len, window, k_cache.shape[2])
+        block_bytes = k_cache[0].numel() * k_cache.element_size()
+        plan = scratch[key] = [
+            _bucket(group, seq_lens, block_table, k_cache, window, q.dtype)
+            for group in _group(pieces, block_bytes)
+        ]
+    if len(plan) == 1 and plan[0].tokens == slice(0, len(q)):
+        return _attend(q, k_cache, v_cache, plan[0], scale, softcap)
+    out = q.new_zeros(q.shape)
+    for bucket in plan:
+        found = _attend(q[bucket.tokens], k_cache, v_cache, bucket, scale, softcap)
+        out[bucket.tokens] = found
+    return out
+
+
+def _pieces(
+    q_lens: Sequence[int], seq_lens: Tensor, max_seq_len: int, window: int | None, size: int
+) -> list[_Piece]:
+    # On a CPU the lengths can be read at no cost; elsewhere the host has to do with its bound.
+    known = seq_lens.device.type == "cpu"
+    lengths = seq_lens.tolist() if known else [max_seq_len] * len(q_lens)
+    pieces = []
+    row_start = 0
+    for row, q_len in enumerate(q_lens):
+        for first in range(0, q_len, _TILE):
+            queries = min(_TILE, q_len - first)
+            behind = q_len - first - queries
+            end = lengths[row] - behind
+            blocks = -(-end // size)
+            if window is not None and known:
+                blocks -= max(0, end - queries - window + 1) // size
+            elif window is not None:
+                blocks = min(blocks, -(-(window - 1 + queries) // size) + 1)
+            pieces.append(_Piece(row, row_start + first, queries, behind, max(1, blocks)))
+        row_start += q_len
+    return pieces
+
+
+def _group(pieces: list[_Piece], block_bytes: int) -> list[list[_Piece]]:
+    """Pieces that go together: as many queries, contexts within a factor of two."""
+    groups: list[list[_Piece]] = []
+    for piece in sorted(pieces, key=lambda piece: (piece.queries, -piece.blocks)):
+        if groups:
+            group = groups[-1]
+            longest = group[0].blocks
+            if (
+                piece.queries == group[0].queries <= _BATCHED
+                and longest <= 2 * piece.blocks
+                and (len(group) + 1) * longest * block_bytes <= _BUCKET_BYTES
+            ):
+                group.append(piece)
+                continue
+        groups.append([piece])
+    return groups
+
+
+def _bucket(
+    pieces: list[_Piece],
+    seq_lens: Tensor,
+    block_table: Tensor,
+    cache: Tensor,
+    window: int | None,
+    dtype: torch.dtype,
+) -> _Bucket:
+    device = seq_lens.device
+    count, queries, blocks = len(pieces), pieces[0].queries, pieces[0].blocks
+    size = cache.shape[2]
+    pieces.sort(key=lambda piece: piece.start)
+
+    host = torch.tensor([[piece.row, piece.behind, piece.start] for piece in pieces])
+    rows, behind, starts = host.to(device, non_blocking=True).unbind(1)
+    ends = seq_lens.long().index_select(0, rows) - behind
+    first = torch.zeros_like(ends)
+    if window is not None:
+        first = torch.div((ends - queries - window + 1).clamp(min=0), size, rounding_mode="floor")
+
+    columns = first.unsqueeze(1) + torch.arange(blocks, device=device)
+    table = block_table.index_select(0, rows)
+    ids = table.gather(1, columns.clamp(max=table.shape[1] - 1)).long()
+    # Entries past a row's end may hold anything: keep them inside the cache, and mask them.
+    ids = ids.clamp(0, cache.shape[0] - 1)
+    _, step = head_rows(cache)
+    heads = torch.arange(cache.shape[1], device=device)
+    gathered = (ids.unsqueeze(1) * step + heads.unsqueeze(1)).flatten()
+
+    key = (first * size).unsqueeze(1) + torch.arange(blocks * size, device=device)
+    query = (ends - queries).unsqueeze(1) + torch.arange(queries, device=device)
+    distance = query.unsqueeze(2) - key.unsqueeze(1)
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+    tokens: slice | Tensor = slice(pieces[0].start, pieces[0].start + count * queries)
+    if any(piece.start != pieces[0].start + i * queries for i, piece in enumerate(pieces)):
+        tokens = (starts.unsqueeze(1) + torch.arange(queries, device=device)).flatten()
+    return _Bucket(count, queries, tokens, gathered, mask.unsqueeze(1))
+
+
+def _attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    bucket: _Bucket,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """q: [P * queries, Hq, D] -> the same shape."""
+    count, kv_heads, context = bucket.pieces, k_cache.shape[1], bucket.mask.shape[-1]
+    heads, head_dim = q.shape[1:]
+    shape = count, kv_heads, context, head_dim
+    k = head_rows(k_cache)[0].index_select(0, bucket.blocks).view(shape)
+    v = head_rows(v_cache)[0].index_select(0, bucket.blocks).view(shape)
+    if k.dtype is not q.dtype:
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    if bucket.queries == 1:
+        # The query heads that share a KV head are the rows of one product.
+        grouped = q.reshape(count, kv_heads, heads // kv_heads, head_dim)
+        return _products(grouped, k, v, bucket.mask, scale, softcap).reshape(q.shape)
+    q = q.unflatten(0, (count, bucket.queries)).transpose(1, 2)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bucket.mask, scale=scale, enable_gqa=heads != kv_heads
+        )
+    else:
+        grouped = q.reshape(count, kv_heads, -1, head_dim)
+        mask = bucket.mask.repeat(1, 1, heads // kv_heads, 1)
+        out = _products(grouped, k, v, mask, scale, softcap).reshape(q.shape)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _products(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """softmax(softcap(q kᵀ scale) + mask) v, in float32 or wider. q: [P, Hkv, M, D]."""
+    if softcap is None and q.dtype not in (torch.float32, torch.float64):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    dtype = q.dtype
+    if dtype not in (torch.float32, torch.float64):
+        q, k, v, mask = q.float(), k.float(), v.float(), mask.float()
+    scores = torch.matmul(q * scale, k.transpose(-1, -2))
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    return torch.matmul(scores.add_(mask).softmax(-1), v).to(dtype)

@@ -1,0 +1,130 @@
+"""Preparing q and k, and writing k and v into the paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.ops.reference.dense import rms_norm
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    positions: Tensor,
+    slots: Tensor,
+    cos_sin: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    scratch: dict[Any, Any] | None,
+) -> Tensor:
+    scratch = {} if scratch is None else scratch
+    kv_heads = k_cache.shape[1]
+    heads = qkv.shape[1] - 2 * kv_heads
+    qk = qkv[:, : heads + kv_heads]
+    if q_weight is not None and k_weight is not None:
+        q, k = qk.split([heads, kv_heads], dim=1)
+        qk = torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)), dim=1)
+    if cos_sin is not None:
+        qk = _rotate(qk, *_cos_sin(cos_sin, positions, qkv.dtype, scratch))
+    plan = _store_plan(slots, k_cache, scratch)
+    plan.store(qk[:, heads:], k_cache)
+    plan.store(qkv[:, heads + kv_heads :], v_cache)
+    return qk[:, :heads]
+
+
+def _cos_sin(
+    table: Tensor, positions: Tensor, dtype: torch.dtype, scratch: dict[Any, Any]
+) -> tuple[Tensor, Tensor]:
+    """[T, 1, rotary] cosines, and sines with the sign of the half that they multiply."""
+    key = ("rope", table.data_ptr(), dtype)
+    found: tuple[Tensor, Tensor] | None = scratch.get(key)
+    if found is None:
+        # Padding tokens carry any position; the clamp keeps them inside of the table.
+        rows = table.index_select(0, positions.clamp(0, table.shape[0] - 1)).to(dtype)
+        cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
+        found = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        scratch[key] = found
+    return found
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotary = cos.shape[-1]
+    if rotary < x.shape[-1]:
+        turned = _rotate(x[..., :rotary], cos, sin)
+        return torch.cat((turned, x[..., rotary:]), dim=-1)
+    half = rotary // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    return (x * cos).add_(swapped.mul_(sin))
+
+
+def token_rows(cache: Tensor) -> tuple[Tensor, int]:
+    """A [rows, D] view of the memory behind `cache` [NB, Hkv, BS, D], and the rows from one block
+    to the next. Token `o` of head `h` of block `b` is row b * step + h * BS + o."""
+    return _row_view(cache, cache.shape[3])
+
+
+def head_rows(cache: Tensor) -> tuple[Tensor, int]:
+    """As `token_rows`, with one row of BS * D values per block and head: row b * step + h."""
+    return _row_view(cache, cache.shape[2] * cache.shape[3])
+
+
+def _row_view(cache: Tensor, width: int) -> tuple[Tensor, int]:
+    blocks, heads, size, head_dim = cache.shape
+    step = cache.stride(0) // width
+    rows = (blocks - 1) * step + heads * size * head_dim // width
+    return cache.as_strided((rows, width), (width, 1)), step
+
+
+@dataclass(slots=True)
+class _StorePlan:
+    """rows: int64 [N * Hkv], cache rows (of `token_rows`) that are written. source: which tokens
+    go there, None: all in order. live: on devices where the host must not look, whether any token
+    has a slot at all; without one, what is there is written back."""
+
+    rows: Tensor
+    source: Tensor | None
+    live: Tensor | None
+
+    def store(self, values: Tensor, cache: Tensor) -> None:
+        view, _ = token_rows(cache)
+        if self.source is not None:
+            values = values.index_select(0, self.source)
+        values = values.reshape(-1, values.shape[-1]).to(view.dtype)
+        if self.live is not None:
+            values = torch.where(self.live, values, view.index_select(0, self.rows))
+        view.index_copy_(0, self.rows, values)
+
+
+def _store_plan(slots: Tensor, cache: Tensor, scratch: dict[Any, Any]) -> _StorePlan:
+    size = cache.shape[2]
+    step = cache.stride(0) // cache.shape[3]
+    key = ("store", slots.data_ptr(), cache.shape, step)
+    plan: _StorePlan | None = scratch.get(key)
+    if plan is not None:
+        return plan
+    valid = slots >= 0
+    source: Tensor | None = None
+    live: Tensor | None = None
+    if slots.device.type == "cpu":
+        kept = valid.nonzero().squeeze(1)
+        if len(kept) < len(slots):
+            source = kept
+    else:
+        # The host cannot know here which tokens are padding, so they repeat the first real one.
+        own = torch.arange(len(slots), device=slots.device)
+        source = torch.where(valid, own, valid.int().argmax())
+        live = valid.any()
+    slot = slots.long() if source is None else slots.long().index_select(0, source)
+    slot = slot.clamp(min=0)
+    block, offset = torch.div(slot, size, rounding_mode="floor"), slot % size
+    head = torch.arange(cache.shape[1], device=slots.device) * size
+    rows = ((block * step + offset).unsqueeze(1) + head).flatten()
+    plan = scratch[key] = _StorePlan(rows, source, live)
+    return plan

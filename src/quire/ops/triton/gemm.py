@@ -1,0 +1,127 @@
+"""Linear layers for few rows: norm, product, bias, activation and residual in one kernel.
+
+`small_linear` is what the dispatcher calls; it returns None where cuBLAS, with the other steps as
+kernels of their own, is the better road.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.ops.triton.gemm_plan import GATED, PLAIN, GemmPlan, LinearArgs, RMSNorm, Shape, shape_of
+from quire.ops.triton.gemm_table import fixed_plan, plan_for
+from quire.ops.triton.gemv import gemv
+from quire.ops.triton.launch import traits
+from quire.ops.triton.skinny_gemm import MAX_SPLIT_TILES, Workspace, skinny_gemm
+
+__all__ = ["LinearArgs", "RMSNorm", "choose", "run", "small_linear"]
+
+
+@functools.cache
+def _card(index: int | None) -> str:
+    return "cpu" if index is None else torch.cuda.get_device_name(index)
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(shape: Shape, device: torch.device, deterministic: bool) -> GemmPlan:
+    if deterministic:
+        return fixed_plan(shape)
+    index = None
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+    return plan_for(shape, _card(index), traits(device))
+
+
+@functools.lru_cache(maxsize=64)
+def _workspace(device: torch.device, stream: int) -> Workspace:
+    return Workspace.on(device)
+
+
+def default_workspace(device: torch.device) -> Workspace:
+    """One per device and stream. Call it before a graph is captured: making one inside a capture
+    would clear the counters at every replay."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _workspace(device, stream)
+
+
+def choose(args: LinearArgs, *, deterministic: bool = False) -> GemmPlan:
+    """The plan for a layer; cheap after the first call of a shape."""
+    return _choose(shape_of(args), args.x.device, deterministic)
+
+
+def _check(args: LinearArgs) -> None:
+    x, weight = args.x, args.weight
+    if args.act is not None and args.act not in GATED and args.act not in PLAIN:
+        known = ", ".join((*GATED, *PLAIN))
+        raise ConfigError(f"unknown activation {args.act!r}; known are: {known}", "act")
+    if x.ndim != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
+        raise ConfigError(
+            f"x {tuple(x.shape)} {x.dtype} does not fit weight {tuple(weight.shape)} "
+            f"{weight.dtype}",
+            "x",
+        )
+    if x.stride(1) != 1 or weight.stride(1) != 1:
+        raise ConfigError("the last axis of x and of the weight must be contiguous", "x")
+    res = args.residual
+    if res is not None and (res.shape != (x.shape[0], args.n) or res.stride(1) != 1):
+        raise ConfigError(
+            f"residual {tuple(res.shape)} must be {(x.shape[0], args.n)}, last axis contiguous",
+            "residual",
+        )
+
+
+def run(
+    args: LinearArgs, plan: GemmPlan, *, out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, workspace: Workspace | None = None,
+    pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Run a layer by a plan of one of our kernels, the norm fused.
+
+    out: [M, N] to write, made if None, in `out_dtype` or x's dtype. It may be the residual, not x.
+    workspace: for split-K; default one per device and stream. pdl: default, where the card can.
+    """
+    _check(args)
+    x = args.x
+    if out is None:
+        out = torch.empty((x.shape[0], args.n), dtype=out_dtype or x.dtype, device=x.device)
+    if x.shape[0] == 0:
+        return out
+    pdl = traits(x.device).pdl if pdl is None else pdl
+    if plan.norm == "separate" and args.norm is not None:
+        plan = replace(plan, norm="exact")
+    if plan.norm == "late" and x.dtype == torch.float16 and plan.kernel == "skinny":
+        plan = replace(plan, norm="exact")  # an unscaled x * weight may exceed fp16
+    if plan.kernel == "gemv":
+        if x.shape[0] > plan.bm:
+            raise ConfigError(f"a GEMV plan for {plan.bm} rows got {x.shape[0]}", "plan")
+        gemv(args, out, plan, pdl=pdl)
+    elif plan.kernel == "skinny":
+        tiles = -(-args.n // plan.bn) * -(-x.shape[0] // plan.bm)
+        if tiles > MAX_SPLIT_TILES:
+            plan = replace(plan, split_k=1)
+        skinny_gemm(args, out, plan, workspace or default_workspace(x.device), pdl=pdl)
+    else:
+        raise ConfigError(f"plan {plan.kernel!r} is not one of our kernels", "plan")
+    return out
+
+
+def small_linear(
+    args: LinearArgs, *, rms_norm: Callable[[Tensor, RMSNorm], Tensor],
+    out_dtype: torch.dtype | None = None, deterministic: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """y = act(norm(x) @ weight^T + bias) + residual, or None where cuBLAS is faster.
+
+    rms_norm: the norm as a kernel of its own, used where fusing it costs more than it saves.
+    """
+    plan = choose(args, deterministic=deterministic)
+    if plan.kernel == "torch":
+        return None
+    if args.norm is not None and plan.norm == "separate":
+        args = replace(args, x=rms_norm(args.x, args.norm), norm=None)
+    return run(args, plan, out_dtype=out_dtype)

@@ -1,0 +1,160 @@
+"""Which kernel and tile runs a linear layer: a table measured once per card, or rules of thumb.
+
+A table is JSON: {"card": ..., "triton": ..., "entries": {key: plan}}. `gemm_tune.tune` makes one;
+`store` keeps it in the user's cache directory, where it goes before the one shipped for the card.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import triton
+
+from quire.ops.triton.gemm_plan import TORCH, GemmPlan, Shape
+from quire.ops.triton.launch import DeviceTraits
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Numbers of rows a table knows; one between two takes the plan of the larger."""
+HEURISTIC_MAX_M = 64
+"""Without a table entry, more rows than this go to cuBLAS."""
+
+
+def bucket(m: int) -> int | None:
+    """The smallest tabulated number of rows that holds m, None if there is none."""
+    return next((size for size in BUCKETS if m <= size), None)
+
+
+def key_of(shape: Shape) -> str:
+    """E.g. "bfloat16/m1/n4096/k1024/norm"; m is its bucket's."""
+    parts = [str(shape.dtype).removeprefix("torch."), f"m{bucket(shape.m)}"]
+    parts += [f"n{shape.n}", f"k{shape.k}"]
+    parts += ["norm"] if shape.norm else []
+    parts += ["gated"] if shape.gated else []
+    return "/".join(parts)
+
+
+@dataclass(slots=True)
+class GemmTable:
+    """Plans by `key_of` their shape, measured on one card with one Triton."""
+
+    card: str
+    triton: str = triton.__version__
+    entries: dict[str, GemmPlan] = field(default_factory=dict)
+
+    def dumps(self) -> str:
+        entries = {key: plan.as_json() for key, plan in sorted(self.entries.items())}
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(e)}" for key, e in entries.items())
+        head = f'"card": {json.dumps(self.card)},\n"triton": {json.dumps(self.triton)}'
+        return f'{{\n{head},\n"entries": {{\n{lines}\n}}\n}}\n'
+
+    @classmethod
+    def loads(cls, text: str) -> GemmTable:
+        """Raises ValueError, KeyError or TypeError on anything but what `dumps` writes."""
+        data = json.loads(text)
+        entries = {key: GemmPlan(**plan) for key, plan in data["entries"].items()}
+        return cls(str(data["card"]), str(data["triton"]), entries)
+
+
+def _slug(card: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+
+
+def cache_path(card: str) -> Path:
+    """Where this user's table for a card and this Triton lives."""
+    root = os.environ.get("QUIRE_CACHE_DIR")
+    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
+    return base.expanduser() / "gemm" / f"{_slug(card)}-triton{triton.__version__}.json"
+
+
+def store(table: GemmTable) -> Path:
+    """Write a table to the user's cache directory, whole or not at all."""
+    path = cache_path(table.card)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(table.dumps())
+    draft.replace(path)
+    table_for.cache_clear()
+    return path
+
+
+@functools.cache
+def table_for(card: str) -> GemmTable:
+    """The shipped table of a card, overlaid with the user's own; empty if there is neither."""
+    table = GemmTable(card)
+    shipped = importlib.resources.files("quire.ops.triton") / "gemm_tables" / f"{_slug(card)}.json"
+    for source in (shipped, cache_path(card)):
+        try:
+            table.entries.update(GemmTable.loads(source.read_text()).entries)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # absent, or of another version: rules of thumb serve
+    return table
+
+
+def _power_of_two(value: float, low: int, high: int) -> int:
+    """The largest power of two at most `value`, clamped."""
+    result = low
+    while result * 2 <= min(value, high):
+        result *= 2
+    return result
+
+
+def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
+    rows = shape.n * (2 if shape.gated else 1)
+    whole = triton.next_power_of_2(shape.k)
+    if whole <= 4096:
+        bk, warps = max(whole, 32), _power_of_two(whole / 512, 1, 8)
+    else:
+        bk, warps = 1024, 4
+    tile_rows = _power_of_two(rows / (4 * sms), 2, 4 if shape.m == 1 else 2)
+    return GemmPlan(
+        "gemv", bm=triton.next_power_of_2(shape.m), bn=tile_rows // (2 if shape.gated else 1),
+        bk=bk, warps=warps, norm="exact" if shape.norm else "none", prefetch=4 * bk,
+    )  # fmt: skip
+
+
+def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
+    bm = max(16, triton.next_power_of_2(shape.m))
+    rows = shape.n * (2 if shape.gated else 1)
+    bk = 128 if shape.k >= 128 and shape.dtype.itemsize <= 2 else 64
+    tile_rows = _power_of_two(rows / (2 * sms), 32, 64)
+    tiles = triton.cdiv(rows, tile_rows)
+    split_k = _power_of_two(min(2 * sms / tiles, shape.k / (4 * bk)), 1, 8)
+    return GemmPlan(
+        "skinny", bm=bm, bn=tile_rows // (2 if shape.gated else 1), bk=bk, warps=4,
+        stages=4 if bm <= 32 else 3, split_k=split_k, norm="separate" if shape.norm else "none",
+        prefetch=1024,
+    )  # fmt: skip
+
+
+def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
+    """A sane plan where nothing was measured. Large weights at many rows are left to cuBLAS, which
+    is near its limit there; so are cards whose tensor cores lack bf16, and fp32 beyond a GEMV."""
+    if shape.m <= 4:
+        return _gemv_plan(shape, traits.num_sms)
+    big = shape.m > 16 and shape.weight_bytes > (96 << 20)
+    if shape.m > HEURISTIC_MAX_M or big or not traits.bf16 or shape.dtype == torch.float32:
+        return TORCH
+    return _skinny_plan(shape, traits.num_sms)
+
+
+def fixed_plan(shape: Shape) -> GemmPlan:
+    """The plan of `--deterministic`: tile and order of sums depend on N and K alone, so that a row's
+    result does not depend on what else is in the batch."""
+    return GemmPlan(
+        "skinny", bm=64, bn=32 if shape.gated else 64, bk=64, warps=4, stages=3,
+        norm="separate" if shape.norm else "none",
+    )  # fmt: skip
+
+
+def plan_for(shape: Shape, card: str, traits: DeviceTraits) -> GemmPlan:
+    """The table's plan for a shape (m rounded up to its bucket), else the heuristic's."""
+    if bucket(shape.m) is None:
+        return TORCH
+    return table_for(card).entries.get(key_of(shape)) or heuristic(shape, traits)

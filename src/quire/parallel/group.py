@@ -1,0 +1,61 @@
+"""The ranks that share a model's layers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class ProcessGroup(Protocol):
+    """`rank` of `world` ranks, which call the same collectives in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's `x`; may reuse the memory of `x`."""
+        ...
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Every rank's `x`, of equal shapes, one after the other along `dim` in rank order."""
+        ...
+
+
+class SingleGroup:
+    """One rank alone: collectives cost nothing."""
+
+    rank = 0
+    world = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        return x
+
+
+class TorchGroup:
+    """Ranks of `torch.distributed` (gloo on CPU, nccl on GPUs); `handle` None is the default group,
+    which must be initialized."""
+
+    def __init__(self, handle: dist.ProcessGroup | None = None) -> None:
+        self.handle = handle
+        self.rank = dist.get_rank(handle)
+        self.world = dist.get_world_size(handle)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=self.handle)
+        return x
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.world)]
+        dist.all_gather(parts, x, group=self.handle)
+        return torch.cat(parts, dim=dim)
