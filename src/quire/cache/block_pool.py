@@ -1,0 +1,61 @@
+"""The blocks of one KV group: which are free, and how many holders each of the others has."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.plan import Int32
+
+
+class BlockPool:
+    """Block ids 0 to `num_blocks - 1`.
+
+    A holder is a request, a node of the prefix tree, or a transfer; a block is free again when the
+    last one drops it. Blocks that only the tree holds are reusable too: the tree keeps those in
+    the order of their last use, and gives up the oldest when the pool runs out.
+
+    Every operation costs O(blocks it is given), whatever the size of the pool; creating one touches
+    no memory of its arrays, so that it costs nothing either.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.holders: Int32 = np.zeros(num_blocks, dtype=np.int32)
+        self._returned: Int32 = np.empty(num_blocks, dtype=np.int32)
+        self._num_returned = 0
+        self._fresh = 0
+        """Blocks from this id on were never given out; they need no entry among the returned."""
+
+    @property
+    def num_free(self) -> int:
+        return self.num_blocks - self._fresh + self._num_returned
+
+    def take(self, n: int) -> Int32:
+        """`n` free blocks, int32 [n], each with one holder: the caller."""
+        if n > self.num_free:
+            raise RuntimeError(f"took {n} of {self.num_free} free blocks")
+        reused = min(n, self._num_returned)
+        self._num_returned -= reused
+        ids: Int32 = self._returned[self._num_returned : self._num_returned + reused].copy()
+        if reused < n:
+            first, self._fresh = self._fresh, self._fresh + n - reused
+            ids = np.concatenate([ids, np.arange(first, self._fresh, dtype=np.int32)])
+        self.holders[ids] = 1
+        return ids
+
+    def hold(self, ids: Int32) -> None:
+        """One more holder for each of these distinct blocks, which must not be free."""
+        counts = self.holders[ids]
+        if len(counts) and counts.min() < 1:
+            raise RuntimeError("held a free block")
+        self.holders[ids] = counts + 1
+
+    def drop(self, ids: Int32) -> None:
+        """One holder less for each of these distinct blocks; those without any become free."""
+        counts = self.holders[ids] - 1
+        if len(counts) and counts.min() < 0:
+            raise RuntimeError("dropped a free block")
+        self.holders[ids] = counts
+        freed = ids[counts == 0]
+        self._returned[self._num_returned : self._num_returned + len(freed)] = freed
+        self._num_returned += len(freed)
