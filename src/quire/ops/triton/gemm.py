@@ -93,7 +93,7 @@ def run(
     if x.shape[0] == 0:
         return out
     pdl = traits(x.device).pdl if pdl is None else pdl
-    if plan.norm == "separate" and args.norm is not None:
+    if plan.norm in ("none", "separate") and args.norm is not None:
         plan = replace(plan, norm="exact")
     if plan.norm == "late" and x.dtype == torch.float16 and plan.kernel == "skinny":
         plan = replace(plan, norm="exact")  # an unscaled x * weight may exceed fp16

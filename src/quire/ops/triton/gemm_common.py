@@ -59,7 +59,7 @@ def norm_weight(g_ptr, k, K, GEMMA: tl.constexpr, EVEN_K: tl.constexpr):
 
 @triton.jit
 def normalise(x, scale, g, dtype: tl.constexpr, GEMMA: tl.constexpr):
-    """fp32 x * scale * g, rounded where Hugging Face's modules round (Gemma's: once, at the end)."""
+    """fp32 x * scale * g, rounded where Hugging Face's modules round: Gemma's once, at the end."""
     x = x * scale
     if not GEMMA:
         x = x.to(dtype).to(tl.float32)

@@ -1,4 +1,4 @@
-"""What a linear layer asks for and how it will be run: plain data that kernels and chooser share."""
+"""What a linear layer asks for and how it will be run: data that kernels and chooser share."""
 
 from __future__ import annotations
 

@@ -135,18 +135,19 @@ def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
 
 def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
     """A sane plan where nothing was measured. Large weights at many rows are left to cuBLAS, which
-    is near its limit there; so are cards whose tensor cores lack bf16, and fp32 beyond a GEMV."""
+    is near its limit there; so is what tensor cores do not take, beyond a GEMV."""
     if shape.m <= 4:
         return _gemv_plan(shape, traits.num_sms)
     big = shape.m > 16 and shape.weight_bytes > (96 << 20)
-    if shape.m > HEURISTIC_MAX_M or big or not traits.bf16 or shape.dtype == torch.float32:
+    slow = shape.dtype == (torch.float32 if traits.bf16 else torch.bfloat16)
+    if shape.m > HEURISTIC_MAX_M or big or slow:
         return TORCH
     return _skinny_plan(shape, traits.num_sms)
 
 
 def fixed_plan(shape: Shape) -> GemmPlan:
-    """The plan of `--deterministic`: tile and order of sums depend on N and K alone, so that a row's
-    result does not depend on what else is in the batch."""
+    """The plan of `--deterministic`: tile and order of sums do not depend on the number of rows, so
+    that a row's result does not depend on what else is in the batch."""
     return GemmPlan(
         "skinny", bm=64, bn=32 if shape.gated else 64, bk=64, warps=4, stages=3,
         norm="separate" if shape.norm else "none",

@@ -25,7 +25,7 @@ from quire.ops.triton.gemm_common import (
     tile_rows,
 )
 from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs
-from quire.ops.triton.launch import options
+from quire.ops.triton.launch import options, traits
 
 MAX_SPLIT_TILES = 16384
 
@@ -59,7 +59,7 @@ def _row_scales(x_ptrs, K, eps, BM: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.c
 def _product(
     x_ptrs, w_ptrs, g_ptr, scale, k_begin, k_end, K, eps,
     BM: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
-    NORM: tl.constexpr, GEMMA: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, GEMMA: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """fp32 sums over [k_begin, k_end): [BM, R]; x_ptrs [BM, 1], w_ptrs [R, 1]."""
     ks = tl.arange(0, BK)
@@ -77,10 +77,13 @@ def _product(
             xf = x.to(tl.float32)
             squares += tl.sum(xf * xf, 1)
             x = (xf * norm_weight(g_ptr, k, K, GEMMA, EVEN_K)[None, :]).to(dtype)
+        if UPCAST:
+            x = x.to(tl.float32)
+            w = w.to(tl.float32)
         if SWAP:
-            acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+            acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
-            acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
     if SWAP:
         acc = tl.trans(acc)
     if NORM == "late":
@@ -119,7 +122,7 @@ def skinny_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT_K: tl.constexpr,
     SWAP: tl.constexpr, EVEN_K: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr,
     NORM: tl.constexpr, GEMMA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). Grid: N tiles, K splits, M tiles."""
     if PDL and EAGER:
@@ -144,7 +147,7 @@ def skinny_kernel(
         scale = _row_scales(x_ptrs, K, eps, BM, BK, EVEN_K)
     acc = _product(
         x_ptrs, w_ptrs, g_ptr, scale, k_begin, k_end, K, eps, BM, R, BK, EVEN_K, NORM, GEMMA,
-        SWAP, PRECISION,
+        SWAP, UPCAST,
     )  # fmt: skip
     last = True
     if SPLIT_K > 1:
@@ -192,7 +195,7 @@ def skinny_gemm(
         EVEN_K=k % plan.bk == 0, GLU=args.gated, ACT=args.act_name,
         NORM=norm_mode, GEMMA=norm is not None and norm.gemma,
         HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", PDL=pdl,
+        UPCAST=x.dtype == torch.bfloat16 and not traits(x.device).bf16, PDL=pdl,
         EAGER=plan.eager, PREFETCH=pdl and prefetch_k > 0,
         **options(pdl, num_warps=plan.warps, num_stages=plan.stages),
     )  # fmt: skip
