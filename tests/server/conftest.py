@@ -1,0 +1,36 @@
+"""One server for all tests that do not kill it, and others for those that do."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+
+import openai
+import pytest
+from server_process import Server, start_server
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    running = start_server()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return server.client()
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Server]]:
+    """Starts servers of a test's own, and cleans them up."""
+    started: list[Server] = []
+
+    def start(*flags: str) -> Server:
+        started.append(start_server(*flags))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.stop(signal.SIGKILL)

@@ -145,7 +145,7 @@ def _parameter(setting: Setting, positional: bool) -> inspect.Parameter:
     else:
         name = f"--{flag}/--no-{flag}" if setting.kind is bool else f"--{flag}"
         info = typer.Option(name, help=help, envvar=setting.variable, show_default=False)
-    kind: Any = list[setting.kind] if setting.repeated else setting.kind  # type: ignore[name-defined]
+    kind: Any = list[setting.kind] if setting.repeated else setting.kind
     return inspect.Parameter(
         setting.name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -100,7 +100,7 @@ class _Server(uvicorn.Server):
             self.on_started()
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

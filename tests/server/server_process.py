@@ -1,0 +1,85 @@
+"""Real server processes on the embedded model."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import openai
+import pytest
+
+READY = re.compile(r"^Serving (\S+) at (http://\S+)\. ", re.MULTILINE)
+MODEL = "tiny"
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    output: list[str]
+
+    def client(self, **options: object) -> openai.OpenAI:
+        options.setdefault("api_key", "none")
+        return openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, timeout=60, **options)  # type: ignore[arg-type]
+
+    def metric(self, name: str) -> float:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        (value,) = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        return float(value)
+
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                pytest.fail(f"waited {seconds} s for {what}\n{''.join(self.output)}")
+            time.sleep(0.02)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+def start_server(*flags: str) -> Server:
+    """Starts `quire serve` on a free port and waits until it says that it is ready."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command, "--served-model-name", MODEL, "--kv-cache-gb", "0.25", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+        start_new_session=True,
+    )
+    output: list[str] = []
+
+    def read() -> None:
+        for line in process.stdout or ():
+            output.append(line)
+
+    threading.Thread(target=read, daemon=True).start()
+    server = Server(process, "", output)
+    server.wait_for(
+        lambda: READY.search("".join(output)) is not None or process.poll() is not None,
+        "the server",
+        120,
+    )
+    match = READY.search("".join(output))
+    if match is None:
+        pytest.fail(f"the server did not start:\n{''.join(output)}")
+    server.url = match[2]
+    return server

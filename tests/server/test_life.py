@@ -1,0 +1,140 @@
+"""How a server starts, stops and dies."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from server_process import MODEL, Server
+
+LONG: dict[str, Any] = {
+    "model": MODEL,
+    "prompt": "Once",
+    "max_tokens": 1500,
+    "extra_body": {"ignore_eos": True},
+}
+
+
+def children(pid: int) -> list[int]:
+    """Processes below `pid`, all generations."""
+    listing = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True)
+    pairs = [tuple(map(int, line.split())) for line in listing.stdout.splitlines()]
+    found = [pid]
+    for parent in found:
+        found += [child for child, above in pairs if above == parent]
+    return found[1:]
+
+
+def health(server: Server) -> int:
+    try:
+        with urllib.request.urlopen(f"{server.url}/health", timeout=10) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_drains_and_exits_with_0(launch: Callable[..., Server], number: int) -> None:
+    server = launch()
+    stream = iter(server.client().completions.create(**{**LONG, "max_tokens": 150}, stream=True))
+    next(stream)
+    below = children(server.process.pid)
+    assert below
+    server.process.send_signal(number)
+    chunks = list(stream)  # what runs may finish
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert server.process.wait(30) == 0
+    server.wait_for(lambda: not set(below) & set(children(1)), "the engine to end")
+    assert "Traceback" not in "".join(server.output)
+
+
+def test_drain_timeout(launch: Callable[..., Server]) -> None:
+    server = launch("--drain-timeout", "1")
+    stream = iter(
+        server.client().completions.create(**{**LONG, "n": 32, "max_tokens": 2000}, stream=True)
+    )
+    next(stream)
+    assert server.stop() == 0
+    with pytest.raises(openai.APIError):
+        list(stream)
+
+
+def test_engine_death(launch: Callable[..., Server]) -> None:
+    server = launch()
+    client = server.client()
+    stream = iter(client.completions.create(**LONG, stream=True))
+    next(stream)
+    waiting: list[Exception] = []
+
+    def wait_whole() -> None:
+        try:
+            client.completions.create(**LONG)
+        except openai.APIStatusError as error:
+            waiting.append(error)
+
+    thread = threading.Thread(target=wait_whole)
+    thread.start()
+    server.wait_for(lambda: server.metric("quire_requests_running") == 2, "both requests")
+    for child in children(server.process.pid):
+        command = Path(f"/proc/{child}/cmdline").read_text()
+        if "resource_tracker" not in command:
+            subprocess.run(["kill", "-9", str(child)], check=True)
+    with pytest.raises(openai.APIError) as error:
+        list(stream)
+    assert error.value.code == "engine_dead"
+    thread.join(30)
+    assert [getattr(error, "status_code", None) for error in waiting] == [503]
+    server.wait_for(lambda: health(server) == 503, "health to say so")
+    with pytest.raises(openai.InternalServerError) as later:
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "?"}])
+    assert later.value.status_code == 503
+    assert server.stop() == 0
+
+
+def test_api_death_ends_the_engine(launch: Callable[..., Server]) -> None:
+    server = launch()
+    below = children(server.process.pid)
+    server.process.kill()
+    server.process.wait(10)
+
+    def gone() -> bool:
+        return not any(_alive(pid) for pid in below)
+
+    server.wait_for(gone, "the engine to notice")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_key(launch: Callable[..., Server]) -> None:
+    server = launch("--api-key", "sesame", "--api-key", "open")
+    assert health(server) == 200
+    with pytest.raises(openai.AuthenticationError):
+        server.client().models.list()
+    for key in ("sesame", "open"):
+        client = server.client(api_key=key)
+        assert client.completions.create(model=MODEL, prompt="a", max_tokens=1).choices
+    assert server.stop(signal.SIGINT) == 0
+
+
+def test_taken_port_is_one_line(server: Server) -> None:
+    port = server.url.rpartition(":")[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", "serve", "--port", port], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"quire: cannot listen on 127.0.0.1:{port}")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,168 @@
+"""The commands, as far as they go without an engine."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from quire.cli import chat as chat_module
+from quire.cli.backend import ServerBackend
+from quire.cli.chat import Conversation
+from quire.cli.settings import SamplingArgs
+from quire.errors import ConfigError, RequestError
+
+
+def quire(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quire", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["chat"], ["generate"], ["info"], ["bench"]])
+def test_help(command: list[str]) -> None:
+    done = quire(*command, "--help")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+
+
+def test_version() -> None:
+    assert quire("--version").stdout.strip() == __import__("quire").__version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--block-size", "3"], "block_size must be a power of two, got 3"),
+        (["serve", "--port", "70000"], "port must be in [0, 65535], got 70000"),
+        (["serve", "--config", "/nonexistent.yaml"], "cannot read /nonexistent.yaml"),
+        (["chat", "--url", "ftp://x"], "'ftp://x' is no http address"),
+        (["chat", "--url", "localhost:1"], "cannot reach localhost:1"),
+        (["bench", "throughput", "--case", "zzz"], "unknown case 'zzz'"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
+    done = quire(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("quire: ")
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["serve", "--no-such"], ["serve", "--port", "x"], ["nothing"], ["generate"]]
+)
+def test_usage_errors(arguments: list[str]) -> None:
+    done = quire(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_unknown_key_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("max_num_seq: 4")
+    done = quire("serve", "--config", str(file))
+    assert done.returncode == 2
+    assert "unknown setting 'max_num_seq'. Did you mean 'max_num_seqs'?" in done.stderr
+
+
+class FakeBackend:
+    """Answers with the number of messages, and does what a test tells it in between."""
+
+    model = "fake"
+
+    def __init__(self, *failures: BaseException | None) -> None:
+        self.failures = list(failures)
+        self.seen: list[list[dict[str, str]]] = []
+
+    def chat(
+        self, messages: list[dict[str, str]], sampling: dict[str, Any]
+    ) -> Generator[str, None, None]:
+        self.seen.append([dict(message) for message in messages])
+        yield f"answer {len(messages)}"
+        failure = self.failures.pop(0) if self.failures else None
+        if failure is not None:
+            raise failure
+        yield " [end]"
+
+    def close(self) -> None:
+        pass
+
+
+def talk(
+    monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, *lines: str | type[BaseException]
+) -> tuple[str, list[dict[str, str]]]:
+    """Types the lines, then Ctrl-D; returns the screen and the conversation."""
+    left = list(lines)
+
+    def read(_: Conversation) -> str:
+        if not left:
+            raise EOFError
+        line = left.pop(0)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr(Conversation, "_read", read)
+    screen = io.StringIO()
+    console = Console(file=screen, width=200)
+    conversation = Conversation(console, backend, SamplingArgs(), "Be brief.")
+    conversation.run()
+    return screen.getvalue(), conversation.messages
+
+
+def test_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend()
+    screen, messages = talk(monkeypatch, backend, "one", "", "two", "/help", "/what")
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages[2]["content"] == "answer 2 [end]"
+    assert "answer 4 [end]" in screen
+    assert "/reset" in screen
+    assert "unknown command /what" in screen
+
+
+def test_reset_and_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend()
+    _, messages = talk(monkeypatch, backend, "one", "/reset", "two", "/exit", "never")
+    assert [m["content"] for m in messages] == ["Be brief.", "two", "answer 2 [end]"]
+    assert len(backend.seen) == 2
+
+
+def test_interrupt_stops_the_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend(KeyboardInterrupt())
+    screen, messages = talk(monkeypatch, backend, "one", KeyboardInterrupt, "two")
+    assert [m["content"] for m in messages[1:]] == ["one", "answer 2", "two", "answer 4 [end]"]
+    assert "stopped" in screen
+    assert "Ctrl-D leaves" in screen
+
+
+def test_refused_message_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend(RequestError("too long: [x]"))
+    screen, messages = talk(monkeypatch, backend, "one", "two")
+    assert "too long: [x]" in screen
+    assert [m["content"] for m in messages[1:]] == ["two", "answer 2 [end]"]
+
+
+def test_chat_module_closes_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+
+    class Closing(FakeBackend):
+        def close(self) -> None:
+            closed.append(True)
+
+    monkeypatch.setattr(chat_module, "ServerBackend", lambda url, key: Closing())
+    monkeypatch.setattr(Conversation, "run", lambda self: None)
+    from quire.config import EngineArgs
+
+    chat_module.chat(EngineArgs(), SamplingArgs(), url="x", api_key=None, system=None)
+    assert closed == [True]
+
+
+def test_server_backend_needs_a_server() -> None:
+    with pytest.raises(ConfigError, match="cannot reach"):
+        ServerBackend("http://127.0.0.1:9")
