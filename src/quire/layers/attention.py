@@ -125,4 +125,5 @@ class Attention(nn.Module):
             softcap=self.softcap,
             scratch=group.scratch,
         )
-        return self.out(out.reshape(len(x), -1), residual=x)
+        out = self.out(out.reshape(len(x), -1), residual=x)
+        return out

@@ -12,13 +12,17 @@ from torch import Tensor
 class GroupBatch:
     """One KV group's share of a batch.
 
-    slots: int64 or int32 [T], where each token's KV goes (block * block_size + offset); -1: nowhere.
+    slots: int64 or int32 [T], where each token's KV goes (block * block_size + offset), -1:
+        nowhere.
     block_table: int32 [R, max_blocks], the blocks of each row in order of position; entries past
-        a row's length, or before its window, are never read for their content.
+        a row's length, or before its window, may hold anything.
+    scratch: what ops derive from this batch once for all layers. Empty for a new step; a batch
+        whose tensors are refilled in place needs an empty one.
     """
 
     slots: Tensor
     block_table: Tensor
+    scratch: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

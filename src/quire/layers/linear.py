@@ -76,16 +76,14 @@ class Linear(nn.Module):
         residual: Tensor | None = None,
         act: Activation | None = None,
     ) -> Tensor:
-        """act(norm(x) Wᵀ + bias) + residual. `residual` is [T, outputs]; `act` "silu_and_mul" halves
-        the width. Kernels may fuse all of it, which is why it is one call."""
+        """act(norm(x) Wᵀ + bias) + residual. `residual` is [T, outputs]; `act` "silu_and_mul"
+        halves the width. Kernels may fuse all of it, which is why it is one call."""
         if norm is not None:
             x = norm(x)
         summed = self.split == "inputs" and self.group.world > 1
         # What every rank holds whole may enter the sum over ranks only once.
         alone = not summed or self.group.rank == 0
-        out = self.method.apply(
-            x, self._parameters, self.bias if alone else None, None if summed else residual
-        )
+        out = self.method.apply(x, self, self.bias if alone else None, None if summed else residual)
         if summed:
             out = self.group.all_reduce(out)
             if residual is not None:

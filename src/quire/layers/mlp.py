@@ -52,4 +52,6 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x + mlp(norm(x)), [T, hidden] -> [T, hidden]."""
-        return self.down(self.up(x, norm=norm, act=self.act), residual=x)
+        return self.down(  # type: ignore[no-any-return]
+            self.up(x, norm=norm, act=self.act), residual=x
+        )

@@ -55,16 +55,16 @@ class RopeSpec:
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
     """float32 [rotary_dim / 2], radians per position."""
-    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim
-    base = 1.0 / (spec.theta**exponents)
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
+    periods = spec.theta**exponents
     scaling = spec.scaling
     if isinstance(scaling, LinearScaling):
-        return base / scaling.factor
+        return 1.0 / periods / scaling.factor
     if isinstance(scaling, Llama3Scaling):
-        return _llama3(base, scaling)
+        return _llama3(1.0 / periods, scaling)
     if isinstance(scaling, YarnScaling):
-        return _yarn(base, spec, scaling)
-    return base
+        return _yarn(periods, spec, scaling)
+    return 1.0 / periods
 
 
 def _llama3(base: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -74,19 +74,20 @@ def _llama3(base: Tensor, scaling: Llama3Scaling) -> Tensor:
     return (1 - keep) * base / scaling.factor + keep * base
 
 
-def _yarn(base: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
-    def dimension(turns: float) -> float:
+def _yarn(periods: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
+    def pair(turns: float) -> float:
         """The (fractional) pair that makes `turns` turns over the original context."""
         wavelength = scaling.original_max_positions / (turns * 2 * math.pi)
         return spec.rotary_dim * math.log(wavelength) / (2 * math.log(spec.theta))
 
-    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.rotary_dim - 1)
-    pairs = torch.arange(spec.rotary_dim // 2, dtype=torch.float32)
-    stretch = ((pairs - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
-    return base / scaling.factor * stretch + base * (1 - stretch)
+    pairs = torch.arange(len(periods), dtype=torch.float32)
+    # A ramp of no width is a step; the small number only keeps it from dividing by zero.
+    stretch = ((pairs - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
+    return stretch / (scaling.factor * periods) + (1 - stretch) / periods
 
 
 class RotaryTable(nn.Module):

@@ -53,7 +53,8 @@ class Policy:
             )
 
 
-_policy: ContextVar[Policy] = ContextVar("quire_ops_policy", default=Policy())
+_DEFAULT = Policy()
+_policy: ContextVar[Policy] = ContextVar("quire_ops_policy", default=_DEFAULT)
 
 
 @contextlib.contextmanager

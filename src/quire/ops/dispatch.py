@@ -1,8 +1,8 @@
 """The ops by name. Each says what it computes; `choose` says by which code.
 
 T is the number of tokens of a step, R of its rows, Hq and Hkv the heads of this rank, D the head
-size, NB the blocks of a KV group and BS the tokens of a block. Ops do not synchronize with the host,
-and never use -1, which marks padding, as an index.
+size, NB the blocks of a KV group and BS the tokens of a block. Ops do not synchronize with the
+host, and never use -1, which marks padding, as an index.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ further layers of the step. It must live no longer than the tensors that it was 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last axis (Zhang & Sennrich 2019).
 
-    The normalized value is rounded to x's dtype before the weight, as published models were trained.
+    The normalized value is rounded to x's dtype before the weight, as models were trained.
     """
     return choose("rms_norm", x.device)(x, weight, eps)  # type: ignore[no-any-return]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,10 @@ class LinearMethod(Protocol):
     def apply(
         self,
         x: Tensor,
-        weights: Mapping[str, Tensor],
+        layer: nn.Module,
         bias: Tensor | None,
         residual: Tensor | None,
     ) -> Tensor:
-        """x [T, in] times the weights [out], + bias [out], + residual [T, out]."""
+        """x [T, in] times the weights, which are parameters of `layer` under their stored names,
+        + bias [out], + residual [T, out]."""
         ...

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire import ops
 from quire.quantization.method import Stored
@@ -18,8 +19,8 @@ class Unquantized:
     def apply(
         self,
         x: Tensor,
-        weights: Mapping[str, Tensor],
+        layer: nn.Module,
         bias: Tensor | None,
         residual: Tensor | None,
     ) -> Tensor:
-        return ops.linear(x, weights["weight"], bias, residual)
+        return ops.linear(x, cast(Tensor, layer.weight), bias, residual)

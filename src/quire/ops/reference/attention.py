@@ -22,7 +22,7 @@ _TILE = 256
 _BATCHED = 16
 """Pieces of at most so many queries share a bucket."""
 _BUCKET_BYTES = 4 << 20
-"""Most bytes of keys that a bucket of several pieces gathers, so that they stay in the CPU's cache."""
+"""Most bytes of keys that a bucket of several pieces gathers, to stay in the CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def _attend(
         # The query heads that share a KV head are the rows of one product.
         grouped = q.reshape(count, kv_heads, heads // kv_heads, head_dim)
         return _products(grouped, k, v, bucket.mask, scale, softcap).reshape(q.shape)
-    q = q.unflatten(0, (count, bucket.queries)).transpose(1, 2)
+    q = q.reshape(count, bucket.queries, heads, head_dim).transpose(1, 2)
     if softcap is None:
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=bucket.mask, scale=scale, enable_gqa=heads != kv_heads

@@ -29,7 +29,7 @@ def qk_norm_rope_store(
     heads = qkv.shape[1] - 2 * kv_heads
     qk = qkv[:, : heads + kv_heads]
     if q_weight is not None and k_weight is not None:
-        q, k = qk.split([heads, kv_heads], dim=1)
+        q, k = qk[:, :heads], qk[:, heads:]
         qk = torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)), dim=1)
     if cos_sin is not None:
         qk = _rotate(qk, *_cos_sin(cos_sin, positions, qkv.dtype, scratch))

@@ -48,7 +48,7 @@ def _fp32_cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _has_onednn_linear() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(
+    return torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
         torch.ops.mkldnn, "_linear_pointwise"
     )
 

@@ -1,0 +1,44 @@
+"""Models: from a folder to a decoder that runs."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.layers.batch import ForwardBatch, GroupBatch
+from quire.models.config import load_config, resolve_model_path, spec_from_config
+from quire.models.decoder import Decoder
+from quire.models.spec import ModelSpec
+from quire.models.weights import load_weights
+from quire.parallel import ProcessGroup, SingleGroup
+from quire.quantization import LinearMethod, Unquantized
+
+__all__ = [
+    "Decoder",
+    "ForwardBatch",
+    "GroupBatch",
+    "ModelSpec",
+    "build_model",
+    "load_config",
+    "load_weights",
+    "resolve_model_path",
+    "spec_from_config",
+]
+
+
+def build_model(
+    spec: ModelSpec,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    group: ProcessGroup | None = None,
+    quantization: LinearMethod | None = None,
+) -> Decoder:
+    """A decoder with empty weights on `device` ("meta" builds only shapes), in `dtype` or else the
+    checkpoint's, this rank's share of it under a `group`."""
+    return Decoder(
+        spec,
+        group=group or SingleGroup(),
+        method=quantization or Unquantized(),
+        device=torch.device(device),
+        dtype=dtype or spec.dtype,
+    ).eval()

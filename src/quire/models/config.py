@@ -1,0 +1,98 @@
+"""From a model's name to its folder, its config.json and its `ModelSpec`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelError
+from quire.models.registry import BY_ARCHITECTURE, BY_NAME
+from quire.models.spec import ModelSpec
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_WANTED = ["*.safetensors", "*.json", "*.jinja"]
+_UNWANTED = ["original/*", "consolidated*"]
+
+
+def resolve_model_path(model: str | None, revision: str | None = None) -> Path:
+    """The folder of `model`: itself if it is one, a download if it is a hub id, the embedded model
+    if it is None. Raises ModelError where there is nothing."""
+    if model is None:
+        return Path(str(resources.files("quire") / "embedded" / "quire-tiny"))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"{model} is a file; a model is a folder with a config.json")
+    if not _HUB_ID.fullmatch(model):
+        raise ModelError(f"no such model folder: {model}")
+    return _download(model, revision)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    # Imported here: it is slow to import, and local models do not need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        folder = snapshot_download(
+            model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        )
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{model} is neither a local folder nor a model on the hub that you have access to"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{model} on the hub has no revision {revision!r}") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ModelError(
+            f"{model} is not a local folder, and it could not be fetched from the hub "
+            f"({type(error).__name__}). Without a network, give a folder or download it before."
+        ) from error
+    return Path(folder)
+
+
+def load_config(path: str | Path) -> dict[str, Any]:
+    """The folder's config.json as a dict."""
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} is not a model folder: it has no config.json") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {file}: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} must hold a JSON object")
+    return config
+
+
+def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+    """The architecture that config.json describes. Raises ModelError for one that is unknown, for
+    quantized checkpoints, and for values that make no sense."""
+    names = [str(name) for name in config.get("architectures") or []]
+    family = next((BY_ARCHITECTURE[name] for name in names if name in BY_ARCHITECTURE), None)
+    if family is None and not names:
+        family = BY_NAME.get(str(config.get("model_type")))
+    if family is None:
+        found = ", ".join(names) or config.get("model_type") or "none"
+        raise ModelError(
+            f"unknown architecture: {found}. Known are: {', '.join(sorted(BY_ARCHITECTURE))}"
+        )
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        raise ModelError(
+            f"the checkpoint is quantized ({method or 'unknown method'}), which is not supported "
+            "yet; use an unquantized one"
+        )
+    return family.spec(config)

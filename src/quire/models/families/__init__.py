@@ -1,0 +1,1 @@
+"""What each family of checkpoints calls things; one module per family."""

@@ -1,0 +1,40 @@
+"""What a family provides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a piece of the model lies in a checkpoint.
+
+    transposed: stored as [inputs, outputs]. span: the piece is entries [start, end) of the
+    outputs of a tensor that holds more; None: all of it.
+    """
+
+    name: str
+    transposed: bool = False
+    span: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """architectures: names in config.json. spec: builds a `ModelSpec` from it; raises ModelError.
+    source: the checkpoint's place of a piece of the model, by the piece's name.
+    prefix: of checkpoint names, there or not depending on who saved them.
+    ignored: matches checkpoint tensors that hold no weights.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    spec: Callable[[Mapping[str, Any]], ModelSpec]
+    source: Callable[[ModelSpec, str], Source]
+    prefix: str = ""
+    ignored: re.Pattern[str] | None = None
+    head: str = "lm_head.weight"

@@ -1,0 +1,97 @@
+"""Llama 1 to 3.x and what is built like it: TinyLlama, SmolLM and others (Touvron et al. 2023)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.models.families import settings
+from quire.models.families.family import Family, Source
+from quire.models.spec import AttentionSpec, MlpSpec, ModelSpec, NormSpec
+
+_STEMS = {
+    "attention_norm": "input_layernorm",
+    "attention.qkv.q": "self_attn.q_proj",
+    "attention.qkv.k": "self_attn.k_proj",
+    "attention.qkv.v": "self_attn.v_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.up.gate": "mlp.gate_proj",
+    "mlp.up.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+_OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+
+
+def source(spec: ModelSpec, piece: str) -> Source:
+    stem, _, tensor = piece.rpartition(".")
+    if stem in _OUTER:
+        return Source(f"{_OUTER[stem]}.{tensor}")
+    _, index, stem = stem.split(".", 2)
+    return Source(f"model.layers.{index}.{_STEMS[stem]}.{tensor}")
+
+
+def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
+    """A Llama without biases or windows; related families change what differs."""
+    hidden = settings.integer(config, "hidden_size")
+    layers = settings.integer(config, "num_hidden_layers")
+    heads, kv_heads, head_dim = settings.heads(config, hidden)
+    trained = settings.integer(config, "max_position_embeddings", 2048)
+    rope = settings.rope(config, head_dim, trained)
+    return ModelSpec(
+        family=family,
+        architecture=settings.architecture(config),
+        vocab_size=settings.integer(config, "vocab_size"),
+        hidden_size=hidden,
+        num_layers=layers,
+        norm=NormSpec(kind="rms", eps=settings.number(config, "rms_norm_eps", 1e-6)),
+        attention=AttentionSpec(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            qkv_bias=False,
+            out_bias=False,
+            qk_norm=False,
+            windows=(None,) * layers,
+        ),
+        mlp=MlpSpec(
+            width=settings.integer(config, "intermediate_size"),
+            act=settings.choice(config, "hidden_act", {"silu": "silu_and_mul"}, "silu"),
+            bias=False,
+        ),
+        rope=rope,
+        learned_positions=None,
+        tied_head=settings.flag(config, "tie_word_embeddings", False),
+        dtype=settings.dtype(config),
+        max_positions=settings.max_positions(rope, trained),
+        bos_token_id=settings.bos_token_id(config),
+        eos_token_ids=settings.token_ids(config, "eos_token_id"),
+    )
+
+
+def _spec(config: Mapping[str, Any]) -> ModelSpec:
+    base = base_spec(config, "llama")
+    bias = settings.flag(config, "attention_bias", False)
+    mlp_bias = settings.flag(config, "mlp_bias", False)
+    return replace(
+        base,
+        attention=replace(base.attention, qkv_bias=bias, out_bias=bias),
+        mlp=replace(base.mlp, bias=mlp_bias),
+    )
+
+
+IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+"""A buffer that early checkpoints kept; it follows from the config."""
+
+FAMILY = Family(
+    name="llama",
+    architectures=("LlamaForCausalLM",),
+    spec=_spec,
+    source=source,
+    ignored=IGNORED,
+)

@@ -1,0 +1,191 @@
+"""Reading a Hugging Face config.json, in the forms that it has had over the years."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quire.errors import ModelError
+from quire.layers.rotary import LinearScaling, Llama3Scaling, RopeSpec, Scaling, YarnScaling
+
+Config = Mapping[str, Any]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def integer(config: Config, name: str, default: int | None = None, low: int = 1) -> int:
+    """A whole number of at least `low`; null counts as absent."""
+    value = config.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise ModelError(f"config.json lacks {name!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ModelError(f"config.json: {name} must be an integer >= {low}, got {value!r}")
+    return value
+
+
+def number(config: Config, name: str, default: float | None = None) -> float:
+    """A finite positive number; null counts as absent."""
+    value = config.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise ModelError(f"config.json lacks {name!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"config.json: {name} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def flag(config: Config, name: str, default: bool) -> bool:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise ModelError(f"config.json: {name} must be true or false, got {value!r}")
+    return value
+
+
+def choice(config: Config, name: str, allowed: Mapping[str, Any], default: str) -> Any:
+    value = config.get(name) or default
+    if value not in allowed:
+        raise ModelError(
+            f"config.json: {name} {value!r} is not supported; known are: {', '.join(allowed)}"
+        )
+    return allowed[value]
+
+
+def dtype(config: Config) -> torch.dtype:
+    """What the checkpoint is stored in; float32 where it does not say."""
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    name = str(name).removeprefix("torch.")
+    return choice({"dtype": name}, "dtype", _DTYPES, "float32")  # type: ignore[no-any-return]
+
+
+def token_ids(config: Config, name: str) -> tuple[int, ...]:
+    """One id, several or none."""
+    value = config.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise ModelError(f"config.json: {name} must be token ids, got {value!r}")
+    return tuple(ids)
+
+
+def bos_token_id(config: Config) -> int | None:
+    return next(iter(token_ids(config, "bos_token_id")), None)
+
+
+def heads(config: Config, hidden_size: int) -> tuple[int, int, int]:
+    """Query heads, KV heads, head size."""
+    query = integer(config, "num_attention_heads")
+    kv = integer(config, "num_key_value_heads", query)
+    if query % kv:
+        raise ModelError(
+            f"config.json: {query} attention heads cannot share {kv} key/value heads evenly"
+        )
+    if config.get("head_dim") is None and hidden_size % query:
+        raise ModelError(
+            f"config.json: hidden_size {hidden_size} is not a multiple of {query} heads, and "
+            "head_dim is not given"
+        )
+    return query, kv, integer(config, "head_dim", hidden_size // query)
+
+
+def rope(config: Config, head_dim: int, max_positions: int) -> RopeSpec:
+    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` before it."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ModelError(f"config.json: rope settings must be an object, got {scaling!r}")
+    if any(isinstance(value, Mapping) for value in scaling.values()):
+        raise ModelError("config.json: rope settings that differ between layers are not supported")
+    theta = number(scaling, "rope_theta", number(config, "rope_theta", 10000.0))
+    share = number(scaling, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ModelError(f"config.json: cannot rotate {rotary_dim} of {head_dim} dimensions")
+    return RopeSpec(theta, rotary_dim, _scaling(scaling, config, max_positions))
+
+
+def max_positions(spec: RopeSpec | None, trained: int) -> int:
+    """The longest sequence: `trained`, extended where a scaling says by how much."""
+    scaling = None if spec is None else spec.scaling
+    if isinstance(scaling, LinearScaling):
+        return int(trained * scaling.factor)
+    if isinstance(scaling, YarnScaling):
+        return max(trained, int(scaling.original_max_positions * scaling.factor))
+    return trained
+
+
+def windows(config: Config, layers: int, width: int | None, first: int) -> tuple[int | None, ...]:
+    """Each layer's window, by `layer_types` or, without it, `width` from layer `first` on."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return tuple(width if index >= first else None for index in range(layers))
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
+        raise ModelError(
+            f"config.json: layer_types must give each of {layers} layers one of: {', '.join(known)}"
+        )
+    if width is None and "sliding_attention" in kinds:
+        raise ModelError("config.json: layers with sliding_attention need a sliding_window")
+    return tuple(width if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _scaling(scaling: Config, config: Config, max_positions: int) -> Scaling | None:
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(number(scaling, "factor"))
+    if kind == "llama3":
+        return Llama3Scaling(
+            number(scaling, "factor"),
+            number(scaling, "low_freq_factor"),
+            number(scaling, "high_freq_factor"),
+            integer(scaling, "original_max_position_embeddings", max_positions),
+        )
+    if kind == "yarn":
+        return _yarn(scaling, config, max_positions)
+    raise ModelError(
+        f"config.json: rope type {kind!r} is not supported; known are: default, linear, llama3, "
+        "yarn"
+    )
+
+
+def _yarn(scaling: Config, config: Config, max_positions: int) -> YarnScaling:
+    original = scaling.get("original_max_position_embeddings") or config.get(
+        "original_max_position_embeddings"
+    )
+    original_max = integer({"original": original}, "original", max_positions)
+    factor = number(scaling, "factor", max_positions / original_max)
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        attention = _yarn_attention(scaling, factor)
+    return YarnScaling(
+        factor=factor,
+        original_max_positions=original_max,
+        attention_factor=number({"attention_factor": attention}, "attention_factor"),
+        beta_fast=number(scaling, "beta_fast", 32.0),
+        beta_slow=number(scaling, "beta_slow", 1.0),
+        truncate=flag(scaling, "truncate", True),
+    )
+
+
+def _yarn_attention(scaling: Config, factor: float) -> float:
+    def temperature(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and mscale_all:
+        return temperature(mscale) / temperature(mscale_all)
+    return temperature(1.0)
+
+
+def architecture(config: Config) -> str:
+    """The first of `architectures`, or an empty string."""
+    names = config.get("architectures") or [""]
+    return str(names[0])

@@ -1,0 +1,202 @@
+"""The strict streaming loader: every tensor of the checkpoint has a place, every place a tensor.
+
+Names and shapes are checked from the files' headers before a byte is copied. Then tensors are read
+one after the other, only the part that this rank holds, straight into their (stacked) parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.layers.pieces import Piece, named_pieces
+from quire.models.decoder import Decoder
+from quire.models.dummy import fill_dummy
+from quire.models.families.family import Family, Source
+from quire.models.registry import BY_NAME
+from quire.parallel import ProcessGroup
+
+Progress = Callable[[int, int], None]
+
+_SHOWN = 8
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+def load_weights(
+    model: Decoder,
+    path: str | Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> None:
+    """Fills `model` from the safetensors files of the folder `path`, or with random weights if
+    `load_format` is "dummy". `progress` is told bytes done and bytes in all.
+
+    Raises ModelError if a tensor is missing, unexpected, misshapen or of a wrong dtype, naming it.
+    """
+    if load_format == "dummy":
+        fill_dummy(model, model.group, seed)
+        return
+    family = BY_NAME[model.spec.family]
+    places = _places(model, family)
+    with contextlib.ExitStack() as stack:
+        files = [_open(stack, file) for file in _files(Path(path))]
+        found = _check(files, places, family, tied=model.spec.tied_head)
+        total = sum(entry.nbytes for entry in found.values())
+        done = 0
+        for name, entry in found.items():
+            for place in places.get(name, ()):
+                _copy(entry.file.get_slice(entry.name), place, model.group)
+            done += entry.nbytes
+            if progress is not None:
+                progress(done, total)
+        if family.head in found and family.head not in places:
+            _check_tied(found[family.head], model, family.head)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    piece: Piece
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of the checkpoint: its open file, the name in it, its size."""
+
+    file: Any
+    name: str
+    nbytes: int
+
+
+def _places(model: Decoder, family: Family) -> dict[str, list[_Place]]:
+    places: dict[str, list[_Place]] = {}
+    for name, piece in named_pieces(model):
+        source = family.source(model.spec, name)
+        places.setdefault(source.name, []).append(_Place(piece, source))
+    return places
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"{index.name} is not a valid index of a sharded checkpoint"
+            ) from error
+        # A name out of the folder would read what the checkpoint has no business with.
+        absent = [n for n in names if Path(n).name != n or not (folder / n).exists()]
+        if absent:
+            raise ModelError(f"{index.name} names files that are not there: {_some(absent)}")
+        return [folder / name for name in names]
+    single = folder / "model.safetensors"
+    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        hint = ""
+        if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+            hint = "; its pickled weights are not read, convert them to safetensors"
+        raise ModelError(f"{folder} holds no *.safetensors file{hint}")
+    return files
+
+
+def _open(stack: contextlib.ExitStack, file: Path) -> Any:
+    try:
+        return stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"cannot read {file.name}: {error}") from error
+
+
+def _check(
+    files: list[Any], places: dict[str, list[_Place]], family: Family, *, tied: bool
+) -> dict[str, _Entry]:
+    """Every tensor that is to be read, by its canonical name; raises for what does not fit."""
+    found: dict[str, _Entry] = {}
+    problems: list[str] = []
+    for file in files:
+        for stored_name in sorted(file.keys()):
+            name = stored_name.removeprefix(family.prefix)
+            wanted = places.get(name)
+            if wanted is None and not (tied and name == family.head):
+                if family.ignored is None or not family.ignored.search(name):
+                    problems.append(f"unexpected tensor {stored_name}")
+                continue
+            if name in found:
+                problems.append(f"{stored_name} is there twice")
+                continue
+            view = file.get_slice(stored_name)
+            shape, dtype = tuple(view.get_shape()), view.get_dtype()
+            expected = shape if wanted is None else _stored_shape(wanted)
+            if shape != expected:
+                problems.append(f"{stored_name} has shape {shape}, expected {expected}")
+            elif dtype not in _FLOATS:
+                problems.append(f"{stored_name} has dtype {dtype}, expected a float of 16 bits up")
+            nbytes = _WIDTHS.get(dtype, 1) * torch.Size(shape).numel()
+            found[name] = _Entry(file, stored_name, nbytes)
+    missing = [name for name in places if name not in found]
+    problems = [f"missing tensor {name}" for name in missing] + problems
+    if problems:
+        raise ModelError(f"the checkpoint does not fit its config.json: {_some(problems)}")
+    return found
+
+
+def _stored_shape(places: list[_Place]) -> tuple[int, ...]:
+    """The shape that the checkpoint's tensor must have to serve all of `places`."""
+    shape = list(places[0].piece.shape)
+    if places[0].source.span is not None:
+        shape[0] = max(place.source.span[1] for place in places if place.source.span)
+    return tuple(reversed(shape)) if places[0].source.transposed else tuple(shape)
+
+
+def _copy(view: Any, place: _Place, group: ProcessGroup) -> None:
+    place.piece.target.copy_(_share(view, place, group))
+
+
+def _share(view: Any, place: _Place, group: ProcessGroup) -> Tensor:
+    """This rank's part of a stored tensor, in the orientation of the parameter."""
+    piece, source = place.piece, place.source
+    ranges = [(0, size) for size in piece.shape]
+    if piece.shard.dim is not None:
+        dim = piece.shard.dim
+        ranges[dim] = piece.shard.bounds(piece.shape[dim], group.rank, group.world)
+    if source.span is not None:
+        low, high = ranges[0]
+        ranges[0] = source.span[0] + low, source.span[0] + high
+    if source.transposed:
+        ranges.reverse()
+    part: Tensor = view[tuple(slice(low, high) for low, high in ranges)]
+    return part.t() if source.transposed else part
+
+
+def _check_tied(entry: _Entry, model: Decoder, name: str) -> None:
+    """A tied model may bring its head along, if it is the embedding again."""
+    piece = next(iter(model.embedding.pieces()))
+    place = _Place(piece, Source(name))
+    view = entry.file.get_slice(entry.name)
+    shape = tuple(view.get_shape())
+    if shape == piece.shape:
+        head = _share(view, place, model.group).to(piece.target.device, piece.target.dtype)
+        if torch.equal(head, piece.target):
+            return
+    raise ModelError(
+        f"config.json says that the head is tied to the embeddings, but {name} {shape} differs "
+        f"from the embeddings {piece.shape}"
+    )
+
+
+def _some(items: list[str]) -> str:
+    rest = len(items) - _SHOWN
+    return "; ".join(items[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
