@@ -1,0 +1,134 @@
+"""`quire info`: versions, devices, and what a model would run with."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from quire.bench.record import card_name, versions
+from quire.config import EngineArgs
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
+Section = dict[str, Any]
+
+
+def info(engine: EngineArgs, *, as_json: bool) -> None:
+    """Reads configuration only: no weights are loaded and no memory is taken on a device."""
+    from quire.engine.builder import resolve
+
+    config = resolve(engine)
+    sections = {
+        "versions": versions(),
+        "devices": devices(),
+        "model": model_section(config),
+        "settings": settings_section(config),
+        "architectures": architectures(),
+    }
+    if as_json:
+        typer.echo(json.dumps(sections, indent=2))
+    else:
+        _print(sections)
+
+
+def devices() -> Section:
+    import torch
+
+    found: Section = {"cpu": f"{card_name('cpu')}, {os.cpu_count()} cores"}
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            found[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return found
+
+
+def architectures() -> list[str]:
+    from quire.models.registry import BY_ARCHITECTURE
+
+    return sorted(BY_ARCHITECTURE)
+
+
+def model_section(config: EngineConfig) -> Section:
+    """Sizes come from the shapes of a model without weights."""
+    import torch
+
+    from quire.models import build_model, load_config, spec_from_config
+
+    spec = spec_from_config(load_config(config.model_path))
+    dtype = getattr(torch, config.dtype)
+    model = build_model(spec, device="meta", dtype=dtype)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    groups = model.kv_groups(config.block_size)
+    per_token = sum(group.block_bytes // group.tokens_per_block for group in groups)
+    capacity = _kv_bytes(config, parameters * dtype.itemsize)
+    return {
+        "name": config.model_name,
+        "architecture": spec.architecture,
+        "layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "attention": f"{spec.attention.heads} heads, {spec.attention.kv_heads} KV heads of "
+        f"{spec.attention.head_dim}",
+        "vocab_size": spec.vocab_size,
+        "parameters": parameters,
+        "weight_bytes": parameters * dtype.itemsize,
+        "kv_groups": [f"{g.kind}, {len(g.layers)} layers" for g in groups],
+        "kv_bytes_per_token": per_token,
+        "kv_tokens_estimate": None if capacity is None else int(capacity // per_token),
+    }
+
+
+def _kv_bytes(config: EngineConfig, weight_bytes: int) -> float | None:
+    """Memory for KV, as far as it can be told without loading: activations are not counted, and on
+    a CPU there is nothing to go by unless it is set."""
+    import torch
+
+    args = config.args
+    if args.kv_cache_gb is not None:
+        return args.kv_cache_gb * 1e9
+    if config.device.startswith("cuda"):
+        total = torch.cuda.get_device_properties(torch.device(config.device)).total_memory
+        return max(0.0, total * args.gpu_memory_utilization - weight_bytes)
+    return None
+
+
+def settings_section(config: EngineConfig) -> Section:
+    scheduler = asdict(config.scheduler)
+    scheduler.pop("lag")
+    return {
+        "device": config.device,
+        "dtype": config.dtype,
+        "block_size": config.block_size,
+        **scheduler,
+    }
+
+
+def _print(sections: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for title, section in sections.items():
+        console.print(f"[bold]{title}[/bold]")
+        if isinstance(section, list):
+            console.print("  " + ", ".join(section), markup=False)
+            continue
+        table = Table.grid(padding=(0, 2))
+        for name, value in section.items():
+            table.add_row(f"  {name}", Text(_shown(name, value)))
+        console.print(table, markup=False)
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return "not known before loading"
+    if isinstance(value, list):
+        return "; ".join(map(str, value))
+    if name.endswith("bytes") and value >= 1e6:
+        return f"{value / 1e6:,.1f} MB"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
