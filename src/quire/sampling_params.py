@@ -151,7 +151,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # An int is finite, however large; asking a very large one would overflow a float.
+    if not number or (isinstance(value, float) and not math.isfinite(value)):
         raise RequestError(f"{name} must be a finite number, got {value!r}", param=name)
     if not (low < value <= high if open_low else low <= value <= high):
         bracket = "(" if open_low else "["

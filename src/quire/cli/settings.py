@@ -115,7 +115,7 @@ def with_settings(
         parameters = own + options
         # Positional arguments come in the order of the signature: the model first.
         parameters.sort(key=lambda p: not _is_argument(p))
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature(parameters)
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         del run.__wrapped__  # type: ignore[attr-defined]
         return run
@@ -145,7 +145,7 @@ def _parameter(setting: Setting, positional: bool) -> inspect.Parameter:
     else:
         name = f"--{flag}/--no-{flag}" if setting.kind is bool else f"--{flag}"
         info = typer.Option(name, help=help, envvar=setting.variable, show_default=False)
-    kind: Any = list[setting.kind] if setting.repeated else setting.kind
+    kind: Any = types.GenericAlias(list, (setting.kind,)) if setting.repeated else setting.kind
     return inspect.Parameter(
         setting.name,
         inspect.Parameter.KEYWORD_ONLY,
