@@ -192,6 +192,11 @@ class Request:
         self._counts[2] = value
 
     @property
+    def namespace(self) -> tuple[int, str]:
+        """What must be equal, besides the tokens, for two requests to share KV."""
+        return self.lora_id, self.cache_salt
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_len
 

@@ -1,33 +1,366 @@
-"""Signatures; the body follows in the next commit."""
+"""One budget loop: each step computes some of the tokens that requests still lack.
+
+**States** (`RequestStatus`) and who moves a request between them:
+
+==========  ==========  ==========================================================================
+from        to          when
+==========  ==========  ==========================================================================
+(new)       WAITING     `add`
+(new)       PARKED      `add`: a feature is not ready for it, or its leader's prompt is not planned
+PARKED      WAITING     `wake`; the leader's prompt is planned; the leader ended or was preempted
+WAITING     RUNNING     `plan`: budget, a lane and blocks suffice; in policy order
+RUNNING     WAITING     `plan`: preempted, the last in policy order, when blocks run out; `update`:
+                        a feature kept fewer tokens than the device accepted
+RUNNING     FINISHED    `update`: a stop token, or the longest length
+any         FINISHED    `abort`
+==========  ==========  ==========================================================================
+
+While RUNNING a request is in its prompt (`generating` false: the host knows the tokens to compute,
+a step takes as many as the budget allows) or generating (the device knows where it stands; a step
+takes one position and what drafts there are). Giving up a lane always goes the same way
+(`_vacate`): blocks and lane are free at once, because the device runs steps in order, and rows of
+the old tenant that are still in flight are recognized by the lane's `tenancy` and ignored.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
+from quire.cache import BlockManager
+from quire.cache.block_manager import Hold
 from quire.config import SchedulerConfig
+from quire.errors import RequestError
 from quire.executor import Capacity
-from quire.plan import StepPlan, StepResult
-from quire.request import Request
-from quire.scheduler.feature import Feature
+from quire.plan import Admit, Int32, StepPlan, StepResult, StopReason, int32
+from quire.request import FinishReason, Request, RequestStatus
+from quire.scheduler.admission import Admission
+from quire.scheduler.feature import Feature, PlanBuilder, overridden
+from quire.scheduler.lanes import Chunk, Launched, Rows
+from quire.scheduler.policy import key_function
 from quire.scheduler.progress import SchedulerStats, StepProgress
+from quire.scheduler.running import RunningSet
+from quire.scheduler.waiting import WaitingSet
 
 
 class Scheduler:
+    """Decides what each step computes. Not thread-safe; the engine's loop owns it."""
+
     def __init__(
         self, config: SchedulerConfig, capacity: Capacity, features: Sequence[Feature] = ()
-    ) -> None: ...
-    def add(self, request: Request) -> None: ...
-    def abort(self, request_id: str) -> Request | None: ...
-    def wake(self, request_id: str) -> None: ...
-    def plan(self) -> StepPlan | None: ...
-    def update(self, result: StepResult) -> StepProgress: ...
-    def drop_hold(self, request_id: str) -> None: ...
-    def has_work(self) -> bool: ...
-    def stats(self) -> SchedulerStats: ...
-    def reset_prefix_cache(self) -> bool: ...
+    ) -> None:
+        self._config = config
+        self.blocks = BlockManager(
+            capacity.groups,
+            capacity.num_blocks,
+            config.max_num_seqs,
+            config.max_model_len,
+            config.enable_prefix_caching,
+        )
+        self._refusals = overridden(features, "admit")
+        self._builds = overridden(features, "plan")
+        self._results = overridden(features, "result")
+        self._releases = overridden(features, "release")
+        self._requests: dict[str, Request] = {}
+        key = key_function(config)
+        self._waiting = WaitingSet(key, overridden(features, "ready"))
+        self._prompts_planned: list[Request] = []
+        self._running = RunningSet(config, self.blocks, key, overridden(features, "lookahead"))
+        self._lanes = self._running.lanes
+        self._admission = Admission(
+            config, self.blocks, self._running, overridden(features, "match")
+        )
+        self._in_flight: deque[Launched] = deque()
+        self._frees: list[int] = []
+        self._holds: dict[str, Hold] = {}
+        self._step_id = 0
+        self._order = 0
+        self._prefix_queries = self._prefix_hits = self._preemptions = 0
+
+    # -- requests come and go ------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Take a new request in. Siblings (n > 1) follow the one they name as `leader`.
+
+        Raises `RequestTooLargeError` if it could not run even alone, `RefusedError` if it does not
+        fit a step or a feature refuses it, `RequestError` if it is malformed.
+        """
+        if request.request_id in self._requests:
+            raise RequestError(
+                f"there is a running request with the id {request.request_id!r}",
+                param="request_id",
+                code="duplicate_request_id",
+            )
+        self._admission.check(request)
+        for admit in self._refusals:
+            refusal = admit(request)
+            if refusal is not None:
+                raise refusal
+        self._order += 1
+        request.order = self._order
+        self._requests[request.request_id] = request
+        self._waiting.place(request)
+
+    def wake(self, request_id: str) -> None:
+        """A feature may be ready for a parked request now. Ignored where it is not parked."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._waiting.wake(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request wherever it stands. None if there is none of that id (any more)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        if request.status is RequestStatus.RUNNING:
+            self._vacate([request], ended=True)
+        else:
+            self._waiting.remove(request, RequestStatus.FINISHED)
+            self._release(request)
+        self._finish(request, FinishReason.ABORT)
+        return request
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        del self._requests[request.request_id]
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        self._waiting.wake_siblings(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue; what it knows is recomputed, or found in the tree."""
+        self._vacate([request], ended=False)
+        request.epoch += 1
+        request.num_preemptions += 1
+        request.planned = request.computed = 0
+        self._preemptions += 1
+        self._waiting.place(request)
+        self._waiting.wake_siblings(request)
+
+    def _vacate(self, requests: Sequence[Request], *, ended: bool) -> None:
+        """Give up lanes and blocks."""
+        for request in requests:
+            hold = self.blocks.keep(request.lane)
+            if self._release(request) and ended:
+                self._holds[request.request_id] = hold
+            else:
+                self.blocks.drop(hold)
+            self._frees.append(request.lane)
+        self._running.vacate(requests)
+
+    def _release(self, request: Request) -> bool:
+        """Tell every feature; whether one of them wants the blocks kept."""
+        answers = [release(request) for release in self._releases]
+        return any(answers)
+
+    def drop_hold(self, request_id: str) -> None:
+        """Free the blocks that a feature's `release` asked to keep. Idempotent."""
+        hold = self._holds.pop(request_id, None)
+        if hold is not None:
+            self.blocks.drop(hold)
+
+    # -- a step is planned ---------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to launch until a result or a request comes.
+        A plan that is returned must be launched."""
+        if len(self._in_flight) >= self._config.steps_in_flight:
+            return None
+        # Blocks are copied before a step's body, so prompts are shared from the next step on.
+        for leader in self._prompts_planned:
+            self._waiting.wake_siblings(leader)
+        self._prompts_planned = []
+        preemptions = self._preemptions
+        rows, chunks = self._settle()
+        for chunk in chunks:
+            self._running.begin(chunk, self._step_id)
+        admits: list[Admit] = []
+        if self._waiting.queue and preemptions == self._preemptions:
+            budget = self._config.max_num_batched_tokens - sum(c.length for c in chunks)
+            self._admit(budget - int(rows.q_len.sum()), chunks, admits)
+        if not chunks and not rows.requests:
+            return None
+        return self._launch(rows, chunks, admits)
+
+    def _settle(self) -> tuple[Rows, list[Chunk]]:
+        """The rows of running requests, with their blocks booked. When blocks run out, drafts go
+        first, then the last requests in policy order."""
+        running, settled = self._running, not self._in_flight
+        drafts, most = True, self._config.max_num_batched_tokens
+        while True:
+            rows = running.rows(self._step_id, settled, drafts)
+            chunks = running.chunks(most - int(rows.q_len.sum()))
+            if running.book(rows, chunks):
+                return rows, chunks
+            drafts = False
+            if rows.drafts:
+                continue
+            if len(running) > 1:
+                self._preempt(running.last)
+            elif chunks and chunks[0].length > 1:
+                most = chunks[0].length // 2
+            elif settled:
+                raise RuntimeError("a request that fits the cache found no room in it")
+            else:
+                return Rows.none(), []
+
+    def _admit(self, budget: int, chunks: list[Chunk], admits: list[Admit]) -> None:
+        """Start waiting requests in policy order; the first that does not fit ends it."""
+        while budget > 0 and self._lanes.has_free:
+            request = self._waiting.queue.peek()
+            if request is None:
+                return
+            tokens = request.tokens.view()
+            chunk = self._admission.book(request, tokens, budget, self._step_id)
+            if chunk is None:
+                return
+            self._waiting.queue.pop()
+            self._running.seat(request, chunk.start)
+            if not request.num_preemptions:
+                request.num_cached_tokens = chunk.start
+                self._prefix_queries += request.known
+                self._prefix_hits += chunk.start
+            admits.append(
+                Admit(
+                    lane=request.lane,
+                    generation=request.generation,
+                    request_id=request.request_id,
+                    tokens=tokens,
+                    prompt_len=request.prompt_len,
+                    computed=chunk.start,
+                    max_total=request.max_total,
+                    params=request.params,
+                    seed=request.seed,
+                    sample_index=request.sample_index,
+                )
+            )
+            chunks.append(chunk)
+            budget -= chunk.length
+            self._running.begin(chunk, self._step_id)
+
+    def _launch(self, rows: Rows, chunks: list[Chunk], admits: list[Admit]) -> StepPlan:
+        lanes, q_len, n_logits = rows.lanes, rows.q_len, rows.q_len
+        flags, tenancy, requests = rows.flags, rows.tenancy, rows.requests
+        self._running.launched(rows, self._step_id)
+        if chunks:
+            prompts = [c.request for c in chunks]
+            requests = requests + prompts
+            lanes = np.concatenate([lanes, int32([r.lane for r in prompts])])
+            tenancy = np.concatenate([tenancy, int32([r.generation for r in prompts])])
+            q_len = np.concatenate([q_len, int32([c.length for c in chunks])])
+            n_logits = np.concatenate([n_logits, int32([c.num_logits for c in chunks])])
+            flags = np.concatenate([flags, int32([c.flags for c in chunks])])
+        plan = StepPlan(
+            step_id=self._step_id,
+            lanes=lanes,
+            q_len=q_len,
+            n_logits=n_logits,
+            flags=flags,
+            admits=admits,
+            frees=self._frees,
+            block_appends=self.blocks.take_appends(),
+            copies=self.blocks.take_copies(),
+        )
+        if self._builds:
+            builder = PlanBuilder(plan, requests)
+            for build in self._builds:
+                build(builder)
+        self._in_flight.append(
+            Launched(
+                self._step_id, requests, lanes, q_len, tenancy, len(rows.lanes), rows.drafts, chunks
+            )
+        )
+        self._frees = []
+        self._step_id += 1
+        self._running.join()
+        self._prompts_planned = [c.request for c in chunks if c.request.generating]
+        return plan
+
+    # -- a result comes ------------------------------------------------------------------------
+
+    def update(self, result: StepResult) -> StepProgress:
+        """Take in the result of the oldest step in flight."""
+        step = self._in_flight.popleft()
+        if step.step_id != result.step_id:
+            raise RuntimeError(f"result of step {result.step_id} came before {step.step_id}'s")
+        tokens, n, stop = result.tokens, result.n_tokens, result.stop_reason
+        rows = np.arange(len(n), dtype=np.int32)
+        live = self._lanes.tenancy[step.lanes] == step.tenancy
+        if not live.all():
+            rows = rows[live]
+            step, tokens, n, stop = step.select(rows), tokens[rows], n[rows], stop[rows]
+        n = np.minimum(n, self._lanes.last[step.lanes] + 1 - self._lanes.known[step.lanes])
+        cut = self._cut(step, tokens, n) if self._results else []
+        self._running.confirm(step, tokens, n)
+        full = self._lanes.known[step.lanes] > self._lanes.last[step.lanes]
+        ended = full | (stop != StopReason.NONE)
+        ended[cut] = False
+        finished: list[int] = np.nonzero(ended)[0].tolist()
+        if finished:
+            self._vacate([step.requests[i] for i in finished], ended=True)
+            for i in finished:
+                stopped = stop[i] == StopReason.STOP_TOKEN
+                reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+                self._finish(step.requests[i], reason)
+        for i in cut:
+            self._preempt(step.requests[i])
+        return StepProgress(
+            step_id=step.step_id,
+            requests=step.requests,
+            rows=rows,
+            tokens=tokens,
+            n_tokens=n,
+            stop_reason=stop,
+            finished=finished,
+            logprobs=result.logprobs,
+            prompt_logprobs=result.prompt_logprobs,
+        )
+
+    def _cut(self, step: Launched, tokens: Int32, n: Int32) -> list[int]:
+        """Let features shorten what rows keep, in `n`. Returns the rows that were."""
+        cut = []
+        for i, (request, count) in enumerate(zip(step.requests, n.tolist(), strict=True)):
+            kept = min([count, *(keep(request, tokens[i, :count]) for keep in self._results)])
+            if count and kept < count:
+                n[i] = max(kept, 0)
+                cut.append(i)
+        return cut
+
+    # -- what the engine asks ------------------------------------------------------------------
+
     @property
-    def num_running(self) -> int: ...
+    def num_running(self) -> int:
+        return len(self._running)
+
     @property
-    def num_waiting(self) -> int: ...
+    def num_waiting(self) -> int:
+        """Queued and parked."""
+        return len(self._waiting)
+
     @property
-    def num_in_flight(self) -> int: ...
+    def num_in_flight(self) -> int:
+        """Steps planned whose results have not come."""
+        return len(self._in_flight)
+
+    def has_work(self) -> bool:
+        """Whether any request is unfinished or any step in flight."""
+        return bool(self._requests or self._in_flight)
+
+    def stats(self) -> SchedulerStats:
+        usage = self.blocks.usage()
+        return SchedulerStats(
+            running=self.num_running,
+            waiting=self.num_waiting,
+            blocks_total=[u.total for u in usage],
+            blocks_used=[u.used for u in usage],
+            blocks_cached=[u.cached for u in usage],
+            blocks_free=[u.free for u in usage],
+            prefix_query_tokens=self._prefix_queries,
+            prefix_hit_tokens=self._prefix_hits,
+            preemptions=self._preemptions,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every prefix that no request runs on; False if some are left."""
+        return self.blocks.reset_cache()

@@ -1,0 +1,103 @@
+"""What may enter: at the door, and from the queue onto a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quire.cache import BlockManager
+from quire.config import SchedulerConfig
+from quire.errors import RefusedError, RequestError
+from quire.plan import Int32
+from quire.request import Request
+from quire.scheduler.lanes import Chunk, wants_prompt_logprobs
+from quire.scheduler.running import RunningSet
+
+
+class Admission:
+    """Decides who may enter, and with which blocks."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        running: RunningSet,
+        matches: Sequence[Callable[[Request, int], int]],
+    ) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._running = running
+        self._matches = matches
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never run, counting all it may need at `max_total`."""
+        config = self._config
+        if not 0 < request.prompt_len < request.max_total:
+            raise RequestError(
+                f"a prompt of {request.prompt_len} tokens leaves no room for an answer within "
+                f"{request.max_total} tokens, or is empty",
+                param="prompt",
+            )
+        if request.max_total > config.max_model_len:
+            raise RequestError(
+                f"the request may reach {request.max_total} tokens, but sequences are limited to "
+                f"{config.max_model_len}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        chunk = 1
+        if not config.enable_chunked_prefill:
+            chunk = request.prompt_len
+            if chunk > config.max_num_batched_tokens:
+                raise RefusedError(
+                    f"the prompt has {chunk} tokens, but without chunked prefill it must fit a "
+                    f"step of {config.max_num_batched_tokens}",
+                    param="prompt",
+                    code="prompt_exceeds_step",
+                )
+        self._blocks.check_fits(request.max_total - 1, chunk)
+
+    def book(self, request: Request, tokens: Int32, budget: int, step_id: int) -> Chunk | None:
+        """Blocks, on the next free lane, for all that a waiting request knows, and its first row.
+        None: it must wait. tokens: int32 [known]."""
+        lane = self._running.lanes.next_free
+        # One block to spare for each running request, so that the newcomer is not the next victim.
+        spare = len(self._running)
+        parent = self._forkable_leader(request, step_id)
+        if parent is not None:
+            shared = request.prompt_len - 1
+            if self._blocks.fork(
+                lane, request.namespace, parent.lane, shared, request.known, spare
+            ):
+                return Chunk(request, shared, 1)
+        limit = request.known - 1
+        if wants_prompt_logprobs(request):
+            limit = min(limit, request.prompt_logprobs_done)
+        match = self._blocks.match(request.namespace, tokens, limit)
+        start = match.length
+        if self._matches:
+            start += max(more(request, start) for more in self._matches)
+            start = min(start, limit)
+        length = self._running.chunk_length(request, request.known - start, budget)
+        while length > 0:
+            if self._blocks.admit(
+                lane,
+                request.namespace,
+                match,
+                computed=start,
+                chunk_end=start + length,
+                known=request.known,
+                spare=spare,
+            ):
+                return Chunk(request, start, length)
+            # Alone, a prompt may still be too long for a window group; shorter rows are not.
+            length = 0 if spare else length // 2
+        return None
+
+    def _forkable_leader(self, request: Request, step_id: int) -> Request | None:
+        """The sibling whose blocks hold this request's whole prompt before this step begins."""
+        leader = request.leader
+        if leader is None or request.num_preemptions or request.prompt_len < 2:
+            return None
+        if not leader.generating or leader.prompt_len != request.prompt_len:
+            return None
+        return leader if self._running.lanes.prompt_step[leader.lane] < step_id else None

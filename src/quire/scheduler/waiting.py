@@ -1,0 +1,105 @@
+"""The requests that hold nothing yet: queued in policy order, or parked."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from quire.request import Request, RequestStatus
+from quire.scheduler.policy import Entry, Key
+
+
+class WaitingQueue:
+    """Requests in key order. Removal is lazy: an entry counts while its request is WAITING."""
+
+    _COMPACT_FROM = 64
+
+    def __init__(self, key: Callable[[Request], Key]) -> None:
+        self._key = key
+        self._heap: list[Entry] = []
+        self._stale = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._stale
+
+    def push(self, request: Request) -> None:
+        request.status = RequestStatus.WAITING
+        heapq.heappush(self._heap, (*self._key(request), request))
+
+    def peek(self) -> Request | None:
+        while self._heap:
+            request = self._heap[0][2]
+            if request.status is RequestStatus.WAITING:
+                return request
+            heapq.heappop(self._heap)
+            self._stale -= 1
+        return None
+
+    def pop(self) -> None:
+        """Take out what `peek` returned; the caller changes its status."""
+        heapq.heappop(self._heap)
+
+    def forget(self) -> None:
+        """One of the queued requests is no longer WAITING."""
+        self._stale += 1
+        if self._stale > max(self._COMPACT_FROM, len(self._heap) // 2):
+            self._heap = [e for e in self._heap if e[2].status is RequestStatus.WAITING]
+            heapq.heapify(self._heap)
+            self._stale = 0
+
+
+class WaitingSet:
+    """Places requests in the queue, or parks them while something keeps them from running: a
+    feature that is not ready, or a leader (n > 1) whose prompt, not planned yet, they will share.
+    """
+
+    def __init__(
+        self, key: Callable[[Request], Key], ready: list[Callable[[Request], bool]]
+    ) -> None:
+        self.queue = WaitingQueue(key)
+        self._ready = ready
+        self._num_parked = 0
+        self._siblings: dict[str, list[Request]] = {}
+
+    def __len__(self) -> int:
+        return len(self.queue) + self._num_parked
+
+    def place(self, request: Request) -> None:
+        """Queue or park a request that is in neither place."""
+        leader = _awaited_leader(request)
+        if leader is not None:
+            self._siblings.setdefault(leader.request_id, []).append(request)
+        elif all(ready(request) for ready in self._ready):
+            self.queue.push(request)
+            return
+        request.status = RequestStatus.PARKED
+        self._num_parked += 1
+
+    def wake(self, request: Request) -> None:
+        """Ask again about a request that a feature may have parked."""
+        if request.status is RequestStatus.PARKED and _awaited_leader(request) is None:
+            self._num_parked -= 1
+            self.place(request)
+
+    def wake_siblings(self, leader: Request) -> None:
+        """The leader's prompt is planned, or will not be for now."""
+        for sibling in self._siblings.pop(leader.request_id, ()):
+            self.wake(sibling)
+
+    def remove(self, request: Request, status: RequestStatus) -> None:
+        """Take out a request, which goes on to `status`."""
+        parked = request.status is RequestStatus.PARKED
+        request.status = status
+        if parked:
+            self._num_parked -= 1
+        else:
+            self.queue.forget()
+
+
+def _awaited_leader(request: Request) -> Request | None:
+    leader = request.leader
+    if leader is None or leader.finished or not leader.order:
+        return None
+    if leader.generating or leader.num_preemptions or request.num_preemptions:
+        return None
+    return leader
