@@ -125,5 +125,5 @@ class Attention(nn.Module):
             softcap=self.softcap,
             scratch=group.scratch,
         )
-        out = self.out(out.reshape(len(x), -1), residual=x)
-        return out
+        hidden: Tensor = self.out(out.reshape(len(x), -1), residual=x)
+        return hidden

@@ -1,0 +1,124 @@
+"""Tiny random checkpoints, made and judged by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2_SIZES: dict[str, Any] = {
+    "vocab_size": 211,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _linear(factor: float) -> dict[str, Any]:
+    return {"rope_type": "linear", "rope_theta": 10000.0, "factor": factor}
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 6}),
+    "llama-mqa-tied": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("Llama", {"head_dim": 16}),
+    "llama-linear": ("Llama", {"rope_parameters": _linear(3.0)}),
+    "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 13}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied-yarn": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-tied-bias": (
+        "Qwen3",
+        {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "qwen3-window": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gpt2": ("GPT2", {}),
+    "gpt2-exact-gelu": ("GPT2", {"activation_function": "gelu", "n_inner": 100}),
+}
+
+
+def make(folder: Path, case: str, **save: Any) -> Any:
+    """Saves the checkpoint of a case and returns the transformers model."""
+    import transformers
+
+    name, changes = CASES[case]
+    sizes = GPT2_SIZES if name == "GPT2" else SIZES
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **changes})
+    kind = {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM")
+    torch.manual_seed(sum(case.encode()))
+    model = getattr(transformers, kind)(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                # Large enough that every layer changes the outcome and greedy text does not loop.
+                strength = 12.0 if "wpe" in key else 1.2
+                parameter.normal_(0.0, strength * parameter.shape[-1] ** -0.5)
+            else:
+                strength = 0.02 if key.endswith("ln_f.bias") else 0.2
+                parameter.add_(torch.randn_like(parameter) * strength)
+    model.save_pretrained(folder, **save)
+    return model
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """transformers' own greedy continuation, without a cache of ours."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return out[0, len(prompt) :].tolist()

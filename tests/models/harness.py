@@ -1,0 +1,135 @@
+"""Drives a Decoder without an engine: a paged cache with shuffled blocks, rows in any mix."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quire.models import Decoder, ForwardBatch, GroupBatch
+
+
+@dataclass
+class Sequence_:
+    """A sequence, its tokens, how many have their KV cached, and its blocks per group."""
+
+    tokens: list[int]
+    tables: list[list[int]]
+    computed: int = 0
+
+
+@dataclass
+class Harness:
+    model: Decoder
+    block_size: int = 4
+    num_blocks: int = 256
+    seed: int = 0
+    padding: int = 0
+    """Padding tokens put behind the rows of every step."""
+    sequences: list[Sequence_] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        model = self.model
+        self.groups = model.kv_groups(self.block_size)
+        head_dim = model.spec.attention.head_dim
+        self.kv: list[tuple[Tensor, Tensor]] = [None] * model.spec.num_layers  # type: ignore[list-item]
+        self.free: list[list[int]] = []
+        draw = random.Random(self.seed)
+        for group in self.groups:
+            shape = (
+                self.num_blocks,
+                len(group.layers),
+                2,
+                model.local_kv_heads,
+                self.block_size,
+                head_dim,
+            )
+            cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
+            assert cache[0].numel() * cache.element_size() == group.block_bytes
+            for index, layer in enumerate(group.layers):
+                self.kv[layer] = cache[:, index, 0], cache[:, index, 1]
+            blocks = list(range(self.num_blocks))
+            draw.shuffle(blocks)
+            self.free.append(blocks)
+
+    def add(self, tokens: Sequence[int]) -> Sequence_:
+        sequence = Sequence_(list(tokens), [[] for _ in self.groups])
+        self.sequences.append(sequence)
+        return sequence
+
+    def step(self, rows: Sequence[tuple[Sequence_, int]]) -> list[Tensor]:
+        """Computes the next `n` tokens of each (sequence, n); logits [n, vocab] of each row."""
+        batch = self._batch(rows)
+        with torch.inference_mode():
+            hidden = self.model(batch, self.kv)
+            logits = self.model.logits(hidden[: sum(batch.q_lens)])
+        for sequence, count in rows:
+            sequence.computed += count
+        return list(logits.split([count for _, count in rows]))
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], count: int, chunk: int = 1 << 30
+    ) -> list[list[int]]:
+        """Greedy continuations, all prompts at once, prompts in chunks."""
+        sequences = [self.add(prompt) for prompt in prompts]
+        while True:
+            rows = [
+                (sequence, min(chunk, len(sequence.tokens) - sequence.computed))
+                for sequence, prompt in zip(sequences, prompts, strict=True)
+                if len(sequence.tokens) < len(prompt) + count
+            ]
+            if not rows:
+                break
+            for (sequence, _), logits in zip(rows, self.step(rows), strict=True):
+                if sequence.computed == len(sequence.tokens):
+                    sequence.tokens.append(int(logits[-1].argmax()))
+        return [s.tokens[len(p) :] for s, p in zip(sequences, prompts, strict=True)]
+
+    def _batch(self, rows: Sequence[tuple[Sequence_, int]]) -> ForwardBatch:
+        def tensor(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.model.device)
+
+        pad = [0] * self.padding
+        ids: list[int] = []
+        positions: list[int] = []
+        lengths: list[int] = []
+        for sequence, count in rows:
+            start = sequence.computed
+            ids += sequence.tokens[start : start + count]
+            positions += range(start, start + count)
+            lengths.append(start + count)
+        q_lens = tuple(count for _, count in rows)
+        starts = [sum(q_lens[:i]) for i in range(len(q_lens) + 1)]
+        return ForwardBatch(
+            input_ids=tensor(ids + pad),
+            positions=tensor(positions + pad),
+            query_start=tensor(starts),
+            seq_lens=tensor(lengths),
+            groups=tuple(self._group(index, rows, tensor) for index in range(len(self.groups))),
+            q_lens=q_lens,
+            max_q_len=max(q_lens),
+            max_seq_len=max(lengths),
+        )
+
+    def _group(self, index: int, rows: Sequence[tuple[Sequence_, int]], tensor) -> GroupBatch:  # type: ignore[no-untyped-def]
+        size = self.block_size
+        window = self.groups[index].window
+        slots: list[int] = []
+        tables: list[list[int]] = []
+        for sequence, count in rows:
+            table = sequence.tables[index]
+            end = sequence.computed + count
+            while len(table) * size < end:
+                table.append(self.free[index].pop())
+            slots += [table[p // size] * size + p % size for p in range(sequence.computed, end)]
+            tables.append(list(table))
+            if window is not None:
+                # Blocks that no later token sees: their content may be anything from now on.
+                for old in range(max(0, sequence.computed - window + 1) // size):
+                    tables[-1][old] = -1
+        width = max(len(table) for table in tables) + 1
+        padded = [table + [-1] * (width - len(table)) for table in tables]
+        return GroupBatch(tensor(slots + [-1] * self.padding), tensor(padded))

@@ -1,0 +1,92 @@
+"""Every family computes what transformers computes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.models import Decoder, build_model, load_config, load_weights, spec_from_config
+from tests.models.checkpoints import CASES, greedy, make
+from tests.models.harness import Harness
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    model = build_model(spec_from_config(load_config(folder)), device="cpu", dtype=dtype)
+    load_weights(model, folder)
+    return model
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(3, 211) for _ in range(length)] for length in (1, 8, 37)]
+
+
+@pytest.fixture(autouse=True)
+def _few_threads() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens(case: str, tmp_path: Path) -> None:
+    oracle = make(tmp_path, case)
+    model = load(tmp_path)
+    prompts = prompts_of(1)
+
+    harness = Harness(model, padding=3)
+    expected = [greedy(oracle, prompt, 64) for prompt in prompts]
+    assert max(len(set(tokens)) for tokens in expected) > 16
+    assert harness.generate(prompts, 64, chunk=7) == expected
+
+    sequences = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
+    check_logits(Harness(model, block_size=16), oracle, sequences, 1e-4)
+
+
+def check_logits(
+    harness: Harness, oracle: Any, sequences: list[list[int]], tolerance: float
+) -> None:
+    """Rows of prompts, chunks, drafts and single tokens, mixed, against one full forward pass."""
+    rows = [harness.add(sequence) for sequence in sequences]
+    found: list[list[torch.Tensor]] = [[] for _ in rows]
+    draw = random.Random(3)
+    while pending := [row for row in rows if row.computed < len(row.tokens)]:
+        sizes = [
+            min(draw.choice((1, 1, 3, 5, 30)), len(row.tokens) - row.computed) for row in pending
+        ]
+        outputs = harness.step(list(zip(pending, sizes, strict=True)))
+        for row, logits in zip(pending, outputs, strict=True):
+            found[rows.index(row)].append(logits)
+    for sequence, parts in zip(sequences, found, strict=True):
+        with torch.inference_mode():
+            expected = oracle(torch.tensor([sequence])).logits[0].float()
+        torch.testing.assert_close(torch.cat(parts), expected, atol=tolerance, rtol=0.0)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3-window", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """As far from fp32 as transformers is, about."""
+    oracle = make(tmp_path, case)
+    sequences = [prompt + prompt for prompt in prompts_of(2)]
+    half = oracle.to(dtype)
+    tolerance = 0.3 if dtype is torch.bfloat16 else 0.04
+    check_logits(Harness(load(tmp_path, dtype)), half, sequences, tolerance)
+
+
+def test_long_prompt_is_cut_into_tiles(tmp_path: Path) -> None:
+    oracle = make(tmp_path, "llama-mha")
+    spec = replace(spec_from_config(load_config(tmp_path)), max_positions=1024)
+    model = build_model(spec, device="cpu", dtype=torch.float32)
+    load_weights(model, tmp_path)
+    draw = random.Random(0)
+    sequences = [[draw.randrange(3, 211) for _ in range(600)]]
+    harness = Harness(model, block_size=16, num_blocks=64)
+    row = harness.add(sequences[0])
+    logits = torch.cat(harness.step([(row, 599)]) + harness.step([(row, 1)]))
+    with torch.inference_mode():
+        expected = oracle(torch.tensor(sequences)).logits[0]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0.0)
