@@ -52,6 +52,9 @@ class FakeClient:
             raise EngineDeadError("dead")
         self.seen.append((prompt, params))
         ended = False
+        scored = None
+        if params.prompt_logprobs is not None:
+            scored = [None, *({token: Logprob(-2.0, 1, "p")} for token in (2, 3))]
         try:
             for i, word in enumerate(self.words):
                 if i >= self.free:
@@ -63,8 +66,10 @@ class FakeClient:
                     0,
                     word,
                     [i],
+                    None if params.logprobs is None else [{i: Logprob(-1.0, 1, word)}],
                     finish_reason="stop" if last else None,
                     prompt_token_ids=[1, 2, 3] if i == 0 else None,
+                    prompt_logprobs=scored if i == 0 else None,
                 )
             if self.error is not None:
                 raise self.error

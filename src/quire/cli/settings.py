@@ -115,9 +115,9 @@ def with_settings(
         parameters = own + options
         # Positional arguments come in the order of the signature: the model first.
         parameters.sort(key=lambda p: not _is_argument(p))
-        run.__signature__ = inspect.Signature(parameters)
+        run.__dict__["__signature__"] = inspect.Signature(parameters)
         run.__annotations__ = {p.name: p.annotation for p in parameters}
-        del run.__wrapped__  # type: ignore[attr-defined]
+        del run.__dict__["__wrapped__"]
         return run
 
     return decorate
