@@ -106,7 +106,7 @@ class Case:
 MIXED = [(1, 1), (1, 77), (40, 40), (3, 20), (17, 90), (1, 16), (9, 9), (2, 130)]
 
 
-@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (6, 1), (16, 8)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1), (16, 8)])
 def test_mixed_batch(kernel_device: str, heads: int, kv_heads: int) -> None:
     Case(kernel_device, MIXED, heads, kv_heads).check()
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.ops import reference
 from quire.ops.triton import activation, norm
 from quire.ops.triton.embedding import embedding
 from quire.ops.triton.rope_store import qk_norm_rope_store
@@ -23,10 +24,10 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, device: str, seed: int
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
-def rms(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     x = x.double()
     out = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return out if weight is None else out * (weight.double() + offset)
+    return out if weight is None else out * weight.double()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -35,7 +36,6 @@ def test_rms_norm(kernel_device: str, dtype: torch.dtype, width: int) -> None:
     x = draw(5, width + 4, dtype=dtype, device=kernel_device)[:, :width]
     weight = draw(width, dtype=dtype, device=kernel_device, seed=1)
     close(norm.rms_norm(x, weight, 1e-6), rms(x, weight, 1e-6))
-    close(norm.rms_norm(x, weight, 1e-6, offset=1.0), rms(x, weight, 1e-6, 1.0))
     close(norm.rms_norm(x, None, 1e-6), rms(x, None, 1e-6))
     residual = draw(5, width, dtype=dtype, device=kernel_device, seed=2)
     out, total = norm.add_rms_norm(x, residual, weight, 1e-6)
@@ -88,9 +88,9 @@ def test_activations(kernel_device: str, dtype: torch.dtype, width: int) -> None
 def test_embedding_skips_padding_and_other_shards(kernel_device: str) -> None:
     weight = draw(20, 72, device=kernel_device)
     ids = torch.tensor([30, -1, 49, 50, 29, 2**30], dtype=torch.int32, device=kernel_device)
-    out = embedding(ids, weight, first=30, scale=2.0)
+    out = embedding(ids, weight, start=30)
     want = torch.zeros(6, 72, device=kernel_device)
-    want[0], want[2] = 2 * weight[0], 2 * weight[19]
+    want[0], want[2] = weight[0], weight[19]
     assert torch.equal(out, want)
 
 
@@ -98,69 +98,46 @@ class Rope:
     """Five tokens, one of them padding, in a projection's output; a cache of another layout."""
 
     def __init__(self, device: str, dtype: torch.dtype, dim: int, rotary: int) -> None:
-        self.heads, self.kv_heads, self.dim, self.page = 6, 2, dim, 4
-        qkv = draw(5, 10, dim, dtype=dtype, device=device)
-        self.q, self.k, self.v = qkv[:, :6], qkv[:, 6:8], qkv[:, 8:]
+        self.qkv = draw(5, 12, dim, dtype=dtype, device=device)[:, 1:11]
         self.positions = torch.tensor([7, 8, 0, 3, -1], dtype=torch.int32, device=device)
         self.slots = torch.tensor([9, 10, 4, 23, -1], dtype=torch.int64, device=device)
         angles = torch.outer(torch.arange(16.0), 0.5 ** torch.arange(rotary // 2))
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(device)
-        self.cache = torch.full((6, 2, 2, 4, dim), -7.0, dtype=dtype, device=device)
-        self.q_weight = draw(dim, dtype=dtype, device=device, seed=3)
-        self.k_weight = draw(dim, dtype=dtype, device=device, seed=4)
+        self.cache = torch.full((6, 3, 2, 2, 4, dim), -7.0, dtype=dtype, device=device)
+        self.weights = {
+            "q_weight": draw(dim, dtype=dtype, device=device, seed=3),
+            "k_weight": draw(dim, dtype=dtype, device=device, seed=4),
+        }
 
-    def rotated(self, x: Tensor, interleaved: bool) -> Tensor:
-        """float64, tokens but the last."""
-        x, rotary = x[:4].double().clone(), self.cos_sin.shape[1]
-        cos, sin = self.cos_sin[self.positions[:4].long()].double()[:, None].chunk(2, -1)
-        pick = (slice(0, rotary, 2), slice(1, rotary, 2))
-        if not interleaved:
-            pick = (slice(0, rotary // 2), slice(rotary // 2, rotary))
-        a, b = x[..., pick[0]].clone(), x[..., pick[1]].clone()
-        x[..., pick[0]], x[..., pick[1]] = a * cos - b * sin, b * cos + a * sin
-        return x
+    def check(self, cos_sin: Tensor | None, weights: dict[str, Tensor], **tuning: int) -> None:
+        """The same call on the kernel, and on the reference in float64."""
+        same = {"positions": self.positions, "slots": self.slots, "eps": 1e-6}
+        wide = self.cache.double()
+        out = qk_norm_rope_store(
+            self.qkv, self.cache[:, 1, 0], self.cache[:, 1, 1],
+            cos_sin=cos_sin, **weights, **same, **tuning,
+        )  # fmt: skip
+        exact = {name: weight.double() for name, weight in weights.items()}
+        want = reference.qk_norm_rope_store(
+            self.qkv.double(), wide[:, 1, 0], wide[:, 1, 1], scratch=None,
+            cos_sin=None if cos_sin is None else cos_sin.double(),
+            q_weight=exact.get("q_weight"), k_weight=exact.get("k_weight"), **same,
+        )  # fmt: skip
+        close(out[:4], want[:4])
+        close(self.cache, wide)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim,rotary", [(64, 64), (80, 32), (96, 96)])
+@pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (80, 32), (96, 96)])
 @pytest.mark.parametrize("heads_per_program", [1, 4])
-@pytest.mark.parametrize("interleaved", [False, True])
 def test_norm_rope_store(
-    kernel_device: str,
-    dtype: torch.dtype,
-    dim: int,
-    rotary: int,
-    heads_per_program: int,
-    interleaved: bool,
+    kernel_device: str, dtype: torch.dtype, dim: int, rotary: int, heads_per_program: int
 ) -> None:
     case = Rope(kernel_device, dtype, dim, rotary)
-    k_cache, v_cache = case.cache[:, 0], case.cache[:, 1]
-    out = qk_norm_rope_store(
-        case.q, case.k, case.v, positions=case.positions, cos_sin=case.cos_sin,
-        q_weight=case.q_weight, k_weight=case.k_weight, eps=1e-6, k_cache=k_cache,
-        v_cache=v_cache, slots=case.slots, interleaved=interleaved,
-        heads_per_program=heads_per_program,
-    )  # fmt: skip
-    close(out[:4], case.rotated(rms(case.q, case.q_weight, 1e-6), interleaved))
-    block, offset = case.slots[:4] // case.page, case.slots[:4] % case.page
-    want = case.rotated(rms(case.k, case.k_weight, 1e-6), interleaved)
-    close(k_cache[block, :, offset], want)
-    assert torch.equal(v_cache[block, :, offset], case.v[:4])
-    case.cache[block, :, :, offset] = -7.0
-    assert (case.cache == -7.0).all()
+    case.check(case.cos_sin, case.weights, heads_per_program=heads_per_program)
 
 
 def test_store_without_norm_or_rope(kernel_device: str) -> None:
     case = Rope(kernel_device, torch.float32, 64, 64)
-    arguments = {
-        "positions": case.positions,
-        "k_cache": case.cache[:, 0],
-        "v_cache": case.cache[:, 1],
-        "slots": case.slots,
-    }
-    block, offset = case.slots[:4] // case.page, case.slots[:4] % case.page
-    out = qk_norm_rope_store(case.q, case.k, case.v, cos_sin=None, **arguments)
-    assert torch.equal(out[:4], case.q[:4])
-    assert torch.equal(case.cache[block, 0, :, offset], case.k[:4])
-    out = qk_norm_rope_store(case.q, case.k, case.v, cos_sin=case.cos_sin, **arguments)
-    close(out[:4], case.rotated(case.q, False))
+    case.check(None, {})
+    case.check(case.cos_sin, {})

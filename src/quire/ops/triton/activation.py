@@ -65,11 +65,11 @@ def silu_and_mul(x: Tensor, *, pdl: bool | None = None) -> Tensor:
     return _run(x, _SILU, True, pdl)
 
 
-def gelu_and_mul(x: Tensor, *, approximate: str = "tanh", pdl: bool | None = None) -> Tensor:
+def gelu_and_mul(x: Tensor, *, approximate: str = "none", pdl: bool | None = None) -> Tensor:
     """x: [..., 2 width] as gate, up. Returns `gelu(gate) * up`, computed in fp32, in x's type."""
     return _run(x, _GELU_TANH if approximate == "tanh" else _GELU_ERF, True, pdl)
 
 
-def gelu(x: Tensor, *, approximate: str = "tanh", pdl: bool | None = None) -> Tensor:
+def gelu(x: Tensor, approximate: str = "none", *, pdl: bool | None = None) -> Tensor:
     """Elementwise GELU in fp32; `approximate` tanh or none (erf)."""
     return _run(x, _GELU_TANH if approximate == "tanh" else _GELU_ERF, False, pdl)

@@ -2,8 +2,8 @@
 
 Two launches share one kernel. Short rows (decode, drafts) take one tile each and split their KV
 over programs, with a combine step. Long rows take many tiles and no split. Which row goes where is
-decided on the device from `query_start` and `seq_lens`; grids follow from static bounds alone (token
-bucket, row bucket, `max_q_len`), so that one CUDA graph serves any mix within a bucket.
+decided on the device from `query_start` and `seq_lens`; grids follow from static bounds alone
+(token bucket, row bucket, `max_q_len`), so that one CUDA graph serves any mix within a bucket.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def decode_tiles(queries: int, d_pad: int, element_size: int, card: DeviceTraits
     m = max(16, triton.next_power_of_2(queries))
     n = 64 if d_pad * element_size <= 256 else 32
     stages = 3 if card.capability >= (8, 0) else 2
-    return Tiles(m, n, 4 if m > 16 or d_pad > 128 else 2, stages)
+    return Tiles(m, n, 4, stages)
 
 
 def prefill_tiles(d_pad: int, element_size: int, card: DeviceTraits) -> Tiles:
@@ -71,9 +71,9 @@ def prefill_tiles(d_pad: int, element_size: int, card: DeviceTraits) -> Tiles:
 
 
 def decode_splits(rows: int, kv_heads: int, max_seq_len: int, block_n: int, num_sms: int) -> int:
-    """Enough programs to fill the card about four times over, never more than there are KV tiles."""
+    """Enough programs to fill the card about four times over, at most one per KV tile."""
     wanted = triton.cdiv(4 * num_sms, rows * kv_heads)
-    return max(1, min(wanted, triton.cdiv(max_seq_len, block_n), 64))
+    return int(max(1, min(wanted, triton.cdiv(max_seq_len, block_n), 64)))
 
 
 def paged_attention(
@@ -90,6 +90,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    scratch: object = None,
     tuning: AttentionTuning = DEFAULT,
 ) -> Tensor:
     """Causal attention of each row's last `q_len` positions over its `seq_len` stored ones.
@@ -97,11 +98,11 @@ def paged_attention(
     q: [T, heads, D], the last dimension dense. k_cache, v_cache: [blocks, kv_heads, block_size, D]
     views of any block, head and token stride; block_size a power of two. query_start: int32
     [R + 1], rows of length 0 are padding. seq_lens: int32 [R], this step's tokens included.
-    block_table: int32 [R, max_blocks]. q_lens is not read: lengths come from the device.
+    block_table: int32 [R, max_blocks]. q_lens and scratch are not used.
     max_q_len, max_seq_len: host bounds. window: positions a query sees, itself included. softcap:
     logits become `cap * tanh(logit / cap)`. Returns [T, heads, D]; rows of padding are undefined.
     """
-    del q_lens
+    del q_lens, scratch
     card = traits(q.device)
     tokens, heads, head_dim = q.shape
     rows, kv_heads = seq_lens.shape[0], k_cache.shape[1]
@@ -128,7 +129,6 @@ def paged_attention(
         {
             **shape,
             "PAGE": k_cache.shape[2],
-            "ONE_LOOP": tuning.fixed,
             "SOFTCAP": softcap is not None,
             "UPCAST": upcast,
             "PRECISION": "ieee" if width == 4 else "tf32",
@@ -136,7 +136,7 @@ def paged_attention(
     )
     long_tiles = tuning.prefill or prefill_tiles(d_pad, width, card)
     if tuning.fixed:
-        launch.long_rows(long_tiles, shortest=1)
+        launch.long_rows(long_tiles, shortest=1, one_loop=True)
         return out
     fits = max_q_len * group <= _SHORT_TILE
     queries = max_q_len * group if fits else group
@@ -176,7 +176,8 @@ class _Launch:
             partial = torch.empty(parts * head_dim, dtype=torch.float32, device=q.device)
             lse = torch.empty(parts, dtype=torch.float32, device=q.device)
         grid = (kv_heads, rows, splits)
-        self._attend(grid, partial, lse, tiles, 1, longest, splits > 1, min_tiles)
+        # One masked loop: two would drain the pipeline in between, and decode is all pipeline.
+        self._attend(grid, partial, lse, tiles, 1, longest, splits > 1, min_tiles, one_loop=True)
         if splits == 1:
             return
         group = q.shape[1] // kv_heads
@@ -187,13 +188,13 @@ class _Launch:
             **options(bool(shape["PDL"]), num_warps=2),
         )  # fmt: skip
 
-    def long_rows(self, tiles: Tiles, shortest: int) -> None:
+    def long_rows(self, tiles: Tiles, shortest: int, one_loop: bool = False) -> None:
         """Rows of at least `shortest` tokens."""
         q, k_cache, _, out, _, seq_lens, _ = self.tensors
         tokens, heads, _ = q.shape
         kv_heads = k_cache.shape[1]
         most = tokens * (heads // kv_heads) // tiles.m + seq_lens.shape[0]
-        self._attend((kv_heads, most, 1), out, out, tiles, shortest, 0, False, 1)
+        self._attend((kv_heads, most, 1), out, out, tiles, shortest, 0, False, 1, one_loop)
 
     def _attend(
         self,
@@ -205,6 +206,7 @@ class _Launch:
         longest: int,
         split: bool,
         min_tiles: int,
+        one_loop: bool,
     ) -> None:
         q, k_cache, v_cache, out, query_start, seq_lens, table = self.tensors
         attend[grid](
@@ -213,6 +215,6 @@ class _Launch:
             q.stride(0), q.stride(1), out.stride(0), out.stride(1),
             *k_cache.stride()[:3], *v_cache.stride()[:3], table.stride(0),
             BM=tiles.m, BN=tiles.n, MIN_Q=shortest, MAX_Q=longest, SPLIT=split,
-            MIN_TILES=min_tiles, **self.constants,
+            MIN_TILES=min_tiles, ONE_LOOP=one_loop, **self.constants,
             **options(bool(self.constants["PDL"]), num_warps=tiles.warps, num_stages=tiles.stages),
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """Kernels of `attention.py`: one tile of queries against a paged KV cache, and the combine step.
 
-A tile packs BM (token, query head) pairs that share a KV head, as flat index `token * GROUP + head`,
-so that any group size fills it: grouped decode queries meet in one matrix product, and prefill
-wastes nothing on groups that are no power of two. The online softmax is that of FlashAttention-2
+A tile packs BM (token, query head) pairs that share a KV head, as flat index
+`token * GROUP + head`, so that any group size fills it: grouped decode queries meet in one matrix
+product, and prefill wastes nothing on groups that are no power of two. The online softmax is that of FlashAttention-2
 (Dao, 2023), split-KV with a combine that of Flash-Decoding (Dao et al., 2023), pages are those of
 PagedAttention (Kwon et al., 2023).
 """
@@ -48,31 +48,36 @@ def _window_start(first_position, window, WINDOW: tl.constexpr, BN: tl.constexpr
 
 
 @triton.jit
+def _stored(positions, begin, end):
+    return (positions >= begin) & (positions < end)
+
+
+@triton.jit
 def _attend_range(
-    acc, peak, total, q, limit, start, end, begin, visible, k_ptr, v_ptr, table_ptr, qk_scale, softcap,
-    window, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
+    acc, peak, total, q, limit, start, end, begin, k_ptr, v_ptr, table_ptr, qk_scale,
+    softcap, window, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over KV tiles [start, end). Only MASKED tiles check positions: causality
-    (`limit` is each query's position) and the window; what lies outside [begin, visible) belongs to
+    (`limit` is each query's position) and the window; what lies outside [begin, end) belongs to
     none of the queries, may not be stored (any more), and is not read.
     `peak` and `total` are the running maximum (in log2 units) and sum."""
     dims = tl.arange(0, D_PAD)
+    # Block ids are fetched a tile ahead, else each tile's loads would wait for them.
+    positions = start + tl.arange(0, BN)
+    page = tl.load(table_ptr + positions // PAGE, mask=_stored(positions, begin, end), other=0)
     for tile in range(start, end, BN):
         positions = tile + tl.arange(0, BN)
-        if MASKED:
-            stored = (positions >= begin) & (positions < visible)
-            page = tl.load(table_ptr + positions // PAGE, mask=stored, other=0).to(tl.int64)
-        else:
-            page = tl.load(table_ptr + positions // PAGE).to(tl.int64)
-        k_rows = page * k_stride_b + (positions % PAGE) * k_stride_t
-        v_rows = page * v_stride_b + (positions % PAGE) * v_stride_t
+        k_rows = page.to(tl.int64) * k_stride_b + (positions % PAGE) * k_stride_t
+        v_rows = page.to(tl.int64) * v_stride_b + (positions % PAGE) * v_stride_t
+        ahead = positions + BN
+        page = tl.load(table_ptr + ahead // PAGE, mask=_stored(ahead, begin, end), other=0)
         k_at = k_ptr + k_rows[:, None] + dims[None, :]
         v_at = v_ptr + v_rows[:, None] + dims[None, :]
         if MASKED:
-            inside = stored[:, None] & (dims[None, :] < HEAD_DIM)
+            inside = _stored(positions, begin, end)[:, None] & (dims[None, :] < HEAD_DIM)
             k = tl.load(k_at, mask=inside, other=0.0)
             v = tl.load(v_at, mask=inside, other=0.0)
         elif HEAD_DIM == D_PAD:
@@ -85,22 +90,22 @@ def _attend_range(
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        factor = qk_scale
         if SOFTCAP:
-            # cap * tanh(x / cap), then into log2 units; qk_scale here is 2 * scale / cap.
-            scores = (2.0 * tl.sigmoid(scores * qk_scale) - 1.0) * softcap
-        else:
-            scores = scores * qk_scale
+            # cap * tanh(x / cap): qk_scale is then 2 * scale / cap, and the cap in log2 units.
+            scores = 2.0 * tl.sigmoid(scores * qk_scale) - 1.0
+            factor = softcap
         if MASKED:
             seen = positions[None, :] <= limit[:, None]
             if WINDOW:
                 seen = seen & (positions[None, :] > limit[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, 1))
+        # Scaled after the maximum, so that the scaling is part of the exponent's multiply-add.
+        higher = tl.maximum(peak, tl.max(scores, 1) * factor)
+        base = higher
+        if MASKED:
             base = tl.where(higher == float("-inf"), 0.0, higher)
-        else:
-            higher = tl.maximum(peak, tl.max(scores, 1))
-            base = higher
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(scores * factor - base[:, None])
         decay = tl.exp2(peak - base)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
@@ -121,7 +126,7 @@ def attend(
 ):  # fmt: skip
     """Grid (KV heads, tiles, splits). Rows with MIN_Q <= q_len <= MAX_Q are computed (MAX_Q 0: no
     bound), others belong to another launch. MAX_Q * GROUP <= BM means one tile per row, and the
-    tile index is the row. ONE_LOOP: every tile takes the masked road, so that a query's rounding
+    tile index is the row. ONE_LOOP: every KV tile takes the masked road; a query's rounding then
     does not depend on its neighbours in the tile."""
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -190,17 +195,17 @@ def attend(
             whole_from = tl.cdiv(tl.maximum(last - window + 1, 0), BN) * BN
             whole_from = tl.minimum(tl.maximum(whole_from, lo), whole_to)
             acc, peak, total = _attend_range(
-                acc, peak, total, q, limit, lo, whole_from, begin, hi, k_ptr, v_ptr, table_ptr,
+                acc, peak, total, q, limit, lo, whole_from, begin, k_ptr, v_ptr, table_ptr,
                 qk_scale, softcap, window, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
                 HEAD_DIM, D_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
             )  # fmt: skip
         acc, peak, total = _attend_range(
-            acc, peak, total, q, limit, whole_from, whole_to, begin, hi, k_ptr, v_ptr, table_ptr,
+            acc, peak, total, q, limit, whole_from, whole_to, begin, k_ptr, v_ptr, table_ptr,
             qk_scale, softcap, window, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
             HEAD_DIM, D_PAD, PAGE, BN, False, SOFTCAP, WINDOW, UPCAST, PRECISION,
         )  # fmt: skip
     acc, peak, total = _attend_range(
-        acc, peak, total, q, limit, whole_to, hi, begin, hi, k_ptr, v_ptr, table_ptr, qk_scale,
+        acc, peak, total, q, limit, whole_to, hi, begin, k_ptr, v_ptr, table_ptr, qk_scale,
         softcap, window, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
         HEAD_DIM, D_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from quire.ops.triton.launch import options, traits
 
 @triton.jit
 def _embed(
-    ids_ptr, weight_ptr, out_ptr, width, first, count, scale, weight_stride,
+    ids_ptr, table_ptr, out_ptr, width, start, count, table_stride,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -21,32 +21,29 @@ def _embed(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    entry = tl.load(ids_ptr + row).to(tl.int64) - first
+    entry = tl.load(ids_ptr + row).to(tl.int64) - start
     inside = at < width
     # An id outside this shard (padding is -1) reads nothing and gives zeros.
     ours = tl.where(inside, entry, -1)
     ours = (ours >= 0) & (ours < count)
-    values = tl.load(weight_ptr + entry * weight_stride + at, mask=ours, other=0.0)
-    values = values.to(tl.float32) * scale
-    tl.store(out_ptr + row * width + at, values.to(out_ptr.dtype.element_ty), mask=inside)
+    values = tl.load(table_ptr + entry * table_stride + at, mask=ours, other=0.0)
+    tl.store(out_ptr + row * width + at, values, mask=inside)
 
 
-def embedding(
-    ids: Tensor, weight: Tensor, *, first: int = 0, scale: float = 1.0, pdl: bool | None = None
-) -> Tensor:
-    """ids: int [T]. weight: [entries, width], the rows of ids `first` to `first + entries - 1`.
+def embedding(ids: Tensor, table: Tensor, start: int = 0, *, pdl: bool | None = None) -> Tensor:
+    """ids: int [T]. table: [entries, width], the rows of ids from `start` on.
 
-    Returns [T, width] in the weight's type, times `scale`; zeros for ids outside that range, such
-    as padding (-1) or another rank's shard.
+    Returns [T, width] in the table's type; zeros for ids outside it, such as padding (-1) or
+    another rank's shard.
     """
-    entries, width = weight.shape
-    out = torch.empty((ids.shape[0], width), dtype=weight.dtype, device=weight.device)
+    entries, width = table.shape
+    out = torch.empty((ids.shape[0], width), dtype=table.dtype, device=table.device)
     if ids.shape[0] == 0:
         return out
     block = min(triton.next_power_of_2(width), 2048)
     use_pdl = traits(ids.device).pdl if pdl is None else pdl
     _embed[(ids.shape[0], triton.cdiv(width, block))](
-        ids, weight, out, width, first, entries, scale, weight.stride(0), BLOCK=block, PDL=use_pdl,
+        ids, table, out, width, start, entries, table.stride(0), BLOCK=block, PDL=use_pdl,
         **options(use_pdl, num_warps=min(max(block // 256, 1), 8)),
     )  # fmt: skip
     return out

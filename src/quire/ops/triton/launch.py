@@ -1,7 +1,7 @@
 """What a device can do, and how kernels of a captured step follow each other.
 
-**Programmatic dependent launch (PDL).** A kernel launched with `launch_pdl=True` may start while its
-predecessor still runs; `gdc_wait` blocks until the predecessor has finished and its writes are
+**Programmatic dependent launch (PDL).** A kernel launched with `launch_pdl=True` may start while
+its predecessor still runs; `gdc_wait` blocks until the predecessor has finished and its writes are
 visible. Every kernel here calls `gdc_wait` in *all* of its programs, early exits included, and
 `gdc_launch_dependents` only *after* it. So when a kernel starts, everything before its predecessor
 is complete: before its own wait it may read weights and the step's metadata, nothing newer.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,12 @@ INTERPRETED = DeviceTraits((0, 0), 4, 1 << 30, pdl=False, bf16=False)
 @functools.cache
 def _cuda_traits(index: int) -> DeviceTraits:
     properties = torch.cuda.get_device_properties(index)
+    limits = triton.runtime.driver.active.utils.get_device_properties(index)
     capability = (properties.major, properties.minor)
     return DeviceTraits(
         capability=capability,
         num_sms=properties.multi_processor_count,
-        shared_memory=int(properties.shared_memory_per_block_optin),
+        shared_memory=limits["max_shared_mem"],
         pdl=capability >= (9, 0),
         bf16=capability >= (8, 0),
     )

@@ -14,9 +14,10 @@ from quire.ops.triton.launch import options, traits
 
 @triton.jit
 def _norm(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, width, eps, x_stride, residual_stride,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, width, eps, x_stride,
+    residual_stride,
     BLOCK: tl.constexpr, CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row per program, held in registers. The sum with the residual is rounded to its storage
     type first, so that the norm sees what later layers see."""
@@ -26,7 +27,7 @@ def _norm(
     scale = tl.full([BLOCK], 1.0, tl.float32)
     shift = tl.zeros([BLOCK], tl.float32)
     if WEIGHT:
-        scale = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32) + OFFSET
+        scale = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         shift = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if PDL:
@@ -41,8 +42,12 @@ def _norm(
     if CENTER:
         x = tl.where(inside, x - tl.sum(x, 0) / width, 0.0)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
-    out = x * inverse * scale + shift
-    tl.store(out_ptr + row * width + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    out = x * inverse
+    kind = out_ptr.dtype.element_ty
+    if not CENTER:
+        # Rounded before the weight, as published models were trained.
+        out = out.to(kind).to(tl.float32)
+    tl.store(out_ptr + row * width + at, (out * scale + shift).to(kind), mask=inside)
 
 
 def _run(
@@ -53,7 +58,6 @@ def _run(
     residual: Tensor | None,
     *,
     center: bool,
-    offset: float,
     pdl: bool | None,
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
@@ -69,22 +73,15 @@ def _run(
         rows, add, rows if weight is None else weight, rows if bias is None else bias, out, total,
         width, eps, rows.stride(0), add.stride(0),
         BLOCK=block, CENTER=center, RESIDUAL=residual is not None, WEIGHT=weight is not None,
-        BIAS=bias is not None, OFFSET=offset, PDL=use_pdl,
+        BIAS=bias is not None, PDL=use_pdl,
         **options(use_pdl, num_warps=min(max(block // 512, 1), 16)),
     )  # fmt: skip
     return out, total
 
 
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    offset: float = 0.0,
-    pdl: bool | None = None,
-) -> Tensor:
-    """x: [..., width], rows of any stride. `x / rms(x) * (weight + offset)` in fp32, as x's type."""
-    return _run(x, weight, None, eps, None, center=False, offset=offset, pdl=pdl)[0]
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, pdl: bool | None = None) -> Tensor:
+    """x: [..., width], rows of any stride. x / rms(x), rounded to x's type, times weight."""
+    return _run(x, weight, None, eps, None, center=False, pdl=pdl)[0]
 
 
 def add_rms_norm(
@@ -93,11 +90,10 @@ def add_rms_norm(
     weight: Tensor | None,
     eps: float,
     *,
-    offset: float = 0.0,
     pdl: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm of `x + residual`, `x + residual`), both [..., width] in x's type."""
-    return _run(x, weight, None, eps, residual, center=False, offset=offset, pdl=pdl)
+    return _run(x, weight, None, eps, residual, center=False, pdl=pdl)
 
 
 def layer_norm(
@@ -109,7 +105,7 @@ def layer_norm(
     pdl: bool | None = None,
 ) -> Tensor:
     """x: [..., width]. Mean and variance in fp32, result in x's type."""
-    return _run(x, weight, bias, eps, None, center=True, offset=0.0, pdl=pdl)[0]
+    return _run(x, weight, bias, eps, None, center=True, pdl=pdl)[0]
 
 
 def add_layer_norm(
@@ -122,4 +118,4 @@ def add_layer_norm(
     pdl: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm of `x + residual`, `x + residual`), both [..., width] in x's type."""
-    return _run(x, weight, bias, eps, residual, center=True, offset=0.0, pdl=pdl)
+    return _run(x, weight, bias, eps, residual, center=True, pdl=pdl)

@@ -16,23 +16,18 @@ from quire.ops.triton.launch import options, traits
 def _rotate(
     in_ptr, out_ptr, weight_ptr, cos_sin_ptr, rows, live, in_stride, out_stride, eps,
     DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr, TAIL_PAD: tl.constexpr,
-    NORM: tl.constexpr, OFFSET: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the heads `rows` [H] of one token from in_ptr to out_ptr. A head is held as
     the two halves that rotate into each other, and a tail that does not rotate."""
     half: tl.constexpr = ROTARY // 2
+    kind = in_ptr.dtype.element_ty
     pair = tl.arange(0, HALF_PAD)
-    if INTERLEAVED:
-        at_a = 2 * pair
-        at_b = 2 * pair + 1
-    else:
-        at_a = pair
-        at_b = pair + half
     inside = live[:, None] & (pair[None, :] < half)
     from_row = in_ptr + rows[:, None] * in_stride
     to_row = out_ptr + rows[:, None] * out_stride
-    a = tl.load(from_row + at_a[None, :], mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(from_row + at_b[None, :], mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(from_row + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(from_row + half + pair[None, :], mask=inside, other=0.0).to(tl.float32)
     squares = tl.sum(a * a + b * b, 1)
     if TAIL_PAD > 0:
         at_tail = ROTARY + tl.arange(0, TAIL_PAD)
@@ -41,38 +36,37 @@ def _rotate(
         squares += tl.sum(tail * tail, 1)
     if NORM:
         inverse = tl.rsqrt(squares / DIM + eps)[:, None]
-        weight_a = tl.load(weight_ptr + at_a, mask=pair < half, other=0.0).to(tl.float32) + OFFSET
-        weight_b = tl.load(weight_ptr + at_b, mask=pair < half, other=0.0).to(tl.float32) + OFFSET
-        a = a * inverse * weight_a[None, :]
-        b = b * inverse * weight_b[None, :]
+        weight_a = tl.load(weight_ptr + pair, mask=pair < half, other=0.0).to(tl.float32)
+        weight_b = tl.load(weight_ptr + half + pair, mask=pair < half, other=0.0).to(tl.float32)
+        # Rounded before the weight, as published models were trained.
+        a = (a * inverse).to(kind).to(tl.float32) * weight_a[None, :]
+        b = (b * inverse).to(kind).to(tl.float32) * weight_b[None, :]
         if TAIL_PAD > 0:
             weight = tl.load(weight_ptr + at_tail, mask=at_tail < DIM, other=0.0).to(tl.float32)
-            tail = tail * inverse * (weight + OFFSET)[None, :]
+            tail = (tail * inverse).to(kind).to(tl.float32) * weight[None, :]
     if ROPE:
-        cos = tl.load(cos_sin_ptr + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
-        sin = tl.load(cos_sin_ptr + half + pair, mask=pair < half, other=0.0).to(tl.float32)[
-            None, :
-        ]
+        angles = cos_sin_ptr + pair
+        cos = tl.load(angles, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+        sin = tl.load(angles + half, mask=pair < half, other=0.0).to(tl.float32)[None, :]
         turned = a * cos - b * sin
         b = b * cos + a * sin
         a = turned
-    kind = out_ptr.dtype.element_ty
-    tl.store(to_row + at_a[None, :], a.to(kind), mask=inside)
-    tl.store(to_row + at_b[None, :], b.to(kind), mask=inside)
+    to_kind = out_ptr.dtype.element_ty
+    tl.store(to_row + pair[None, :], a.to(to_kind), mask=inside)
+    tl.store(to_row + half + pair[None, :], b.to(to_kind), mask=inside)
     if TAIL_PAD > 0:
-        tl.store(to_row + at_tail[None, :], tail.to(kind), mask=in_tail)
+        tl.store(to_row + at_tail[None, :], tail.to(to_kind), mask=in_tail)
 
 
 @triton.jit
 def _qk_norm_rope_store(
-    q_ptr, k_ptr, v_ptr, out_ptr, k_cache_ptr, v_cache_ptr, positions_ptr, slots_ptr, cos_sin_ptr,
-    q_weight_ptr, k_weight_ptr, eps,
-    q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    qkv_ptr, out_ptr, k_cache_ptr, v_cache_ptr, positions_ptr, slots_ptr, cos_sin_ptr,
+    q_weight_ptr, k_weight_ptr, eps, stride_t, stride_h,
     kc_stride_b, kc_stride_h, kc_stride_t, vc_stride_b, vc_stride_h, vc_stride_t, cos_sin_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr,
     D_PAD: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr, TAIL_PAD: tl.constexpr,
-    PAGE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, OFFSET: tl.constexpr,
-    ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    ROPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, groups of H heads: first those of q, then of k, then of v)."""
     Q_GROUPS: tl.constexpr = (HEADS + H - 1) // H
@@ -87,26 +81,27 @@ def _qk_norm_rope_store(
     if slot < 0:
         return
     cos_sin_ptr += position * cos_sin_stride
+    from_token = qkv_ptr + token * stride_t
     if group < Q_GROUPS:
         rows = group * H + tl.arange(0, H)
         _rotate(
-            q_ptr + token * q_stride_t, out_ptr + token * HEADS * DIM, q_weight_ptr, cos_sin_ptr,
-            rows, rows < HEADS, q_stride_h, DIM, eps,
-            DIM, ROTARY, HALF_PAD, TAIL_PAD, Q_NORM, OFFSET, ROPE, INTERLEAVED,
+            from_token, out_ptr + token * HEADS * DIM, q_weight_ptr, cos_sin_ptr,
+            rows, rows < HEADS, stride_h, DIM, eps,
+            DIM, ROTARY, HALF_PAD, TAIL_PAD, Q_NORM, ROPE,
         )  # fmt: skip
     elif group < Q_GROUPS + KV_GROUPS:
         rows = (group - Q_GROUPS) * H + tl.arange(0, H)
         to = k_cache_ptr + slot // PAGE * kc_stride_b + slot % PAGE * kc_stride_t
         _rotate(
-            k_ptr + token * k_stride_t, to, k_weight_ptr, cos_sin_ptr,
-            rows, rows < KV_HEADS, k_stride_h, kc_stride_h, eps,
-            DIM, ROTARY, HALF_PAD, TAIL_PAD, K_NORM, OFFSET, ROPE, INTERLEAVED,
+            from_token + HEADS * stride_h, to, k_weight_ptr, cos_sin_ptr,
+            rows, rows < KV_HEADS, stride_h, kc_stride_h, eps,
+            DIM, ROTARY, HALF_PAD, TAIL_PAD, K_NORM, ROPE,
         )  # fmt: skip
     else:
         rows = (group - Q_GROUPS - KV_GROUPS) * H + tl.arange(0, H)
         dims = tl.arange(0, D_PAD)
         inside = (rows[:, None] < KV_HEADS) & (dims[None, :] < DIM)
-        from_row = v_ptr + token * v_stride_t + rows[:, None] * v_stride_h
+        from_row = from_token + (HEADS + KV_HEADS + rows[:, None]) * stride_h
         values = tl.load(from_row + dims[None, :], mask=inside, other=0.0)
         to = v_cache_ptr + slot // PAGE * vc_stride_b + slot % PAGE * vc_stride_t
         to_row = to + rows[:, None] * vc_stride_h
@@ -115,52 +110,50 @@ def _qk_norm_rope_store(
 
 
 def qk_norm_rope_store(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     *,
     positions: Tensor,
-    cos_sin: Tensor | None,
+    slots: Tensor,
+    cos_sin: Tensor | None = None,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    interleaved: bool = False,
-    weight_offset: float = 0.0,
+    scratch: object = None,
     heads_per_program: int | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """Store K and V of T tokens, and return the rotated queries, [T, heads, D], dense.
+    """Norm and rotate the heads of q and k, store k and v, and return q [T, heads, D], dense.
 
-    q: [T, heads, D]; k, v: [T, kv_heads, D]; views into one projection's output are read in place.
-    positions: int [T]. cos_sin: [positions, rotary dims], cosines then sines of each pair's angle;
-    None rotates nothing. q_weight, k_weight: [D], per-head RMS norms (None: no norm).
-    k_cache, v_cache: [blocks, kv_heads, block_size, D]. slots: int [T], -1 is padding: nothing is
-    stored and that query is undefined. interleaved: pairs are neighbours instead of halves.
+    qkv: [T, heads + 2 * kv_heads, D], the fused projection, read in place. positions: int [T].
+    k_cache, v_cache: [blocks, kv_heads, block_size, D] views of any block, head and token stride.
+    slots: int [T], -1 is padding: nothing is stored and that token's q is undefined.
+    cos_sin: [positions, rotary], cosines, then sines, of pairs (i, i + rotary / 2); None rotates
+    nothing. q_weight, k_weight: [D], RMS norms over a head, or None. scratch is not used.
     """
-    card = traits(q.device)
-    tokens, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    del scratch
+    tokens, all_heads, dim = qkv.shape
+    kv_heads = k_cache.shape[1]
+    heads = all_heads - 2 * kv_heads
+    out = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return out
     rotary = dim - dim % 2 if cos_sin is None else cos_sin.shape[-1]
     width = heads_per_program or (1 if tokens * heads <= 4096 else 8)
     groups = triton.cdiv(heads, width) + 2 * triton.cdiv(kv_heads, width)
-    use_pdl = card.pdl if pdl is None else pdl
+    use_pdl = traits(qkv.device).pdl if pdl is None else pdl
     angles = positions if cos_sin is None else cos_sin
     _qk_norm_rope_store[(tokens, groups)](
-        q, k, v, out, k_cache, v_cache, positions, slots, angles,
-        q if q_weight is None else q_weight, k if k_weight is None else k_weight, eps,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        *k_cache.stride()[:3], *v_cache.stride()[:3], 0 if cos_sin is None else cos_sin.stride(0),
+        qkv, out, k_cache, v_cache, positions, slots, angles,
+        qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, eps,
+        *qkv.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        0 if cos_sin is None else cos_sin.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, H=width, DIM=dim, D_PAD=triton.next_power_of_2(dim),
         ROTARY=rotary, HALF_PAD=triton.next_power_of_2(rotary // 2),
         TAIL_PAD=triton.next_power_of_2(dim - rotary) if dim > rotary else 0,
         PAGE=k_cache.shape[2], Q_NORM=q_weight is not None, K_NORM=k_weight is not None,
-        OFFSET=weight_offset, ROPE=cos_sin is not None, INTERLEAVED=interleaved, PDL=use_pdl,
+        ROPE=cos_sin is not None, PDL=use_pdl,
         **options(use_pdl, num_warps=1 if width == 1 else 4),
     )  # fmt: skip
     return out

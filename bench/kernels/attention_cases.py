@@ -1,0 +1,210 @@
+"""Paged attention: checks on mixed batches, and times at the shapes of real models."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from shapes import Shape
+from timing import DEVICE, copies_beyond_l2, graph_us
+from torch import Tensor
+
+from quire.ops import reference
+from quire.ops.triton.attention import AttentionTuning, Tiles, paged_attention
+
+PAGE = 16
+
+
+@dataclass
+class Batch:
+    """A batch over caches laid out as the engine's: one block holds all layers."""
+
+    q: list[Tensor]
+    caches: list[tuple[Tensor, Tensor]]
+    query_start: Tensor
+    seq_lens: Tensor
+    table: Tensor
+    q_lens: tuple[int, ...]
+    max_seq_len: int
+
+    @classmethod
+    def make(
+        cls,
+        rows: list[tuple[int, int]],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        layers: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Batch:
+        """rows: (query length, context length)."""
+        widths = [-(-total // PAGE) for _, total in rows]
+        blocks = sum(widths) + 1
+        order = torch.randperm(blocks - 1) + 1
+        table = torch.full((len(rows), max(widths)), -1, dtype=torch.int32)
+        at = 0
+        for row, width in enumerate(widths):
+            table[row, :width] = order[at : at + width]
+            at += width
+        store = torch.empty(blocks, layers, 2, kv_heads, PAGE, dim, dtype=dtype, device=DEVICE)
+        store.normal_()
+        tokens = sum(q for q, _ in rows)
+        q = torch.randn(layers, tokens, heads + 2 * kv_heads, dim, dtype=dtype, device=DEVICE)
+        starts = torch.tensor([0, *(q for q, _ in rows)]).cumsum(0).int()
+        return cls(
+            q=[q[layer][:, :heads] for layer in range(layers)],
+            caches=[(store[:, layer, 0], store[:, layer, 1]) for layer in range(layers)],
+            query_start=starts.to(DEVICE),
+            seq_lens=torch.tensor([total for _, total in rows], dtype=torch.int32, device=DEVICE),
+            table=table.to(DEVICE),
+            q_lens=tuple(q for q, _ in rows),
+            max_seq_len=max(total for _, total in rows),
+        )
+
+    def run(
+        self, layer: int, tuning: AttentionTuning, max_seq_len: int = 0, **extra: object
+    ) -> Tensor:
+        return paged_attention(
+            self.q[layer], *self.caches[layer], self.query_start, self.seq_lens, self.table,
+            max_q_len=max(self.q_lens), max_seq_len=max_seq_len or self.max_seq_len, scale=0.1,
+            tuning=tuning, **extra,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def exact(self, **extra: object) -> Tensor:
+        k, v = self.caches[0]
+        return reference.paged_attention(
+            self.q[0].double(), k.double(), v.double(), self.query_start, self.seq_lens,
+            self.table.clamp(min=0), q_lens=self.q_lens, max_q_len=max(self.q_lens),
+            max_seq_len=self.max_seq_len, scale=0.1, window=extra.get("window"),
+            softcap=extra.get("softcap"), scratch=None,
+        )  # fmt: skip
+
+
+MIXED = [(1, 1), (1, 777), (140, 140), (3, 200), (170, 900), (1, 16), (9, 9), (2, 1300), (1, 64)]
+SHORT = [(1, 1), (1, 400), (1, 1025), (1, 64), (1, 2000)]
+
+
+def checks() -> Iterator[tuple[str, Callable[[], float]]]:
+    """Name, and a function that gives the largest error in units of what the type allows."""
+
+    def error(
+        rows: list[tuple[int, int]],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+        tuning: AttentionTuning = AttentionTuning(),  # noqa: B008 (frozen)
+        **extra: object,
+    ) -> float:
+        batch = Batch.make(rows, heads, kv_heads, dim, dtype=dtype)
+        got, want = batch.run(0, tuning, **extra).double(), batch.exact(**extra)
+        allowed = {torch.float32: 2e-5}.get(dtype, 3 * torch.finfo(dtype).eps)
+        return float(((got - want).abs() / (allowed * (1 + want.abs()))).max())
+
+    for heads, kv_heads, dim in ((16, 8, 128), (12, 2, 128), (32, 8, 128), (4, 4, 64), (8, 1, 256)):
+        name = f"heads {heads}/{kv_heads} x {dim}"
+        yield f"mixed, {name}", functools.partial(error, MIXED, heads, kv_heads, dim)
+        yield f"decode, {name}", functools.partial(error, SHORT, heads, kv_heads, dim)
+    yield "head size 80", functools.partial(error, MIXED, 4, 2, 80)
+    yield "fp16, head size 96", functools.partial(error, MIXED, 4, 2, 96, torch.float16)
+    yield "fp32", functools.partial(error, MIXED, 8, 2, 128, torch.float32)
+    yield "window 100", functools.partial(error, MIXED, 8, 4, 128, window=100)
+    yield "soft-cap 20", functools.partial(error, MIXED, 8, 4, 128, softcap=20.0)
+    fixed, bare = AttentionTuning(fixed=True), AttentionTuning(pdl=False, upcast=True)
+    yield "fixed path", functools.partial(error, MIXED, 8, 4, 128, tuning=fixed)
+    yield "fallbacks", functools.partial(error, MIXED, 8, 4, 128, tuning=bare)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report. value: what unit says, of the best of `trials` as (config, µs)."""
+
+    kernel: str
+    model: str
+    case: str
+    value: float
+    unit: str
+    trials: tuple[tuple[str, float], ...]
+    baseline: str = ""
+
+
+DECODE = (Tiles(16, 64, 4, 3), Tiles(16, 64, 2, 3), Tiles(16, 64, 4, 4), Tiles(16, 128, 4, 2))
+PREFILL = (
+    Tiles(128, 64, 8, 3),
+    Tiles(128, 64, 8, 2),
+    Tiles(128, 128, 8, 2),
+    Tiles(64, 64, 4, 2),
+    Tiles(64, 128, 4, 2),
+)
+
+
+def name(tiles: Tiles) -> str:
+    return f"{tiles.m}x{tiles.n} w{tiles.warps} s{tiles.stages}"
+
+
+def decode_contexts(case: str) -> list[int]:
+    if case == "nano":
+        draw = random.Random(1)
+        return [draw.randint(300, 1500) for _ in range(256)]
+    return {"b1": [384], "b8": [8000] * 8, "b64": [640] * 64}[case]
+
+
+def time_decode(shape: Shape, case: str, sweep: bool) -> Row:
+    contexts = decode_contexts(case)
+    bytes_ = sum(contexts) * shape.kv_bytes_per_token
+    layers = copies_beyond_l2(bytes_)
+    batch = Batch.make([(1, n) for n in contexts], shape.heads, shape.kv_heads, 128, layers)
+    trials = []
+
+    def trial(label: str, tuning: AttentionTuning) -> None:
+        calls = [
+            functools.partial(batch.run, layer, tuning, max_seq_len=40960)
+            for layer in range(layers)
+        ]
+        trials.append((label, graph_us(calls)))
+
+    auto = AttentionTuning()
+    trial("default", auto)
+    if case in ("b1", "b64"):
+        trial("default, no PDL", replace(auto, pdl=False))
+    for splits in {"b1": (4, 16, 32), "b8": (8, 32), "b64": (1, 2, 4), "nano": (1, 2)}[case]:
+        trial(f"splits {splits}", replace(auto, splits=splits))
+    for tiles in DECODE[1:] if sweep else ():
+        trial(name(tiles), replace(auto, decode=tiles))
+    best = min(us for _, us in trials)
+    return Row("attention decode", shape.name, case, bytes_ / best / 1e6, "TB/s", tuple(trials))
+
+
+def cudnn_us(shape: Shape, tokens: int) -> float:
+    """cuDNN's dense causal attention, for comparison."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = torch.randn(3, 1, shape.heads, tokens, 128, dtype=torch.bfloat16, device=DEVICE)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return graph_us([lambda: attention(q, k, v, is_causal=True)])
+
+
+def time_prefill(shape: Shape, tokens: int, sweep: bool) -> Row:
+    batch = Batch.make([(tokens, tokens)], shape.heads, shape.kv_heads, 128)
+    flops = 2.0 * tokens * tokens * shape.heads * 128
+    tried = [("default", AttentionTuning())]
+    tried += [(name(t), AttentionTuning(prefill=t)) for t in PREFILL] if sweep else []
+    trials = []
+    for label, tuning in tried:
+        try:
+            trials.append((label, graph_us([functools.partial(batch.run, 0, tuning)])))
+        except Exception as error:  # a tile may not fit this card; the others still tell
+            trials.append((f"{label}: {type(error).__name__}", float("inf")))
+    best = min(us for _, us in trials)
+    try:
+        baseline = f"cuDNN {flops / cudnn_us(shape, tokens) / 1e6:.0f}"
+    except RuntimeError as error:
+        baseline = f"cuDNN: {str(error)[:40]}"
+    tflops = flops / best / 1e6
+    return Row(
+        "attention prefill", shape.name, str(tokens), tflops, "TFLOP/s", tuple(trials), baseline
+    )

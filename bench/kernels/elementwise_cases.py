@@ -1,0 +1,143 @@
+"""Kernels that only move bytes: checks, and times beside the bandwidth that they reach."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from attention_cases import Row
+from shapes import Shape
+from timing import DEVICE, copies_beyond_l2, graph_us
+from torch import Tensor
+
+from quire.ops import reference
+from quire.ops.triton import activation, norm
+from quire.ops.triton.embedding import embedding
+from quire.ops.triton.rope_store import qk_norm_rope_store
+
+
+def random_bf16(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """In units of 3 roundings of bf16."""
+    allowed = 3 * torch.finfo(got.dtype).eps * (1 + want.abs())
+    return float(((got.double() - want).abs() / allowed).max())
+
+
+class Rope:
+    """T tokens between the projection and the cache."""
+
+    def __init__(self, shape: Shape, tokens: int, copies: int = 1) -> None:
+        self.qkv = random_bf16(copies, tokens, shape.heads + 2 * shape.kv_heads, 128)
+        blocks = -(-tokens // 16) + 1
+        self.cache = random_bf16(blocks, copies, 2, shape.kv_heads, 16, 128)
+        angles = torch.outer(torch.arange(tokens + 1.0), 0.9 ** torch.arange(64.0))
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(DEVICE)
+        self.positions = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
+        self.slots = torch.randperm(16 * blocks, device=DEVICE)[:tokens].int()
+        self.weights = (random_bf16(128), random_bf16(128)) if shape.qk_norm else (None, None)
+
+    def run(self, copy: int = 0, **tuning: object) -> Tensor:
+        return qk_norm_rope_store(
+            self.qkv[copy], self.cache[:, copy, 0], self.cache[:, copy, 1],
+            positions=self.positions, slots=self.slots, cos_sin=self.cos_sin,
+            q_weight=self.weights[0], k_weight=self.weights[1], **tuning,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def error(self) -> float:
+        wide = self.cache.double()
+        weights = [None if w is None else w.double() for w in self.weights]
+        want = reference.qk_norm_rope_store(
+            self.qkv[0].double(), wide[:, 0, 0], wide[:, 0, 1], positions=self.positions,
+            slots=self.slots, cos_sin=self.cos_sin.double(), q_weight=weights[0],
+            k_weight=weights[1], eps=1e-6, scratch=None,
+        )  # fmt: skip
+        return max(error(self.run(), want), error(self.cache, wide))
+
+
+def norm_error(tokens: int, width: int) -> float:
+    x, add, weight, bias = (random_bf16(*s) for s in [(tokens, width)] * 2 + [(width,)] * 2)
+    out, total = norm.add_rms_norm(x, add, weight, 1e-6)
+    layer = torch.nn.functional.layer_norm(x.double(), (width,), weight.double(), bias.double())
+    return max(
+        error(total, x.double() + add.double()),
+        error(out, reference.rms_norm(total.double(), weight.double(), 1e-6)),
+        error(norm.layer_norm(x, weight, bias, 1e-5), layer),
+    )
+
+
+def activation_error(tokens: int, width: int) -> float:
+    x = random_bf16(tokens, 2 * width)
+    gelu = torch.nn.functional.gelu(x.double(), approximate="tanh")
+    return max(
+        error(activation.silu_and_mul(x), reference.silu_and_mul(x.double())),
+        error(activation.gelu(x, "tanh"), gelu),
+    )
+
+
+def embedding_error() -> float:
+    table = random_bf16(1000, 1536)
+    ids = torch.randint(-1, 1100, (300,), dtype=torch.int32, device=DEVICE)
+    return error(embedding(ids, table), reference.embedding(ids, table.double(), 0))
+
+
+def checks(models: tuple[Shape, ...]) -> Iterator[tuple[str, Callable[[], float]]]:
+    for shape in models:
+        for tokens in (3, 700):
+            yield f"rope + store, {shape.name}, {tokens}", Rope(shape, tokens).error
+    yield "norms", functools.partial(norm_error, 77, 1536)
+    yield "norms, wide", functools.partial(norm_error, 5, 8200)
+    yield "activations", functools.partial(activation_error, 33, 8960)
+    yield "embedding", embedding_error
+
+
+Trial = tuple[str, Callable[[int], object]]
+
+
+def timed(
+    kernel: str, model: str, tokens: int, bytes_: float, copies: int, variants: list[Trial]
+) -> Row:
+    """variants: (label, call that takes the index of its buffers)."""
+    trials = tuple(
+        (label, graph_us([functools.partial(call, i) for i in range(copies)]))
+        for label, call in variants
+    )
+    best = min(us for _, us in trials)
+    return Row(kernel, model, str(tokens), bytes_ / best / 1e6, "TB/s", trials)
+
+
+def time_all(shape: Shape, tokens: int) -> Iterator[Callable[[], Row]]:
+    def rope() -> Row:
+        bytes_ = 4 * tokens * shape.qkv_width
+        copies = copies_beyond_l2(bytes_, 16)
+        case = Rope(shape, tokens, copies)
+        widths = (1, 4) if tokens <= 64 else (1, 4, 8, 16)
+        variants: list[Trial] = [("default", case.run)]
+        variants += [
+            (f"{w} heads", functools.partial(case.run, heads_per_program=w)) for w in widths
+        ]
+        variants.append(("default, no PDL", functools.partial(case.run, pdl=False)))
+        return timed("rope + store", shape.name, tokens, bytes_, copies, variants)
+
+    def norms() -> Row:
+        bytes_ = 8 * tokens * shape.hidden
+        copies = copies_beyond_l2(bytes_, 16)
+        x, add = random_bf16(2, copies, tokens, shape.hidden)
+        weight = random_bf16(shape.hidden)
+        variants: list[Trial] = [
+            ("residual + RMSNorm", lambda i: norm.add_rms_norm(x[i], add[i], weight, 1e-6)),
+            ("RMSNorm", lambda i: norm.rms_norm(x[i], weight, 1e-6)),
+        ]
+        return timed("norm", shape.name, tokens, bytes_, copies, variants[:1])
+
+    def silu() -> Row:
+        bytes_ = 6 * tokens * shape.intermediate
+        copies = copies_beyond_l2(bytes_, 16)
+        x = random_bf16(copies, tokens, 2 * shape.intermediate)
+        variants: list[Trial] = [("default", lambda i: activation.silu_and_mul(x[i]))]
+        return timed("SiLU·mul", shape.name, tokens, bytes_, copies, variants)
+
+    yield from (rope, norms, silu)
