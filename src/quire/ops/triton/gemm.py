@@ -7,20 +7,32 @@ kernels of their own, is the better road.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from triton import AsyncCompileMode
 
 from quire.errors import ConfigError
-from quire.ops.triton.gemm_plan import GATED, PLAIN, GemmPlan, LinearArgs, RMSNorm, Shape, shape_of
+from quire.ops.triton.gemm_plan import (
+    GATED,
+    PLAIN,
+    GemmPlan,
+    Launch,
+    LinearArgs,
+    RMSNorm,
+    Shape,
+    shape_of,
+)
 from quire.ops.triton.gemm_table import fixed_plan, plan_for
 from quire.ops.triton.gemv import gemv
 from quire.ops.triton.launch import traits
 from quire.ops.triton.skinny_gemm import MAX_SPLIT_TILES, Workspace, skinny_gemm
 
-__all__ = ["LinearArgs", "RMSNorm", "choose", "run", "small_linear"]
+__all__ = ["LinearArgs", "RMSNorm", "choose", "precompile", "prepare", "run", "small_linear"]
 
 
 @functools.cache
@@ -39,15 +51,14 @@ def _choose(shape: Shape, device: torch.device, deterministic: bool) -> GemmPlan
 
 
 @functools.lru_cache(maxsize=64)
-def _workspace(device: torch.device, stream: int) -> Workspace:
+def _workspace(device: torch.device, thread: int) -> Workspace:
     return Workspace.on(device)
 
 
 def default_workspace(device: torch.device) -> Workspace:
-    """One per device and stream. Call it before a graph is captured: making one inside a capture
-    would clear the counters at every replay."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _workspace(device, stream)
+    """One per device and thread: who launches from one thread on several streams at once must bring
+    a workspace for each. The first call must not happen while a graph is captured."""
+    return _workspace(device, threading.get_ident())
 
 
 def choose(args: LinearArgs, *, deterministic: bool = False) -> GemmPlan:
@@ -76,6 +87,32 @@ def _check(args: LinearArgs) -> None:
         )
 
 
+def prepare(
+    args: LinearArgs, plan: GemmPlan, out: Tensor, *, workspace: Workspace | None = None,
+    pdl: bool | None = None,
+) -> Launch:  # fmt: skip
+    """The launch that computes a layer into `out` [M, N] by a plan of one of our kernels, the norm
+    fused. See `run`."""
+    _check(args)
+    x = args.x
+    pdl = traits(x.device).pdl if pdl is None else pdl
+    if args.norm is not None:
+        # An unscaled x * weight may exceed fp16, which tensor cores would take it in.
+        risky = plan.norm == "late" and plan.kernel == "skinny" and x.dtype == torch.float16
+        if risky or plan.norm in ("none", "separate"):
+            plan = replace(plan, norm="exact")
+    if plan.kernel == "gemv":
+        if x.shape[0] > plan.bm:
+            raise ConfigError(f"a GEMV plan for {plan.bm} rows got {x.shape[0]}", "plan")
+        return gemv(args, out, plan, pdl=pdl)
+    if plan.kernel == "skinny":
+        tiles = -(-args.n // plan.bn) * -(-x.shape[0] // plan.bm)
+        if tiles > MAX_SPLIT_TILES:
+            plan = replace(plan, split_k=1)
+        return skinny_gemm(args, out, plan, workspace or default_workspace(x.device), pdl=pdl)
+    raise ConfigError(f"plan {plan.kernel!r} is not one of our kernels", "plan")
+
+
 def run(
     args: LinearArgs, plan: GemmPlan, *, out: Tensor | None = None,
     out_dtype: torch.dtype | None = None, workspace: Workspace | None = None,
@@ -84,31 +121,22 @@ def run(
     """Run a layer by a plan of one of our kernels, the norm fused.
 
     out: [M, N] to write, made if None, in `out_dtype` or x's dtype. It may be the residual, not x.
-    workspace: for split-K; default one per device and stream. pdl: default, where the card can.
+    workspace: for split-K; default one per device and thread. pdl: default, where the card can.
     """
-    _check(args)
-    x = args.x
     if out is None:
-        out = torch.empty((x.shape[0], args.n), dtype=out_dtype or x.dtype, device=x.device)
-    if x.shape[0] == 0:
-        return out
-    pdl = traits(x.device).pdl if pdl is None else pdl
-    if plan.norm in ("none", "separate") and args.norm is not None:
-        plan = replace(plan, norm="exact")
-    if plan.norm == "late" and x.dtype == torch.float16 and plan.kernel == "skinny":
-        plan = replace(plan, norm="exact")  # an unscaled x * weight may exceed fp16
-    if plan.kernel == "gemv":
-        if x.shape[0] > plan.bm:
-            raise ConfigError(f"a GEMV plan for {plan.bm} rows got {x.shape[0]}", "plan")
-        gemv(args, out, plan, pdl=pdl)
-    elif plan.kernel == "skinny":
-        tiles = -(-args.n // plan.bn) * -(-x.shape[0] // plan.bm)
-        if tiles > MAX_SPLIT_TILES:
-            plan = replace(plan, split_k=1)
-        skinny_gemm(args, out, plan, workspace or default_workspace(x.device), pdl=pdl)
-    else:
-        raise ConfigError(f"plan {plan.kernel!r} is not one of our kernels", "plan")
+        shape = (args.x.shape[0], args.n)
+        out = torch.empty(shape, dtype=out_dtype or args.x.dtype, device=args.x.device)
+    if out.numel():
+        prepare(args, plan, out, workspace=workspace, pdl=pdl).run()
     return out
+
+
+def precompile(launches: Iterable[Launch], workers: int) -> None:
+    """Compile for many launches at once, on threads (most of a compile holds no lock). What fails
+    to compile raises when it is launched."""
+    with ThreadPoolExecutor(workers) as pool, AsyncCompileMode(pool, ignore_errors=True):
+        for launch in launches:
+            launch.compile()
 
 
 def small_linear(

@@ -123,3 +123,18 @@ class Shape(NamedTuple):
 
 def shape_of(args: LinearArgs) -> Shape:
     return Shape(args.x.shape[0], args.n, args.k, args.x.dtype, args.norm is not None, args.gated)
+
+
+class Launch(NamedTuple):
+    """A kernel launch that is yet to happen, or only to be compiled for."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.args, **self.options)
+
+    def compile(self) -> None:
+        self.kernel.warmup(*self.args, grid=self.grid, **self.options)

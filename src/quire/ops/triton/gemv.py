@@ -26,7 +26,7 @@ from quire.ops.triton.gemm_common import (
     prefetch_rows,
     tile_rows,
 )
-from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs
+from quire.ops.triton.gemm_plan import GemmPlan, Launch, LinearArgs
 from quire.ops.triton.launch import options
 
 MAX_M = 4
@@ -151,21 +151,23 @@ def gemv_kernel(
         )  # fmt: skip
 
 
-def gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> None:
-    """Run `args` into `out` [M, N] with M <= 4; `plan.norm` is not "separate"."""
+def gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Launch:
+    """`args` into `out` [M, N] with M <= 4; `plan.norm` is not "separate"."""
     m, k, n = args.x.shape[0], args.k, args.n
     x, w, res, norm = args.x, args.weight, args.residual, args.norm
     prefetch_k = min(k, plan.prefetch // w.element_size())
-    ahead = prefetch_k > (0 if plan.stages > 1 else plan.bk)
-    gemv_kernel[(triton.cdiv(n, plan.bn),)](
+    operands = (
         x, w, w if args.bias is None else args.bias, x if res is None else res,
         x if norm is None else norm.weight, out, m, n, k,
         x.stride(0), w.stride(0), 0 if res is None else res.stride(0), out.stride(0),
         0.0 if norm is None else norm.eps, prefetch_k,
-        MB=plan.bm, BN=plan.bn, BK=plan.bk, EVEN_K=k % plan.bk == 0, SINGLE=k <= plan.bk,
-        STAGES=plan.stages,
-        GLU=args.gated, ACT=args.act_name, NORM="none" if norm is None else plan.norm,
-        GEMMA=norm is not None and norm.gemma, HAS_BIAS=args.bias is not None,
-        HAS_RES=res is not None, PDL=pdl, EAGER=plan.eager, PREFETCH=pdl and ahead,
-        **options(pdl, num_warps=plan.warps, num_stages=1),
     )  # fmt: skip
+    named = options(
+        pdl, MB=plan.bm, BN=plan.bn, BK=plan.bk, EVEN_K=k % plan.bk == 0, SINGLE=k <= plan.bk,
+        STAGES=plan.stages, GLU=args.gated, ACT=args.act_name,
+        NORM="none" if norm is None else plan.norm, GEMMA=norm is not None and norm.gemma,
+        HAS_BIAS=args.bias is not None, HAS_RES=res is not None, PDL=pdl, EAGER=plan.eager,
+        PREFETCH=pdl and k > plan.bk,
+        num_warps=plan.warps, num_stages=1,
+    )  # fmt: skip
+    return Launch(gemv_kernel, (triton.cdiv(n, plan.bn),), operands, named)

@@ -24,7 +24,7 @@ from quire.ops.triton.gemm_common import (
     prefetch_rows,
     tile_rows,
 )
-from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs
+from quire.ops.triton.gemm_plan import GemmPlan, Launch, LinearArgs
 from quire.ops.triton.launch import options, traits
 
 MAX_SPLIT_TILES = 16384
@@ -107,10 +107,10 @@ def _store_tile(
 
 
 @triton.jit
-def _sum_of_parts(parts_ptr, offsets, PART: tl.constexpr, SPLIT_K: tl.constexpr):
+def _sum_of_parts(parts_ptr, offsets, parts, PART: tl.constexpr):
     """Read past L1, which does not see what other programs wrote."""
     total = tl.load(parts_ptr + offsets, cache_modifier=".cg")
-    for s in range(1, SPLIT_K):
+    for s in range(1, parts):
         total += tl.load(parts_ptr + s * PART + offsets, cache_modifier=".cg")
     return total
 
@@ -119,7 +119,7 @@ def _sum_of_parts(parts_ptr, offsets, PART: tl.constexpr, SPLIT_K: tl.constexpr)
 def skinny_kernel(
     x_ptr, w_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, parts_ptr, counters_ptr, M, N, K,
     stride_xm, stride_wn, stride_rm, stride_ym, eps, steps_per_split, prefetch_k,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     SWAP: tl.constexpr, EVEN_K: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr,
     NORM: tl.constexpr, GEMMA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
     UPCAST: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
@@ -150,15 +150,16 @@ def skinny_kernel(
         SWAP, UPCAST,
     )  # fmt: skip
     last = True
-    if SPLIT_K > 1:
+    if SPLIT:
+        parts = tl.num_programs(1)
         tile = pid_m * tl.num_programs(0) + pid_n
-        parts_ptr += tile.to(tl.int64) * SPLIT_K * BM * R
+        parts_ptr += tile.to(tl.int64) * parts * BM * R
         offsets = tl.arange(0, BM)[:, None] * R + tl.arange(0, R)[None, :]
         tl.store(parts_ptr + pid_k * BM * R + offsets, acc)
         tl.debug_barrier()  # every thread's part is written before the one atomic that says so
-        last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
+        last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == parts - 1
         if last:
-            acc = _sum_of_parts(parts_ptr, offsets, BM * R, SPLIT_K)
+            acc = _sum_of_parts(parts_ptr, offsets, parts, BM * R)
             tl.store(counters_ptr + tile, 0)
     if last:
         _store_tile(
@@ -169,8 +170,8 @@ def skinny_kernel(
 
 def skinny_gemm(
     args: LinearArgs, out: Tensor, plan: GemmPlan, workspace: Workspace, *, pdl: bool
-) -> None:
-    """Run `args` into `out` [M, N]; `plan.norm` is not "separate"."""
+) -> Launch:
+    """`args` into `out` [M, N]; `plan.norm` is not "separate"."""
     m, k, n = args.x.shape[0], args.k, args.n
     x, w, res, norm = args.x, args.weight, args.residual, args.norm
     norm_mode = "none" if norm is None else plan.norm
@@ -178,24 +179,27 @@ def skinny_gemm(
     per_split = triton.cdiv(steps, plan.split_k)
     split_k = triton.cdiv(steps, per_split)
     tiles = triton.cdiv(n, plan.bn), triton.cdiv(m, plan.bm)
-    rows = plan.bn * (2 if args.gated else 1)
     parts = workspace.counters
     if split_k > 1:
         if norm_mode == "late":
             norm_mode = "exact"  # the squares a program sees are not the whole row's
-        size = tiles[0] * tiles[1] * split_k * plan.bm * rows
+        tile = plan.bm * plan.bn * (2 if args.gated else 1)
+        size = tiles[0] * tiles[1] * split_k * tile
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
     prefetch_k = plan.prefetch // w.element_size()
-    skinny_kernel[(tiles[0], split_k, tiles[1])](
+    operands = (
         x, w, w if args.bias is None else args.bias, x if res is None else res,
         x if norm is None else norm.weight, out, parts, workspace.counters, m, n, k,
         x.stride(0), w.stride(0), 0 if res is None else res.stride(0), out.stride(0),
         0.0 if norm is None else norm.eps, per_split, prefetch_k,
-        BM=plan.bm, BN=plan.bn, BK=plan.bk, SPLIT_K=split_k, SWAP=plan.swap,
+    )  # fmt: skip
+    named = options(
+        pdl, BM=plan.bm, BN=plan.bn, BK=plan.bk, SPLIT=split_k > 1, SWAP=plan.swap,
         EVEN_K=k % plan.bk == 0, GLU=args.gated, ACT=args.act_name,
         NORM=norm_mode, GEMMA=norm is not None and norm.gemma,
         HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
-        UPCAST=x.dtype == torch.bfloat16 and not traits(x.device).bf16, PDL=pdl,
-        EAGER=plan.eager, PREFETCH=pdl and prefetch_k > 0,
-        **options(pdl, num_warps=plan.warps, num_stages=plan.stages),
+        UPCAST=x.dtype == torch.bfloat16 and not traits(x.device).bf16,
+        PDL=pdl, EAGER=plan.eager, PREFETCH=pdl,
+        num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
+    return Launch(skinny_kernel, (tiles[0], split_k, tiles[1]), operands, named)

@@ -1,0 +1,284 @@
+"""Measures which kernel and tile runs each linear layer fastest on this card.
+
+Every candidate is first held against float64, then timed as replays of a CUDA graph that walks
+over enough copies of the weight to outgrow the L2, each launch waiting for the one before, as
+layers do.
+cuBLAS, with the other steps as kernels of their own, is one of the candidates.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.ops.triton import activation, gemm, norm
+from quire.ops.triton.gemm_plan import TORCH, GemmPlan, Launch, LinearArgs, NormMode, RMSNorm, Shape
+from quire.ops.triton.gemm_table import GemmTable, bucket, key_of
+from quire.ops.triton.launch import traits
+from quire.ops.triton.skinny_gemm import Workspace
+
+COLD_BYTES = 256 << 20
+"""Weights a timing walks over before it meets the first again; the H200's L2 has 60 MB."""
+TOLERANCE = 1e-2
+"""Relative error of a bf16 result against float64."""
+
+# Weight rows of a tile, BK, warps, stages. A tile that spans K loads all of it before it waits.
+_GEMV_LOOPS = ((4, 1024, 4, 1), (2, 2048, 8, 1), (8, 1024, 4, 1), (4, 1024, 4, 4))
+_GEMV_FEW_ROWS = ((2, 1024, 4, 1), (4, 512, 4, 1))
+# Weight rows of a tile, BK, warps, stages, swap; by padded M.
+_SKINNY = {
+    16: (
+        (16, 256, 4, 4, False),
+        (32, 128, 4, 5, False),
+        (64, 128, 4, 4, False),
+        (64, 64, 4, 5, True),
+        (64, 128, 4, 4, True),
+    ),
+    32: ((32, 128, 4, 4, False), (64, 128, 4, 3, False), (64, 64, 4, 5, True)),
+    64: (
+        (32, 128, 4, 4, False),
+        (64, 64, 4, 5, False),
+        (128, 64, 4, 4, False),
+        (128, 64, 8, 4, True),
+    ),
+    128: ((64, 64, 4, 4, False), (128, 64, 8, 3, False)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """us: µs per launch; error: why the plan cannot serve, and then us is infinite."""
+
+    plan: GemmPlan
+    us: float
+    error: str = ""
+
+
+def torch_linear(args: LinearArgs) -> Tensor:
+    """The layer by cuBLAS; norm, activation and residual are kernels of their own."""
+    x = args.x
+    if args.norm is not None:
+        x = norm.rms_norm(x, args.norm.weight, args.norm.eps)
+    y = torch.nn.functional.linear(x, args.weight, args.bias)
+    if args.gated:
+        y = activation.silu_and_mul(y)
+    return y if args.residual is None else y + args.residual
+
+
+def _gemv_candidates(shape: Shape) -> Iterator[GemmPlan]:
+    gate = 2 if shape.gated else 1
+    whole = triton.next_power_of_2(shape.k)
+    tiles = list(_GEMV_LOOPS if shape.m == 1 else _GEMV_FEW_ROWS)
+    if whole <= 4096:
+        warps = max(1, min(whole // 512, 8))
+        tiles += [(rows, whole, warps, 1) for rows in ((2, 4, 8) if shape.m == 1 else (2,))]
+        if shape.m == 1 and whole <= 2048:
+            tiles.append((4, whole, warps * 2, 1))
+    for rows, bk, warps, stages in dict.fromkeys(tiles):
+        if rows >= gate and (bk < whole or bk == whole):
+            yield GemmPlan(
+                "gemv", bm=triton.next_power_of_2(shape.m), bn=rows // gate, bk=bk, warps=warps,
+                stages=stages, norm="exact" if shape.norm else "none",
+            )  # fmt: skip
+
+
+def _skinny_candidates(shape: Shape, sms: int) -> Iterator[GemmPlan]:
+    gate = 2 if shape.gated else 1
+    bm = min(128, max(16, triton.next_power_of_2(shape.m)))
+    for rows, bk, warps, stages, swap in _SKINNY[bm]:
+        tiles = triton.cdiv(shape.n * gate, rows) * triton.cdiv(shape.m, bm)
+        splits = {1}
+        for wave in (1, 2):
+            split = 2 ** round(math.log2(max(1.0, wave * sms / tiles)))
+            splits.add(min(split, 8, 2 ** int(math.log2(max(1, shape.k // (2 * bk))))))
+        for split in sorted(splits)[-2:]:
+            yield GemmPlan(
+                "skinny", bm=bm, bn=rows // gate, bk=bk, warps=warps, stages=stages, swap=swap,
+                split_k=split, norm="separate" if shape.norm else "none",
+            )  # fmt: skip
+
+
+def candidates(shape: Shape, sms: int) -> list[GemmPlan]:
+    """Tiles worth trying; how to apply the norm and how far to prefetch are decided afterwards."""
+    plans = list(_gemv_candidates(shape)) if shape.m <= 4 else []
+    if shape.m >= 2:
+        plans += _skinny_candidates(shape, sms)
+    return plans
+
+
+def refinements(plan: GemmPlan, shape: Shape, *, norms: bool) -> list[GemmPlan]:
+    """The ways to apply the norm (`norms`), or the prefetch depths, of a tile that did well."""
+    if norms:
+        if not shape.norm:
+            return []
+        modes: list[NormMode] = [] if plan.split_k > 1 else ["late"]
+        if plan.bm <= 16:  # with more rows, each program reading all of x twice is too much
+            modes.append("exact")
+        if plan.kernel == "skinny":
+            modes.append("separate")
+        return [replace(plan, norm=mode) for mode in modes if mode != plan.norm]
+    if plan.kernel == "gemv" and shape.k <= plan.bk:
+        return []
+    return [replace(plan, prefetch=depth) for depth in (1024, 8192)]
+
+
+class Tuner:
+    """Times plans on one device. `pool_bytes` of random weights are shared by all shapes."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype = torch.bfloat16, pool_bytes: int = 3 << 30
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.sms = traits(device).num_sms
+        self.stream = torch.cuda.Stream(device)
+        self.workspace = Workspace.on(device)
+        self._pool = torch.empty(pool_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self._pool.normal_(0.0, 0.03)
+        self._noise = torch.randn(512 * 16384, dtype=dtype, device=device)
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def layer(self, shape: Shape, copy: int = 0) -> LinearArgs:
+        """A layer of this shape with the pool's `copy`-th weight, and a residual if it has neither
+        norm nor gate nor a vocabulary of outputs (as o and down projections do)."""
+        size = shape.weight_bytes // shape.dtype.itemsize
+        rows = size // shape.k
+        weight = self._pool[copy * size : (copy + 1) * size].view(rows, shape.k)
+        x = self._noise[: shape.m * shape.k].view(shape.m, shape.k)
+        gain = self._noise[-shape.k :].abs()
+        plain = not (shape.norm or shape.gated or shape.n > 4 * shape.k)
+        residual = self._noise[: shape.m * shape.n].view(shape.m, shape.n) if plain else None
+        return LinearArgs(
+            x=x, weight=weight, norm=RMSNorm(gain) if shape.norm else None,
+            residual=residual, act="silu_and_mul" if shape.gated else None,
+        )  # fmt: skip
+
+    def copies(self, shape: Shape) -> int:
+        wanted = max(2, -(-COLD_BYTES // shape.weight_bytes))
+        return max(
+            1, min(wanted, 64, self._pool.numel() * self.dtype.itemsize // shape.weight_bytes)
+        )
+
+    def call(self, args: LinearArgs, plan: GemmPlan, out: Tensor) -> Tensor:
+        """Run a plan of any kind, the separate norm and cuBLAS included."""
+        if plan.kernel == "torch":
+            return torch_linear(args)
+        if plan.norm == "separate" and args.norm is not None:
+            x = norm.rms_norm(args.x, args.norm.weight, args.norm.eps)
+            args = replace(args, x=x, norm=None)
+        return gemm.run(args, plan, out=out, workspace=self.workspace)
+
+    def launch(self, shape: Shape, plan: GemmPlan) -> Launch:
+        """What to compile for a plan of one of our kernels."""
+        args = self.layer(shape)
+        if plan.norm == "separate":
+            args = replace(args, norm=None)
+        out = torch.empty(shape.m, shape.n, dtype=shape.dtype, device=self.device)
+        return gemm.prepare(args, plan, out, workspace=self.workspace)
+
+    def launches(self, shapes: Iterable[Shape]) -> Iterator[Launch]:
+        """Everything that tuning these shapes may have to compile."""
+        for shape in shapes:
+            for plan in candidates(shape, self.sms):
+                for variant in (plan, *refinements(plan, shape, norms=True)):
+                    yield self.launch(shape, variant)
+
+    def time_graph(self, calls: Sequence[Callable[[], object]], us_guess: float) -> float:
+        """µs per call of a graph of `calls`, replayed for about a millisecond, best of three."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
+            calls[0]()  # compile, load and let cuBLAS take its workspace before the capture
+            self.stream.synchronize()
+            graph.capture_begin(pool=self._memory)
+            try:
+                for call in calls:
+                    call()
+            finally:
+                graph.capture_end()
+            graph.replay()
+            repeats = max(2, round(1000.0 / (us_guess * len(calls))))
+            best = math.inf
+            for _ in range(3):
+                start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+                start.record()
+                for _ in range(repeats):
+                    graph.replay()
+                end.record()
+                end.synchronize()
+                best = min(best, start.elapsed_time(end) * 1e3 / repeats)
+        return best / len(calls)
+
+    def reference(self, shape: Shape) -> Tensor:
+        """The layer with copy 0 of its weight, in float64."""
+        args = self.layer(shape)
+        x = args.x.double()
+        if args.norm is not None:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + args.norm.eps)
+            x = x * args.norm.weight.double()
+        y = x @ args.weight.double().T
+        if args.gated:
+            gate, up = y.chunk(2, -1)
+            y = torch.nn.functional.silu(gate) * up
+        return y if args.residual is None else y + args.residual.double()
+
+    def measure(self, shape: Shape, plan: GemmPlan, expected: Tensor) -> Measured:
+        """Check a plan against `expected`, then time it. Any failure is part of the answer."""
+        out = torch.full_like(expected, math.nan, dtype=shape.dtype)
+        try:
+            got = self.call(self.layer(shape), plan, out).double()
+            error = float((got - expected).norm() / expected.norm())
+            if not error < TOLERANCE:
+                return Measured(plan, math.inf, f"relative error {error:.2e}")
+            layers = [self.layer(shape, copy) for copy in range(self.copies(shape))]
+            calls = [lambda args=args: self.call(args, plan, out) for args in layers]
+            guess = shape.weight_bytes / 3.5e6 + 3.0
+            return Measured(plan, self.time_graph(calls, guess))
+        except Exception as error:  # whatever a compiler or driver makes of a bad tile
+            return Measured(plan, math.inf, f"{type(error).__name__}: {str(error)[:120]}")
+
+    def tune_shape(self, shape: Shape) -> list[Measured]:
+        """Every plan tried for a shape, fastest first."""
+        expected = self.reference(shape)
+        found = [self.measure(shape, TORCH, expected)]
+        found += [self.measure(shape, plan, expected) for plan in candidates(shape, self.sms)]
+        for norms in (True, False):
+            found.sort(key=lambda measured: measured.us)
+            ours = [m.plan for m in found if m.plan.kernel != "torch" and not m.error]
+            for plan in ours[: 2 if norms else 1]:
+                more = refinements(plan, shape, norms=norms)
+                found += [self.measure(shape, variant, expected) for variant in more]
+        return sorted(found, key=lambda measured: measured.us)
+
+
+def tune(
+    shapes: Iterable[Shape], *, device: torch.device | None = None,
+    dtype: torch.dtype = torch.bfloat16, workers: int = 16, seconds: float = math.inf,
+    report: Callable[[Shape, list[Measured]], None] | None = None,
+) -> GemmTable:  # fmt: skip
+    """A table with the fastest plan of each shape in `dtype`, for this card.
+
+    Kernels are compiled first, on `workers` threads. Once `seconds` have passed, remaining shapes
+    are left out. `report` gets every measurement. Store the result with `gemm_table.store`.
+    """
+    end = time.monotonic() + seconds
+    device = device or torch.device("cuda", torch.cuda.current_device())
+    tuner = Tuner(device, dtype)
+    wanted = (shape._replace(dtype=dtype) for shape in shapes if bucket(shape.m))
+    unique = list({key_of(shape): shape for shape in wanted}.values())
+    gemm.precompile(tuner.launches(unique), workers)
+    table = GemmTable(torch.cuda.get_device_name(device))
+    for shape in unique:
+        if time.monotonic() > end:
+            break
+        found = tuner.tune_shape(shape)
+        if report is not None:
+            report(shape, found)
+        if not found[0].error:
+            table.entries[key_of(shape)] = found[0].plan
+    return table
