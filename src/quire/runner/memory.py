@@ -1,0 +1,67 @@
+"""How many KV blocks fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.plan import KVGroup
+
+_CPU_DEFAULT_GB = 4.0
+GB = 1_000_000_000
+
+
+def cpu_budget(config: EngineConfig) -> int:
+    """Bytes for the KV cache on a CPU: what was asked, else 4 GB or a quarter of free memory."""
+    if config.args.kv_cache_gb is not None:
+        return int(config.args.kv_cache_gb * GB)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(int(_CPU_DEFAULT_GB * GB), free // 4)
+
+
+def cuda_budget(config: EngineConfig, device: torch.device, reserve: int) -> int:
+    """Bytes for the KV cache on a GPU: the allowed share of its memory, less what is in use (by
+    anyone) and `reserve` for activations."""
+    if config.args.kv_cache_gb is not None:
+        return int(config.args.kv_cache_gb * GB)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    used = total - free
+    return int(total * config.args.gpu_memory_utilization) - used - reserve
+
+
+def blocks_per_group(
+    config: EngineConfig, groups: Sequence[KVGroup], budget: int | None
+) -> tuple[int, ...]:
+    """Blocks of each group within `budget` bytes, no more than all lanes at full length can use.
+
+    Every group gets as many blocks, as a token takes a place in each.
+
+    Raises:
+        ConfigError: not even one sequence of `max_model_len` fits.
+    """
+    if config.args.num_kv_blocks is not None:
+        return (config.args.num_kv_blocks,) * len(groups)
+    limits = config.scheduler
+    longest = max(-(-limits.max_model_len // group.tokens_per_block) for group in groups)
+    useful = longest * limits.max_num_seqs
+    if budget is None:
+        return (useful,) * len(groups)
+    each = sum(group.block_bytes for group in groups)
+    count = min(useful, max(0, budget) // each)
+    if config.device != "cpu":
+        # What is not needed by running requests keeps prefixes.
+        count = max(0, budget) // each
+    if count < longest:
+        raise ConfigError(
+            f"the KV cache has room for {count} blocks, but one sequence of max_model_len="
+            f"{limits.max_model_len} tokens needs {longest}. Give it more memory "
+            "(gpu_memory_utilization, kv_cache_gb) or lower max_model_len.",
+            "max_model_len",
+        )
+    return (count,) * len(groups)

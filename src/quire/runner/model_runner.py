@@ -1,0 +1,332 @@
+"""Runs plans: one upload, the body, the head, one late read.
+
+Nothing here waits for the device but `collect`. On a CPU the same code runs as it is called.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.errors import QuireError
+from quire.executor import Capacity
+from quire.models import Decoder, build_model, load_config, load_weights, spec_from_config
+from quire.plan import HeadInputs, Int32, RowFlag, StepPlan, StepResult, int32
+from quire.runner import memory
+from quire.runner.batch_state import BatchState
+from quire.runner.hook import Hook
+from quire.runner.kv_cache import KVCache
+from quire.runner.sampling import Sampler
+from quire.runner.sampling.logprobs import token_logprobs
+from quire.runner.staging import Staging, Upload
+from quire.runner.step import DeviceLogprobs, Step, join
+
+Progress = Callable[[str, int, int], None]
+"""Told (what, done, total) while weights load."""
+
+_HEAD_ELEMENTS = 1 << 26
+"""Logits computed at once for a prompt's log-probabilities."""
+
+
+class ModelRunner:
+    """Holds a model, its KV cache and the batch state of one device."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        self.config = config
+        self.device = torch.device(config.device)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.hooks = tuple(hooks)
+        self._progress = progress
+        self._steps: deque[Step] = deque()
+        self._staging = Staging(self.device, config.scheduler.steps_in_flight + 1)
+
+    # -- start ---------------------------------------------------------------------------------
+
+    def start(self) -> Capacity:
+        """Loads the weights and takes the memory that is left for the KV cache."""
+        spec = spec_from_config(load_config(Path(self.config.model_path)))
+        self.model = build_model(spec, device=self.device, dtype=self.dtype)
+        load_weights(
+            self.model,
+            Path(self.config.model_path),
+            load_format=self.config.args.load_format,
+            seed=self.config.args.seed,
+            progress=self._weights_progress if self._progress else None,
+        )
+        groups = self.model.kv_groups(self.config.block_size)
+        limits = self.config.scheduler
+        blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(self.model))
+        self.cache = KVCache(
+            groups,
+            blocks,
+            kv_heads=self.model.local_kv_heads,
+            head_dim=spec.attention.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.state = BatchState(limits.max_num_seqs, limits.max_model_len, groups, self.device)
+        for hook in self.hooks:
+            for column in hook.columns():
+                self.state.add(column)
+        self.sampler = Sampler(self.state, self.config.vocab_size, self.config.eos_token_ids)
+        return Capacity(groups=groups, num_blocks=blocks)
+
+    def _weights_progress(self, done: int, total: int) -> None:
+        if self._progress is not None:
+            self._progress("weights", done, total)
+
+    def _cache_budget(self, model: Decoder) -> int | None:
+        if self.device.type != "cuda":
+            return memory.cpu_budget(self.config)
+        return memory.cuda_budget(self.config, self.device, self._activation_bytes(model))
+
+    def _activation_bytes(self, model: Decoder) -> int:
+        """An upper bound of what a step needs beside weights and cache: the widest layer's
+        intermediates for the token budget, and logits with their copies while sampling."""
+        limits, spec = self.config.scheduler, model.spec
+        attention = spec.attention
+        heads = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
+        widest = 2 * (heads + attention.heads * attention.head_dim) + 3 * spec.mlp.width
+        body = limits.max_num_batched_tokens * (4 * spec.hidden_size + widest) * 4
+        head = 8 * max(limits.max_num_seqs * spec.vocab_size, _HEAD_ELEMENTS) * 4
+        return body + head + (1 << 30)
+
+    # -- a step --------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> None:
+        """Launches a step; its GATED rows wait for `submit_head`."""
+        _check(plan)
+        step = self._apply(plan)
+        step.started = self._mark(timing=True)
+        self._body(step)
+        ungated = step.rows_with(RowFlag.SAMPLE, without=RowFlag.GATED)
+        self._start_results(step)
+        self._prompt_head(step)
+        self._head(step, ungated, None)
+        # Rows in mid-prompt only move on; the others do so with their token.
+        silent = np.flatnonzero((plan.flags & RowFlag.SAMPLE) == 0).astype(np.int32)
+        if len(silent):
+            self.state.advance(step, silent, None)
+        step.waits = plan.gated
+        if not step.waits:
+            self._read_back(step)
+        self._steps.append(step)
+
+    @torch.inference_mode()
+    def submit_head(self, inputs: HeadInputs) -> None:
+        """Samples the GATED rows of a step under their masks."""
+        step = next((s for s in self._steps if s.plan.step_id == inputs.step_id), None)
+        if step is None or not step.waits:
+            raise QuireError(f"step {inputs.step_id} does not wait for its head")
+        rows = step.rows_with(RowFlag.SAMPLE | RowFlag.GATED)
+        upload = self._staging.begin()
+        key = upload.add(inputs.mask)
+        upload.send()
+        self._head(step, rows, upload[key])
+        step.waits = False
+        self._read_back(step)
+
+    def collect(self) -> StepResult:
+        """The oldest step's result; waits for the device."""
+        if not self._steps:
+            raise QuireError("there is no step to collect")
+        step = self._steps.popleft()
+        if step.waits:
+            raise QuireError(f"step {step.plan.step_id} still waits for its head")
+        return self._result(step)
+
+    def _apply(self, plan: StepPlan) -> Step:
+        upload = self._staging.begin()
+        state = self.state.stage(plan, upload)
+        sampler = self.sampler.stage(plan, upload)
+        copies = self._stage_copies(plan, upload)
+        build = self.state.expand(plan, upload)
+        upload.send()
+        state()
+        sampler()
+        for group, src, dst in copies:
+            self.cache.copy_blocks(group, upload[src].long(), upload[dst].long())
+        step = build()
+        for hook in self.hooks:
+            hook.before_body(step)
+        return step
+
+    @staticmethod
+    def _stage_copies(plan: StepPlan, upload: Upload) -> list[tuple[int, int, int]]:
+        return [
+            (group, upload.add(copies.src), upload.add(copies.dst))
+            for group, copies in enumerate(plan.copies)
+            if len(copies.src)
+        ]
+
+    def _body(self, step: Step) -> None:
+        if step.plan.num_rows:
+            step.hidden = self.model(step.batch, self.cache.layers)
+
+    # -- the head ------------------------------------------------------------------------------
+
+    def _start_results(self, step: Step) -> None:
+        rows = step.plan.num_rows
+        step.tokens = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
+        step.stop_reason = torch.zeros(rows, dtype=torch.int32, device=self.device)
+
+    def _logits(self, step: Step, tokens: Int32) -> Tensor:
+        """float32 [n, vocab] of the hidden states at places `tokens` of the batch."""
+        if step.hidden is None:
+            raise QuireError("the head runs after the body")
+        return self.model.logits(step.hidden[self._index(tokens)])
+
+    def _index(self, places: Int32) -> Tensor:
+        index = torch.from_numpy(places.astype(np.int64))
+        if self.device.type == "cuda":
+            return index.pin_memory().to(self.device, non_blocking=True)
+        return index
+
+    def _head(self, step: Step, rows: Int32, mask: Tensor | None) -> None:
+        """Samples `rows`, int32 on the host, and moves their lanes on."""
+        if not len(rows) or step.tokens is None or step.stop_reason is None:
+            return
+        places = step.logit_rows.token[step.logit_rows.last[rows]]
+        logits = self._logits(step, places)
+        where = self._index(rows)
+        host_lanes = step.plan.lanes[rows]
+        lanes, length = step.lanes[where], step.position[where]
+        wanted = self.sampler.logprobs[host_lanes]
+        raw = logits.clone() if (wanted >= 0).any() else None
+        if mask is not None:
+            logits = logits.masked_fill_(_disallowed(mask, logits.shape[1]), -torch.inf)
+        for hook in self.hooks:
+            logits = hook.head(step, logits, where)
+        tokens = self.sampler.sample(logits, lanes, host_lanes, length)
+        step.tokens[where] = tokens
+        step.stop_reason[where] = self.sampler.stop_reason(tokens, lanes, host_lanes, length)
+        self.state.advance(step, rows, tokens)
+        if raw is not None:
+            self._sampled_logprobs(step, rows, raw, tokens, length, wanted)
+        for hook in self.hooks:
+            hook.after_head(step, where, tokens)
+
+    def _sampled_logprobs(
+        self, step: Step, rows: Int32, raw: Tensor, tokens: Tensor, length: Tensor, wanted: Int32
+    ) -> None:
+        asked = np.flatnonzero(wanted >= 0).astype(np.int32)
+        pick = self._index(asked)
+        width = int(wanted.max())
+        ids, values, ranks = token_logprobs(raw[pick], tokens[pick], width)
+        part = DeviceLogprobs(rows[asked], wanted[asked], length[pick].int(), ids, values, ranks)
+        step.logprobs.append(part)
+
+    def _prompt_head(self, step: Step) -> None:
+        """Log-probabilities of the prompt's own tokens, a slice of logit rows at a time, so that
+        vocabulary x prompt is never allocated."""
+        plan, logit_rows = step.plan, step.logit_rows
+        wanted = self.sampler.prompt_logprobs[plan.lanes]
+        row = logit_rows.row
+        prompt = (plan.flags[row] & RowFlag.PROMPT) != 0
+        samples = (plan.flags[row] & RowFlag.SAMPLE) != 0
+        is_last = np.zeros(len(row), dtype=bool)
+        is_last[logit_rows.last[plan.n_logits > 0]] = True
+        chosen = np.flatnonzero(prompt & (wanted[row] >= 0) & ~(samples & is_last))
+        chunk = max(1, _HEAD_ELEMENTS // self.config.vocab_size)
+        for start in range(0, len(chosen), chunk):
+            part = chosen[start : start + chunk]
+            self._prompt_logprobs(step, row[part], logit_rows.token[part], wanted[row[part]])
+
+    def _prompt_logprobs(self, step: Step, row: Int32, token: Int32, wanted: Int32) -> None:
+        logits = self._logits(step, token)
+        lanes = step.lanes[self._index(row)]
+        position = step.batch.positions[self._index(token)] + 1
+        targets = self.state.tokens[lanes, position.long()]
+        ids, values, ranks = token_logprobs(logits, targets, int(wanted.max()))
+        part = DeviceLogprobs(row, wanted, position.int(), ids, values, ranks)
+        step.prompt_logprobs.append(part)
+
+    # -- results -------------------------------------------------------------------------------
+
+    def _read_back(self, step: Step) -> None:
+        """Starts the copies to the host that `collect` will wait for."""
+        step.tokens, step.stop_reason = self._to_host(step.tokens), self._to_host(step.stop_reason)
+        for part in (*step.logprobs, *step.prompt_logprobs):
+            for name in ("positions", "ids", "values", "ranks"):
+                setattr(part, name, self._to_host(getattr(part, name)))
+        step.hidden = None
+        step.done = self._mark(timing=True)
+
+    def _to_host(self, x: Any) -> Any:
+        if self.device.type != "cuda":
+            return x
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return host.copy_(x, non_blocking=True)
+
+    def _mark(self, timing: bool = False) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=timing)
+        event.record()
+        return event
+
+    def _result(self, step: Step) -> StepResult:
+        if self.device.type == "cuda":
+            step.done.synchronize()
+            gpu_us = step.started.elapsed_time(step.done) * 1e3
+        else:
+            gpu_us = (step.done - step.started) * 1e6
+        tokens, reason = step.tokens, step.stop_reason
+        if tokens is None or reason is None:
+            raise QuireError("the step has not run")
+        sampled = (step.plan.flags & RowFlag.SAMPLE) != 0
+        return StepResult(
+            step_id=step.plan.step_id,
+            tokens=tokens.numpy().reshape(-1, 1),
+            n_tokens=int32(sampled),
+            stop_reason=reason.numpy(),
+            logprobs=join(step.logprobs),
+            prompt_logprobs=join(step.prompt_logprobs),
+            gpu_us=gpu_us,
+        )
+
+    # -- everything else -----------------------------------------------------------------------
+
+    def control(self, message: dict[str, Any]) -> Any:
+        """Asks the hooks, in order; the first answer that is not None counts."""
+        for hook in self.hooks:
+            answer = hook.on_control(message)
+            if answer is not None:
+                return answer
+        raise QuireError(f"unknown control message {message.get('op')!r}")
+
+    def shutdown(self) -> None:
+        """Gives the device's memory back. Idempotent."""
+        self._steps.clear()
+        for name in ("model", "cache", "state", "sampler"):
+            self.__dict__.pop(name, None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _check(plan: StepPlan) -> None:
+    if plan.transfers:
+        raise QuireError("this runner moves no blocks to other places")
+    if plan.host_drafts is not None:
+        raise QuireError("this runner verifies no draft tokens")
+
+
+def _disallowed(mask: Tensor, vocab_size: int) -> Tensor:
+    """Bits int32 [n, words] -> bool [n, vocab_size], True where the bit is clear."""
+    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
+    bits = (mask.unsqueeze(-1) >> shifts) & 1
+    return bits.flatten(1)[:, :vocab_size] == 0

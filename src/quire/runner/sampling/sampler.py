@@ -1,0 +1,233 @@
+"""The sampler: per-lane parameters on the device, and the stages a batch's rows need.
+
+The order is vLLM's: penalties, bias, mask of ends that come too early, temperature, min-p, top-k,
+top-p. A stage that no row of a batch uses is skipped; the host knows from the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.plan import Admit, Int32, StepPlan, StopReason, int32
+from quire.runner.batch_state import BatchState, ColumnSpec, Finish
+from quire.runner.sampling import random, truncate
+from quire.runner.sampling.penalties import TokenCounts
+from quire.runner.staging import Upload
+from quire.sampling_params import SamplingParams
+
+_FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+_INTS = ("top_k", "seed_low", "seed_high", "sample_index")
+_STAGES = ("random", "penalty", "bias", "truncate", "min_p", "min_tokens", "stops")
+
+
+class Sampler:
+    """Samples a token for each of a step's rows.
+
+    Logits are float32 [N, V]; `rows` are places of the plan's rows, on the host.
+    """
+
+    def __init__(self, state: BatchState, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.state = state
+        self.vocab_size = vocab_size
+        self.eos = tuple(eos_token_ids)
+        self.floats = state.add(ColumnSpec("floats", (len(_FLOATS),), torch.float32))
+        self.ints = state.add(ColumnSpec("ints", (len(_INTS),)))
+        self.stops = state.add(ColumnSpec("stops", (max(8, len(self.eos)),), fill=-1))
+        self.counts = TokenCounts(vocab_size, state.device)
+        self.bias: dict[int, tuple[Tensor, Tensor]] = {}
+        # What each lane uses, for skipping stages; and how many alternatives it asked for, or -1.
+        self.uses = np.zeros((state.num_lanes, len(_STAGES)), dtype=bool)
+        self.logprobs = np.full(state.num_lanes, -1, dtype=np.int32)
+        self.prompt_logprobs = np.full(state.num_lanes, -1, dtype=np.int32)
+
+    # -- parameters ----------------------------------------------------------------------------
+
+    def stage(self, plan: StepPlan, upload: Upload) -> Finish:
+        """Adds the parameters of admitted requests to the upload. The token table must have been
+        brought up to date before the result is called."""
+        for lane in plan.frees:
+            self.counts.free(lane)
+            self.bias.pop(lane, None)
+        admits = plan.admits
+        if not admits:
+            return lambda: None
+        stops = [self._stop_ids(admit.params) for admit in admits]
+        self._widen(max(len(ids) for ids in stops))
+        width = self.stops.shape[1]
+        lanes = upload.add(int32([admit.lane for admit in admits]))
+        floats = upload.add(np.asarray([_floats(a.params) for a in admits], dtype=np.float32))
+        ints = upload.add(int32([_ints(admit) for admit in admits]))
+        ends = upload.add(int32([ids + [-1] * (width - len(ids)) for ids in stops]))
+        for admit, ids in zip(admits, stops, strict=True):
+            self._note(admit, bool(ids))
+
+        def finish() -> None:
+            where = upload[lanes].long()
+            self.floats[where] = upload[floats]
+            self.ints[where] = upload[ints]
+            self.stops[where] = upload[ends]
+            for admit in admits:
+                self._lease(admit)
+
+        return finish
+
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        eos = () if params.ignore_eos else self.eos
+        return sorted({*eos, *params.stop_token_ids})
+
+    def _widen(self, width: int) -> None:
+        have = self.stops.shape[1]
+        if width > have:
+            grown = 1 << (width - 1).bit_length()
+            self.stops = torch.nn.functional.pad(self.stops, (0, grown - have), value=-1)
+
+    def _note(self, admit: Admit, stops: bool) -> None:
+        p = admit.params
+        self.uses[admit.lane] = (
+            not p.greedy,
+            p.penalizes,
+            bool(p.logit_bias),
+            (p.top_k > 0 or p.top_p < 1.0) and not p.greedy,
+            p.min_p > 0.0 and not p.greedy,
+            p.min_tokens > 0,
+            stops,
+        )
+        self.logprobs[admit.lane] = -1 if p.logprobs is None else p.logprobs
+        self.prompt_logprobs[admit.lane] = -1 if p.prompt_logprobs is None else p.prompt_logprobs
+
+    def _lease(self, admit: Admit) -> None:
+        lane, params = admit.lane, admit.params
+        self.counts.free(lane)
+        self.bias.pop(lane, None)
+        if params.penalizes:
+            self.counts.admit(admit, self.state.tokens[lane])
+        if params.logit_bias:
+            device = self.state.device
+            ids = torch.tensor(list(params.logit_bias), device=device)
+            values = torch.tensor(list(params.logit_bias.values()), device=device)
+            self.bias[lane] = ids, values.float()
+
+    # -- sampling ------------------------------------------------------------------------------
+
+    def sample(self, logits: Tensor, lanes: Tensor, host_lanes: Int32, length: Tensor) -> Tensor:
+        """A token for each row, int32 [N].
+
+        lanes: int64 [N], on the device; `host_lanes` the same on the host. length: int32 [N], the
+        tokens each lane has so far, which is the new token's position. `logits` may be changed.
+        """
+        uses = self.uses[host_lanes]
+        stage = dict(zip(_STAGES, uses.any(axis=0).tolist(), strict=True))
+        if stage["penalty"]:
+            logits = self._penalize(logits, lanes, host_lanes)
+        if stage["bias"]:
+            self._add_bias(logits, host_lanes)
+        if stage["min_tokens"]:
+            self._mask_ends(logits, lanes, length)
+        greedy = logits.argmax(dim=-1)
+        if stage["random"]:
+            rows = np.flatnonzero(uses[:, 0])
+            picked = self._draw(logits, lanes, length, rows, stage)
+            greedy[_device(rows, logits.device)] = picked
+        tokens = greedy.int()
+        if stage["penalty"]:
+            self._count(host_lanes, tokens)
+        return tokens
+
+    def _draw(
+        self,
+        logits: Tensor,
+        lanes: Tensor,
+        length: Tensor,
+        rows: np.ndarray[Any, Any],
+        stage: dict[str, bool],
+    ) -> Tensor:
+        if len(rows) < len(logits):
+            pick = _device(rows, logits.device)
+            logits, lanes, length = logits[pick], lanes[pick], length[pick]
+        floats, ints = self.floats[lanes], self.ints[lanes]
+        logits = logits / floats[:, 0:1]
+        if stage["min_p"]:
+            logits = truncate.min_p(logits, floats[:, 2])
+        if stage["truncate"]:
+            logits = truncate.top_k_top_p(logits, ints[:, 0], floats[:, 1])
+        noise = random.gumbel(ints[:, 1:3], ints[:, 3], length, logits.shape[-1])
+        return (logits + noise).argmax(dim=-1)
+
+    def _penalize(self, logits: Tensor, lanes: Tensor, host_lanes: Int32) -> Tensor:
+        rows, slots = self._leased(host_lanes, logits.device)
+        floats = self.floats[lanes[rows]]
+        logits[rows] = self.counts.penalize(
+            logits[rows], slots, floats[:, 3], floats[:, 4], floats[:, 5]
+        )
+        return logits
+
+    def _count(self, host_lanes: Int32, tokens: Tensor) -> None:
+        rows, slots = self._leased(host_lanes, tokens.device)
+        self.counts.count(slots, tokens[rows])
+
+    def _leased(self, host_lanes: Int32, device: torch.device) -> tuple[Tensor, Tensor]:
+        held = self.counts.slots
+        pairs = [(row, held[lane]) for row, lane in enumerate(host_lanes.tolist()) if lane in held]
+        both = _device(np.asarray(pairs, dtype=np.int64), device)
+        return both[:, 0], both[:, 1]
+
+    def _add_bias(self, logits: Tensor, host_lanes: Int32) -> None:
+        for row, lane in enumerate(host_lanes.tolist()):
+            if lane in self.bias:
+                ids, values = self.bias[lane]
+                logits[row].index_add_(0, ids, values)
+
+    def _mask_ends(self, logits: Tensor, lanes: Tensor, length: Tensor) -> None:
+        early = (length < self.state.min_total[lanes]).unsqueeze(1)
+        ids = self.stops[lanes]
+        # -1 marks unused places: those add nothing to token 0.
+        penalty = torch.where((ids >= 0) & early, -torch.inf, 0.0)
+        logits.scatter_add_(1, ids.clamp(min=0).long(), penalty)
+
+    # -- ends ----------------------------------------------------------------------------------
+
+    def stop_reason(
+        self, tokens: Tensor, lanes: Tensor, host_lanes: Int32, length: Tensor
+    ) -> Tensor:
+        """A `StopReason` for each row, int32 [N]; `length` as for `sample`."""
+        state = self.state
+        total = length + 1
+        reason = (total >= state.max_total[lanes]).int() * int(StopReason.LENGTH)
+        if self.uses[host_lanes, _STAGES.index("stops")].any():
+            hit = (self.stops[lanes] == tokens.unsqueeze(1)).any(dim=1)
+            hit &= total > state.min_total[lanes]
+            reason = torch.where(hit, int(StopReason.STOP_TOKEN), reason)
+        return reason.int()
+
+
+def _floats(p: SamplingParams) -> tuple[float, ...]:
+    return (
+        1.0 if p.greedy else p.temperature,
+        p.top_p,
+        p.min_p,
+        p.repetition_penalty,
+        p.presence_penalty,
+        p.frequency_penalty,
+    )
+
+
+def _ints(admit: Admit) -> tuple[int, ...]:
+    seed = admit.seed & 0xFFFFFFFFFFFFFFFF
+    low, high = _signed(seed & 0xFFFFFFFF), _signed(seed >> 32)
+    return max(0, admit.params.top_k), low, high, admit.sample_index
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def _device(x: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(x))
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor

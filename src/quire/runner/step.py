@@ -1,0 +1,107 @@
+"""A step on its way through the runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.layers.batch import ForwardBatch
+from quire.plan import Int32, Logprobs, RowFlag, StepPlan
+
+
+@dataclass(slots=True)
+class LogitRows:
+    """Where a step's logits come from, all int32 [M] on the host: the token's place in the batch
+    (its hidden state), the plan's row, and the place of each row's last logits."""
+
+    token: Int32
+    row: Int32
+    last: Int32
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> LogitRows:
+        ends = np.cumsum(plan.q_len)
+        row = np.repeat(np.arange(plan.num_rows, dtype=np.int32), plan.n_logits)
+        closes = np.cumsum(plan.n_logits)
+        back = (closes[row] - np.arange(len(row))).astype(np.int32)
+        token = (ends[row] - back).astype(np.int32)
+        return cls(token=token, row=row, last=(closes - 1).astype(np.int32))
+
+
+@dataclass(slots=True)
+class Step:
+    """One plan in flight.
+
+    batch: what the model sees. lanes: int64 [R]. position: int32 [R], each lane's position after
+    the step. first: int32 [R] on the host, each row's first position; exact for PROMPT rows.
+    hidden: [T, width] once the body has run. tokens, stop_reason: int32 [R], filled by the head.
+    waits: the head of GATED rows is still to be released.
+    """
+
+    plan: StepPlan
+    batch: ForwardBatch
+    lanes: Tensor
+    position: Tensor
+    first: Int32
+    logit_rows: LogitRows
+    hidden: Tensor | None = None
+    tokens: Tensor | None = None
+    stop_reason: Tensor | None = None
+    logprobs: list[DeviceLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[DeviceLogprobs] = field(default_factory=list)
+    waits: bool = False
+    done: Any = None
+    started: Any = None
+
+    def rows_with(self, flags: RowFlag, without: RowFlag = RowFlag(0)) -> Int32:
+        """The rows that have all of `flags` and none of `without`, int32."""
+        has = (self.plan.flags & flags) == flags
+        lacks = (self.plan.flags & without) == 0
+        return np.flatnonzero(has & lacks).astype(np.int32)
+
+
+@dataclass(slots=True)
+class DeviceLogprobs:
+    """A part of a step's `Logprobs`, still on the device except for what the host knew all along.
+
+    rows: int32 [m]. wanted: int32 [m], how many alternatives each asked for.
+    """
+
+    rows: Int32
+    wanted: Int32
+    positions: Tensor
+    ids: Tensor
+    values: Tensor
+    ranks: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.positions, self.ids, self.values, self.ranks
+
+
+def join(parts: list[DeviceLogprobs]) -> Logprobs | None:
+    """The parts, which lie on the host by now, as one, in row order; alternatives that a row did
+    not ask for become -1."""
+    if not parts:
+        return None
+    width = max(part.ids.shape[1] for part in parts)
+    rows = np.concatenate([part.rows for part in parts])
+    order = np.argsort(rows, kind="stable")
+    wanted = np.concatenate([part.wanted for part in parts])[order]
+    ids = np.concatenate([_wide(part.ids, width, -1) for part in parts])[order]
+    values = np.concatenate([_wide(part.values, width, 0.0) for part in parts])[order]
+    ids[np.arange(width) > wanted[:, None]] = -1
+    return Logprobs(
+        rows=rows[order],
+        positions=np.concatenate([part.positions.numpy() for part in parts])[order],
+        ids=ids,
+        values=values,
+        ranks=np.concatenate([part.ranks.numpy() for part in parts])[order],
+    )
+
+
+def _wide(x: Tensor, width: int, fill: float) -> Any:
+    return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=fill).numpy()
