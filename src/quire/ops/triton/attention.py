@@ -56,15 +56,17 @@ DEFAULT = AttentionTuning()
 def decode_tiles(queries: int, d_pad: int, element_size: int, card: DeviceTraits) -> Tiles:
     """queries: (token, head) pairs of the longest short row."""
     m = max(16, triton.next_power_of_2(queries))
-    n = 64 if d_pad * element_size <= 256 else 32
-    stages = 3 if card.capability >= (8, 0) else 2
+    n = 64 if d_pad * element_size <= 256 and card.capability >= (8, 0) else 32
+    stages = 3 if card.capability >= (8, 0) else 1
     return Tiles(m, n, 4, stages)
 
 
 def prefill_tiles(d_pad: int, element_size: int, card: DeviceTraits) -> Tiles:
-    wide = d_pad * element_size
-    if card.shared_memory < 160 * 1024 or element_size > 2:
-        return Tiles(64, 32 if wide <= 512 else 16, 4, 2 if wide <= 256 else 1)
+    if element_size > 2 or card.capability < (8, 0):
+        # No tensor cores for these: the product is done by FMAs, out of registers.
+        return Tiles(32, 32 if d_pad <= 128 else 16, 4, 1)
+    if card.shared_memory < 160 * 1024:
+        return Tiles(64, 32 if d_pad <= 128 else 16, 4, 2)
     if d_pad > 128:
         return Tiles(128, 64 if card.shared_memory >= 200 * 1024 else 32, 8, 2)
     return Tiles(128, 64, 4 if d_pad <= 64 else 8, 3)

@@ -2,9 +2,9 @@
 
 A tile packs BM (token, query head) pairs that share a KV head, as flat index
 `token * GROUP + head`, so that any group size fills it: grouped decode queries meet in one matrix
-product, and prefill wastes nothing on groups that are no power of two. The online softmax is that of FlashAttention-2
-(Dao, 2023), split-KV with a combine that of Flash-Decoding (Dao et al., 2023), pages are those of
-PagedAttention (Kwon et al., 2023).
+product, and prefill wastes nothing on groups that are no power of two. The online softmax is that
+of FlashAttention-2 (Dao, 2023), split-KV with a combine that of Flash-Decoding (Dao et al., 2023),
+pages are those of PagedAttention (Kwon et al., 2023).
 """
 
 import triton
