@@ -14,9 +14,13 @@ LayerCache = tuple[Tensor, Tensor]
 
 
 class KVCache:
-    """A group's tensor is [blocks, layers, 2, kv_heads, block_size, head_dim]: a block is contiguous
-    over its group's layers, so that one copy moves it, and heads come before tokens, so that one
-    slice takes a range of heads. Zeros at first, as attention may read what nobody wrote."""
+    """A group's tensor is [blocks, layers, 2, kv_heads, block_size, head_dim].
+
+    A block is contiguous over its group's layers, so that one copy moves it, and heads come before
+    tokens, so that one slice takes a range of heads.
+
+    Zeros at first, as attention may read what nobody wrote.
+    """
 
     def __init__(
         self,

@@ -111,9 +111,9 @@ class ModelRunner:
         """Launches a step; its GATED rows wait for `submit_head`."""
         _check(plan)
         step = self._apply(plan)
-        step.started = self._mark(timing=True)
+        step.started = self._mark()
         self._body(step)
-        ungated = step.rows_with(RowFlag.SAMPLE, without=RowFlag.GATED)
+        ungated = step.sampled_rows(gated=False)
         self._start_results(step)
         self._prompt_head(step)
         self._head(step, ungated, None)
@@ -132,7 +132,7 @@ class ModelRunner:
         step = next((s for s in self._steps if s.plan.step_id == inputs.step_id), None)
         if step is None or not step.waits:
             raise QuireError(f"step {inputs.step_id} does not wait for its head")
-        rows = step.rows_with(RowFlag.SAMPLE | RowFlag.GATED)
+        rows = step.sampled_rows(gated=True)
         upload = self._staging.begin()
         key = upload.add(inputs.mask)
         upload.send()
@@ -264,7 +264,7 @@ class ModelRunner:
             for name in ("positions", "ids", "values", "ranks"):
                 setattr(part, name, self._to_host(getattr(part, name)))
         step.hidden = None
-        step.done = self._mark(timing=True)
+        step.done = self._mark()
 
     def _to_host(self, x: Any) -> Any:
         if self.device.type != "cuda":
@@ -272,10 +272,10 @@ class ModelRunner:
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         return host.copy_(x, non_blocking=True)
 
-    def _mark(self, timing: bool = False) -> Any:
+    def _mark(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=timing)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

@@ -28,7 +28,7 @@ class Upload:
         flat = [np.ascontiguousarray(a).reshape(-1).view(np.int32) for a in self._arrays]
         sizes = [len(a) for a in flat]
         packed = self._staging.copy(flat, sum(sizes))
-        for array, piece in zip(self._arrays, packed.split(sizes), strict=True):
+        for array, piece in zip(self._arrays, torch.split(packed, sizes), strict=True):
             self._tensors.append(piece.view(_DTYPES[array.dtype]).view(array.shape))
 
     def __getitem__(self, key: int) -> Tensor:
@@ -67,6 +67,5 @@ class Staging:
             np.concatenate(flat, out=buffer.numpy()[:size])
         out = torch.empty(size, dtype=torch.int32, device=self.device)
         out.copy_(buffer[:size], non_blocking=True)
-        self._read[i] = torch.cuda.Event()
-        self._read[i].record()
+        self._read[i] = torch.cuda.current_stream(self.device).record_event()
         return out

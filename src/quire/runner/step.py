@@ -57,11 +57,11 @@ class Step:
     done: Any = None
     started: Any = None
 
-    def rows_with(self, flags: RowFlag, without: RowFlag = RowFlag(0)) -> Int32:
-        """The rows that have all of `flags` and none of `without`, int32."""
-        has = (self.plan.flags & flags) == flags
-        lacks = (self.plan.flags & without) == 0
-        return np.flatnonzero(has & lacks).astype(np.int32)
+    def sampled_rows(self, *, gated: bool) -> Int32:
+        """The rows that sample, those that wait for the host or those that do not, int32."""
+        flags = self.plan.flags
+        waits = (flags & RowFlag.GATED) != 0
+        return np.flatnonzero(((flags & RowFlag.SAMPLE) != 0) & (waits == gated)).astype(np.int32)
 
 
 @dataclass(slots=True)

@@ -121,7 +121,7 @@ class Sampler:
         tokens each lane has so far, which is the new token's position. `logits` may be changed.
         """
         uses = self.uses[host_lanes]
-        stage = dict(zip(_STAGES, uses.any(axis=0).tolist(), strict=True))
+        stage = {name: bool(uses[:, i].any()) for i, name in enumerate(_STAGES)}
         if stage["penalty"]:
             logits = self._penalize(logits, lanes, host_lanes)
         if stage["bias"]:

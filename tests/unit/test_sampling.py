@@ -1,0 +1,198 @@
+"""The sampler against float64 oracles, and the statistics of what it draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.plan import Admit, KVGroup, StepPlan, StopReason, int32
+from quire.runner.batch_state import BatchState
+from quire.runner.sampling import Sampler, random, truncate
+from quire.runner.sampling.logprobs import token_logprobs
+from quire.runner.staging import Staging
+from quire.sampling_params import SamplingParams
+
+VOCAB = 97
+EOS = 7
+
+
+def make(
+    params: list[SamplingParams], tokens: list[list[int]], prompt_len: int = 2, seed: int = 1
+) -> Sampler:
+    """A sampler whose lane i holds `tokens[i]` under `params[i]`."""
+    device = torch.device("cpu")
+    state = BatchState(len(params), 64, (KVGroup(layers=(0,)),), device)
+    sampler = Sampler(state, VOCAB, (EOS,))
+    none = int32([])
+    admits = [
+        Admit(i, 0, str(i), int32(tokens[i]), prompt_len, 0, 64, p, seed + i)
+        for i, p in enumerate(params)
+    ]
+    plan = StepPlan(0, none, none, none, none, admits=admits)
+    upload = Staging(device, 2).begin()
+    finishes = state.stage(plan, upload), sampler.stage(plan, upload)
+    upload.send()
+    for finish in finishes:
+        finish()
+    return sampler
+
+
+def sample(sampler: Sampler, logits: torch.Tensor, length: int) -> torch.Tensor:
+    lanes = np.arange(len(logits), dtype=np.int32)
+    lengths = torch.full((len(logits),), length, dtype=torch.int32)
+    return sampler.sample(logits.clone(), torch.from_numpy(lanes).long(), lanes, lengths)
+
+
+def test_philox_known_answers() -> None:
+    # From the test vectors published with the Random123 library.
+    cases = {
+        (0, 0): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+        (0xFFFFFFFF, 0xFFFFFFFF): (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+    }
+    for (count, key), expected in cases.items():
+        c, k = torch.tensor([count]), torch.tensor([key])
+        out = random.philox((c, c, c, c), (k, k))
+        assert tuple(int(word) for word in out) == expected
+
+
+def test_noise_depends_on_its_counter_alone() -> None:
+    seed = int32([[1, 2], [3, 4], [1, 2]])
+    index, position = int32([0, 1, 0]), int32([5, 6, 5])
+    args = [torch.from_numpy(x) for x in (seed, index, position)]
+    together = random.gumbel(*args, VOCAB)
+    alone = random.gumbel(*(x[2:] for x in args), VOCAB)
+    assert torch.equal(together[0], together[2])
+    assert torch.equal(together[2:], alone)
+    assert not torch.equal(together[0], together[1])
+
+
+@pytest.mark.parametrize(
+    ("params", "keep"),
+    [
+        (SamplingParams(), None),
+        (SamplingParams(top_k=5), 5),
+        (SamplingParams(temperature=0.5, top_p=0.6), None),
+        (SamplingParams(min_p=0.2), None),
+        (SamplingParams(temperature=2.0, min_p=0.05, top_k=20, top_p=0.8), None),
+    ],
+)
+def test_draws_follow_the_distribution(params: SamplingParams, keep: int | None) -> None:
+    draws = 20000
+    torch.manual_seed(0)
+    logits = torch.randn(VOCAB) * 2
+    sampler = make([params], [[1, 2]])
+    lanes = np.zeros(draws, dtype=np.int32)
+    lengths = torch.arange(draws, dtype=torch.int32)  # each draw at a position of its own
+    sampler.state.max_total.fill_(10**6)
+    tokens = sampler.sample(
+        logits.repeat(draws, 1), torch.zeros(draws, dtype=torch.long), lanes, lengths
+    )
+    expected = oracle(logits.double().numpy(), params)
+    seen = np.bincount(tokens.numpy(), minlength=VOCAB) / draws
+    assert (seen[expected == 0] == 0).all()
+    assert np.abs(seen - expected).sum() < 0.06
+    if keep is not None:
+        assert (seen > 0).sum() == keep
+
+
+def oracle(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The distribution to draw from, in float64 and plain loops."""
+    scaled = logits / params.temperature
+    probs = np.exp(scaled - scaled.max())
+    probs[probs < params.min_p * probs.max()] = 0
+    if params.top_k > 0:
+        probs[probs < np.sort(probs)[-params.top_k]] = 0
+    probs /= probs.sum()
+    total, kept = 0.0, np.zeros_like(probs)
+    for token in np.argsort(-probs, kind="stable"):
+        if total >= params.top_p:
+            break
+        kept[token] = probs[token]
+        total += probs[token]
+    return kept / kept.sum()
+
+
+def test_penalties_and_bias_match_float64() -> None:
+    params = SamplingParams(
+        temperature=0.0,
+        repetition_penalty=1.3,
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        logit_bias={3: 50.0, 4: -100.0},
+    )
+    tokens = [1, 2, 5, 5, 6]
+    sampler = make([params, SamplingParams(temperature=0.0)], [tokens, tokens])
+    torch.manual_seed(1)
+    logits = torch.randn(2, VOCAB)
+    counts = np.bincount(tokens[2:], minlength=VOCAB)
+    want = logits[0].double().numpy().copy()
+    for token in set(tokens):
+        want[token] = want[token] / 1.3 if want[token] > 0 else want[token] * 1.3
+    want -= 0.7 * (counts > 0) + 0.4 * counts
+    penalized = sampler._penalize(logits.clone(), torch.arange(2), np.arange(2, dtype=np.int32))
+    np.testing.assert_allclose(penalized[0].numpy(), want, atol=1e-5)
+    assert torch.equal(penalized[1], logits[1])
+    assert sample(sampler, logits, 5).tolist() == [3, int(logits[1].argmax())]
+    # What was just sampled counts from now on.
+    assert int(sampler.counts.output[sampler.counts.slots[0], 3]) == 1
+
+
+def test_min_tokens_masks_ends_and_stops_are_seen() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(9,))
+    sampler = make([params], [[1, 2]])
+    logits = torch.zeros(1, VOCAB)
+    logits[0, EOS], logits[0, 9], logits[0, 11] = 5.0, 4.0, 3.0
+    assert sample(sampler, logits, 4).item() == 11
+    assert sample(sampler, logits, 5).item() == EOS
+    lanes, one = torch.tensor([0]), np.zeros(1, dtype=np.int32)
+
+    def reason(token: int, length: int) -> int:
+        tokens = torch.tensor([token], dtype=torch.int32)
+        return int(sampler.stop_reason(tokens, lanes, one, torch.tensor([length])))
+
+    assert reason(EOS, 5) == StopReason.STOP_TOKEN
+    assert reason(9, 5) == StopReason.STOP_TOKEN
+    assert reason(11, 5) == StopReason.NONE
+    assert reason(11, 63) == StopReason.LENGTH
+
+
+def test_ignore_eos() -> None:
+    sampler = make([SamplingParams(temperature=0.0, ignore_eos=True)], [[1, 2]])
+    tokens = torch.tensor([EOS], dtype=torch.int32)
+    one = np.zeros(1, dtype=np.int32)
+    reason = sampler.stop_reason(tokens, torch.tensor([0]), one, torch.tensor([5]))
+    assert reason.item() == StopReason.NONE
+
+
+def test_more_stop_tokens_than_there_was_room_for() -> None:
+    many = tuple(range(20, 60))
+    sampler = make(
+        [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, stop_token_ids=many)],
+        [[1, 2], [1, 2]],
+    )
+    lanes, host = torch.arange(2), np.arange(2, dtype=np.int32)
+    tokens = torch.tensor([59, 59], dtype=torch.int32)
+    reason = sampler.stop_reason(tokens, lanes, host, torch.tensor([5, 5]))
+    assert reason.tolist() == [StopReason.NONE, StopReason.STOP_TOKEN]
+
+
+def test_truncation_keeps_at_least_one_token() -> None:
+    logits = torch.zeros(1, VOCAB)
+    kept = truncate.top_k_top_p(logits, torch.tensor([0]), torch.tensor([1e-6]))
+    assert int((kept > -torch.inf).sum()) == 1
+
+
+def test_logprobs_and_ranks() -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(3, VOCAB)
+    tokens = torch.tensor([4, int(logits[1].argmax()), 90])
+    ids, values, ranks = token_logprobs(logits, tokens, 4)
+    want = torch.log_softmax(logits.double(), dim=-1)
+    for row in range(3):
+        assert ids[row, 0] == tokens[row]
+        order = want[row].argsort(descending=True)
+        assert ids[row, 1:].tolist() == order[:4].tolist()
+        assert ranks[row] == order.tolist().index(int(tokens[row])) + 1
+        for token, value in zip(ids[row], values[row], strict=True):
+            assert abs(float(value) - float(want[row, token])) < 1e-5
