@@ -12,6 +12,8 @@ from quire.cache.prefix_tree import NO_BLOCK, Match, Namespace, Node, PrefixTree
 from quire.errors import ConfigError, RequestTooLargeError
 from quire.plan import BlockAppends, BlockCopies, Int32, KVGroup, int32
 
+_APART = np.iinfo(np.int32).max
+
 
 @dataclass(slots=True)
 class Usage:
@@ -59,7 +61,7 @@ class BlockManager:
         self.slides = any(g.window is not None for g in self.groups)
         self._paths: list[list[Node]] = [[] for _ in range(num_lanes)]
         self.inserted: Int32 = np.zeros(num_lanes, dtype=np.int32)
-        """Tokens of each lane that are in the tree."""
+        """Tokens of each lane up to the last insertion, or `_APART`."""
 
     def check_fits(self, tokens: int, chunk: int) -> None:
         """`RequestTooLargeError` if a sequence that computes `tokens` positions, at most `chunk` at
@@ -129,8 +131,11 @@ class BlockManager:
     ) -> bool:
         """Seat a request on an empty lane with the first `length` positions of another lane: whole
         blocks by reference, a partly filled one by copy, done before the next body runs. Room is
-        booked up to `known` tokens. False as well if the parent let go of a block it would need.
+        booked up to `known` tokens. False as well if the parent let go of a block it would need, or
+        goes apart from the tree: blocks that lanes share must be of nodes that all of them use.
         """
+        if self.inserted[parent] == _APART:
+            return False
         whole, partial = divmod(length, self.block_size)
         for g, group in enumerate(self.groups):
             if group.start[parent] > group.first_needed(length):
@@ -193,31 +198,52 @@ class BlockManager:
         """Enter the whole blocks among each lane's first `lengths` tokens into the tree. `tokens`
         int32 [all lanes, room]: a lane's tokens are its line's first ones.
 
-        Where an equal prefix is there already, the lane goes on running on its own block.
+        A lane that meets an equal prefix, computed by another at the same time, goes on with its
+        own blocks and stops inserting until `insert_rest`: a node that it used without holding its
+        block would keep that block from being reused, for nobody.
         """
         if not self.caching:
             return
         fresh: list[list[int]] = [[] for _ in self.groups]
-        size = self.block_size
         for lane, length in zip(lanes, lengths, strict=True):
-            path = self._paths[lane]
-            whole = length // size
-            for i in range(len(path) - 1, whole):
-                key = tokens[lane, i * size : (i + 1) * size].tobytes()
-                blocks = [
-                    int(group.table[lane, i]) if i >= group.start[lane] else NO_BLOCK
-                    for group in self.groups
-                ]
-                if self.tree.extend(path, key, blocks):
-                    for ids, block in zip(fresh, blocks, strict=True):
-                        if block != NO_BLOCK:
-                            ids.append(block)
-                elif self.slides:
-                    self._adopt(path[-1], blocks, fresh)
-            self.inserted[lane] = whole * size
+            if self.inserted[lane] != _APART:
+                apart = self._insert(lane, tokens[lane], length // self.block_size, fresh, False)
+                self.inserted[lane] = (
+                    _APART if apart else length // self.block_size * self.block_size
+                )
         for group, ids in zip(self.groups, fresh, strict=True):
             if ids:
                 group.pool.hold(int32(ids))
+
+    def insert_rest(self, lane: int, tokens: Int32, length: int) -> None:
+        """Before a release: enter what the lane kept apart. tokens: int32 [>= length]."""
+        if self.inserted[lane] == _APART:
+            fresh: list[list[int]] = [[] for _ in self.groups]
+            self._insert(lane, tokens, length // self.block_size, fresh, True)
+            for group, ids in zip(self.groups, fresh, strict=True):
+                group.pool.hold(int32(ids))
+
+    def _insert(
+        self, lane: int, tokens: Int32, whole: int, fresh: list[list[int]], through: bool
+    ) -> bool:
+        """Extend a lane's path to `whole` blocks, noting blocks that got a node in `fresh`.
+        Whether an equal prefix stopped it, which `through` forbids."""
+        path, size = self._paths[lane], self.block_size
+        for i in range(len(path) - 1, whole):
+            key = tokens[i * size : (i + 1) * size].tobytes()
+            if not through and key in path[-1].children:
+                return True
+            blocks = [
+                int(group.table[lane, i]) if i >= group.start[lane] else NO_BLOCK
+                for group in self.groups
+            ]
+            if not self.tree.extend(path, key, blocks):
+                self._adopt(path[-1], blocks, fresh)
+                continue
+            for ids, block in zip(fresh, blocks, strict=True):
+                if block != NO_BLOCK:
+                    ids.append(block)
+        return False
 
     def _adopt(self, node: Node, blocks: list[int], fresh: list[list[int]]) -> None:
         """Give an existing node the window blocks it has lost."""

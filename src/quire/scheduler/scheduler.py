@@ -141,6 +141,8 @@ class Scheduler:
     def _vacate(self, requests: Sequence[Request], *, ended: bool) -> None:
         """Give up lanes and blocks."""
         for request in requests:
+            valid = request.computed if request.generating else request.planned
+            self.blocks.insert_rest(request.lane, request.tokens.view(), valid)
             hold = self.blocks.keep(request.lane)
             if self._release(request) and ended:
                 self._holds[request.request_id] = hold
@@ -200,7 +202,7 @@ class Scheduler:
                 self._preempt(running.last)
             elif chunks and chunks[0].length > 1:
                 most = chunks[0].length // 2
-            elif settled:
+            elif settled and not self._holds:
                 raise RuntimeError("a request that fits the cache found no room in it")
             else:
                 return Rows.none(), []

@@ -1,0 +1,442 @@
+"""A body for the brain's tests: no model, but a KV store that knows what every slot must hold.
+
+The store keeps, for every slot, a hash of the token prefix that its KV was computed from. Each row
+checks what it reads, each write that it disturbs nobody. The next token is a hash of the prefix, so
+a request's output depends on its prompt alone; `expected_output` computes it without any engine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quire.executor import Capacity
+from quire.plan import (
+    Admit,
+    HeadInputs,
+    Int32,
+    KVGroup,
+    Logprobs,
+    RowFlag,
+    StepPlan,
+    StepResult,
+    StopReason,
+    int32,
+)
+from quire.request import Request
+
+_MASK = (1 << 61) - 1
+UNWRITTEN = -1
+
+
+def mix(state: int, value: int) -> int:
+    """A cheap hash of 61 bits (a multiply and a shift, as in splitmix64)."""
+    x = (state * 0x9E3779B97F4A7C15 + value * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 29)
+
+
+def salt_hash(salt: str) -> int:
+    return sum((i + 1) * byte for i, byte in enumerate(salt.encode()))
+
+
+def next_token(prefix: int, seed: int, sample_index: int, vocab: int) -> int:
+    return mix(mix(prefix, seed), sample_index) % vocab
+
+
+def expected_output(request: Request, vocab: int, stop_token: int | None) -> list[int]:
+    """What the request generates when it runs alone, in one piece."""
+    state = salt_hash(request.cache_salt)
+    for token in request.tokens.view(0, request.prompt_len).tolist():
+        state = mix(state, token)
+    output: list[int] = []
+    while request.prompt_len + len(output) < request.max_total:
+        token = next_token(state, request.seed, request.sample_index, vocab)
+        output.append(token)
+        if token == stop_token:
+            break
+        state = mix(state, token)
+    return output
+
+
+class StoreError(AssertionError):
+    """The brain asked for something that would corrupt a real KV cache."""
+
+
+@dataclass
+class Lane:
+    """The device's view of a lane."""
+
+    admit: Admit
+    tokens: list[int]
+    prefixes: list[int]
+    """Of every known token: the hash of the tokens up to and including it."""
+    position: int
+    tables: list[dict[int, int]]
+    stopped: bool = False
+
+    def extend(self, token: int) -> None:
+        self.tokens.append(token)
+        self.prefixes.append(mix(self.prefixes[-1], token))
+
+
+@dataclass
+class Work:
+    """A row about to run: its lane, where it starts, its fed positions, and those that hold."""
+
+    lane: int
+    state: Lane
+    start: int
+    length: int
+    valid: int
+    new: list[int] = field(default_factory=list)
+    stop: StopReason = StopReason.NONE
+
+
+class FakeExecutor:
+    """An `Executor` whose steps run when they are collected, so that results are as late as can be
+    and a plan changed after its submission is noticed.
+
+    `salt_of` gives the cache salt of a request id: requests of different salts hash differently, so
+    that sharing between them is an error. Drafts are accepted at random (`seed`).
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        num_blocks: Sequence[int],
+        *,
+        vocab: int = 50,
+        stop_token: int | None = None,
+        seed: int = 0,
+        salt_of: Callable[[str], str] = lambda _: "",
+    ) -> None:
+        self.capacity = Capacity(tuple(groups), tuple(num_blocks))
+        self.vocab = vocab
+        self.stop_token = stop_token
+        self.salt_of = salt_of
+        self.lanes: dict[int, Lane] = {}
+        self.store = [
+            np.full(n * g.tokens_per_block, UNWRITTEN, dtype=np.int64)
+            for g, n in zip(groups, num_blocks, strict=True)
+        ]
+        self._queue: deque[StepPlan] = deque()
+        self._random = random.Random(seed)
+        self._garbage = 0
+        self.steps = 0
+
+    def start(self) -> Capacity:
+        return self.capacity
+
+    def submit(self, plan: StepPlan) -> None:
+        self._queue.append(plan)
+
+    def submit_head(self, inputs: HeadInputs) -> None:
+        pass
+
+    def control(self, message: dict[str, Any]) -> Any:
+        return None
+
+    def shutdown(self) -> None:
+        self._queue.clear()
+
+    def collect(self) -> StepResult:
+        plan = self._queue.popleft()
+        self.steps += 1
+        self._apply(plan)
+        rows = [self._row(plan, i) for i in range(plan.num_rows)]
+        alive = [work for work in rows if work.length]
+        # Lanes admitted now may share what this very step computes; `_read` checks what they get.
+        new = {admit.lane for admit in plan.admits}
+        before = {n: state.position for n, state in self.lanes.items() if n not in new}
+        for work in alive:
+            self._write(work, before)
+        for work in alive:
+            self._read(work)
+        for work in alive:
+            work.state.position = work.start + work.valid
+        return self._result(plan, rows)
+
+    # -- the plan's bookkeeping ----------------------------------------------------------------
+
+    def _apply(self, plan: StepPlan) -> None:
+        for lane in plan.frees:
+            if self.lanes.pop(lane, None) is None:
+                raise StoreError(f"lane {lane} was freed without a tenant")
+        for admit in plan.admits:
+            if admit.lane in self.lanes:
+                raise StoreError(f"lane {admit.lane} was given away twice")
+            self.lanes[admit.lane] = self._lane(admit)
+        for group, appends in enumerate(plan.block_appends):
+            at = 0
+            for lane, start, count in zip(
+                appends.lanes.tolist(),
+                appends.starts.tolist(),
+                appends.counts.tolist(),
+                strict=True,
+            ):
+                table = self.lanes[lane].tables[group]
+                for i, block in enumerate(appends.ids[at : at + count].tolist()):
+                    if start + i in table:
+                        raise StoreError(f"lane {lane} got block {start + i} twice")
+                    table[start + i] = block
+                at += count
+            if at != len(appends.ids):
+                raise StoreError("counts of block appends do not add up")
+        for group, copies in enumerate(plan.copies):
+            size = self.capacity.groups[group].tokens_per_block
+            store = self.store[group].reshape(-1, size)
+            store[copies.dst] = store[copies.src]
+
+    def _lane(self, admit: Admit) -> Lane:
+        prefixes, state = [], salt_hash(self.salt_of(admit.request_id))
+        tokens = admit.tokens.tolist()
+        for token in tokens:
+            state = mix(state, token)
+            prefixes.append(state)
+        tables: list[dict[int, int]] = [{} for _ in self.capacity.groups]
+        return Lane(admit, tokens, prefixes, admit.computed, tables)
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def _row(self, plan: StepPlan, i: int) -> Work:
+        lane, length = int(plan.lanes[i]), int(plan.q_len[i])
+        state, flags = self.lanes[lane], int(plan.flags[i])
+        start = state.position
+        if state.stopped:
+            return Work(lane, state, start, 0, 0)
+        if flags & RowFlag.PROMPT:
+            end = start + length
+            if end > len(state.tokens):
+                raise StoreError(f"row of lane {lane} feeds tokens that nobody knows")
+            work = Work(lane, state, start, length, length)
+            if flags & RowFlag.SAMPLE:
+                if end != len(state.tokens):
+                    raise StoreError(f"row of lane {lane} samples in mid-prompt")
+                self._sample(work, 1)
+            return work
+        if start != len(state.tokens) - 1 or not flags & RowFlag.SAMPLE:
+            raise StoreError(f"lane {lane} generates at {start} of {len(state.tokens)} tokens")
+        work = Work(lane, state, start, length, 0)
+        self._sample(work, self._random.randint(1, length))
+        work.valid = len(work.new)
+        return work
+
+    def _sample(self, work: Work, most: int) -> None:
+        state, admit = work.state, work.state.admit
+        while len(work.new) < most and work.stop is StopReason.NONE:
+            token = next_token(state.prefixes[-1], admit.seed, admit.sample_index, self.vocab)
+            work.new.append(token)
+            state.extend(token)
+            if token == self.stop_token:
+                work.stop = StopReason.STOP_TOKEN
+            elif len(state.tokens) >= admit.max_total:
+                work.stop = StopReason.LENGTH
+        state.stopped = work.stop is not StopReason.NONE
+
+    def _slot(self, work: Work, group: int, position: int) -> int:
+        size = self.capacity.groups[group].tokens_per_block
+        block = work.state.tables[group].get(position // size)
+        if block is None:
+            raise StoreError(f"lane {work.lane} has no block for position {position}")
+        return block * size + position % size
+
+    def _write(self, work: Work, before: dict[int, int]) -> None:
+        for group, store in enumerate(self.store):
+            for i in range(work.length):
+                slot = self._slot(work, group, work.start + i)
+                self._check_alone(work, group, slot, before)
+                if i < work.valid:
+                    store[slot] = work.state.prefixes[work.start + i]
+                else:
+                    # A rejected draft leaves KV that nobody may read.
+                    self._garbage += 1
+                    store[slot] = -2 - self._garbage
+
+    def _check_alone(self, work: Work, group: int, slot: int, before: dict[int, int]) -> None:
+        """No other lane relies on what this write replaces."""
+        kv = self.capacity.groups[group]
+        block, offset = divmod(slot, kv.tokens_per_block)
+        for lane, other in self.lanes.items():
+            if lane == work.lane or other.stopped or lane not in before:
+                continue
+            for index, held in other.tables[group].items():
+                if held != block:
+                    continue
+                position = index * kv.tokens_per_block + offset
+                oldest = 0 if kv.window is None else before[lane] - kv.window + 1
+                relied = oldest <= position < before[lane]
+                if relied and self.store[group][slot] == other.prefixes[position]:
+                    raise StoreError(f"lane {work.lane} wrote into a block of lane {lane}")
+
+    def _read(self, work: Work) -> None:
+        """Every position that a fed token attends to holds its own prefix."""
+        for group, store in enumerate(self.store):
+            window = self.capacity.groups[group].window
+            first = 0 if window is None else max(0, work.start - window + 1)
+            for position in range(first, work.start + work.valid):
+                held = store[self._slot(work, group, position)]
+                if held != work.state.prefixes[position]:
+                    what = "nothing" if held == UNWRITTEN else "another prefix"
+                    raise StoreError(
+                        f"lane {work.lane} read {what} at position {position}, group {group}"
+                    )
+
+    # -- the result ----------------------------------------------------------------------------
+
+    def _result(self, plan: StepPlan, rows: list[Work]) -> StepResult:
+        width = max([len(work.new) for work in rows] + [1])
+        tokens: Int32 = np.full((len(rows), width), -1, dtype=np.int32)
+        for i, work in enumerate(rows):
+            tokens[i, : len(work.new)] = work.new
+        return StepResult(
+            step_id=plan.step_id,
+            tokens=tokens,
+            n_tokens=int32([len(work.new) for work in rows]),
+            stop_reason=int32([work.stop for work in rows]),
+            prompt_logprobs=self._prompt_logprobs(plan, rows),
+        )
+
+    def _prompt_logprobs(self, plan: StepPlan, rows: list[Work]) -> Logprobs | None:
+        """For the prompt's tokens only; the value is the hash of the prefix that predicts it."""
+        found = []
+        for i, work in enumerate(rows):
+            admit = work.state.admit
+            if admit.params.prompt_logprobs is None or not int(plan.flags[i]) & RowFlag.PROMPT:
+                continue
+            end = work.start + work.length
+            for position in range(end - int(plan.n_logits[i]) + 1, end + 1):
+                if position < admit.prompt_len:
+                    value = work.state.prefixes[position - 1] % 1000
+                    found.append((i, position, work.state.tokens[position], value))
+        if not found:
+            return None
+        row, position, token, value = zip(*found, strict=True)
+        return Logprobs(
+            rows=int32(row),
+            positions=int32(position),
+            ids=int32(token)[:, None],
+            values=np.array(value, dtype=np.float32)[:, None],
+            ranks=np.ones(len(found), dtype=np.int32),
+        )
+
+
+def check_blocks(scheduler: Any) -> None:
+    """No block is lost, freed twice or counted wrongly: holders are recounted from scratch."""
+    manager = scheduler.blocks
+    running = [entry[2] for entry in scheduler._running.entries]
+    holds = list(scheduler._holds.values())
+    nodes = manager.tree.nodes()
+    assert len(nodes) == manager.tree.num_nodes
+    users = {id(node): 0 for node in nodes}
+    for path in [manager._paths[r.lane] for r in running] + [h.path for h in holds]:
+        for node in path[1:]:
+            users[id(node)] += 1
+    for node in nodes:
+        assert node.users == users[id(node)]
+        assert (node.users == 0) == (node in manager.tree._idle)
+    for g, group in enumerate(manager.groups):
+        holders = np.zeros(group.pool.num_blocks, dtype=np.int64)
+        for request in running:
+            np.add.at(holders, group.held(request.lane), 1)
+        for hold in holds:
+            np.add.at(holders, hold.blocks[g], 1)
+        loose = {node for node in nodes if node.blocks[g] >= 0 and not holders[node.blocks[g]]}
+        for node in nodes:
+            if node.blocks[g] >= 0:
+                holders[node.blocks[g]] += 1
+            else:
+                assert group.window is not None
+        assert (group.pool.holders == holders).all()
+        assert group.pool.num_free == int((holders == 0).sum())
+        if group.window is not None:
+            assert set(manager.tree._loose[g]) == loose
+    check_free_list(manager)
+
+
+def check_free_list(manager: Any) -> None:
+    for group in manager.groups:
+        pool = group.pool
+        free = pool._returned[: pool._num_returned].tolist()
+        assert len(free) == len(set(free))
+        assert not pool.holders[free].any()
+        assert not pool.holders[pool._fresh :].any()
+
+
+def check_rows_held(scheduler: Any, plan: StepPlan) -> None:
+    """Nothing that a row may read or write is free at the time of its plan."""
+    lanes = scheduler._lanes
+    for lane in plan.lanes.tolist():
+        floor = int(lanes.computed[lane])
+        for group in scheduler.blocks.groups:
+            size = group.block_size
+            last = -(-int(lanes.planned[lane]) // size)
+            first = group.first_needed(
+                max(floor, int(lanes.planned[lane] - lanes.drafted[lane]) - 1)
+            )
+            assert group.end[lane] >= last
+            assert (group.pool.holders[group.table[lane, first:last]] > 0).all()
+
+
+class Loop:
+    """Drives a scheduler and a fake executor, and collects what requests get."""
+
+    def __init__(self, scheduler: Any, executor: FakeExecutor) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, Request] = {}
+        self.prompt_logprobs: dict[str, dict[int, float]] = {}
+        self.plans: list[StepPlan] = []
+
+    def launch(self) -> bool:
+        """Plan and submit a step; whether there was one."""
+        plan = self.scheduler.plan()
+        check_blocks(self.scheduler)
+        if plan is None:
+            return False
+        check_rows_held(self.scheduler, plan)
+        assert plan.num_tokens <= self.scheduler._config.max_num_batched_tokens
+        assert len(set(plan.lanes.tolist())) == plan.num_rows > 0
+        self.plans.append(plan)
+        self.executor.submit(plan)
+        return True
+
+    def collect(self) -> None:
+        """Take in the oldest result."""
+        progress = self.scheduler.update(self.executor.collect())
+        for one in progress:
+            name = one.request.request_id
+            self.outputs.setdefault(name, []).extend(one.new_tokens.tolist())
+            if one.prompt_logprobs is not None:
+                seen = self.prompt_logprobs.setdefault(name, {})
+                for position, value in zip(
+                    one.prompt_logprobs.positions.tolist(),
+                    one.prompt_logprobs.values[:, 0].tolist(),
+                    strict=True,
+                ):
+                    assert position not in seen
+                    seen[position] = value
+            if one.finished:
+                assert name not in self.finished
+                self.finished[name] = one.request
+                assert one.request.output.tolist() == self.outputs[name]
+        check_blocks(self.scheduler)
+
+    def step(self) -> None:
+        """Launch if possible, else collect."""
+        if not self.launch():
+            assert self.scheduler.num_in_flight, "nothing runs, and nothing can be launched"
+            self.collect()
+
+    def drain(self, most: int = 100_000) -> None:
+        """Run until every request has ended."""
+        for _ in range(most):
+            if not self.scheduler.has_work():
+                return
+            self.step()
+        raise AssertionError("requests do not end")
