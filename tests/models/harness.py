@@ -13,8 +13,8 @@ from quire.models import Decoder, ForwardBatch, GroupBatch
 
 
 @dataclass
-class Sequence_:
-    """A sequence, its tokens, how many have their KV cached, and its blocks per group."""
+class Row:
+    """A sequence: its tokens, how many have their KV cached, and its blocks per group."""
 
     tokens: list[int]
     tables: list[list[int]]
@@ -29,7 +29,7 @@ class Harness:
     seed: int = 0
     padding: int = 0
     """Padding tokens put behind the rows of every step."""
-    sequences: list[Sequence_] = field(default_factory=list)
+    sequences: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         model = self.model
@@ -55,12 +55,12 @@ class Harness:
             draw.shuffle(blocks)
             self.free.append(blocks)
 
-    def add(self, tokens: Sequence[int]) -> Sequence_:
-        sequence = Sequence_(list(tokens), [[] for _ in self.groups])
+    def add(self, tokens: Sequence[int]) -> Row:
+        sequence = Row(list(tokens), [[] for _ in self.groups])
         self.sequences.append(sequence)
         return sequence
 
-    def step(self, rows: Sequence[tuple[Sequence_, int]]) -> list[Tensor]:
+    def step(self, rows: Sequence[tuple[Row, int]]) -> list[Tensor]:
         """Computes the next `n` tokens of each (sequence, n); logits [n, vocab] of each row."""
         batch = self._batch(rows)
         with torch.inference_mode():
@@ -88,7 +88,7 @@ class Harness:
                     sequence.tokens.append(int(logits[-1].argmax()))
         return [s.tokens[len(p) :] for s, p in zip(sequences, prompts, strict=True)]
 
-    def _batch(self, rows: Sequence[tuple[Sequence_, int]]) -> ForwardBatch:
+    def _batch(self, rows: Sequence[tuple[Row, int]]) -> ForwardBatch:
         def tensor(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self.model.device)
 
@@ -114,7 +114,7 @@ class Harness:
             max_seq_len=max(lengths),
         )
 
-    def _group(self, index: int, rows: Sequence[tuple[Sequence_, int]], tensor) -> GroupBatch:  # type: ignore[no-untyped-def]
+    def _group(self, index: int, rows: Sequence[tuple[Row, int]], tensor) -> GroupBatch:  # type: ignore[no-untyped-def]
         size = self.block_size
         window = self.groups[index].window
         slots: list[int] = []

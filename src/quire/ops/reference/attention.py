@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.reference.cache import head_rows
+from quire.ops.reference.cache import head_rows, host_reads
 
 _TILE = 256
 """Most queries of one piece: bounds the mask, and skips most of what causality hides."""
@@ -88,8 +88,8 @@ def paged_attention(
 def _pieces(
     q_lens: Sequence[int], seq_lens: Tensor, max_seq_len: int, window: int | None, size: int
 ) -> list[_Piece]:
-    # On a CPU the lengths can be read at no cost; elsewhere the host has to do with its bound.
-    known = seq_lens.device.type == "cpu"
+    # Where the lengths cannot be read at no cost, the host has to do with its bound.
+    known = host_reads(seq_lens)
     lengths = seq_lens.tolist() if known else [max_seq_len] * len(q_lens)
     pieces = []
     row_start = 0

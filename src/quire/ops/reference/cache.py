@@ -64,6 +64,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).add_(swapped.mul_(sin))
 
 
+def host_reads(x: Tensor) -> bool:
+    """Whether the host can look at `x` without waiting for a device."""
+    return x.device.type == "cpu"
+
+
 def token_rows(cache: Tensor) -> tuple[Tensor, int]:
     """A [rows, D] view of the memory behind `cache` [NB, Hkv, BS, D], and the rows from one block
     to the next. Token `o` of head `h` of block `b` is row b * step + h * BS + o."""
@@ -112,7 +117,7 @@ def _store_plan(slots: Tensor, cache: Tensor, scratch: dict[Any, Any]) -> _Store
     valid = slots >= 0
     source: Tensor | None = None
     live: Tensor | None = None
-    if slots.device.type == "cpu":
+    if host_reads(slots):
         kept = valid.nonzero().squeeze(1)
         if len(kept) < len(slots):
             source = kept

@@ -1,0 +1,91 @@
+"""Two ranks that share a model's layers give the tokens of one."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from quire.errors import ConfigError
+from quire.models import build_model, load_config, load_weights, spec_from_config
+from quire.parallel import ProcessGroup, SingleGroup, TorchGroup
+from quire.sharding import ShardSpec
+from tests.models.checkpoints import make
+from tests.models.harness import Harness
+
+PROMPTS = [[5, 17, 99, 3, 42, 7, 7, 150, 23], [11]]
+CASES = ["qwen3-tied-bias", "llama-mqa-tied", "gpt2", "qwen3-window"]
+"""Two KV heads over two ranks, one KV head that both hold, LayerNorm and biases, two KV groups; a
+vocabulary that does not divide evenly in all of them."""
+
+
+def tokens_of(folder: Path, load_format: str, group: ProcessGroup) -> list[list[int]]:
+    spec = spec_from_config(load_config(folder))
+    model = build_model(spec, device="cpu", dtype=torch.float32, group=group)
+    load_weights(model, folder, load_format)
+    return Harness(model).generate(PROMPTS, 24, chunk=5)
+
+
+def _rank(rank: int, world: int, folders: list[Path], rendezvous: str, out: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
+    found = [tokens_of(folder, "auto", TorchGroup()) for folder in folders]
+    found.append(tokens_of(folders[0], "dummy", TorchGroup()))
+    out.put((rank, found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+    folders = [tmp_path / case for case in CASES]
+    for folder, case in zip(folders, CASES, strict=True):
+        make(folder, case)
+    expected = [tokens_of(folder, "auto", SingleGroup()) for folder in folders]
+    expected.append(tokens_of(folders[0], "dummy", SingleGroup()))
+
+    context = multiprocessing.get_context("spawn")
+    out = context.Queue()
+    rendezvous = f"file://{tmp_path / 'rendezvous'}"
+    ranks = [
+        context.Process(target=_rank, args=(rank, 2, folders, rendezvous, out), daemon=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    found = dict(out.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    assert found == {0: expected, 1: expected}
+
+
+class Ranked(SingleGroup):
+    """Only says that there are more ranks, to build one rank's share."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+
+
+def test_heads_that_cannot_be_shared_out(tmp_path: Path) -> None:
+    make(tmp_path, "llama")
+    spec = spec_from_config(load_config(tmp_path))
+    with pytest.raises(ConfigError, match="6 attention heads"):
+        build_model(spec, device="meta", group=Ranked(0, 4))
+
+
+def test_each_rank_books_only_its_heads(tmp_path: Path) -> None:
+    make(tmp_path, "llama")
+    spec = spec_from_config(load_config(tmp_path))
+    whole = build_model(spec, device="meta").kv_groups(16)[0].block_bytes
+    half = build_model(spec, device="meta", group=Ranked(1, 2)).kv_groups(16)[0].block_bytes
+    assert half * 2 == whole
+
+
+def test_padded_shards() -> None:
+    shard = ShardSpec(0, padded=True)
+    assert [shard.bounds(5, rank, 4) for rank in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
