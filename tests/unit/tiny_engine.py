@@ -1,0 +1,158 @@
+"""A tiny random model run by the real scheduler and the real runner, without processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from quire.config import EngineArgs, EngineConfig, SchedulerConfig
+from quire.plan import StepPlan, int32
+from quire.request import Request
+from quire.runner import Hook, ModelRunner
+from quire.sampling_params import SamplingParams
+from quire.scheduler import Scheduler
+from quire.scheduler.progress import StepProgress
+
+VOCAB = 128
+MAX_LEN = 256
+
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": MAX_LEN,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": VOCAB,
+    "torch_dtype": "float32",
+}
+
+TINY_WINDOW = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": MAX_LEN,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "sliding_window": 20,
+    "tie_word_embeddings": False,
+    "vocab_size": VOCAB,
+    "torch_dtype": "float32",
+}
+
+
+def model_folder(folder: Path, config: dict[str, object]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@dataclass
+class Job:
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int = 0
+    priority: int = 0
+
+
+class TinyEngine:
+    """The engine's loop in its plainest form."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        depth: int = 1,
+        budget: int = 256,
+        lanes: int = 8,
+        blocks: int = 200,
+        prefix_caching: bool = True,
+        policy: str = "fcfs",
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        scheduler = SchedulerConfig(
+            max_num_seqs=lanes,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_LEN,
+            steps_in_flight=depth,
+            enable_prefix_caching=prefix_caching,
+            policy=policy,  # type: ignore[arg-type]
+        )
+        config = EngineConfig(
+            args=EngineArgs(num_kv_blocks=blocks, load_format="dummy", seed=3),
+            model_path=str(folder),
+            tokenizer_path=None,
+            model_name="tiny",
+            device="cpu",
+            dtype="float32",
+            block_size=8,
+            scheduler=scheduler,
+            eos_token_ids=(5,),
+            vocab_size=VOCAB,
+        )
+        self.depth = depth
+        self.runner = ModelRunner(config, hooks=hooks)
+        self.scheduler = Scheduler(scheduler, self.runner.start())
+        self.plans: list[StepPlan] = []
+        self.progress: list[StepProgress] = []
+
+    def add(self, name: str, job: Job) -> list[Request]:
+        requests: list[Request] = []
+        for index in range(job.params.n):
+            request = Request(
+                f"{name}-{index}",
+                int32(job.prompt),
+                job.params,
+                max_total=min(MAX_LEN, len(job.prompt) + (job.params.max_tokens or MAX_LEN)),
+                priority=job.priority,
+                seed=job.seed,
+                sample_index=index,
+                leader=requests[0] if requests else None,
+            )
+            self.scheduler.add(request)
+            requests.append(request)
+        return requests
+
+    def step(self) -> None:
+        while self.scheduler.num_in_flight < self.depth:
+            plan = self.scheduler.plan()
+            if plan is None:
+                break
+            self.plans.append(plan)
+            self.runner.submit(plan)
+        if self.scheduler.num_in_flight:
+            self.progress.append(self.scheduler.update(self.runner.collect()))
+
+    def drain(self) -> None:
+        while self.scheduler.has_work():
+            self.step()
+
+    def run(self, jobs: Sequence[Job]) -> list[list[int]]:
+        """All jobs at once; the outputs of each job's completions, one after the other."""
+        requests = [r for i, job in enumerate(jobs) for r in self.add(str(i), job)]
+        self.drain()
+        stats = self.scheduler.stats()
+        assert stats.blocks_used == [0] * len(stats.blocks_used)
+        return [request.output.tolist() for request in requests]
+
+
+def random_prompts(count: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
+    draw = np.random.default_rng(seed)
+    return [draw.integers(6, VOCAB, draw.integers(2, longest)).tolist() for _ in range(count)]
