@@ -1,0 +1,139 @@
+"""Small-batch linear layers on a CUDA card: correctness, speed per layer, speed of a decode step.
+
+    PYTHONPATH=src python bench/gemm/run.py                 # everything, under four minutes
+    PYTHONPATH=src python bench/gemm/run.py --models 0.6B --rows 1 8 --seconds 30
+
+Writes the card's table and every measurement to $OUT, if set, and prints summaries: µs per layer
+beside cuBLAS and the bandwidth it means, then all linear layers of a decode step in one graph, with
+a small kernel of a given length between the qkv and the o projection, tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from checks import check_combinations
+from skeleton import batch_steps, decode_steps
+
+from quire.ops.triton.gemm_plan import Shape
+from quire.ops.triton.gemm_table import BUCKETS, GemmTable, key_of
+from quire.ops.triton.gemm_tune import Measured, tune
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
+from shapes import MODELS
+from shapes import Shape as Model
+
+BANDWIDTH = 4.24e6
+"""Bytes per µs of a GEMV, measured on an H200."""
+
+
+def layer_shapes(model: Model, rows: int) -> dict[str, Shape]:
+    """The linear layers of a step: qkv and gate_up take a norm, gate_up gates."""
+    shapes = {}
+    for name, (n, k) in model.projections.items():
+        gated = name == "gate_up"
+        norm = name in ("qkv", "gate_up")
+        shapes[name] = Shape(rows, n // 2 if gated else n, k, torch.bfloat16, norm, gated)
+    shapes["lm_head"] = Shape(rows, model.vocab, model.hidden, torch.bfloat16)
+    return shapes
+
+
+class Report:
+    """Collects measurements by key; writes each to $OUT/gemm_measured.jsonl."""
+
+    def __init__(self, out: Path | None) -> None:
+        self.best: dict[str, tuple[Measured, Measured]] = {}
+        self.failures: list[str] = []
+        self._file = (out / "gemm_measured.jsonl").open("w") if out else None
+
+    def add(self, shape: Shape, found: list[Measured]) -> None:
+        cublas = next(m for m in found if m.plan.kernel == "torch")
+        self.best[key_of(shape)] = (found[0], cublas)
+        for m in found:
+            record = {"key": key_of(shape), "us": None if m.error else round(m.us, 3)}
+            record |= {"plan": m.plan.as_json(), "error": m.error}
+            if m.error:
+                self.failures.append(f"{key_of(shape)} {m.plan.as_json()}: {m.error}")
+            if self._file:
+                self._file.write(json.dumps(record) + "\n")
+        if self._file:
+            self._file.flush()
+
+    def line(self, label: str, shapes: list[Shape]) -> str:
+        cells = []
+        for shape in shapes:
+            found = self.best.get(key_of(shape))
+            if found is None:
+                cells.append("-".rjust(17))
+                continue
+            best, cublas = found
+            share = 100 * shape.weight_bytes / best.us / BANDWIDTH
+            kind = best.plan.kernel[0]
+            cells.append(f"{best.us:6.1f}{kind}{share:3.0f}%{cublas.us:6.1f}")
+        return f"{label:<16}" + " ".join(cells)
+
+
+def print_plans(table: GemmTable, models: list[Model], rows: list[int]) -> None:
+    print("\nplans at the fewest rows:")
+    for model in models:
+        for name, shape in layer_shapes(model, rows[0]).items():
+            plan = table.entries.get(key_of(shape))
+            print(f"  {model.name:<13}{name:<8}", json.dumps(plan.as_json()) if plan else "-")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", default=[""], help="parts of model names")
+    parser.add_argument("--rows", nargs="*", type=int, default=list(BUCKETS))
+    parser.add_argument("--seconds", type=float, default=130.0, help="limit for the tuning")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 4)
+    options = parser.parse_args()
+    began = time.monotonic()
+    models = [m for m in MODELS if any(part in m.name for part in options.models)]
+    out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
+
+    def done(what: str) -> None:
+        print(f"[{time.monotonic() - began:6.1f} s] {what}", flush=True)
+
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for problem in check_combinations(torch.device("cuda", 0), options.workers):
+        print("WRONG", problem)
+    done("combinations of prologue and epilogue checked")
+
+    report = Report(out)
+    shapes = [s for rows in options.rows for m in models for s in layer_shapes(m, rows).values()]
+    limit = options.seconds
+    table = tune(shapes, workers=options.workers, seconds=limit, report=report.add)
+    if out:
+        (out / "nvidia-h200.json").write_text(table.dumps())
+    done(f"tuned {len(table.entries)} layers, {len(report.failures)} plans failed")
+    for failure in report.failures[:12]:
+        print("  failed:", failure)
+
+    print("\nper layer: µs (g gemv, s skinny, t torch), % of 4.24 TB/s, cuBLAS µs; by rows of x")
+    print(" " * 16 + " ".join(f"{rows}".center(17) for rows in options.rows))
+    for model in models:
+        for name in layer_shapes(model, 1):
+            row = [layer_shapes(model, rows)[name] for rows in options.rows]
+            print(report.line(f"{model.name[:8]} {name}", row))
+    print_plans(table, models, options.rows)
+    done("layers printed")
+
+    for model in models:
+        for line in decode_steps(model, table):
+            print(line, flush=True)
+    done("decode steps of one row")
+    for model in models:
+        for line in batch_steps(model, table, [r for r in (8, 64, 256) if r in options.rows]):
+            print(line, flush=True)
+    done("end")
+
+
+if __name__ == "__main__":
+    main()

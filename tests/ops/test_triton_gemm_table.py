@@ -1,0 +1,111 @@
+"""The chooser: tables on disk, rules of thumb, and what the tuner would try. No kernel runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quire.ops.triton.gemm_plan import TORCH, GemmPlan, Shape
+from quire.ops.triton.gemm_table import (
+    GemmTable,
+    bucket,
+    cache_path,
+    heuristic,
+    key_of,
+    plan_for,
+    store,
+    table_for,
+)
+from quire.ops.triton.gemm_tune import candidates, refinements
+from quire.ops.triton.launch import DeviceTraits
+
+H200 = DeviceTraits((9, 0), 132, 232448, pdl=True, bf16=True)
+T4 = DeviceTraits((7, 5), 40, 65536, pdl=False, bf16=False)
+SHAPES = [
+    Shape(m, n, k, torch.bfloat16, norm, gated)
+    for m in (1, 2, 3, 4, 7, 8, 16, 33, 64)
+    for n, k, norm, gated in (
+        (4096, 1024, True, False),
+        (1024, 3072, False, False),
+        (8960, 1536, True, True),
+        (151936, 4096, False, False),
+        (48, 40, True, True),
+    )
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    table_for.cache_clear()
+
+
+def test_a_table_survives_the_disk() -> None:
+    shape = Shape(3, 64, 32, torch.bfloat16, norm=True)
+    plan = GemmPlan("skinny", bm=16, bn=32, bk=64, stages=4, split_k=2, swap=True, norm="exact")
+    table = GemmTable("Card X", entries={key_of(shape): plan, "other": TORCH})
+    assert GemmTable.loads(table.dumps()).entries[key_of(shape)] == plan
+    path = store(table)
+    assert path == cache_path("Card X")
+    assert plan_for(shape, "Card X", H200) == plan
+    assert plan_for(shape._replace(m=4), "Card X", H200) == plan
+    assert plan_for(shape, "Card Y", H200) == heuristic(shape, H200)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"card": 1, "triton": 2, "entries": {"a": 3}}'])
+def test_a_broken_table_is_as_good_as_none(text: str) -> None:
+    path = cache_path("Card X")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert table_for("Card X").entries == {}
+
+
+def test_many_rows_go_to_cublas() -> None:
+    assert bucket(257) is None
+    assert plan_for(Shape(4096, 64, 64, torch.bfloat16), "Card X", H200) == TORCH
+    assert heuristic(Shape(128, 64, 64, torch.bfloat16), H200) == TORCH
+    assert heuristic(Shape(32, 64, 64, torch.float32), H200) == TORCH
+    assert heuristic(Shape(32, 64, 64, torch.bfloat16), T4) == TORCH
+
+
+@pytest.mark.parametrize("traits", [H200, T4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_heuristic_plans_hold_their_rows(shape: Shape, traits: DeviceTraits) -> None:
+    plan = heuristic(shape, traits)
+    _check(plan, shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_candidates_are_launchable(shape: Shape) -> None:
+    plans = candidates(shape, 132)
+    assert plans
+    for plan in plans:
+        _check(plan, shape)
+        for norms in (True, False):
+            for variant in refinements(plan, shape, norms=norms):
+                _check(variant, shape)
+                assert variant != plan
+
+
+def _check(plan: GemmPlan, shape: Shape) -> None:
+    if plan.kernel == "torch":
+        return
+    for size in (plan.bm, plan.bn, plan.bk, plan.warps):
+        assert size >= 1
+        assert size & (size - 1) == 0
+    assert (plan.norm != "none") == shape.norm
+    rows = plan.bn * (2 if shape.gated else 1)
+    if plan.kernel == "gemv":
+        assert shape.m <= plan.bm <= 4
+        assert rows * plan.bk // (32 * plan.warps) <= 256  # fp32 sums a thread keeps
+    else:
+        assert rows >= 16
+        assert plan.bm >= 16
+        assert plan.bk >= 16
+        bytes_ = (plan.bm + rows) * plan.bk * shape.dtype.itemsize * plan.stages
+        assert bytes_ <= H200.shared_memory
+        assert plan.split_k == 1 or plan.norm != "late"
