@@ -101,7 +101,9 @@ class _StorePlan:
         view, _ = token_rows(cache)
         if self.source is not None:
             values = values.index_select(0, self.source)
-        values = values.reshape(-1, values.shape[-1]).to(view.dtype)
+        values = values.reshape(-1, values.shape[-1])
+        if values.dtype is not view.dtype:
+            values = values.to(view.dtype)
         if self.live is not None:
             values = torch.where(self.live, values, view.index_select(0, self.rows))
         view.index_copy_(0, self.rows, values)

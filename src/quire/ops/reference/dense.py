@@ -31,19 +31,22 @@ def gelu(x: Tensor, approximate: str) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    out = _fp32_cpu_linear(x, weight, bias) if _suits_onednn(x) else F.linear(x, weight, bias)
+    if _suits_onednn(x, weight):
+        out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    else:
+        out = F.linear(x, weight, bias)
     return out if residual is None else out.add_(residual)
 
 
-def _suits_onednn(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype is torch.float32 and _HAS_ONEDNN_LINEAR
-
-
-def _fp32_cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # PyTorch sends fp32 products to BLAS, which uses one thread for a single row and was measured
-    # 2 to 3 times slower than oneDNN for the 1 to 64 rows of a decode step.
-    return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
-        x, weight, bias, "none", [], ""
+def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
+    """PyTorch sends fp32 products on a CPU to BLAS, which uses one thread for a single row and was
+    measured twice as slow as oneDNN from one row to a thousand; only for tiny products does the
+    10 µs that a call of oneDNN takes cost more than it saves."""
+    return (
+        _HAS_ONEDNN_LINEAR
+        and x.dtype is torch.float32
+        and x.device.type == "cpu"
+        and x.shape[0] * weight.numel() >= _ONEDNN_PRODUCTS
     )
 
 
@@ -53,6 +56,7 @@ def _has_onednn_linear() -> bool:
     )
 
 
+_ONEDNN_PRODUCTS = 1 << 17
 _HAS_ONEDNN_LINEAR = _has_onednn_linear()
 
 
