@@ -11,13 +11,6 @@ from quire.bench.record import BenchRecord, append_jsonl, format_table, make_rec
 from quire.config import EngineArgs
 
 
-def report(records: list[BenchRecord], output: Path | None) -> None:
-    """Prints the table, and appends the records where a file is named."""
-    typer.echo(format_table(records))
-    if output is not None:
-        append_jsonl(output, records)
-
-
 def throughput(
     engine: EngineArgs, *, cases: list[str], scale: float, repeat: int, output: Path | None
 ) -> None:
@@ -30,7 +23,7 @@ def throughput(
     fields = {**_given(engine), "enable_prefix_caching": False}
     config = resolve(EngineArgs(**fields))
     llm = LLM(**fields)
-    records = []
+    records: list[BenchRecord] = []
     try:
         for case in cases:
             typer.echo(f"running {case} ...", err=True)
@@ -56,10 +49,22 @@ def throughput(
             )
     finally:
         llm.shutdown()
-    report(records, output)
+    typer.echo(format_table(records))
+    if output is not None:
+        append_jsonl(output, records)
 
 
 def _given(engine: EngineArgs) -> dict[str, Any]:
     """The settings that differ from the defaults."""
     default = EngineArgs()
     return {name: value for name, value in vars(engine).items() if value != getattr(default, name)}
+
+
+def scheduler(*, output: Path | None) -> None:
+    """Prints the table, and appends one record per number of running requests."""
+    from quire.bench.scheduler import run, table
+
+    measured = run()
+    typer.echo(table(measured))
+    if output is not None:
+        append_jsonl(output, [make_record("scheduler", metrics) for metrics in measured])

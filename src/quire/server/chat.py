@@ -31,7 +31,22 @@ from quire.server.state import ServerState, new_id, state_of
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
 
-_RESERVED_KWARGS = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+# What the server or the tokenizer passes to the template itself.
+_RESERVED_KWARGS = frozenset(
+    {
+        "self",
+        "messages",
+        "add_generation_prompt",
+        "chat_template",
+        "tools",
+        "documents",
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "sep_token",
+        "pad_token",
+    }
+)
 
 
 async def chat_completions(request: Request) -> Response:

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from quire.engine.client import EngineStats
+    from quire.engine.core import EngineStats
 
 _COUNTERS = {
     "prefix_query_tokens": "Prompt tokens looked up in the prefix cache.",

@@ -15,7 +15,8 @@ from quire.server.metrics import RequestClock, ServerMetrics
 from quire.server.responses import CachedTokens, Usage
 
 if TYPE_CHECKING:
-    from quire.engine.client import EngineClient, StreamUpdate
+    from quire.engine.client import EngineClient
+    from quire.engine.output import StreamUpdate
 
 
 @dataclass(slots=True)

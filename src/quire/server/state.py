@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -31,7 +32,13 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        return self.args.served_model_name or self.client.config.model_name
+        """As set, or the hub id, or the folder's name: its path is nobody's business."""
+        config = self.client.config
+        if self.args.served_model_name is not None:
+            return self.args.served_model_name
+        if Path(config.model_name).is_dir():
+            return Path(config.model_path).name
+        return config.model_name
 
     def check_alive(self) -> None:
         if not self.client.alive:
