@@ -1,0 +1,148 @@
+"""Drives a scheduler and checks it from the inside after every call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.cache import BlockManager
+from quire.cache.block_manager import Hold
+from quire.plan import StepPlan
+from quire.request import Request, RequestStatus
+from quire.scheduler import Scheduler
+from tests.fakes import FakeExecutor
+
+
+def check_blocks(manager: BlockManager, lanes: Sequence[int], holds: Sequence[Hold] = ()) -> None:
+    """No block is lost, freed twice or counted wrongly: what these occupied lanes and holds have is
+    recounted from scratch."""
+    nodes = manager.tree.nodes()
+    assert len(nodes) == manager.tree.num_nodes
+    users = {id(node): 0 for node in nodes}
+    for path in [manager._paths[lane] for lane in lanes] + [hold.path for hold in holds]:
+        for node in path[1:]:
+            users[id(node)] += 1
+    for node in nodes:
+        assert node.users == users[id(node)]
+        assert (node.users == 0) == (node in manager.tree._idle)
+    for g, group in enumerate(manager.groups):
+        holders = np.zeros(group.pool.num_blocks, dtype=np.int64)
+        for lane in lanes:
+            np.add.at(holders, group.held(lane), 1)
+        for hold in holds:
+            np.add.at(holders, hold.blocks[g], 1)
+        loose = {node for node in nodes if node.blocks[g] >= 0 and not holders[node.blocks[g]]}
+        for node in nodes:
+            if node.blocks[g] >= 0:
+                holders[node.blocks[g]] += 1
+            else:
+                assert group.window is not None
+        assert (group.pool.holders == holders).all()
+        assert group.pool.num_free == int((holders == 0).sum())
+        if group.window is not None:
+            assert set(manager.tree._loose[g]) == loose
+        else:
+            # What counts as available is: giving up an idle node frees its block.
+            assert all(holders[n.blocks[g]] == 1 for n in nodes if n.users == 0)
+    check_free_list(manager)
+
+
+def check_free_list(manager: BlockManager) -> None:
+    for group in manager.groups:
+        pool = group.pool
+        free = pool._returned[: pool._num_returned].tolist()
+        assert len(free) == len(set(free))
+        assert not pool.holders[free].any()
+        assert not pool.holders[pool._fresh :].any()
+
+
+def check_rows_held(scheduler: Scheduler, plan: StepPlan) -> None:
+    """Nothing that a row may read or write is free at the time of its plan."""
+    lanes = scheduler._lanes
+    for lane in plan.lanes.tolist():
+        floor = int(lanes.computed[lane])
+        for group in scheduler.blocks.groups:
+            size = group.block_size
+            last = -(-int(lanes.planned[lane]) // size)
+            first = group.first_needed(
+                max(floor, int(lanes.planned[lane] - lanes.drafted[lane]) - 1)
+            )
+            assert group.end[lane] >= last
+            assert (group.pool.holders[group.table[lane, first:last]] > 0).all()
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """The invariants that hold between any two calls."""
+    running = [entry[2] for entry in scheduler._running.entries]
+    lanes = [request.lane for request in running]
+    assert len(set(lanes)) == len(lanes)
+    check_blocks(scheduler.blocks, lanes, list(scheduler._holds.values()))
+    assert all(r.status is RequestStatus.RUNNING for r in running)
+    assert all(r.computed <= r.planned < r.max_total for r in running)
+    assert all(r.known <= r.max_total for r in running)
+    generating = scheduler._running.generating
+    assert generating.requests == [r for r in generating.requests if r.generating]
+    assert generating.lanes.tolist() == [r.lane for r in generating.requests]
+    assert len(generating.requests) == sum(r.generating for r in running)
+    assert scheduler.num_running + scheduler.num_waiting == len(scheduler._requests)
+
+
+class Loop:
+    """Drives a scheduler and a fake executor, and collects what requests get."""
+
+    def __init__(self, scheduler: Scheduler, executor: FakeExecutor) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, Request] = {}
+        self.prompt_logprobs: dict[str, dict[int, float]] = {}
+        self.plans: list[StepPlan] = []
+
+    def launch(self) -> bool:
+        """Plan and submit a step; whether there was one."""
+        plan = self.scheduler.plan()
+        check_scheduler(self.scheduler)
+        if plan is None:
+            return False
+        check_rows_held(self.scheduler, plan)
+        assert plan.num_tokens <= self.scheduler._config.max_num_batched_tokens
+        assert len(set(plan.lanes.tolist())) == plan.num_rows > 0
+        self.plans.append(plan)
+        self.executor.submit(plan)
+        return True
+
+    def collect(self) -> None:
+        """Take in the oldest result."""
+        progress = self.scheduler.update(self.executor.collect())
+        for one in progress:
+            name = one.request.request_id
+            self.outputs.setdefault(name, []).extend(one.new_tokens.tolist())
+            if one.prompt_logprobs is not None:
+                seen = self.prompt_logprobs.setdefault(name, {})
+                for position, value in zip(
+                    one.prompt_logprobs.positions.tolist(),
+                    one.prompt_logprobs.values[:, 0].tolist(),
+                    strict=True,
+                ):
+                    assert position not in seen
+                    seen[position] = value
+            if one.finished:
+                assert name not in self.finished
+                self.finished[name] = one.request
+                assert one.request.output.tolist() == self.outputs[name]
+        check_scheduler(self.scheduler)
+
+    def step(self) -> None:
+        """Launch if possible, else collect."""
+        if not self.launch():
+            assert self.scheduler.num_in_flight, "nothing runs, and nothing can be launched"
+            self.collect()
+
+    def drain(self, most: int = 100_000) -> None:
+        """Run until every request has ended."""
+        for _ in range(most):
+            if not self.scheduler.has_work():
+                return
+            self.step()
+        raise AssertionError("requests do not end")
