@@ -29,8 +29,8 @@ from quire.runner.sampling.logprobs import token_logprobs
 from quire.runner.staging import Staging, Upload
 from quire.runner.step import DeviceLogprobs, Step, join
 
-Progress = Callable[[str, int, int], None]
-"""Told (what, done, total) while weights load."""
+Progress = Callable[[int, int], None]
+"""Told the bytes loaded and the bytes in total."""
 
 _HEAD_ELEMENTS = 1 << 26
 """Logits computed at once for a prompt's log-probabilities."""
@@ -64,7 +64,7 @@ class ModelRunner:
             Path(self.config.model_path),
             load_format=self.config.args.load_format,
             seed=self.config.args.seed,
-            progress=self._weights_progress if self._progress else None,
+            progress=self._progress,
         )
         groups = self.model.kv_groups(self.config.block_size)
         limits = self.config.scheduler
@@ -83,10 +83,6 @@ class ModelRunner:
                 self.state.add(column)
         self.sampler = Sampler(self.state, self.config.vocab_size, self.config.eos_token_ids)
         return Capacity(groups=groups, num_blocks=blocks)
-
-    def _weights_progress(self, done: int, total: int) -> None:
-        if self._progress is not None:
-            self._progress("weights", done, total)
 
     def _cache_budget(self, model: Decoder) -> int | None:
         if self.device.type != "cuda":

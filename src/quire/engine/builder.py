@@ -1,0 +1,140 @@
+"""From what a user asked for to an engine that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from quire.config import EngineArgs, EngineConfig, SchedulerConfig
+from quire.engine.core import EngineCore
+from quire.engine.executors import InProcessExecutor, Progress
+from quire.errors import ConfigError, ModelError
+
+_GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "steps_in_flight": 2}
+_CPU_DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "steps_in_flight": 1}
+
+
+def resolve(args: EngineArgs) -> EngineConfig:
+    """Settles every setting; reads the model's configuration files, but no weights.
+
+    Raises:
+        ModelError: there is no such model, or its architecture is unknown.
+        ConfigError: a setting contradicts the model or the machine.
+    """
+    from quire.models import load_config, resolve_model_path, spec_from_config
+
+    path = resolve_model_path(args.model, args.revision)
+    hf_config = load_config(path)
+    spec = spec_from_config(hf_config)
+    device = _device(args.device)
+    tokenizer = path
+    if args.tokenizer is not None:
+        tokenizer = resolve_model_path(args.tokenizer, None)
+    defaults = _CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS
+    picked = {name: _or(getattr(args, name), default) for name, default in defaults.items()}
+    scheduler = SchedulerConfig(
+        **picked,
+        max_model_len=_max_model_len(args.max_model_len, spec.max_positions),
+        enable_prefix_caching=args.enable_prefix_caching,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        policy=args.scheduling_policy,
+        priority_weight=args.priority_weight,
+    )
+    tokenizer_path = None if args.skip_tokenizer_init else str(tokenizer)
+    return EngineConfig(
+        args=args,
+        model_path=str(path),
+        tokenizer_path=tokenizer_path,
+        model_name=args.model or path.name,
+        device=device,
+        dtype=_dtype(args.dtype, device, str(spec.dtype).removeprefix("torch.")),
+        block_size=args.block_size,
+        scheduler=scheduler,
+        eos_token_ids=_eos_ids(path, hf_config, tokenizer_path, spec.vocab_size),
+        vocab_size=spec.vocab_size,
+    )
+
+
+def build_core(config: EngineConfig, progress: Progress | None = None) -> EngineCore:
+    """An engine with its weights loaded, in this process."""
+    executor = InProcessExecutor(config, progress)
+    return EngineCore(config, executor)
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise ConfigError(f"device {wanted!r} is not known", "device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {wanted!r}", "device")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device {wanted!r} is not there: found {count} GPUs", "device")
+    return wanted
+
+
+def _dtype(wanted: str, device: str, checkpoint: str) -> str:
+    if wanted == "auto":
+        wanted = "float32" if device == "cpu" else checkpoint
+        if wanted == "float32" and device != "cpu":
+            wanted = "bfloat16"
+        if wanted == "bfloat16" and device != "cpu" and not _has_bf16(device):
+            wanted = "float16"
+    return wanted
+
+
+def _has_bf16(device: str) -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability(torch.device(device))[0] >= 8
+
+
+def _max_model_len(wanted: int | None, limit: int) -> int:
+    if wanted is not None and wanted > limit:
+        raise ConfigError(
+            f"max_model_len={wanted} is more than the {limit} positions the model was made for",
+            "max_model_len",
+        )
+    return wanted or limit
+
+
+def _eos_ids(
+    path: Path, hf_config: dict[str, Any], tokenizer_path: str | None, vocab_size: int
+) -> tuple[int, ...]:
+    """The end-of-sequence ids of generation_config.json, else config.json; the tokenizer's too, as
+    chat models end their turns with it."""
+    file = path / "generation_config.json"
+    try:
+        generation = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}") from error
+    value = generation.get("eos_token_id", hf_config.get("eos_token_id"))
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if tokenizer_path is not None and (Path(tokenizer_path) / "tokenizer.json").is_file():
+        from quire.engine.tokenizer import Tokenizer
+
+        ids = [*ids, *Tokenizer.from_path(tokenizer_path).eos_token_ids]
+    return tuple(dict.fromkeys(int(id) for id in ids if 0 <= int(id) < vocab_size))
+
+
+def describe(config: EngineConfig) -> dict[str, Any]:
+    """The resolved settings, flat, for people."""
+    return {
+        "model": config.model_name,
+        "device": config.device,
+        "dtype": config.dtype,
+        "block_size": config.block_size,
+        **dataclasses.asdict(config.scheduler),
+    }

@@ -1,0 +1,105 @@
+"""Chat templates: sandboxed Jinja, rendered as `transformers` renders them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from quire.errors import RequestError
+
+MAX_TEMPLATE_CHARS = 1_000_000
+MAX_OUTPUT_CHARS = 64_000_000
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; it renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (the name and kind are Jinja's)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _render(caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes characters of HTML, which prompts must not have.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+class ChatTemplate:
+    """A compiled template. `render` raises RequestError for whatever the template objects to."""
+
+    def __init__(self, source: str) -> None:
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise RequestError("the chat template is too large", "chat_template")
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise RequestError(
+                f"the chat template is not valid: {error}", "chat_template"
+            ) from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The rendered text. Absent `tools` and `documents` are None, as templates expect."""
+        context = {"tools": None, "documents": None, **variables, "messages": list(messages)}
+        size, parts = 0, []
+        try:
+            for part in self._template.generate(**context):
+                size += len(part)
+                if size > MAX_OUTPUT_CHARS:
+                    raise RequestError("the chat template's output is too large", "messages")
+                parts.append(part)
+        except jinja2.TemplateError as error:
+            raise RequestError(f"the chat template refused: {error}", "messages") from error
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+            # Templates index and add whatever they are given.
+            raise RequestError(f"the chat template failed: {error}", "messages") from error
+        return "".join(parts)
+
+
+def load_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """A folder's template: `chat_template.jinja`, or the (default) one of tokenizer_config.json."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default") or next(iter(named.values()), None)
+    return template if isinstance(template, str) else None

@@ -1,0 +1,395 @@
+"""The async handle to an engine in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+import zmq.asyncio
+
+from quire.config import EngineArgs, EngineConfig
+from quire.engine.core import EngineStats
+from quire.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    Failed,
+    FromEngine,
+    GetStats,
+    Loading,
+    Outputs,
+    Ready,
+    Refused,
+    Shutdown,
+    Start,
+    Stats,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
+from quire.engine.tokenizer import Tokenizer
+from quire.engine.validate import max_total, prompt_ids
+from quire.errors import EngineDeadError, QuireError
+from quire.plan import Int32, Logprobs
+from quire.sampling_params import SamplingParams
+
+__all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
+
+OnProgress = Callable[[int, int], None]
+"""Told the bytes loaded and the bytes in total."""
+
+_LONG_TEXT = 2000
+"""Characters of a prompt that are tokenized off the event loop."""
+
+_STOP_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class _News:
+    """What came for one completion since it was last read."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    reason: str | None = None
+    stop_token: int | None = None
+    num_cached_tokens: int = 0
+
+
+class _Inbox:
+    """What came for one request. One reader."""
+
+    def __init__(self) -> None:
+        self.news: dict[int, _News] = {}
+        self.prompt_logprobs: list[Logprobs] = []
+        self.error: QuireError | None = None
+        self.arrived = asyncio.Event()
+
+    def of(self, index: int) -> _News:
+        self.arrived.set()
+        news = self.news.get(index)
+        if news is None:
+            news = self.news[index] = _News()
+        return news
+
+    def fail(self, error: QuireError) -> None:
+        self.error = error
+        self.arrived.set()
+
+
+class EngineClient:
+    """Made by `launch`. Belongs to the event loop that launched it."""
+
+    config: EngineConfig
+    tokenizer: Tokenizer | None
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: str, address: str) -> None:
+        self.alive = False
+        self._process = process
+        self._folder = folder
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.bind(address)
+        self._inboxes: dict[int, tuple[_Inbox, int]] = {}
+        self._handles: dict[str, int] = {}
+        self._next_handle = 0
+        self._calls: dict[int, asyncio.Future[EngineStats]] = {}
+        self._call_ids = itertools.count()
+        self._reader: asyncio.Task[None] | None = None
+        self._died = asyncio.Event()
+        self._closed = False
+
+    # -- life ----------------------------------------------------------------------------------
+
+    @classmethod
+    async def launch(cls, args: EngineArgs, on_progress: OnProgress | None = None) -> EngineClient:
+        """Starts the engine's process and waits until it takes requests.
+
+        Raises:
+            ConfigError, ModelError: the engine's own, when it cannot start.
+            EngineDeadError: its process ended without a word.
+        """
+        folder = tempfile.mkdtemp(prefix="quire-")  # readable by its owner alone
+        address = f"ipc://{folder}/engine"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quire.engine.process", address], stdin=subprocess.DEVNULL
+        )
+        client = cls(process, folder, address)
+        try:
+            client._watch_process()
+            await client._start(args, on_progress)
+        except BaseException:
+            await client.shutdown()
+            raise
+        return client
+
+    def _watch_process(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def wait() -> None:
+            self._process.wait()
+            with contextlib.suppress(RuntimeError):  # the loop may be closed by then
+                loop.call_soon_threadsafe(self._on_exit)
+
+        threading.Thread(target=wait, daemon=True, name="engine-watch").start()
+
+    def _on_exit(self) -> None:
+        self._died.set()
+        self._fail_all(EngineDeadError("the engine has stopped"))
+
+    async def _start(self, args: EngineArgs, on_progress: OnProgress | None) -> None:
+        await self._socket.send(encode(Start(args)))
+        while True:
+            message = await self._receive()
+            match message:
+                case Loading(done, total):
+                    if on_progress is not None:
+                        on_progress(done, total)
+                case Ready(config):
+                    self.config = config
+                    break
+                case Failed(failure):
+                    raise failure.error()
+        path = self.config.tokenizer_path
+        self.tokenizer = None
+        if path is not None:
+            self.tokenizer = await asyncio.to_thread(Tokenizer.from_path, path)
+        self.alive = True
+        self._reader = asyncio.create_task(self._read())
+
+    async def _receive(self) -> FromEngine:
+        """The next message, or EngineDeadError if none can come any more."""
+        receiving = asyncio.ensure_future(self._socket.recv())
+        dying = asyncio.ensure_future(self._died.wait())
+        try:
+            await asyncio.wait((receiving, dying), return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                # Its last words may still be on the way.
+                await asyncio.wait((receiving,), timeout=0.2)
+            if receiving.done():
+                return decode_from_engine(receiving.result())
+            raise EngineDeadError(
+                f"the engine's process ended with status {self._process.returncode}"
+            )
+        finally:
+            dying.cancel()
+            if not receiving.done():
+                receiving.cancel()
+
+    async def shutdown(self) -> None:
+        """Stops the engine and removes its socket. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._fail_all(EngineDeadError("the engine was shut down"))
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._process.poll() is None:
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.send(encode(Shutdown()), zmq.NOBLOCK)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._died.wait(), _STOP_SECONDS)
+            if self._process.poll() is None:
+                self._process.kill()
+        self._socket.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def pid(self) -> int:
+        """The engine's process."""
+        return self._process.pid
+
+    # -- requests ------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int] | Int32,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[StreamUpdate]:
+        """Streams a request's `n` completions. Closing the iterator aborts what still runs.
+
+        Raises:
+            RequestError: the request is invalid, or can never run; before the first update.
+            EngineDeadError: the engine is gone.
+        """
+        self._check_alive()
+        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+            ids = await asyncio.to_thread(prompt_ids, prompt, params, self.config, self.tokenizer)
+        else:
+            ids = prompt_ids(prompt, params, self.config, self.tokenizer)
+        self._check_alive()
+        handle, inbox = self._register(request_id, params.n)
+        try:
+            await self._send(
+                AddRequest(
+                    handle,
+                    ids,
+                    params,
+                    max_total=max_total(len(ids), params, self.config),
+                    priority=priority,
+                    cache_salt=cache_salt,
+                )
+            )
+            async for update in self._updates(handle, inbox, ids, params):
+                yield update
+        finally:
+            self._unregister(request_id, handle, params.n)
+
+    async def _updates(
+        self, handle: int, inbox: _Inbox, ids: Int32, params: SamplingParams
+    ) -> AsyncIterator[StreamUpdate]:
+        prompt = ids.tolist()
+        readers = [CompletionReader(i, prompt, params, self.tokenizer) for i in range(params.n)]
+        about_prompt = None
+        if params.prompt_logprobs is not None:
+            about_prompt = PromptLogprobs(self.tokenizer)
+        first, open_readers = True, params.n
+        while open_readers:
+            await inbox.arrived.wait()
+            inbox.arrived.clear()
+            if inbox.error is not None:
+                raise inbox.error
+            if about_prompt is not None:
+                for part in inbox.prompt_logprobs:
+                    about_prompt.feed(part)
+            inbox.prompt_logprobs = []
+            arrived, inbox.news = inbox.news, {}
+            for index, news in arrived.items():
+                reader = readers[index]
+                if reader.finished:
+                    continue
+                update = reader.feed(news.tokens, news.logprobs, news.reason, news.stop_token)
+                if first:
+                    first = False
+                    update.prompt_token_ids = prompt
+                    update.num_cached_tokens = news.num_cached_tokens
+                    if about_prompt is not None:
+                        update.prompt_logprobs = about_prompt.entries
+                if reader.finished:
+                    open_readers -= 1
+                    if reader.ended_by_text and news.reason is None:
+                        await self._send(AbortRequest(handle, index))
+                yield update
+
+    def _register(self, request_id: str, n: int) -> tuple[int, _Inbox]:
+        if request_id in self._handles:
+            raise QuireError(f"request id {request_id!r} is in use")
+        handle, inbox = self._next_handle, _Inbox()
+        self._next_handle = (self._next_handle + n) % (2**31 - 1024)
+        self._handles[request_id] = handle
+        for index in range(n):
+            self._inboxes[handle + index] = inbox, index
+        return handle, inbox
+
+    def _unregister(self, request_id: str, handle: int, n: int) -> None:
+        self._handles.pop(request_id, None)
+        for index in range(n):
+            self._inboxes.pop(handle + index, None)
+        # Ended completions do not mind; a request that was left early must not run on.
+        if self.alive:
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.send(encode(AbortRequest(handle)), zmq.NOBLOCK)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request early; its iterator ends with finish reason "abort"."""
+        handle = self._handles.get(request_id)
+        if handle is None or not self.alive:
+            return
+        await self._send(AbortRequest(handle))
+        inbox = self._inboxes[handle][0]
+        index = 0
+        while self._inboxes.get(handle + index, (None,))[0] is inbox:
+            inbox.of(index).reason = "abort"
+            index += 1
+
+    async def stats(self) -> EngineStats:
+        """Raises EngineDeadError."""
+        self._check_alive()
+        call = next(self._call_ids)
+        answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        self._calls[call] = answer
+        try:
+            await self._send(GetStats(call))
+            return await answer
+        finally:
+            self._calls.pop(call, None)
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise EngineDeadError("the engine has stopped")
+
+    async def _send(self, message: ToEngine) -> None:
+        await self._socket.send(encode(message))
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._dispatch(decode_from_engine(await self._socket.recv()))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._fail_all(EngineDeadError(f"lost the engine: {type(error).__name__}"))
+
+    def _dispatch(self, message: FromEngine) -> None:
+        match message:
+            case Outputs():
+                self._outputs(message)
+            case Refused(handle, failure):
+                if handle in self._inboxes:
+                    self._inboxes[handle][0].fail(failure.error())
+            case Stats(call, stats):
+                answer = self._calls.get(call)
+                if answer is not None and not answer.done():
+                    answer.set_result(stats)
+            case Failed(failure):
+                self._fail_all(EngineDeadError(f"the engine has stopped: {failure.message}"))
+            case _:
+                pass
+
+    def _outputs(self, message: Outputs) -> None:
+        tokens = message.tokens.tolist()
+        inboxes, at = self._inboxes, 0
+        for handle, part in message.prompt_logprobs:
+            if handle in inboxes:
+                inboxes[handle][0].prompt_logprobs.append(part)
+        for handle, count in zip(message.handles.tolist(), message.counts.tolist(), strict=True):
+            if handle in inboxes:
+                inbox, index = inboxes[handle]
+                inbox.of(index).tokens += tokens[at : at + count]
+            at += count
+        for handle, part in message.logprobs:
+            if handle in inboxes:
+                inbox, index = inboxes[handle]
+                inbox.of(index).logprobs.append(part)
+        for first in message.firsts:
+            if first.handle in inboxes:
+                inbox, index = inboxes[first.handle]
+                inbox.of(index).num_cached_tokens = first.num_cached_tokens
+        for end in message.ends:
+            if end.handle in inboxes:
+                inbox, index = inboxes[end.handle]
+                news = inbox.of(index)
+                news.reason, news.stop_token = end.reason, end.stop_token
+
+    def _fail_all(self, error: QuireError) -> None:
+        self.alive = False
+        for inbox, _ in self._inboxes.values():
+            inbox.fail(error)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(error)

@@ -1,0 +1,142 @@
+"""The engine's loop: plan ahead, collect late, say what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.executor import Executor
+from quire.plan import Int32
+from quire.request import Request
+from quire.sampling_params import SamplingParams
+from quire.scheduler import Feature, Scheduler, StepProgress
+
+_GOLDEN = 0x9E3779B97F4A7C15
+"""An odd constant near 2**64 / golden ratio: multiples of it spread over all 64-bit words."""
+
+
+class EngineStats(msgspec.Struct):
+    """Block counts are per KV group; the counters count since the start."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_total: list[int] = []
+    blocks_used: list[int] = []
+    blocks_cached: list[int] = []
+    blocks_free: list[int] = []
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+class EngineCore:
+    """Owns the scheduler and an executor. Single-threaded: whoever has it calls `add`, `abort` and
+    `step` in turn.
+
+    A request with `n` > 1 becomes `n` siblings, which share the prompt's blocks.
+    """
+
+    def __init__(
+        self, config: EngineConfig, executor: Executor, features: Sequence[Feature] = ()
+    ) -> None:
+        self.config = config
+        self._executor = executor
+        self.capacity = executor.start()
+        self.scheduler = Scheduler(config.scheduler, self.capacity, features)
+        self._siblings: dict[str, list[Request]] = {}
+        self._seeds = 0
+        self._steps = 0
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Int32,
+        params: SamplingParams,
+        *,
+        max_total: int,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[Request]:
+        """Queues a validated request; its `n` completions in order.
+
+        Raises:
+            RequestError: it can never run, or a feature refused it. Nothing is queued then.
+        """
+        seed = self._next_seed() if params.seed is None else params.seed
+        requests: list[Request] = []
+        arrival = time.monotonic()
+        try:
+            for index in range(params.n):
+                request = Request(
+                    f"{request_id}/{index}",
+                    prompt,
+                    params,
+                    max_total=max_total,
+                    arrival=arrival,
+                    priority=priority,
+                    seed=seed,
+                    sample_index=index,
+                    leader=requests[0] if requests else None,
+                    cache_salt=cache_salt,
+                )
+                self.scheduler.add(request)
+                requests.append(request)
+        except Exception:
+            for request in requests:
+                self.scheduler.abort(request.request_id)
+            raise
+        self._siblings[request_id] = requests
+        return requests
+
+    def _next_seed(self) -> int:
+        """Requests without a seed get one from the engine's, by their order of arrival."""
+        self._seeds += 1
+        word = (self.config.args.seed + 1 + self._seeds * _GOLDEN) & (2**64 - 1)
+        return word - 2**64 if word >= 2**63 else word
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request, or one of its completions, at once. Unknown or ended ones are ignored."""
+        requests = self._siblings.get(request_id, [])
+        for request in requests:
+            if index is None or request.sample_index == index:
+                self.scheduler.abort(request.request_id)
+        self._forget_ended(request_id)
+
+    def _forget_ended(self, request_id: str) -> None:
+        if all(request.finished for request in self._siblings.get(request_id, ())):
+            self._siblings.pop(request_id, None)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> StepProgress | None:
+        """Launches what can be launched, then reads the oldest step in flight. None: there was
+        nothing to read."""
+        scheduler, executor = self.scheduler, self._executor
+        while scheduler.num_in_flight < self.config.scheduler.steps_in_flight:
+            plan = scheduler.plan()
+            if plan is None:
+                break
+            executor.submit(plan)
+            self._steps += 1
+        if not scheduler.num_in_flight:
+            return None
+        progress = scheduler.update(executor.collect())
+        for place in progress.finished:
+            self._forget_ended(progress.requests[place].request_id.rpartition("/")[0])
+        return progress
+
+    def stats(self) -> EngineStats:
+        found = self.scheduler.stats()
+        names = [name for name in EngineStats.__struct_fields__ if name != "steps"]
+        return EngineStats(**{name: getattr(found, name) for name in names}, steps=self._steps)
+
+    def shutdown(self) -> None:
+        """Idempotent."""
+        for request_id in list(self._siblings):
+            self.abort(request_id)
+        self._executor.shutdown()

@@ -1,0 +1,94 @@
+"""Tokens to text as they come, and stop strings on that text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers.decoders import DecodeStream
+
+from quire.engine.tokenizer import Tokenizer
+
+_CONTEXT = 6
+"""Prompt tokens shown to the decoder first: some decoders treat the first token in a special way
+(dropping a leading space)."""
+
+_LONGEST_CHARACTER = 4
+"""Bytes of a UTF-8 character, and so tokens that may be needed to complete one."""
+
+
+class Detokenizer:
+    """O(1) per token. Text of incomplete characters is held back until they are complete."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
+        self._hub = tokenizer.hub
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._pending: list[int] = []
+        self._stream = self._fresh(prompt[-_CONTEXT:])
+
+    def _fresh(self, context: Sequence[int] = ()) -> DecodeStream:
+        ids = [int(id) for id in context]
+        return (
+            DecodeStream(ids, self._skip) if ids else DecodeStream(skip_special_tokens=self._skip)
+        )
+
+    def step(self, token: int) -> str:
+        """The text that one more token completes."""
+        self._pending.append(token)
+        try:
+            text: str | None = self._stream.step(self._hub, token)
+        except Exception:  # the library's word for bytes it cannot place after its context
+            return self._give_up()
+        if text is not None:
+            self._pending.clear()
+            return text
+        if len(self._pending) > _LONGEST_CHARACTER:
+            # No character is so long: these bytes are not UTF-8, and waiting would never end.
+            return self._give_up()
+        return ""
+
+    def finish(self) -> str:
+        """What is left when no more tokens come: U+FFFD for an incomplete character."""
+        return self._give_up()
+
+    def _give_up(self) -> str:
+        text = self._tokenizer.decode(self._pending, self._skip) if self._pending else ""
+        self._pending.clear()
+        self._stream = self._fresh()
+        return text
+
+
+class StopMatcher:
+    """Finds the first stop string in growing text. Holds back only what may still become one."""
+
+    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """(text to show now, the stop string that was found). Nothing follows a stop string."""
+        text = self._held + text
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            # The one that is complete first; of those, the one that began first.
+            at, stop = min(found, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))
+            self._held = ""
+            return text[: at + len(stop) if self._include else at], stop
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop` (not all of it)."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

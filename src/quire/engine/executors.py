@@ -1,0 +1,44 @@
+"""Executors: where plans run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.executor import Capacity
+from quire.plan import HeadInputs, StepPlan, StepResult
+from quire.runner import Hook, ModelRunner
+
+Progress = Callable[[int, int], None]
+"""Told the bytes loaded and the bytes in total."""
+
+
+class InProcessExecutor:
+    """One device, driven by the calling process."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        self._runner = ModelRunner(config, progress, hooks)
+
+    def start(self) -> Capacity:
+        return self._runner.start()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._runner.submit(plan)
+
+    def submit_head(self, inputs: HeadInputs) -> None:
+        self._runner.submit_head(inputs)
+
+    def collect(self) -> StepResult:
+        return self._runner.collect()
+
+    def control(self, message: dict[str, Any]) -> Any:
+        return self._runner.control(message)
+
+    def shutdown(self) -> None:
+        self._runner.shutdown()

@@ -1,0 +1,152 @@
+"""What passes between an engine process and its client: typed structs in MessagePack, no pickle.
+
+A completion goes by a `handle`, an integer that the client picks: the k-th completion of a request
+has its request's handle plus k.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire import errors
+from quire.config import EngineArgs, EngineConfig
+from quire.engine.core import EngineStats
+from quire.errors import ConfigError, QuireError, RequestError
+from quire.plan import Int32, Logprobs, decode_array, encode_array
+from quire.sampling_params import SamplingParams
+
+
+class Failure(msgspec.Struct):
+    """An error as data: its class among `quire.errors`, and what that class carries."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        # Only errors made for users show their text: others may name paths or addresses.
+        known = isinstance(error, QuireError)
+        return cls(
+            kind=type(error).__name__ if known else "QuireError",
+            message=str(error) if known else f"internal error ({type(error).__name__})",
+            param=getattr(error, "param", None),
+            code=getattr(error, "code", None),
+        )
+
+    def error(self) -> QuireError:
+        kind = getattr(errors, self.kind, QuireError)
+        if issubclass(kind, ConfigError):
+            return ConfigError(self.message, self.param)
+        if issubclass(kind, RequestError):
+            # Subclasses make their message from numbers; here it is made already.
+            return RequestError(self.message, self.param, self.code)
+        error: QuireError = kind(self.message)
+        return error
+
+
+class Start(msgspec.Struct, tag=True):
+    args: EngineArgs
+
+
+class AddRequest(msgspec.Struct, tag=True):
+    handle: int
+    prompt: Int32
+    params: SamplingParams
+    max_total: int
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class AbortRequest(msgspec.Struct, tag=True):
+    """index None: all of the request's completions."""
+
+    handle: int
+    index: int | None = None
+
+
+class GetStats(msgspec.Struct, tag=True):
+    call: int
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    pass
+
+
+ToEngine = Start | AddRequest | AbortRequest | GetStats | Shutdown
+
+
+class Loading(msgspec.Struct, tag=True):
+    """Bytes of weights loaded, and in total."""
+
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, tag=True):
+    config: EngineConfig
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The engine could not start, or stopped by an error; it exits."""
+
+    failure: Failure
+
+
+class Refused(msgspec.Struct, tag=True):
+    """A request was not taken."""
+
+    handle: int
+    failure: Failure
+
+
+class First(msgspec.Struct, array_like=True):
+    """Sent once for each completion, with its first tokens."""
+
+    handle: int
+    num_cached_tokens: int
+
+
+class End(msgspec.Struct, array_like=True):
+    handle: int
+    reason: str
+    stop_token: int | None
+
+
+class Outputs(msgspec.Struct, tag=True):
+    """One step's tokens, ragged: completion `handles[i]` gets the next `counts[i]` of `tokens`."""
+
+    handles: Int32
+    counts: Int32
+    tokens: Int32
+    firsts: list[First] = []
+    ends: list[End] = []
+    logprobs: list[tuple[int, Logprobs]] = []
+    prompt_logprobs: list[tuple[int, Logprobs]] = []
+
+
+class Stats(msgspec.Struct, tag=True):
+    call: int
+    stats: EngineStats
+
+
+FromEngine = Loading | Ready | Failed | Refused | Outputs | Stats
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
+_to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=decode_array)
+_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=decode_array)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    message: ToEngine = _to_engine.decode(data)
+    return message
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    message: FromEngine = _from_engine.decode(data)
+    return message

@@ -1,0 +1,138 @@
+"""From the engine's tokens to what users read; shared by the async client and `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.engine.detokenizer import Detokenizer, StopMatcher
+from quire.engine.tokenizer import Tokenizer
+from quire.outputs import Logprob
+from quire.plan import Logprobs
+from quire.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class StreamUpdate:
+    """What one completion gained.
+
+    index: which of the `n`. text, token_ids, logprobs: what is new. finish_reason, stop_reason:
+    None until it ends. prompt_token_ids, prompt_logprobs: with the request's first update only.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+
+class CompletionReader:
+    """Reads one completion's tokens. Its end may come earlier than the engine's: at a stop string,
+    after which the caller must abort the request."""
+
+    def __init__(
+        self, index: int, prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        self.index = index
+        self.finished = False
+        self.ended_by_text = False
+        self._params = params
+        self._tokenizer = tokenizer
+        self._count = 0
+        self._detokenizer: Detokenizer | None = None
+        self._stops: StopMatcher | None = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer, prompt, skip_special_tokens=params.skip_special_tokens
+            )
+            if params.stop:
+                self._stops = StopMatcher(params.stop, include=params.include_stop_str_in_output)
+
+    def feed(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[Logprobs] = (),
+        finish_reason: str | None = None,
+        stop_token: int | None = None,
+    ) -> StreamUpdate:
+        """The update for `tokens`; `finish_reason` is the engine's. A stop token is part of the
+        token ids, not of the text."""
+        update = StreamUpdate(self.index)
+        if self._params.logprobs is not None:
+            update.logprobs = [
+                entry for part in logprobs for entry in logprob_dicts(part, self._tokenizer)
+            ]
+        texts = []
+        for place, token in enumerate(tokens):
+            update.token_ids.append(token)
+            self._count += 1
+            last = finish_reason is not None and place == len(tokens) - 1
+            if last and stop_token is not None and not self._params.include_stop_str_in_output:
+                break
+            texts.append(self._text(token, update))
+            if update.finish_reason is not None:
+                break
+        if update.finish_reason is None and finish_reason is not None:
+            texts.append(self._rest())
+            update.finish_reason = finish_reason
+            if stop_token is not None and stop_token in self._params.stop_token_ids:
+                update.stop_reason = stop_token
+        if update.logprobs is not None:
+            update.logprobs = update.logprobs[: len(update.token_ids)]
+        update.text = "".join(texts)
+        self.finished = update.finish_reason is not None
+        return update
+
+    def _text(self, token: int, update: StreamUpdate) -> str:
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.step(token)
+        if self._stops is None or not text or self._count <= self._params.min_tokens:
+            return text
+        text, stop = self._stops.feed(text)
+        if stop is not None:
+            update.finish_reason, update.stop_reason = "stop", stop
+            self.ended_by_text = True
+        return text
+
+    def _rest(self) -> str:
+        if self._detokenizer is None:
+            return ""
+        rest = self._detokenizer.finish()
+        return (self._stops.finish() if self._stops else "") + rest
+
+
+def logprob_dicts(logprobs: Logprobs, tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:
+    """One dict a token: the token itself first, then the likeliest, best first."""
+    entries = []
+    rows = zip(
+        logprobs.ids.tolist(), logprobs.values.tolist(), logprobs.ranks.tolist(), strict=True
+    )
+    for ids, values, rank in rows:
+        entry = {ids[0]: Logprob(values[0], rank, _decoded(tokenizer, ids[0]))}
+        for place in range(1, len(ids)):
+            id = ids[place]
+            if id >= 0 and id not in entry:
+                entry[id] = Logprob(values[place], place, _decoded(tokenizer, id))
+        entries.append(entry)
+    return entries
+
+
+def _decoded(tokenizer: Tokenizer | None, id: int) -> str | None:
+    return None if tokenizer is None else tokenizer.token_text(id)
+
+
+class PromptLogprobs:
+    """Gathers a prompt's log-probabilities, which come chunk by chunk."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self.entries: list[dict[int, Logprob] | None] = [None]
+
+    def feed(self, logprobs: Logprobs) -> None:
+        self.entries += logprob_dicts(logprobs, self._tokenizer)

@@ -1,0 +1,140 @@
+"""Text to token ids and back, through the `tokenizers` library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as HubTokenizer
+
+from quire.engine.chat_template import ChatTemplate, load_template
+from quire.errors import ModelError, RequestError
+from quire.plan import Int32
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
+
+
+class Tokenizer:
+    """A folder's `tokenizer.json`, with the special tokens and chat template that
+    `tokenizer_config.json` names."""
+
+    def __init__(self, hub: HubTokenizer, config: Mapping[str, Any], template: str | None) -> None:
+        # Settings of training, which would cut or pad prompts in silence.
+        hub.no_truncation()
+        hub.no_padding()
+        self.hub = hub
+        self.special_tokens = {
+            name: text for name in _NAMED if (text := _content(config.get(name))) is not None
+        }
+        self.chat_template = template
+        self._template: ChatTemplate | None = None
+        self._byte_level = _is_byte_level(hub)
+        self._specials = {
+            id for id, token in hub.get_added_tokens_decoder().items() if token.special
+        }
+
+    @classmethod
+    def from_path(cls, path: str | Path) -> Tokenizer:
+        """Raises ModelError where the folder has no readable tokenizer.json."""
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(
+                f"{folder} has no tokenizer.json. Name another folder with --tokenizer, or serve "
+                "token ids only with --skip-tokenizer-init."
+            )
+        try:
+            hub = HubTokenizer.from_file(str(file))
+            config_file = folder / "tokenizer_config.json"
+            config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
+        except Exception as error:  # the library raises bare Exceptions
+            raise ModelError(f"{file} cannot be read: {error}") from error
+        return cls(hub, config, load_template(folder, config))
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.hub.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        eos = self.special_tokens.get("eos_token")
+        id = None if eos is None else self.hub.token_to_id(eos)
+        return () if id is None else (id,)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Int32:
+        """int32 [n]. The tokenizer's own special tokens (a BOS, say) only if asked for."""
+        try:
+            ids = self.hub.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # lone surrogates, which no file or socket can hold
+            raise RequestError(f"the text cannot be tokenized: {error}", "prompt") from error
+        return np.asarray(ids, dtype=np.int32)
+
+    def decode(self, ids: Sequence[int] | Int32, skip_special_tokens: bool = True) -> str:
+        return str(self.hub.decode([int(id) for id in ids], skip_special_tokens))
+
+    def token_text(self, id: int) -> str:
+        """A token alone as text; bytes that are no whole character become U+FFFD."""
+        return str(self.hub.decode([id], skip_special_tokens=False))
+
+    def token_bytes(self, id: int) -> bytes:
+        """A token's exact bytes, where the vocabulary tells (byte-level BPE and byte fallback do),
+        else its text in UTF-8."""
+        piece = self.hub.id_to_token(id)
+        if piece is None:
+            return b""
+        if id in self.hub.get_added_tokens_decoder():
+            return str(piece).encode()
+        if self._byte_level and all(char in _BYTE_OF for char in piece):
+            return bytes(_BYTE_OF[char] for char in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return str(piece).replace("\u2581", " ").encode()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as the model was trained to read it. Raises RequestError."""
+        if chat_template is not None:
+            template = ChatTemplate(chat_template)
+        elif self.chat_template is None:
+            raise RequestError(
+                "the model has no chat template: use completions, or give one", "messages"
+            )
+        else:
+            self._template = self._template or ChatTemplate(self.chat_template)
+            template = self._template
+        return template.render(
+            messages, add_generation_prompt=add_generation_prompt, **self.special_tokens, **kwargs
+        )
+
+
+def _content(token: Any) -> str | None:
+    """Special tokens are written as text, or as an object with the text as its content."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else None
+
+
+def _is_byte_level(hub: HubTokenizer) -> bool:
+    decoder = json.loads(hub.to_str()).get("decoder") or {}
+    parts = decoder.get("decoders", [decoder])
+    return any(part.get("type") == "ByteLevel" for part in parts)
+
+
+def _byte_of() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level BPE (Radford et al., 2019): printable ones
+    for themselves, the others from U+0100 on, in order."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    table = {chr(byte): byte for byte in plain}
+    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF = _byte_of()
