@@ -1,0 +1,225 @@
+"""Random arrivals, finishes, aborts, forks, priorities and shortages of blocks, against a body that
+checks every read and write: each request ends, and with the tokens it would get alone."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from quire.config import SchedulerConfig
+from quire.errors import RequestError
+from quire.plan import KVGroup, int32
+from quire.request import Request
+from quire.sampling_params import SamplingParams
+from quire.scheduler import Feature, Scheduler
+from tests.brain import Loop, check_scheduler
+from tests.fakes import FakeExecutor, expected_output
+
+_LONGEST = 48
+_MOST_REQUESTS = 24
+_STEMS = [[random.Random(seed).randrange(4) for _ in range(_LONGEST)] for seed in range(2)]
+
+
+class Drafts(Feature):
+    """Books a random number of drafts, of which the fake body accepts a random number."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def lookahead(self, request: Request, room: int) -> int:
+        return self._random.randint(0, min(3, room))
+
+
+class Gate(Feature):
+    """Keeps requests whose name ends in 0 waiting until they are woken."""
+
+    def __init__(self) -> None:
+        self.open: set[str] = set()
+
+    def ready(self, request: Request) -> bool:
+        return not request.request_id.endswith("0") or request.request_id in self.open
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    windows: tuple[int | None, ...] = (None,)
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4, 8]),
+        pool=st.integers(60, 150),
+        lanes=st.sampled_from([1, 3, 8]),
+        budget=st.sampled_from([1, 3, 9, 60]),
+        depth=st.integers(1, 3),
+        lag=st.sampled_from([1, 3]),
+        caching=st.booleans(),
+        chunked=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        drafts=st.booleans(),
+        vocab=st.sampled_from([2, 40]),
+        seed=st.integers(0, 1000),
+    )
+    def begin(
+        self,
+        block_size: int,
+        pool: int,
+        lanes: int,
+        budget: int,
+        depth: int,
+        lag: int,
+        caching: bool,
+        chunked: bool,
+        policy: str,
+        drafts: bool,
+        vocab: int,
+        seed: int,
+    ) -> None:
+        groups = [
+            KVGroup(
+                layers=(i,),
+                kind="full" if window is None else "window",
+                tokens_per_block=block_size,
+                window=window,
+            )
+            for i, window in enumerate(self.windows)
+        ]
+        self.salts: dict[str, str] = {}
+        self.executor = FakeExecutor(
+            groups,
+            [-(-pool // block_size)] * len(groups),
+            vocab=vocab,
+            stop_token=0,
+            seed=seed,
+            salt_of=self.salts.__getitem__,
+        )
+        config = SchedulerConfig(
+            max_num_seqs=lanes,
+            max_num_batched_tokens=budget,
+            max_model_len=_LONGEST,
+            steps_in_flight=depth,
+            lag=min(lag, depth),
+            enable_prefix_caching=caching,
+            enable_chunked_prefill=chunked,
+            policy="priority" if policy == "priority" else "fcfs",
+        )
+        self.gate = Gate()
+        features: list[Feature] = [self.gate, *([Drafts(seed)] if drafts else [])]
+        self.scheduler = Scheduler(config, self.executor.start(), features)
+        self.loop = Loop(self.scheduler, self.executor)
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+        self.made = 0
+
+    @rule(
+        stem=st.integers(0, 1),
+        shared=st.integers(0, 40),
+        own=st.lists(st.integers(0, 3), max_size=4),
+        output=st.integers(1, 30),
+        count=st.sampled_from([1, 1, 3]),
+        priority=st.integers(-2, 2),
+        salt=st.sampled_from(["", "", "x"]),
+        prompt_logprobs=st.booleans(),
+    )
+    def arrive(
+        self,
+        stem: int,
+        shared: int,
+        own: list[int],
+        output: int,
+        count: int,
+        priority: int,
+        salt: str,
+        prompt_logprobs: bool,
+    ) -> None:
+        prompt = int32(_STEMS[stem][:shared] + own)
+        params = SamplingParams(prompt_logprobs=0 if prompt_logprobs else None)
+        leader = None
+        for index in range(count):
+            if self.made == _MOST_REQUESTS:
+                return
+            self.made += 1
+            name = f"r{self.made}"
+            self.salts[name] = salt
+            request = Request(
+                name,
+                prompt,
+                params,
+                max_total=min(_LONGEST, len(prompt) + output),
+                arrival=self.made / 4,
+                priority=priority,
+                sample_index=index,
+                leader=leader,
+                cache_salt=salt,
+            )
+            try:
+                self.scheduler.add(request)
+            except RequestError:
+                return
+            self.requests[name] = request
+            leader = leader or request
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        request = self.scheduler.abort(name)
+        assert (request is None) == (name in self.aborted or name in self.loop.finished)
+        if request is not None:
+            self.aborted.add(name)
+        check_scheduler(self.scheduler)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def wake(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        self.gate.open.add(name)
+        self.scheduler.wake(name)
+
+    @rule(steps=st.integers(1, 4))
+    def launch(self, steps: int) -> None:
+        for _ in range(steps):
+            self.loop.launch()
+
+    @precondition(lambda self: self.scheduler.num_in_flight)
+    @rule()
+    def collect(self) -> None:
+        self.loop.collect()
+
+    @rule(steps=st.integers(1, 12))
+    def go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            if not self.loop.launch() and self.scheduler.num_in_flight:
+                self.loop.collect()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        for name in self.requests:
+            self.gate.open.add(name)
+            self.scheduler.wake(name)
+        self.loop.drain()
+        for name, request in self.requests.items():
+            assert request.finished
+            if name in self.aborted:
+                continue
+            expected = expected_output(request, self.executor.vocab, self.executor.stop_token)
+            assert self.loop.outputs[name] == expected
+            if request.params.prompt_logprobs is not None and request.leader is None:
+                got = self.loop.prompt_logprobs.get(name, {})
+                assert sorted(got) == list(range(1, request.prompt_len))
+        assert self.scheduler.reset_prefix_cache()
+        stats = self.scheduler.stats()
+        assert stats.blocks_free == stats.blocks_total
+        assert (stats.running, stats.waiting) == (0, 0)
+
+
+class WindowedMachine(SchedulerMachine):
+    windows = (None, 6)
+
+
+_SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = _SETTINGS
+TestWindowedMachine = WindowedMachine.TestCase
+TestWindowedMachine.settings = _SETTINGS
