@@ -20,6 +20,7 @@ from pathlib import Path
 
 import attention_cases
 import elementwise_cases
+import sampling_cases
 import torch
 from attention_cases import Row
 from shapes import QWEN3_0_6B, QWEN3_8B, QWEN25_1_5B
@@ -32,6 +33,7 @@ def check_all() -> Iterator[tuple[str, Callable[[], float]]]:
     for name, check in attention_cases.checks():
         yield f"attention: {name}", check
     yield from elementwise_cases.checks(MODELS)
+    yield from sampling_cases.checks()
 
 
 def timings(quick: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
@@ -57,6 +59,8 @@ def timings(quick: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
         "attention decode b8",
         lambda: attention_cases.time_decode(QWEN3_0_6B, "b8", False),
     )
+    for rows in (1, 64, 256):
+        yield f"sampling {rows}", lambda rows=rows: sampling_cases.time_sampling(rows)
     for shape in MODELS:
         for tokens in (1, 64, 256, 8192):
             for case in elementwise_cases.time_all(shape, tokens):

@@ -1,0 +1,320 @@
+"""Kernels of `sampling.py`: one scan of the vocabulary in tiles, then one program per row.
+
+The scan leaves each tile's best perturbed logit, and for rows that truncate the maximum of every
+`SUB` entries. The k-th largest of such maxima bounds the k-th largest logit from below, so the
+second step reads only the few stretches that can matter and sorts what it finds there.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.ops.triton.random import gumbel_at, gumbel_quads
+
+SUB = tl.constexpr(128)
+INT_MAX = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _ordered(x):
+    """int32 that sorts as the fp32 x does; `_value` undoes it."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scan(
+    logits_ptr, lanes_ptr, position_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    sample_ptr, best_ptr, entry_ptr, peaks_ptr, sums_ptr, vocab, logits_stride, float_stride,
+    int_stride, draw,
+    TILE: tl.constexpr, TRUNCATE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, tiles). A temperature of 0 is greedy."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    lane = tl.load(lanes_ptr + row).to(tl.int64)
+    if lane < 0:
+        return
+    temperature = tl.load(temperature_ptr + lane * float_stride)
+    quads = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+    entry = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
+    at = logits_ptr + row * logits_stride + entry
+    logits = tl.load(at, mask=entry < vocab, other=float("-inf")).to(tl.float32)
+    score = logits
+    if temperature > 0.0:
+        logits = logits / temperature
+        position = tl.load(position_ptr + row)
+        sample = tl.load(sample_ptr + lane * int_stride)
+        low = tl.load(seed_ptr + lane * int_stride)
+        high = tl.load(seed_ptr + lane * int_stride + 1)
+        noise = gumbel_quads(quads, position, sample, draw, low, high, FAST)
+        score = logits + noise
+        if TRUNCATE:
+            subs: tl.constexpr = TILE // SUB
+            peaks = tl.max(tl.reshape(logits, [subs, SUB]), 1)
+            at_sub = (row * tl.num_programs(1) + tile) * subs + tl.arange(0, subs)
+            tl.store(peaks_ptr + at_sub, peaks)
+            peak = tl.max(peaks, 0)
+            base = tl.where(peak == float("-inf"), 0.0, peak)
+            tl.store(sums_ptr + row * tl.num_programs(1) + tile, tl.sum(tl.exp(logits - base)))
+    # Beyond the vocabulary nothing may win, not even where everything is -inf.
+    best = tl.max(tl.max(score, 1), 0)
+    places = tl.where((score == best) & (entry < vocab), entry, INT_MAX)
+    out = row * tl.num_programs(1) + tile
+    tl.store(best_ptr + out, best)
+    tl.store(entry_ptr + out, tl.min(tl.min(places, 1), 0))
+
+
+@triton.jit
+def _likeliest(keys, count):
+    """The `count`-th largest (1: the largest) of int32 keys, by bisection over their bits."""
+    low = tl.min(keys, 0).to(tl.int64)
+    high = tl.max(keys, 0).to(tl.int64)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        enough = tl.sum((keys.to(tl.int64) >= middle).to(tl.int32), 0) >= count
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _above(logits, vocab, temperature, floor, threshold, peak, BLOCK: tl.constexpr):
+    """Of one row's entries at or above `floor` and `threshold`: how many, and their mass relative
+    to the peak's."""
+    count = 0
+    mass = 0.0
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temperature
+        kept = (x >= floor) & (x >= threshold) & (at < vocab)
+        count += tl.sum(kept.to(tl.int32), 0)
+        mass += tl.sum(tl.where(kept, tl.exp(x - peak), 0.0), 0)
+    return count, mass
+
+
+@triton.jit
+def _pick_by_scan(
+    logits, vocab, temperature, floor, top_k, top_p, peak, lowest, position, sample, draw, low_seed,
+    high_seed, BLOCK: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The road for rows too flat to collect: bisection over thresholds, a pass of the row each.
+    Entries tied at a threshold are all kept."""
+    first = _ordered(lowest).to(tl.int64)
+    last = _ordered(peak).to(tl.int64)
+    if top_k > 0:
+        low = first
+        high = last
+        while low < high:
+            middle = low + (high - low + 1) // 2
+            bound = _value(middle.to(tl.int32))
+            count, _ = _above(logits, vocab, temperature, floor, bound, peak, BLOCK)
+            low = tl.where(count >= top_k, middle, low)
+            high = tl.where(count >= top_k, high, middle - 1)
+        first = low
+    if top_p < 1.0:
+        bound = _value(first.to(tl.int32))
+        _, whole = _above(logits, vocab, temperature, floor, bound, peak, BLOCK)
+        low = first
+        high = last
+        while low < high:
+            middle = low + (high - low + 1) // 2
+            bound = _value(middle.to(tl.int32))
+            _, mass = _above(logits, vocab, temperature, floor, bound, peak, BLOCK)
+            low = tl.where(mass >= top_p * whole, middle, low)
+            high = tl.where(mass >= top_p * whole, high, middle - 1)
+        first = low
+    bound = tl.maximum(_value(first.to(tl.int32)), floor)
+    best = float("-inf")
+    token = 0
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temperature
+        noise = gumbel_at(at, position, sample, draw, low_seed, high_seed, FAST)
+        score = tl.where((x >= bound) & (at < vocab), x + noise, float("-inf"))
+        here = tl.max(score, 0)
+        place = tl.min(tl.where(score == here, at, INT_MAX), 0)
+        token = tl.where(here > best, place, token)
+        best = tl.maximum(here, best)
+    return token
+
+
+@triton.jit
+def pick(
+    logits_ptr, lanes_ptr, position_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    sample_ptr, best_ptr, entry_ptr, peaks_ptr, sums_ptr, stretch_ptr, found_ptr, tokens_ptr, vocab,
+    logits_stride, float_stride, int_stride, draw, num_tiles, num_subs,
+    TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
+    AT_ONCE: tl.constexpr, TRUNCATE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows). Rows without truncation take the scan's best; others collect what is likely
+    enough, sort it, cut it, and draw from what is left."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    lane = tl.load(lanes_ptr + row).to(tl.int64)
+    if lane < 0:
+        return
+    temperature = tl.load(temperature_ptr + lane * float_stride)
+    tiles = tl.arange(0, TILES_PAD)
+    real = tiles < num_tiles
+    cut = False
+    if TRUNCATE:
+        top_k = tl.load(top_k_ptr + lane * int_stride)
+        top_p = tl.load(top_p_ptr + lane * float_stride)
+        min_p = tl.load(min_p_ptr + lane * float_stride)
+        cut = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+    if not cut:
+        best = tl.load(best_ptr + row * num_tiles + tiles, mask=real, other=float("-inf"))
+        entry = tl.load(entry_ptr + row * num_tiles + tiles, mask=real, other=INT_MAX)
+        winner = tl.min(tl.where(best == tl.max(best, 0), entry, INT_MAX), 0)
+        tl.store(tokens_ptr + row, winner)
+    if TRUNCATE:
+        if cut:
+            subs = tl.arange(0, SUBS_PAD)
+            peaks_at = peaks_ptr + row * num_subs + subs
+            peaks = tl.load(peaks_at, mask=subs < num_subs, other=float("-inf"))
+            peak = tl.max(peaks, 0)
+            floor = float("-inf")
+            if min_p > 0.0:
+                floor = peak + tl.log(min_p)
+            wanted = tl.where((top_k > 0) & (top_k < CAP // 4), top_k, CAP // 4)
+            bound = _value(_likeliest(_ordered(peaks), wanted))
+            bound = tl.maximum(bound, floor)
+
+            # The stretches that can hold such entries, packed into a list.
+            hit = (peaks >= bound) & (subs < num_subs)
+            order = tl.cumsum(hit.to(tl.int32), 0) - 1
+            num_hits = tl.sum(hit.to(tl.int32), 0)
+            tl.store(stretch_ptr + row * num_subs + order, subs, mask=hit)
+            tl.debug_barrier()
+            logits = logits_ptr + row * logits_stride
+            count = 0
+            for start in range(0, num_hits, AT_ONCE):
+                listed = start + tl.arange(0, AT_ONCE)
+                stretch = tl.load(
+                    stretch_ptr + row * num_subs + listed, mask=listed < num_hits, other=0
+                )
+                entry = stretch[:, None] * SUB + tl.arange(0, SUB)[None, :]
+                inside = (listed < num_hits)[:, None] & (entry < vocab)
+                x = tl.load(logits + entry, mask=inside, other=float("-inf")).to(tl.float32)
+                x = x / temperature
+                kept = inside & (x >= bound)
+                flat = tl.reshape(kept.to(tl.int32), [AT_ONCE * SUB])
+                place = tl.reshape(tl.cumsum(flat, 0), [AT_ONCE, SUB]) - 1 + count
+                # The value above, the complement of the entry below: sorts by value, then entry.
+                packed = (_ordered(x).to(tl.int64) << 32) | (-entry + INT_MAX).to(tl.int64)
+                tl.store(found_ptr + row * CAP + place, packed, mask=kept & (place < CAP))
+                count += tl.sum(flat, 0)
+            tl.debug_barrier()
+
+            rank = tl.arange(0, CAP)
+            least = tl.full([CAP], -(2**63), tl.int64)
+            packed = tl.load(found_ptr + row * CAP + rank, mask=rank < count, other=-(2**63))
+            packed = tl.sort(tl.where(rank < count, packed, least), descending=True)
+            held = rank < count
+            x = tl.where(held, _value((packed >> 32).to(tl.int32)), float("-inf"))
+            kept = held
+            limit = tl.minimum(top_k, count)
+            if top_k > 0:
+                last = tl.sum(tl.where(rank == limit - 1, x, 0.0), 0)
+                kept = kept & (x >= last)
+            mass = tl.where(kept, tl.exp(x - peak), 0.0)
+            whole = tl.sum(mass, 0)
+            # What was not collected counts too, unless top-k or min-p drops it anyway.
+            complete = (bound <= floor) | ((top_k > 0) & (top_k <= wanted))
+            settled = complete
+            if not complete:
+                sub_sums = tl.load(sums_ptr + row * num_tiles + tiles, mask=real, other=0.0)
+                per_tile: tl.constexpr = TILE // SUB
+                heads = tl.arange(0, TILES_PAD)[:, None] * per_tile
+                of_tile = heads + tl.arange(0, per_tile)[None, :]
+                tops = tl.load(
+                    peaks_ptr + row * num_subs + of_tile, mask=of_tile < num_subs,
+                    other=float("-inf"),
+                )  # fmt: skip
+                top = tl.max(tops, 1)
+                all_mass = tl.sum(tl.where(real, sub_sums * tl.exp(top - peak), 0.0), 0)
+                settled = (top_k <= 0) & (min_p <= 0.0) & (whole >= top_p * all_mass)
+                settled = settled & (top_p < 1.0)
+                whole = all_mass
+            settled = settled & (count <= CAP)
+            position = tl.load(position_ptr + row)
+            sample = tl.load(sample_ptr + lane * int_stride)
+            low = tl.load(seed_ptr + lane * int_stride)
+            high = tl.load(seed_ptr + lane * int_stride + 1)
+            if settled:
+                before = tl.cumsum(mass, 0) - mass
+                reach = tl.where(top_p < 1.0, top_p * whole, float("inf"))
+                kept = kept & ((before < reach) | (rank == 0))
+                entry = -(packed & 0x7FFFFFFF).to(tl.int32) + INT_MAX
+                noise = gumbel_at(entry, position, sample, draw, low, high, FAST)
+                score = tl.where(kept, x + noise, float("-inf"))
+                winner = tl.min(tl.where(score == tl.max(score, 0), entry, INT_MAX), 0)
+                tl.store(tokens_ptr + row, winner)
+            else:
+                lowest = tl.maximum(floor, -3.0e38)
+                winner = _pick_by_scan(
+                    logits, vocab, temperature, floor, top_k, top_p, peak, lowest, position, sample,
+                    draw, low, high, AT_ONCE * SUB, FAST,
+                )  # fmt: skip
+                tl.store(tokens_ptr + row, winner)
+
+
+@triton.jit
+def logprob_tiles(
+    logits_ptr, tokens_ptr, peak_ptr, sum_ptr, rank_ptr, vocab, logits_stride,
+    TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, tiles): each tile's maximum, sum, and entries above the row's token."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.load(tokens_ptr + row)
+    if token < 0:
+        return
+    entry = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row_at = logits_ptr + row * logits_stride
+    x = tl.load(row_at + entry, mask=entry < vocab, other=float("-inf")).to(tl.float32)
+    own = tl.load(row_at + token).to(tl.float32)
+    peak = tl.max(x, 0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    out = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(peak_ptr + out, peak)
+    tl.store(sum_ptr + out, tl.sum(tl.exp(x - base), 0))
+    tl.store(rank_ptr + out, tl.sum((x > own).to(tl.int32), 0))
+
+
+@triton.jit
+def logprob_rows(
+    logits_ptr, tokens_ptr, peak_ptr, sum_ptr, rank_ptr, value_ptr, own_rank_ptr, logits_stride,
+    num_tiles, TILES_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows): the tiles' sums joined (online log-sum-exp, Milakov & Gimelshein, 2018)."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.load(tokens_ptr + row)
+    if token < 0:
+        return
+    tiles = tl.arange(0, TILES_PAD)
+    real = tiles < num_tiles
+    peaks = tl.load(peak_ptr + row * num_tiles + tiles, mask=real, other=float("-inf"))
+    sums = tl.load(sum_ptr + row * num_tiles + tiles, mask=real, other=0.0)
+    peak = tl.max(peaks, 0)
+    whole = tl.sum(sums * tl.exp(peaks - peak), 0)
+    own = tl.load(logits_ptr + row * logits_stride + token).to(tl.float32)
+    ranks = tl.load(rank_ptr + row * num_tiles + tiles, mask=real, other=0)
+    tl.store(value_ptr + row, own - peak - tl.log(whole))
+    tl.store(own_rank_ptr + row, tl.sum(ranks, 0) + 1)

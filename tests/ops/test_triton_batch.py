@@ -1,0 +1,43 @@
+"""The expansion of a step's rows against plain indexing."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.ops.triton.batch import expand_batch
+
+
+def test_expand_batch(kernel_device: str) -> None:
+    make = torch.Generator().manual_seed(0)
+    lanes, max_len, pages = [5, -1, 0, 3, -1], 3000, (16, 4)
+    q_lens, at = [1, 0, 1500, 7, 0], {5: 40, 0: 100, 3: 15}
+    position = torch.full((6,), -9, dtype=torch.int32)
+    for lane, first in at.items():
+        position[lane] = first
+    tokens = torch.randint(0, 1000, (6, max_len), generator=make).int()
+    tables = [torch.randint(0, 99, (6, max_len // p), generator=make).int() for p in pages]
+    starts = torch.tensor([0, *q_lens]).cumsum(0).int()
+    device = kernel_device
+    ids, positions, seq_lens, groups = expand_batch(
+        torch.tensor(lanes).int().to(device), starts.to(device), position.to(device),
+        tokens.to(device), [(t.to(device), p) for t, p in zip(tables, pages, strict=True)],
+        num_tokens=1515, max_seq_len=2000,
+    )  # fmt: skip
+    wanted = {"ids": [-1] * 1515, "positions": [0] * 1515}
+    for row, (lane, length) in enumerate(zip(lanes, q_lens, strict=True)):
+        first = 0 if lane < 0 else at[lane]
+        assert seq_lens[row] == (0 if lane < 0 else first + length)
+        for i in range(length):
+            wanted["positions"][starts[row] + i] = first + i
+            wanted["ids"][starts[row] + i] = int(tokens[lane, first + i])
+    assert ids.tolist() == wanted["ids"]
+    assert positions.tolist() == wanted["positions"]
+    for (slots, own), table, page in zip(groups, tables, pages, strict=True):
+        for row, (lane, length) in enumerate(zip(lanes, q_lens, strict=True)):
+            place = torch.arange(length) + (0 if lane < 0 else at[lane])
+            span = slice(int(starts[row]), int(starts[row + 1]))
+            want = table[lane][place // page].long() * page + place % page
+            assert torch.equal(slots[span].cpu(), want)
+            used = -(-(int(seq_lens[row])) // page)
+            assert torch.equal(own[row, :used].cpu(), table[lane, :used])
+        assert (slots[int(starts[-1]) :] == -1).all()
