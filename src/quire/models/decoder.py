@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +121,7 @@ class Decoder(nn.Module):
             self.head = VocabEmbedding(
                 spec.vocab_size, spec.hidden_size, group=group, device=device, dtype=dtype
             )
+        self._workspace: dict[Any, Any] = {}
         self._group_windows = list(dict.fromkeys(sorted(windows, key=lambda w: w is not None)))
         self._layer_groups = [self._group_windows.index(window) for window in windows]
 
@@ -155,6 +157,8 @@ class Decoder(nn.Module):
         kv: per layer, (k, v) cache views [blocks, kv_heads, block_size, head_dim].
         Returns the final normed hidden states [T, hidden] in the model's dtype.
         """
+        for group_batch in batch.groups:
+            group_batch.scratch.setdefault("workspace", self._workspace)
         x = self.embedding(batch.input_ids)
         if self.positions is not None:
             x = x.add_(self.positions(batch.positions))

@@ -33,7 +33,10 @@ class Backend:
         return self.devices is None or device_type in self.devices
 
 
-BACKENDS = (Backend("reference", "quire.ops.reference"),)
+BACKENDS = (
+    Backend("triton", "quire.ops.triton", frozenset({"cuda"})),
+    Backend("reference", "quire.ops.reference"),
+)
 """In order of preference; the last serves every op on every device."""
 
 

@@ -16,7 +16,8 @@ from quire.ops.choose import choose
 
 Scratch = dict[Any, Any]
 """What an implementation derives from a step's metadata (gather indices, masks), kept for the
-further layers of the step. It must live no longer than the tensors that it was derived from."""
+further layers of the step. It must live no longer than the tensors that it was derived from; only
+the dict under the key "workspace", memory to use again, may serve all steps of a stream."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -76,11 +76,12 @@ def paged_attention(
             _bucket(group, seq_lens, block_table, k_cache, window, q.dtype)
             for group in _group(pieces, block_bytes)
         ]
+    workspace = scratch.setdefault("workspace", {})
     if len(plan) == 1 and plan[0].tokens == slice(0, len(q)):
-        return _attend(q, k_cache, v_cache, plan[0], scale, softcap)
+        return _attend(q, k_cache, v_cache, plan[0], workspace, scale, softcap)
     out = q.new_zeros(q.shape)
     for bucket in plan:
-        found = _attend(q[bucket.tokens], k_cache, v_cache, bucket, scale, softcap)
+        found = _attend(q[bucket.tokens], k_cache, v_cache, bucket, workspace, scale, softcap)
         out[bucket.tokens] = found
     return out
 
@@ -174,6 +175,7 @@ def _attend(
     k_cache: Tensor,
     v_cache: Tensor,
     bucket: _Bucket,
+    workspace: dict[Any, Tensor],
     scale: float,
     softcap: float | None,
 ) -> Tensor:
@@ -181,8 +183,8 @@ def _attend(
     count, kv_heads, context = bucket.pieces, k_cache.shape[1], bucket.mask.shape[-1]
     heads, head_dim = q.shape[1:]
     shape = count, kv_heads, context, head_dim
-    k = head_rows(k_cache)[0].index_select(0, bucket.blocks).view(shape)
-    v = head_rows(v_cache)[0].index_select(0, bucket.blocks).view(shape)
+    k = _gather("k", k_cache, bucket.blocks, workspace).view(shape)
+    v = _gather("v", v_cache, bucket.blocks, workspace).view(shape)
     if k.dtype is not q.dtype:
         k, v = k.to(q.dtype), v.to(q.dtype)
     if bucket.queries == 1:
@@ -199,6 +201,20 @@ def _attend(
         mask = bucket.mask.repeat(1, 1, heads // kv_heads, 1)
         out = _products(grouped, k, v, mask, scale, softcap).reshape(q.shape)
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _gather(name: str, cache: Tensor, rows: Tensor, workspace: dict[Any, Tensor]) -> Tensor:
+    """Rows of `head_rows(cache)`, in memory that the next layer uses again: allocating megabytes
+    costs the CPU more, in page faults, than copying them."""
+    view, _ = head_rows(cache)
+    size = len(rows) * view.shape[1]
+    buffer = workspace.get((name, cache.dtype))
+    if buffer is None or buffer.numel() < size:
+        with torch.inference_mode(False):  # it may be filled in that mode or out of it
+            buffer = cache.new_empty(size * 5 // 4)
+        workspace[name, cache.dtype] = buffer
+    out = buffer[:size].view(len(rows), view.shape[1])
+    return torch.index_select(view, 0, rows, out=out)
 
 
 def _products(
