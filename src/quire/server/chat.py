@@ -152,7 +152,8 @@ def render_prompt(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
                 param="continue_final_message",
             )
         text = text[: at + len(final)]
-    return tokenizer.encode(text, add_special_tokens=False).tolist()
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
+    return ids
 
 
 class ChatWriter:

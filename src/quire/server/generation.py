@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
@@ -134,12 +134,15 @@ class Generation:
 
     async def _run(self, index: int, prompt: Prompt) -> None:
         clock = RequestClock(self.metrics)
-        updates = self.client.generate(
-            prompt,
-            self.params,
-            request_id=f"{self.request_id}-{index}",
-            priority=self.priority,
-            cache_salt=self.cache_salt,
+        updates = cast(
+            "AsyncGenerator[StreamUpdate, None]",
+            self.client.generate(
+                prompt,
+                self.params,
+                request_id=f"{self.request_id}-{index}",
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+            ),
         )
         self.metrics.open.inc()
         try:
