@@ -1,0 +1,186 @@
+"""What features hook into the scheduler, and that those which do not cost nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.config import SchedulerConfig
+from quire.errors import RefusedError, RequestError
+from quire.plan import Int32, KVGroup, RowFlag, Transfer, int32
+from quire.request import Request, RequestStatus
+from quire.sampling_params import SamplingParams
+from quire.scheduler import Feature, PlanBuilder, Scheduler
+from quire.scheduler.feature import overridden
+from tests.brain import Loop
+from tests.fakes import FakeExecutor, expected_output
+
+
+def make(*features: Feature, blocks: int = 40, **config: int) -> Loop:
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64} | config
+    executor = FakeExecutor([KVGroup(layers=(0,), tokens_per_block=4)], [blocks])
+    return Loop(Scheduler(SchedulerConfig(**settings), executor.start(), features), executor)
+
+
+def request(name: str, length: int = 6, output: int = 6) -> Request:
+    prompt = int32(range(length))
+    return Request(name, prompt, SamplingParams(), max_total=length + output)
+
+
+def test_only_overridden_hooks_are_called() -> None:
+    class Silent(Feature):
+        pass
+
+    class Speaks(Feature):
+        def plan(self, builder: PlanBuilder) -> None:
+            pass
+
+    features = [Silent(), Speaks()]
+    assert len(overridden(features, "plan")) == 1
+    assert overridden(features, "lookahead") == []
+
+
+def test_the_base_does_nothing() -> None:
+    base, one = Feature(), request("one")
+    assert base.admit(one) is None
+    assert base.ready(one)
+    assert (base.match(one, 3), base.lookahead(one, 5)) == (0, 0)
+    assert base.result(one, int32([1, 2])) == 2
+    assert not base.release(one)
+
+
+def test_a_feature_may_refuse() -> None:
+    class Refuses(Feature):
+        def admit(self, request: Request) -> RequestError | None:
+            return RefusedError("no adapter of that name", param="model")
+
+    loop = make(Refuses())
+    with pytest.raises(RefusedError, match="no adapter"):
+        loop.scheduler.add(request("one"))
+    assert not loop.scheduler.has_work()
+
+
+def test_a_request_waits_until_its_feature_is_ready() -> None:
+    class Gate(Feature):
+        open = False
+
+        def ready(self, request: Request) -> bool:
+            return self.open
+
+    gate = Gate()
+    loop = make(gate)
+    one = request("one")
+    loop.scheduler.add(one)
+    loop.scheduler.wake("one")
+    assert one.status is RequestStatus.PARKED
+    assert not loop.launch()
+    assert loop.scheduler.has_work()
+    gate.open = True
+    loop.scheduler.wake("one")
+    assert one.status is RequestStatus.WAITING
+    loop.scheduler.wake("one")
+    assert loop.scheduler.num_waiting == 1
+    loop.drain()
+
+
+def test_tokens_that_a_feature_puts_in_place_are_not_computed() -> None:
+    class Remote(Feature):
+        def match(self, request: Request, n: int) -> int:
+            return 9 - n
+
+        def plan(self, builder: PlanBuilder) -> None:
+            blocks = int32([0, 1, 2])
+            builder.transfer(Transfer(id=1, direction="in", place="peer", group=0, blocks=blocks))
+
+    loop = make(Remote())
+    loop.scheduler.add(request("one", 12))
+    plan = loop.scheduler.plan()
+    assert plan is not None
+    assert plan.admits[0].computed == 9
+    assert plan.q_len.tolist() == [3]
+    assert plan.block_appends[0].counts.tolist() == [3]
+    assert plan.transfers[0].place == "peer"
+
+
+def test_drafts_go_when_blocks_run_out_and_never_pass_the_longest_length() -> None:
+    class Greedy(Feature):
+        def lookahead(self, request: Request, room: int) -> int:
+            return 100
+
+    loop = make(Greedy(), blocks=5, steps_in_flight=2)
+    one = request("one", 6, 15)
+    loop.scheduler.add(one)
+    loop.drain()
+    assert loop.outputs["one"] == expected_output(one, 50, None)
+    for plan in loop.plans:
+        assert (plan.n_logits == plan.q_len).all() or plan.admits
+
+
+def test_a_feature_adds_to_a_settled_step() -> None:
+    class Adds(Feature):
+        def plan(self, builder: PlanBuilder) -> None:
+            builder.gate([0])
+            lanes = builder.lanes[:1]
+            builder.write("column", lanes, int32([5]))
+            builder.write("column", lanes, int32([6]))
+            builder.set_host_drafts(int32([[-1]] * len(builder.q_len)))
+            assert builder.requests[0].lane == lanes[0]
+            assert builder.step_id == len(loop.plans)
+            assert len(builder.flags) == len(builder.n_logits)
+
+    loop = make(Adds())
+    loop.scheduler.add(request("one"))
+    loop.drain()
+    for plan in loop.plans:
+        assert plan.gated
+        assert plan.flags[0] & RowFlag.GATED
+        assert plan.writes["column"][1].tolist() == [5, 6]
+        assert plan.host_drafts is not None
+
+
+def test_keeping_fewer_tokens_starts_over_from_them() -> None:
+    class Cuts(Feature):
+        """Refuses each fifth token once."""
+
+        def __init__(self) -> None:
+            self.cut: set[int] = set()
+
+        def result(self, request: Request, tokens: Int32) -> int:
+            at = request.num_output_tokens
+            if at % 5 == 4 and at not in self.cut and len(tokens):
+                self.cut.add(at)
+                return 0
+            return len(tokens)
+
+    cuts = Cuts()
+    loop = make(cuts, steps_in_flight=2)
+    one = request("one", 6, 20)
+    loop.scheduler.add(one)
+    loop.drain()
+    assert cuts.cut == {4, 9, 14, 19}
+    assert one.num_preemptions == 4
+    assert loop.outputs["one"] == expected_output(one, 50, None)
+
+
+def test_a_feature_may_keep_the_blocks_of_an_ended_request() -> None:
+    class Keeps(Feature):
+        def __init__(self) -> None:
+            self.released: list[str] = []
+
+        def release(self, request: Request) -> bool:
+            self.released.append(request.request_id)
+            return True
+
+    keeps = Keeps()
+    loop = make(keeps, blocks=4, enable_prefix_caching=False)
+    loop.scheduler.add(request("one", 6, 6))
+    loop.drain()
+    assert keeps.released == ["one"]
+    assert loop.scheduler.stats().blocks_used == [3]
+    loop.scheduler.add(request("two", 6, 6))
+    assert not loop.launch()
+    loop.scheduler.drop_hold("one")
+    loop.scheduler.drop_hold("one")
+    loop.drain()
+    loop.scheduler.add(request("three"))
+    loop.scheduler.abort("three")
+    assert keeps.released == ["one", "two", "three"]
