@@ -32,7 +32,7 @@ def gelu(x: Tensor, approximate: str) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     if _suits_onednn(x, weight):
-        out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     else:
         out = F.linear(x, weight, bias)
     return out if residual is None else out.add_(residual)
