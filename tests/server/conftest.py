@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import openai
 import pytest
-from server_process import Server, start_server
+
+from tests.server.process import Server, start_server
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
-from server_fakes import FakeClient
-from server_inprocess import PROMPT, assert_error, connect, post, run
 
 from quire.errors import EngineDeadError
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
+from tests.server.fakes import FakeClient
+from tests.server.inprocess import PROMPT, assert_error, connect, post, run
 
 
 def test_routes_and_methods() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server_fakes import FakeClient
-from server_inprocess import connect, run
 
 from quire.server.protocol import ChatRequest, CompletionRequest
+from tests.server.fakes import FakeClient
+from tests.server.inprocess import connect, run
 
 FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, "tools", "nonsense"})
 NUMBERS = st.one_of(

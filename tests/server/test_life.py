@@ -14,7 +14,8 @@ from typing import Any
 
 import openai
 import pytest
-from server_process import MODEL, Server
+
+from tests.server.process import MODEL, Server
 
 LONG: dict[str, Any] = {
     "model": MODEL,

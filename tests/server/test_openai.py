@@ -9,7 +9,8 @@ from typing import Any
 
 import openai
 import pytest
-from server_process import MODEL, Server
+
+from tests.server.process import MODEL, Server
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello! Who are you?"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}

@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-from server_fakes import FakeClient
-from server_inprocess import PROMPT, assert_error, connect, post, run
 
 from quire.server.args import ServerArgs
+from tests.server.fakes import FakeClient
+from tests.server.inprocess import PROMPT, assert_error, connect, post, run
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-from server_fakes import FakeClient
 
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
+from tests.server.fakes import FakeClient
 
 PROMPT = {"prompt": [1, 2, 3]}
 
