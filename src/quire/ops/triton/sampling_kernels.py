@@ -148,6 +148,104 @@ def _pick_by_scan(
 
 
 @triton.jit
+def _collect(
+    logits, vocab, temperature, bound, hit, stretch, found,
+    SUBS_PAD: tl.constexpr, CAP: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Packs a row's entries at or above `bound` into `found`, out of the stretches that were `hit`,
+    and returns how many there are; those beyond CAP are only counted."""
+    order = tl.cumsum(hit.to(tl.int32), 0) - 1
+    num_hits = tl.sum(hit.to(tl.int32), 0)
+    tl.store(stretch + order, tl.arange(0, SUBS_PAD), mask=hit)
+    tl.debug_barrier()
+    count = 0
+    for start in range(0, num_hits, AT_ONCE):
+        listed = start + tl.arange(0, AT_ONCE)
+        which = tl.load(stretch + listed, mask=listed < num_hits, other=0)
+        entry = which[:, None] * SUB + tl.arange(0, SUB)[None, :]
+        inside = (listed < num_hits)[:, None] & (entry < vocab)
+        x = tl.load(logits + entry, mask=inside, other=float("-inf")).to(tl.float32) / temperature
+        kept = inside & (x >= bound)
+        flat = tl.reshape(kept.to(tl.int32), [AT_ONCE * SUB])
+        place = tl.reshape(tl.cumsum(flat, 0), [AT_ONCE, SUB]) - 1 + count
+        # The value above, the complement of the entry below: sorts by value, then entry.
+        packed = (_ordered(x).to(tl.int64) << 32) | (-entry + INT_MAX).to(tl.int64)
+        tl.store(found + place, packed, mask=kept & (place < CAP))
+        count += tl.sum(flat, 0)
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _whole_mass(
+    peaks, sums, num_subs, num_tiles, peak, TILES_PAD: tl.constexpr, TILE: tl.constexpr
+):
+    """The mass of all of a row's entries relative to its peak's, from the scan's sums."""
+    per_tile: tl.constexpr = TILE // SUB
+    tiles = tl.arange(0, TILES_PAD)
+    subs = tiles[:, None] * per_tile + tl.arange(0, per_tile)[None, :]
+    tops = tl.max(tl.load(peaks + subs, mask=subs < num_subs, other=float("-inf")), 1)
+    here = tl.load(sums + tiles, mask=tiles < num_tiles, other=0.0)
+    return tl.sum(here * tl.exp(tops - peak), 0)
+
+
+@triton.jit
+def _pick_cut(
+    logits, vocab, temperature, top_k, top_p, min_p, peaks_at, sums_at, stretch, found, num_tiles,
+    num_subs, position, sample, draw, low_seed, high_seed,
+    TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
+    AT_ONCE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """A truncating row: collect what is likely enough, sort it, cut it, draw from what is left."""
+    subs = tl.arange(0, SUBS_PAD)
+    peaks = tl.load(peaks_at + subs, mask=subs < num_subs, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    floor = float("-inf")
+    if min_p > 0.0:
+        floor = peak + tl.log(min_p)
+    wanted = tl.where((top_k > 0) & (top_k < CAP // 4), top_k, CAP // 4)
+    bound = tl.maximum(_value(_likeliest(_ordered(peaks), wanted)), floor)
+    hit = (peaks >= bound) & (subs < num_subs)
+    count = _collect(
+        logits, vocab, temperature, bound, hit, stretch, found, SUBS_PAD, CAP, AT_ONCE
+    )
+
+    rank = tl.arange(0, CAP)
+    held = rank < count
+    packed = tl.sort(tl.load(found + rank, mask=held, other=-(2**63)), descending=True)
+    x = tl.where(held, _value((packed >> 32).to(tl.int32)), float("-inf"))
+    kept = held
+    if top_k > 0:
+        last = tl.minimum(top_k, count) - 1
+        kept = kept & (x >= tl.sum(tl.where(rank == last, x, 0.0), 0))
+    mass = tl.where(kept, tl.exp(x - peak), 0.0)
+    whole = tl.sum(mass, 0)
+    # What was not collected counts too, unless top-k or min-p drops it anyway.
+    settled = (bound <= floor) | ((top_k > 0) & (top_k <= wanted))
+    if not settled:
+        everything = _whole_mass(peaks_at, sums_at, num_subs, num_tiles, peak, TILES_PAD, TILE)
+        only_top_p = (top_k <= 0) & (min_p <= 0.0) & (top_p < 1.0)
+        settled = only_top_p & (whole >= top_p * everything)
+        whole = everything
+    winner = 0
+    if settled & (count <= CAP):
+        before = tl.cumsum(mass, 0) - mass
+        reach = tl.where(top_p < 1.0, top_p * whole, float("inf"))
+        kept = kept & ((before < reach) | (rank == 0))
+        entry = -(packed & 0x7FFFFFFF).to(tl.int32) + INT_MAX
+        noise = gumbel_at(entry, position, sample, draw, low_seed, high_seed, FAST)
+        score = tl.where(kept, x + noise, float("-inf"))
+        winner = tl.min(tl.where(score == tl.max(score, 0), entry, INT_MAX), 0)
+    else:
+        lowest = tl.maximum(floor, -3.0e38)
+        winner = _pick_by_scan(
+            logits, vocab, temperature, floor, top_k, top_p, peak, lowest, position, sample, draw,
+            low_seed, high_seed, AT_ONCE * SUB, FAST,
+        )  # fmt: skip
+    return winner
+
+
+@triton.jit
 def pick(
     logits_ptr, lanes_ptr, position_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
     sample_ptr, best_ptr, entry_ptr, peaks_ptr, sums_ptr, stretch_ptr, found_ptr, tokens_ptr, vocab,
@@ -155,8 +253,7 @@ def pick(
     TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
     AT_ONCE: tl.constexpr, TRUNCATE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows). Rows without truncation take the scan's best; others collect what is likely
-    enough, sort it, cut it, and draw from what is left."""
+    """Grid (rows). Rows without truncation take the scan's best."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
@@ -180,94 +277,15 @@ def pick(
         tl.store(tokens_ptr + row, winner)
     if TRUNCATE:
         if cut:
-            subs = tl.arange(0, SUBS_PAD)
-            peaks_at = peaks_ptr + row * num_subs + subs
-            peaks = tl.load(peaks_at, mask=subs < num_subs, other=float("-inf"))
-            peak = tl.max(peaks, 0)
-            floor = float("-inf")
-            if min_p > 0.0:
-                floor = peak + tl.log(min_p)
-            wanted = tl.where((top_k > 0) & (top_k < CAP // 4), top_k, CAP // 4)
-            bound = _value(_likeliest(_ordered(peaks), wanted))
-            bound = tl.maximum(bound, floor)
-
-            # The stretches that can hold such entries, packed into a list.
-            hit = (peaks >= bound) & (subs < num_subs)
-            order = tl.cumsum(hit.to(tl.int32), 0) - 1
-            num_hits = tl.sum(hit.to(tl.int32), 0)
-            tl.store(stretch_ptr + row * num_subs + order, subs, mask=hit)
-            tl.debug_barrier()
-            logits = logits_ptr + row * logits_stride
-            count = 0
-            for start in range(0, num_hits, AT_ONCE):
-                listed = start + tl.arange(0, AT_ONCE)
-                stretch = tl.load(
-                    stretch_ptr + row * num_subs + listed, mask=listed < num_hits, other=0
-                )
-                entry = stretch[:, None] * SUB + tl.arange(0, SUB)[None, :]
-                inside = (listed < num_hits)[:, None] & (entry < vocab)
-                x = tl.load(logits + entry, mask=inside, other=float("-inf")).to(tl.float32)
-                x = x / temperature
-                kept = inside & (x >= bound)
-                flat = tl.reshape(kept.to(tl.int32), [AT_ONCE * SUB])
-                place = tl.reshape(tl.cumsum(flat, 0), [AT_ONCE, SUB]) - 1 + count
-                # The value above, the complement of the entry below: sorts by value, then entry.
-                packed = (_ordered(x).to(tl.int64) << 32) | (-entry + INT_MAX).to(tl.int64)
-                tl.store(found_ptr + row * CAP + place, packed, mask=kept & (place < CAP))
-                count += tl.sum(flat, 0)
-            tl.debug_barrier()
-
-            rank = tl.arange(0, CAP)
-            least = tl.full([CAP], -(2**63), tl.int64)
-            packed = tl.load(found_ptr + row * CAP + rank, mask=rank < count, other=-(2**63))
-            packed = tl.sort(tl.where(rank < count, packed, least), descending=True)
-            held = rank < count
-            x = tl.where(held, _value((packed >> 32).to(tl.int32)), float("-inf"))
-            kept = held
-            limit = tl.minimum(top_k, count)
-            if top_k > 0:
-                last = tl.sum(tl.where(rank == limit - 1, x, 0.0), 0)
-                kept = kept & (x >= last)
-            mass = tl.where(kept, tl.exp(x - peak), 0.0)
-            whole = tl.sum(mass, 0)
-            # What was not collected counts too, unless top-k or min-p drops it anyway.
-            complete = (bound <= floor) | ((top_k > 0) & (top_k <= wanted))
-            settled = complete
-            if not complete:
-                sub_sums = tl.load(sums_ptr + row * num_tiles + tiles, mask=real, other=0.0)
-                per_tile: tl.constexpr = TILE // SUB
-                heads = tl.arange(0, TILES_PAD)[:, None] * per_tile
-                of_tile = heads + tl.arange(0, per_tile)[None, :]
-                tops = tl.load(
-                    peaks_ptr + row * num_subs + of_tile, mask=of_tile < num_subs,
-                    other=float("-inf"),
-                )  # fmt: skip
-                top = tl.max(tops, 1)
-                all_mass = tl.sum(tl.where(real, sub_sums * tl.exp(top - peak), 0.0), 0)
-                settled = (top_k <= 0) & (min_p <= 0.0) & (whole >= top_p * all_mass)
-                settled = settled & (top_p < 1.0)
-                whole = all_mass
-            settled = settled & (count <= CAP)
-            position = tl.load(position_ptr + row)
-            sample = tl.load(sample_ptr + lane * int_stride)
-            low = tl.load(seed_ptr + lane * int_stride)
-            high = tl.load(seed_ptr + lane * int_stride + 1)
-            if settled:
-                before = tl.cumsum(mass, 0) - mass
-                reach = tl.where(top_p < 1.0, top_p * whole, float("inf"))
-                kept = kept & ((before < reach) | (rank == 0))
-                entry = -(packed & 0x7FFFFFFF).to(tl.int32) + INT_MAX
-                noise = gumbel_at(entry, position, sample, draw, low, high, FAST)
-                score = tl.where(kept, x + noise, float("-inf"))
-                winner = tl.min(tl.where(score == tl.max(score, 0), entry, INT_MAX), 0)
-                tl.store(tokens_ptr + row, winner)
-            else:
-                lowest = tl.maximum(floor, -3.0e38)
-                winner = _pick_by_scan(
-                    logits, vocab, temperature, floor, top_k, top_p, peak, lowest, position, sample,
-                    draw, low, high, AT_ONCE * SUB, FAST,
-                )  # fmt: skip
-                tl.store(tokens_ptr + row, winner)
+            winner = _pick_cut(
+                logits_ptr + row * logits_stride, vocab, temperature, top_k, top_p, min_p,
+                peaks_ptr + row * num_subs, sums_ptr + row * num_tiles,
+                stretch_ptr + row * num_subs, found_ptr + row * CAP, num_tiles, num_subs,
+                tl.load(position_ptr + row), tl.load(sample_ptr + lane * int_stride), draw,
+                tl.load(seed_ptr + lane * int_stride), tl.load(seed_ptr + lane * int_stride + 1),
+                TILES_PAD, SUBS_PAD, TILE, CAP, AT_ONCE, FAST,
+            )  # fmt: skip
+            tl.store(tokens_ptr + row, winner)
 
 
 @triton.jit
