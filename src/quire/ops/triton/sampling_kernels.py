@@ -206,9 +206,7 @@ def _pick_cut(
     wanted = tl.where((top_k > 0) & (top_k < CAP // 4), top_k, CAP // 4)
     bound = tl.maximum(_value(_likeliest(_ordered(peaks), wanted)), floor)
     hit = (peaks >= bound) & (subs < num_subs)
-    count = _collect(
-        logits, vocab, temperature, bound, hit, stretch, found, SUBS_PAD, CAP, AT_ONCE
-    )
+    count = _collect(logits, vocab, temperature, bound, hit, stretch, found, SUBS_PAD, CAP, AT_ONCE)
 
     rank = tl.arange(0, CAP)
     held = rank < count
