@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import openai
 import pytest
 
-from tests.server.process import Server, start_server
+from tests.server.server_process import Server, start_server
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.process import MODEL, Server
+from tests.server.server_process import MODEL, Server
 
 LONG: dict[str, Any] = {
     "model": MODEL,

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.process import MODEL, Server
+from tests.server.server_process import MODEL, Server
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello! Who are you?"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
@@ -300,7 +300,7 @@ def test_generate_streams_bare_text(server: Server) -> None:
 
 
 def test_second_request_while_the_first_streams(client: openai.OpenAI) -> None:
-    first = iter(complete(client, max_tokens=1000, stream=True))
+    first = iter(complete(client, max_tokens=300, stream=True))
     next(first)
     assert complete(client, prompt="Hi", max_tokens=4).usage.completion_tokens == 4
     rest = list(first)
