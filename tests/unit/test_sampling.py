@@ -196,3 +196,11 @@ def test_logprobs_and_ranks() -> None:
         assert ranks[row] == order.tolist().index(int(tokens[row])) + 1
         for token, value in zip(ids[row], values[row], strict=True):
             assert abs(float(value) - float(want[row, token])) < 1e-5
+
+
+def test_noise_is_finite_for_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    word = torch.tensor([[0, 2**32 - 1]])
+    monkeypatch.setattr(random, "philox", lambda counter, key: (word, word, word, word))
+    one = torch.zeros(1, dtype=torch.int32)
+    noise = random.gumbel(torch.zeros(1, 2, dtype=torch.int32), one, one, 8)
+    assert torch.isfinite(noise).all()

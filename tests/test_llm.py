@@ -1,0 +1,156 @@
+"""`LLM` as users call it, on the embedded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError, PromptTooLongError, RequestError
+from quire.models import resolve_model_path
+
+SETTINGS = {"device": "cpu", "kv_cache_gb": 0.1, "max_num_seqs": 16}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    engine = LLM(**SETTINGS)
+    yield engine
+    assert engine.stats().blocks_used == [0]
+    engine.shutdown()
+    engine.shutdown()
+
+
+def test_prompts_in_every_form_give_the_same(llm: LLM) -> None:
+    text = "Once upon a time"
+    ids = llm.get_tokenizer().encode(text).tolist()
+    forms = [text, ids, {"prompt": text}, {"prompt_token_ids": ids}]
+    outputs = llm.generate(forms, GREEDY)
+    assert len({output.outputs[0].text for output in outputs}) == 1
+    assert all(output.prompt_token_ids == ids and output.finished for output in outputs)
+    assert llm.generate(text, GREEDY)[0].outputs[0].text == outputs[0].outputs[0].text
+    assert llm.generate(ids, GREEDY)[0].outputs[0].text == outputs[0].outputs[0].text
+
+
+def test_greedy_equals_transformers(llm: LLM) -> None:
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        resolve_model_path(None), dtype=torch.float32
+    )
+    prompts = ["Once upon a time", "The little dog", "hello"]
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        ids = torch.tensor([llm.get_tokenizer().encode(prompt).tolist()])
+        want = oracle.generate(ids, do_sample=False, max_new_tokens=48, eos_token_id=-1)
+        assert output.outputs[0].token_ids == want[0, ids.shape[1] :].tolist()
+
+
+def test_chat_ends_its_turn(llm: LLM) -> None:
+    turns = [{"role": "user", "content": "Hello!"}]
+    params = SamplingParams(temperature=0.0, max_tokens=100)
+    one = llm.chat(turns, params)[0].outputs[0]
+    assert one.finish_reason == "stop"
+    assert one.text
+    assert "<|im_end|>" not in one.text
+    assert [o.outputs[0].text for o in llm.chat([turns, turns], params)] == [one.text] * 2
+
+
+def test_sampling_is_reproducible_and_forks_differ(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=7, max_tokens=20, ignore_eos=True)
+    first, again = (llm.generate("Once", params)[0] for _ in range(2))
+    texts = [output.text for output in first.outputs]
+    assert texts == [output.text for output in again.outputs]
+    assert [output.index for output in first.outputs] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    other = llm.generate("Once", SamplingParams(seed=8, max_tokens=20, ignore_eos=True))
+    assert other[0].outputs[0].text not in texts
+
+
+def test_stops_logprobs_and_mixed_parameters(llm: LLM) -> None:
+    outputs = llm.generate(
+        ["Once upon a time", "Once upon a time", "Once upon a time"],
+        [
+            SamplingParams(temperature=0.0, max_tokens=30, stop=("there",)),
+            SamplingParams(temperature=0.0, max_tokens=5, logprobs=2, prompt_logprobs=0),
+            SamplingParams(temperature=0.0, max_tokens=7, detokenize=False, ignore_eos=True),
+        ],
+    )
+    stopped, scored, silent = (output.outputs[0] for output in outputs)
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", "there")
+    assert "there" not in stopped.text
+    assert len(scored.logprobs or ()) == 5
+    for token, entry in zip(scored.token_ids, scored.logprobs or (), strict=True):
+        assert entry[token].rank == 1
+        assert len(entry) == 2
+        assert entry[token].logprob <= 0
+    prompt = outputs[1].prompt_logprobs
+    assert prompt is not None
+    assert prompt[0] is None
+    assert len(prompt) == len(outputs[1].prompt_token_ids)
+    assert (silent.text, len(silent.token_ids)) == ("", 7)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "what"),
+    [
+        ([[]], RequestError, "empty"),
+        ([[1, -1]], RequestError, "vocabulary"),
+        ([[1, 10**9]], RequestError, "vocabulary"),
+        ([[1.5]], RequestError, "integers"),
+        ([{"promt": "x"}], RequestError, "promt"),
+        ([[5] * 3000], PromptTooLongError, r"3000.*2048"),
+    ],
+)
+def test_bad_prompts_raise_before_anything_runs(
+    llm: LLM, prompts: list[object], error: type[Exception], what: str
+) -> None:
+    steps = llm.stats().steps
+    with pytest.raises(error, match=what):
+        llm.generate(["fine", *prompts], GREEDY)  # type: ignore[list-item]
+    assert llm.stats().steps == steps
+
+
+def test_counts_must_agree(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 sampling parameters"):
+        llm.generate(["a"], [GREEDY, GREEDY])
+    with pytest.raises(RequestError, match="priorities"):
+        llm.generate(["a"], GREEDY, priority=[1, 2])
+
+
+def test_an_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, calls = llm._core.step, iter(range(5))
+
+    def interrupted() -> object:
+        if next(calls, None) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._core, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b"], SamplingParams(max_tokens=500, ignore_eos=True))
+    assert llm.stats().running == 0
+    assert llm.generate("Once", GREEDY)[0].finished
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match="known are"):
+        LLM(max_seqs=3)
+    with pytest.raises(ConfigError, match="not supported yet"):
+        LLM(tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="device"):
+        LLM(device="tpu")
+
+
+def test_without_a_tokenizer() -> None:
+    llm = LLM(**SETTINGS, skip_tokenizer_init=True)  # type: ignore[arg-type]
+    output = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))[0]
+    assert len(output.outputs[0].token_ids) == 4
+    assert output.outputs[0].text == ""
+    for call in (lambda: llm.generate("text"), lambda: llm.chat([{"role": "user"}])):
+        with pytest.raises(RequestError, match="tokenizer"):
+            call()
+    llm.shutdown()

@@ -1,0 +1,106 @@
+"""Templates render as `transformers` renders them, and cannot do harm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.engine.chat_template import ChatTemplate, load_template
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import ModelError, RequestError
+from quire.models import resolve_model_path
+
+CONVERSATIONS = [
+    [{"role": "user", "content": "Hi"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": 'Quotes " and <tags> & é 漢'},
+        {"role": "assistant", "content": " spaces "},
+        {"role": "user", "content": ""},
+    ],
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("add", [True, False])
+def test_embedded_template_equals_transformers(messages: list[dict[str, str]], add: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = resolve_model_path(None)
+    oracle = transformers.AutoTokenizer.from_pretrained(folder)
+    want = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=add)
+    tokenizer = Tokenizer.from_path(folder)
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=add) == want
+    ids = tokenizer.encode(want, add_special_tokens=False).tolist()
+    assert ids == oracle(want, add_special_tokens=False)["input_ids"]
+
+
+def test_filters_and_statements() -> None:
+    source = (
+        "{%- for m in messages %}\n"
+        "  {% if loop.index > 2 %}{% break %}{% endif %}\n"
+        "{{ m | tojson }}{% generation %}[{{ m.content }}]{% endgeneration %}\n"
+        "{%- endfor %}{{ tools is none }}{{ strftime_now('%Y') | length }}"
+    )
+    text = ChatTemplate(source).render([{"role": "user", "content": "<é>"}] * 5)
+    assert '{"role": "user", "content": "<é>"}[<é>]' in text
+    assert text.count("[<é>]") == 2
+    assert text.endswith("True4")
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[7].content }}", "failed|refused"),
+        ("{{ 1 + 'a' }}", "failed"),
+        ("{{ ''.__class__.__mro__ }}", "refused"),
+        ("{{ messages.append(1) }}", "refused"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "too big"),
+    ],
+)
+def test_what_a_template_may_not_do(source: str, what: str) -> None:
+    with pytest.raises(RequestError, match=what):
+        ChatTemplate(source).render([{"role": "user", "content": "x"}])
+
+
+def test_broken_templates_are_named() -> None:
+    with pytest.raises(RequestError, match="not valid"):
+        ChatTemplate("{% if %}")
+    with pytest.raises(RequestError, match="too large"):
+        ChatTemplate("x" * 1_000_001)
+
+
+def test_where_templates_come_from(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    assert load_template(tmp_path, {"chat_template": "C"}) == "C"
+    assert load_template(tmp_path, {"chat_template": named}) == "D"
+    assert load_template(tmp_path, {}) is None
+    (tmp_path / "chat_template.jinja").write_text("F")
+    assert load_template(tmp_path, {"chat_template": "C"}) == "F"
+
+
+def test_tokenizer_errors(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        Tokenizer.from_path(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        Tokenizer.from_path(tmp_path)
+
+
+def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
+    embedded = resolve_model_path(None)
+    (tmp_path / "tokenizer.json").write_bytes((embedded / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({}))
+    tokenizer = Tokenizer.from_path(tmp_path)
+    with pytest.raises(RequestError, match="no chat template"):
+        tokenizer.apply_chat_template(CONVERSATIONS[0])
+    assert tokenizer.apply_chat_template(CONVERSATIONS[0], chat_template="{{ messages[0].role }}")
+
+
+def test_token_bytes_join_to_the_text() -> None:
+    tokenizer = Tokenizer.from_path(resolve_model_path(None))
+    text = "héllo 😀 <think>ok"
+    ids = tokenizer.encode(text).tolist()
+    assert b"".join(tokenizer.token_bytes(id) for id in ids).decode() == text

@@ -1,0 +1,132 @@
+"""Streaming text equals decoding the whole, and stop strings are found wherever they are cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.engine.detokenizer import Detokenizer, StopMatcher
+from quire.engine.output import CompletionReader
+from quire.engine.tokenizer import Tokenizer
+from quire.models import resolve_model_path
+from quire.sampling_params import SamplingParams
+
+TOKENIZER = Tokenizer.from_path(resolve_model_path(None))
+
+
+def stream(ids: list[int], skip: bool = True) -> tuple[list[str], str]:
+    detokenizer = Detokenizer(TOKENIZER, [1, 2, 3], skip_special_tokens=skip)
+    return [detokenizer.step(id) for id in ids], detokenizer.finish()
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_streaming_equals_decoding(text: str) -> None:
+    ids = TOKENIZER.encode(text).tolist()
+    pieces, rest = stream(ids)
+    assert "".join(pieces) + rest == TOKENIZER.decode(ids)
+
+
+def test_characters_of_many_tokens_come_whole() -> None:
+    ids = TOKENIZER.encode("a😀é漢").tolist()
+    pieces, rest = stream(ids)
+    assert "�" not in "".join(pieces)
+    assert rest == ""
+
+
+def test_an_unfinished_character_is_shown_at_the_end() -> None:
+    ids = TOKENIZER.encode("😀").tolist()[:-1]
+    pieces, rest = stream(ids)
+    assert "".join(pieces) == ""
+    assert rest.startswith("�")
+
+
+def test_bytes_that_are_no_text_do_not_wait_for_ever() -> None:
+    byte = TOKENIZER.encode("😀").tolist()[-1]  # a continuation byte, which begins no character
+    pieces, _ = stream([byte] * 50)
+    assert "".join(pieces).count("�") >= 40
+
+
+def test_special_tokens() -> None:
+    end = TOKENIZER.eos_token_ids[0]
+    ids = [*TOKENIZER.encode("Hi").tolist(), end]
+    assert "".join(stream(ids)[0]) == "Hi"
+    assert "".join(stream(ids, skip=False)[0]) == "Hi<|im_end|>"
+
+
+@given(
+    text=st.text(alphabet="abc", max_size=20),
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(1, 3), min_size=20, max_size=20),
+    include=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_stop_strings_do_not_depend_on_cuts(
+    text: str, stops: list[str], cuts: list[int], include: bool
+) -> None:
+    """Fed one character at a time, the first stop string to be complete ends the text."""
+    matcher, shown, hit = StopMatcher(stops, include=include), "", None
+    for char in text:
+        part, hit = matcher.feed(char)
+        shown += part
+        if hit is not None:
+            break
+    else:
+        shown += matcher.finish()
+    ends = [
+        (at + len(stop), at, stop)
+        for stop in stops
+        for at in range(len(text))
+        if text.startswith(stop, at)
+    ]
+    if not ends:
+        assert (shown, hit) == (text, None)
+        return
+    end = min(ends)[0]
+    assert hit is not None
+    assert shown == text[: end if include else end - len(hit)]
+    # However the text is cut, no more is ever shown than up to the stop string.
+    matcher, again, at = StopMatcher(stops, include=include), "", 0
+    for size in cuts:
+        part, found = matcher.feed(text[at : at + size])
+        again += part
+        at += size
+        if found is not None:
+            break
+    assert text.startswith(again)
+    assert len(again) <= end
+
+
+def test_only_a_possible_stop_is_held_back() -> None:
+    matcher = StopMatcher(["<end>"], include=False)
+    assert matcher.feed("hello <e") == ("hello ", None)
+    assert matcher.feed("lse>") == ("<else>", None)
+    assert matcher.feed("<end") == ("", None)
+    assert matcher.feed("> more") == ("", "<end>")
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_reader_ends_at_a_stop_string_in_mid_batch(include: bool) -> None:
+    ids = TOKENIZER.encode("One two STOP three").tolist()
+    params = SamplingParams(stop=("STOP",), include_stop_str_in_output=include)
+    reader = CompletionReader(0, [1], params, TOKENIZER)
+    update = reader.feed(ids)
+    assert update.text == ("One two STOP" if include else "One two ")
+    assert (update.finish_reason, update.stop_reason) == ("stop", "STOP")
+    assert len(update.token_ids) < len(ids)
+    assert reader.ended_by_text
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    ids = TOKENIZER.encode("a b a b").tolist()
+    params = SamplingParams(stop=("b",), min_tokens=3, max_tokens=9)
+    text = CompletionReader(0, [1], params, TOKENIZER).feed(ids).text
+    assert text == "a b a "
+
+
+def test_a_stop_token_is_no_text() -> None:
+    token = TOKENIZER.encode(" the").tolist()[0]
+    params = SamplingParams(stop_token_ids=(token,))
+    update = CompletionReader(0, [1], params, TOKENIZER).feed([token], (), "stop", token)
+    assert (update.text, update.token_ids, update.stop_reason) == ("", [token], token)

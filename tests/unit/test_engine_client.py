@@ -1,0 +1,211 @@
+"""A real engine process behind the async client: streams, ends, deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from quire.config import EngineArgs
+from quire.engine.client import EngineClient, StreamUpdate
+from quire.engine.messages import AddRequest, Failure, decode_to_engine, encode
+from quire.errors import (
+    ConfigError,
+    EngineDeadError,
+    ModelError,
+    PromptTooLongError,
+    RequestError,
+    RequestTooLargeError,
+)
+from quire.plan import int32
+from quire.sampling_params import SamplingParams
+
+Work = Callable[[EngineClient], Awaitable[None]]
+
+
+def on_engine(work: Work, **settings: object) -> None:
+    async def go() -> None:
+        args = EngineArgs(**{"kv_cache_gb": 0.1, "device": "cpu", **settings})  # type: ignore[arg-type]
+        client = await EngineClient.launch(args)
+        try:
+            await work(client)
+        finally:
+            await client.shutdown()
+            await client.shutdown()
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    asyncio.run(asyncio.wait_for(go(), 120))
+
+
+def endless(client: EngineClient, name: str) -> AsyncIterator[StreamUpdate]:
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    return client.generate([10, 20, 30], params, request_id=name)
+
+
+async def tokens_of(updates: AsyncIterator[StreamUpdate]) -> tuple[list[int], str | None]:
+    found: list[int] = []
+    reason = None
+    async for update in updates:
+        found += update.token_ids
+        reason = update.finish_reason
+    return found, reason
+
+
+async def until_idle(client: EngineClient) -> None:
+    for _ in range(200):
+        stats = await client.stats()
+        if stats.running == stats.waiting == 0 and stats.blocks_used == [0]:
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail(f"still busy: {await client.stats()}")
+
+
+def test_streams() -> None:
+    async def work(client: EngineClient) -> None:
+        params = SamplingParams(max_tokens=20, ignore_eos=True, seed=3)
+        many = [client.generate([10 + i, 7], params, request_id=str(i)) for i in range(64)]
+        together = await asyncio.gather(*(tokens_of(updates) for updates in many))
+        assert all(len(tokens) == 20 and reason == "length" for tokens, reason in together)
+        alone = await tokens_of(client.generate([10 + 5, 7], params, request_id="x"))
+        assert alone == together[5]
+
+        # Stop strings, several completions, log-probabilities, the prompt's too.
+        options = SamplingParams(
+            max_tokens=40, n=2, temperature=0.0, stop=("e",), logprobs=2, prompt_logprobs=1
+        )
+        updates = [u async for u in client.generate("Once upon a", options, request_id="y")]
+        assert updates[0].prompt_token_ids == client.tokenizer.encode("Once upon a").tolist()  # type: ignore[union-attr]
+        assert len(updates[0].prompt_logprobs or ()) == len(updates[0].prompt_token_ids or ())
+        for index in (0, 1):
+            own = [u for u in updates if u.index == index]
+            text = "".join(u.text for u in own)
+            assert "e" not in text
+            assert (own[-1].finish_reason, own[-1].stop_reason) == ("stop", "e")
+            assert sum(len(u.logprobs or ()) for u in own) == sum(len(u.token_ids) for u in own)
+        await until_idle(client)
+
+        # Leaving early, and aborting by name, end the work.
+        left = endless(client, "left")
+        await anext(left)
+        await left.aclose()  # type: ignore[attr-defined]
+        aborted = endless(client, "aborted")
+        await anext(aborted)
+        await client.abort("aborted")
+        assert (await tokens_of(aborted))[1] == "abort"
+        await client.abort("unknown")
+        await until_idle(client)
+
+        for prompt, error in (([], "empty"), ([10**6], "vocabulary"), ("", "empty")):
+            with pytest.raises(RequestError, match=error):
+                await anext(client.generate(prompt, params, request_id="bad"))  # type: ignore[arg-type]
+        with pytest.raises(PromptTooLongError, match=r"5000.*2048"):
+            await anext(client.generate([1] * 5000, params, request_id="long"))
+
+    on_engine(work)
+
+
+def test_what_can_never_fit_is_refused_by_the_engine() -> None:
+    async def work(client: EngineClient) -> None:
+        params = SamplingParams(max_tokens=1000)
+        with pytest.raises(RequestError, match="KV cache blocks") as caught:
+            await anext(client.generate([1] * 100, params, request_id="a"))
+        assert caught.value.param == "max_tokens"
+        short = client.generate([1] * 100, SamplingParams(max_tokens=4), request_id="b")
+        assert (await tokens_of(short))[1] in ("length", "stop")
+
+    on_engine(work, num_kv_blocks=20)
+
+
+def test_a_killed_engine_is_noticed_at_once() -> None:
+    async def work(client: EngineClient) -> None:
+        updates = endless(client, "a")
+        await anext(updates)
+        asking = asyncio.ensure_future(client.stats())
+        os.kill(client.pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(EngineDeadError):
+            await tokens_of(updates)
+        assert not client.alive
+        assert time.monotonic() - start < 10
+        await asyncio.wait([asking])
+        with pytest.raises(EngineDeadError):
+            await anext(endless(client, "b"))
+        with pytest.raises(EngineDeadError):
+            await client.stats()
+
+    on_engine(work)
+
+
+def test_the_engine_ends_with_its_client(tmp_path: Path) -> None:
+    script = tmp_path / "client.py"
+    script.write_text(
+        "import asyncio, os, signal\n"
+        "from quire.config import EngineArgs\n"
+        "from quire.engine.client import EngineClient\n"
+        "async def main():\n"
+        "    args = EngineArgs(kv_cache_gb=0.1, device='cpu')\n"
+        "    client = await EngineClient.launch(args)\n"
+        "    print(client.pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n"
+    )
+    client = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, timeout=120)
+    engine = int(client.stdout)
+    for _ in range(200):
+        if not _runs(engine):
+            return
+        time.sleep(0.05)
+    os.kill(engine, signal.SIGKILL)
+    pytest.fail("the engine outlived its client")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "what"),
+    [
+        ({"model": "/no/such/folder"}, ModelError, "no such model folder"),
+        ({"max_model_len": 10**6}, ConfigError, "positions"),
+        ({"kv_cache_gb": 1e-6}, ConfigError, "room for"),
+    ],
+)
+def test_errors_of_the_start_are_the_engines_own(
+    settings: dict[str, object], error: type[Exception], what: str
+) -> None:
+    async def never(client: EngineClient) -> None:
+        pytest.fail("it started")
+
+    with pytest.raises(error, match=what):
+        on_engine(never, **settings)
+
+
+def test_messages_survive_the_wire() -> None:
+    params = SamplingParams(stop=("a", "b"), logit_bias={5: 1.5}, seed=-1)
+    message = decode_to_engine(encode(AddRequest(3, int32([1, 2]), params, 10)))
+    assert isinstance(message, AddRequest)
+    assert message.params == params
+    assert message.prompt.tolist() == [1, 2]
+    for original in (
+        ConfigError("c", "dtype"),
+        RequestError("r", "stop", "x"),
+        RequestTooLargeError(5, 4),
+        ModelError("m"),
+    ):
+        error = Failure.of(original).error()
+        assert isinstance(original, type(error))
+        assert str(error) == str(original)
+        assert getattr(error, "param", None) == getattr(original, "param", None)
+    assert "secret" not in Failure.of(ValueError("/secret/path")).message
