@@ -142,7 +142,6 @@ class Tuner:
         self._pool = torch.empty(pool_bytes // dtype.itemsize, dtype=dtype, device=device)
         self._pool.normal_(0.0, 0.03)
         self._noise = torch.randn(512 * 16384, dtype=dtype, device=device)
-        self._memory = torch.cuda.graph_pool_handle()
 
     def layer(self, shape: Shape, copy: int = 0) -> LinearArgs:
         """A layer of this shape with the pool's `copy`-th weight, and a residual if it has neither
@@ -196,7 +195,7 @@ class Tuner:
             for call in calls:  # compile, load, let cuBLAS take its workspace before the capture
                 call()
             self.stream.synchronize()
-            graph.capture_begin(pool=self._memory)
+            graph.capture_begin()
             try:
                 for call in calls:
                     call()

@@ -9,8 +9,8 @@ import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
 # Which bits of a word make u: must be those of `runner.sampling.random.gumbel`.
-SHIFT = tl.constexpr(8)
-SCALE = tl.constexpr(2.0**-24)
+SHIFT = tl.constexpr(9)
+SCALE = tl.constexpr(2.0**-23)
 
 
 @triton.jit

@@ -50,7 +50,8 @@ def gumbel(
     low, high = (seed[:, i].long().unsqueeze(1) & _MASK for i in (0, 1))
     fourth = torch.full_like(low, draw)
     out = philox((quads, words[0], words[1], fourth), (low, high))
-    bits = torch.stack([part >> 8 for part in out], dim=-1).flatten(1)[:, :vocab_size]
-    # 24 bits and a half: strictly between 0 and 1, and exact in float32.
-    uniform = (bits.float() + 0.5) * 2.0**-24
+    bits = torch.stack([part >> 9 for part in out], dim=-1).flatten(1)[:, :vocab_size]
+    # 23 bits and a half: strictly between 0 and 1, and exact in float32. With one bit more the
+    # largest word would round to 1, whose noise is infinite.
+    uniform = (bits.float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
