@@ -23,6 +23,13 @@ def check_blocks(manager: BlockManager, lanes: Sequence[int], holds: Sequence[Ho
     for path in [manager._paths[lane] for lane in lanes] + [hold.path for hold in holds]:
         for node in path[1:]:
             users[id(node)] += 1
+    if manager.caching:
+        for lane in lanes:
+            path = manager._paths[lane][1:]
+            for group in (g for g in range(len(manager.groups)) if not manager.groups[g].window):
+                # A node that is used without its block would withhold that block from everybody.
+                table = manager.groups[group].table[lane, : len(path)]
+                assert [node.blocks[group] for node in path] == table.tolist()
     for node in nodes:
         assert node.users == users[id(node)]
         assert (node.users == 0) == (node in manager.tree._idle)
