@@ -57,6 +57,9 @@ class EngineArgs:
     steps_in_flight: int | None = _setting(
         None, "Steps launched before the oldest is read. Default: 2 on a GPU, 1 on CPU."
     )
+    enforce_eager: bool = _setting(
+        False, "Launch kernels one by one instead of as CUDA graphs (slower; no capture at start)."
+    )
     tensor_parallel_size: int = _setting(1, "GPUs that share each layer.")
     skip_tokenizer_init: bool = _setting(False, "Serve token ids only; load no tokenizer.")
 

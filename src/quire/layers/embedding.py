@@ -42,11 +42,11 @@ class VocabEmbedding(nn.Module):
         return self.group.all_reduce(ops.embedding(ids, self.weight, self.start))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, width] -> float32 [N, vocab], equal on every rank."""
+        """[N, width] -> [N, vocab] in the same dtype, equal on every rank."""
         scores = ops.linear(hidden, self.weight)
         if self.group.world > 1:
             scores = self.group.all_gather(scores)[:, : self.vocab]
-        return scores.float()
+        return scores
 
     def pieces(self) -> Iterator[Piece]:
         shape = self.vocab, self.weight.shape[1]

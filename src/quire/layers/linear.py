@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from quire import ops
-from quire.errors import ModelError
+from quire.errors import ConfigError, ModelError
 from quire.layers.norm import RMSNorm
 from quire.layers.pieces import Piece
 from quire.parallel import ProcessGroup
 from quire.quantization import LinearMethod, Stored
 from quire.sharding import REPLICATED, ShardSpec
 
-Activation = Literal["silu_and_mul", "gelu", "gelu_tanh"]
+Activation = ops.Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +78,17 @@ class Linear(nn.Module):
     ) -> Tensor:
         """act(norm(x) Wᵀ + bias) + residual. `residual` is [T, outputs]; `act` "silu_and_mul"
         halves the width. Kernels may fuse all of it, which is why it is one call."""
-        if norm is not None:
-            x = norm(x)
-        summed = self.split == "inputs" and self.group.world > 1
-        # What every rank holds whole may enter the sum over ranks only once.
-        alone = not summed or self.group.rank == 0
-        out = self.method.apply(x, self, self.bias if alone else None, None if summed else residual)
-        if summed:
-            out = self.group.all_reduce(out)
-            if residual is not None:
-                out = out.add_(residual)
-        if act is None:
-            return out
-        if act == "silu_and_mul":
-            return ops.silu_and_mul(out)
-        return ops.gelu(out, "tanh" if act == "gelu_tanh" else "none")
+        if norm is not None and not norm.fusible:
+            x, norm = norm(x), None
+        scale = None if norm is None else (norm.weight, norm.eps)
+        if self.split == "inputs" and self.group.world > 1:
+            # What every rank holds whole may enter the sum over ranks only once.
+            bias = self.bias if self.group.rank == 0 else None
+            out = self.group.all_reduce(self.method.apply(x, self, bias, None, scale, None))
+            if act is not None:
+                raise ConfigError("an activation cannot follow a sum over ranks")
+            return out if residual is None else out.add_(residual)
+        return self.method.apply(x, self, self.bias, residual, scale, act)
 
     def pieces(self) -> Iterator[Piece]:
         start = 0

@@ -12,7 +12,9 @@ from quire.layers.pieces import Piece
 
 
 class RMSNorm(nn.Module):
-    """See `ops.rms_norm`."""
+    """See `ops.rms_norm`. fusible: `ops.linear` can apply it to what it multiplies."""
+
+    fusible = True
 
     def __init__(self, width: int, eps: float, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -30,6 +32,8 @@ class RMSNorm(nn.Module):
 
 class LayerNorm(RMSNorm):
     """See `ops.layer_norm`."""
+
+    fusible = False
 
     def __init__(self, width: int, eps: float, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(width, eps, device=device, dtype=dtype)

@@ -169,6 +169,10 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> float32 [N, vocab], gathered over ranks."""
+        return self.scores(hidden).float()
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """The logits in the model's dtype."""
         return (self.head or self.embedding).logits(hidden)
 
 

@@ -2,6 +2,8 @@
 
 from quire.ops.choose import Policy, use_policy
 from quire.ops.dispatch import (
+    Activation,
+    RmsScale,
     Scratch,
     embedding,
     gelu,
@@ -14,7 +16,9 @@ from quire.ops.dispatch import (
 )
 
 __all__ = [
+    "Activation",
     "Policy",
+    "RmsScale",
     "Scratch",
     "embedding",
     "gelu",

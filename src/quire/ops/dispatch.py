@@ -8,11 +8,16 @@ host, and never use -1, which marks padding, as an index.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from quire.ops.choose import choose
+
+Activation = Literal["silu_and_mul", "gelu", "gelu_tanh"]
+
+RmsScale = tuple[Tensor, float]
+"""The weight [width] and the epsilon of an RMSNorm."""
 
 Scratch = dict[Any, Any]
 """What an implementation derives from a step's metadata (gather indices, masks), kept for the
@@ -44,10 +49,21 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm: RmsScale | None = None,
+    act: Activation | None = None,
 ) -> Tensor:
-    """x [T, in] @ weight [out, in]ᵀ + bias [out], then + residual [T, out]."""
-    return choose("linear", x.device)(x, weight, bias, residual)  # type: ignore[no-any-return]
+    """act(norm(x) [T, in] @ weight [out, in]ᵀ + bias [out]) + residual [T, out].
+
+    norm: (weight, eps) of an RMSNorm of x. act: "silu_and_mul", which halves the width (see there);
+    "gelu", exact, or "gelu_tanh".
+    """
+    return choose("linear", x.device)(  # type: ignore[no-any-return]
+        x, weight, bias, residual, norm, act
+    )
 
 
 def embedding(ids: Tensor, table: Tensor, start: int = 0) -> Tensor:

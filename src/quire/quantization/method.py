@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from quire import ops
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -48,7 +50,9 @@ class LinearMethod(Protocol):
         layer: nn.Module,
         bias: Tensor | None,
         residual: Tensor | None,
+        norm: ops.RmsScale | None,
+        act: ops.Activation | None,
     ) -> Tensor:
-        """x [T, in] times the weights, which are parameters of `layer` under their stored names,
-        + bias [out], + residual [T, out]."""
+        """act(norm(x) [T, in] times the weights, which are parameters of `layer` under their stored
+        names, + bias [out]) + residual [T, out]. See `ops.linear`."""
         ...

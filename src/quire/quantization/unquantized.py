@@ -22,5 +22,7 @@ class Unquantized:
         layer: nn.Module,
         bias: Tensor | None,
         residual: Tensor | None,
+        norm: ops.RmsScale | None,
+        act: ops.Activation | None,
     ) -> Tensor:
-        return ops.linear(x, cast(Tensor, layer.weight), bias, residual)
+        return ops.linear(x, cast(Tensor, layer.weight), bias, residual, norm, act)

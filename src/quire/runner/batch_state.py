@@ -144,8 +144,7 @@ class BatchState:
         row_of = np.repeat(np.arange(plan.num_rows, dtype=np.int32), q_len)
         offset = np.arange(len(row_of), dtype=np.int32) - starts[row_of]
         keys = [upload.add(x) for x in (lanes, q_len, starts, row_of, offset)]
-        first = self.bound[lanes]
-        self.bound[lanes] = np.minimum(first + q_len, self.max_len)
+        first = self.grow(plan)
         max_seq_len = int(self.bound[lanes].max(initial=0))
         q_lens = tuple(q_len.tolist())
 
@@ -169,9 +168,24 @@ class BatchState:
                 max_q_len=max(q_lens, default=0),
                 max_seq_len=max_seq_len,
             )
-            return Step(plan, batch, lane, position + lengths, int32(first), LogitRows.of(plan))
+            step = Step(plan, batch, first, LogitRows.of(plan))
+            step.lanes, step.position = lane, position + lengths
+            return step
 
         return build
+
+    def grow(self, plan: StepPlan) -> Int32:
+        """Counts a plan's tokens; each row's first position (an upper bound where the device alone
+        knows it), int32 [R]."""
+        first = self.bound[plan.lanes]
+        self.bound[plan.lanes] = np.minimum(first + plan.q_len, self.max_len)
+        return int32(first)
+
+    def locate(self, step: Step, lanes: Tensor) -> None:
+        """Tells a step its rows' lanes, int32 [R] on the device, and where it leaves them."""
+        step.lanes = lanes.long()
+        starts = step.batch.query_start[: step.plan.num_rows + 1]
+        step.position = self.position[step.lanes] + starts[1:] - starts[:-1]
 
     def _group(
         self, index: int, lane: Tensor, token_lane: Tensor, positions: Tensor, max_seq_len: int

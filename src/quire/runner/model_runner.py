@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,10 @@ from quire.runner.kv_cache import KVCache
 from quire.runner.sampling import Sampler
 from quire.runner.sampling.logprobs import token_logprobs
 from quire.runner.staging import Staging, Upload
-from quire.runner.step import DeviceLogprobs, Step, join
+from quire.runner.step import DeviceLogprobs, LogitRows, Step, join
+
+if TYPE_CHECKING:  # Triton is needed only where graphs are
+    from quire.runner.cuda_graphs import StepGraphs
 
 Progress = Callable[[int, int], None]
 """Told the bytes loaded and the bytes in total."""
@@ -51,6 +54,7 @@ class ModelRunner:
         self.hooks = tuple(hooks)
         self._progress = progress
         self._steps: deque[Step] = deque()
+        self._graphs: StepGraphs | None = None
         self._staging = Staging(self.device, config.scheduler.steps_in_flight + 1)
 
     # -- start ---------------------------------------------------------------------------------
@@ -82,7 +86,21 @@ class ModelRunner:
             for column in hook.columns():
                 self.state.add(column)
         self.sampler = Sampler(self.state, self.config.vocab_size, self.config.eos_token_ids)
+        if self.device.type == "cuda" and not self.config.args.enforce_eager:
+            self._capture()
         return Capacity(groups=groups, num_blocks=blocks)
+
+    def _capture(self) -> None:
+        from quire.runner.cuda_graphs import StepGraphs
+
+        self._graphs = StepGraphs(
+            self.model,
+            self.cache,
+            self.state,
+            self.sampler,
+            self.config.scheduler.max_num_batched_tokens,
+        )
+        self._graphs.capture()
 
     def _cache_budget(self, model: Decoder) -> int | None:
         if self.device.type != "cuda":
@@ -106,21 +124,50 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> None:
         """Launches a step; its GATED rows wait for `submit_head`."""
         _check(plan)
-        step = self._apply(plan)
-        step.started = self._mark()
-        self._body(step)
-        ungated = step.sampled_rows(gated=False)
-        self._start_results(step)
-        self._prompt_head(step)
-        self._head(step, ungated, None)
-        # Rows in mid-prompt only move on; the others do so with their token.
-        silent = np.flatnonzero((plan.flags & RowFlag.SAMPLE) == 0).astype(np.int32)
-        if len(silent):
-            self.state.advance(step, silent, None)
+        started = self._mark()
+        if self._graphs is not None and not plan.gated and self._graphs.fits(plan):
+            step = self._replay(self._graphs, plan)
+        else:
+            step = self._apply(plan)
+            self._body(step)
+            self._start_results(step)
+            self._heads(step)
+        step.started = started
         step.waits = plan.gated
         if not step.waits:
             self._read_back(step)
         self._steps.append(step)
+
+    def _replay(self, graphs: StepGraphs, plan: StepPlan) -> Step:
+        """The step as graphs; its head too, where no row wants more of it than a token."""
+        upload = self._staging.begin()
+        inputs = upload.add(graphs.pack(plan))
+        change = self._stage(plan, upload)
+        upload.send()
+        change()
+        graphs.inputs.copy_(upload[inputs])
+        first = self.state.grow(plan)
+        body = graphs.body(plan)
+        head = self.sampler.plain_head(plan)
+        step = Step(plan, body.batch, first, LogitRows.of(plan))
+        if head is not None and not self.hooks:
+            step.tokens, step.stop_reason = graphs.head(plan, truncate=head.truncate)
+            return step
+        step.hidden = body.hidden
+        self.state.locate(step, graphs.inputs[: plan.num_rows])
+        self._start_results(step)
+        self._heads(step)
+        return step
+
+    def _heads(self, step: Step) -> None:
+        """The head of all rows that do not wait for the host, op by op."""
+        plan = step.plan
+        self._prompt_head(step)
+        self._head(step, step.sampled_rows(gated=False), None)
+        # Rows in mid-prompt only move on; the others do so with their token.
+        silent = np.flatnonzero((plan.flags & RowFlag.SAMPLE) == 0).astype(np.int32)
+        if len(silent):
+            self.state.advance(step, silent, None)
 
     @torch.inference_mode()
     def submit_head(self, inputs: HeadInputs) -> None:
@@ -147,19 +194,28 @@ class ModelRunner:
 
     def _apply(self, plan: StepPlan) -> Step:
         upload = self._staging.begin()
-        state = self.state.stage(plan, upload)
-        sampler = self.sampler.stage(plan, upload)
-        copies = self._stage_copies(plan, upload)
+        change = self._stage(plan, upload)
         build = self.state.expand(plan, upload)
         upload.send()
-        state()
-        sampler()
-        for group, src, dst in copies:
-            self.cache.copy_blocks(group, upload[src].long(), upload[dst].long())
+        change()
         step = build()
         for hook in self.hooks:
             hook.before_body(step)
         return step
+
+    def _stage(self, plan: StepPlan, upload: Upload) -> Callable[[], None]:
+        """Adds the plan's changes to the upload; the result carries them out once it is sent."""
+        state = self.state.stage(plan, upload)
+        sampler = self.sampler.stage(plan, upload)
+        copies = self._stage_copies(plan, upload)
+
+        def change() -> None:
+            state()
+            sampler()
+            for group, src, dst in copies:
+                self.cache.copy_blocks(group, upload[src].long(), upload[dst].long())
+
+        return change
 
     @staticmethod
     def _stage_copies(plan: StepPlan, upload: Upload) -> list[tuple[int, int, int]]:
@@ -308,6 +364,7 @@ class ModelRunner:
     def shutdown(self) -> None:
         """Gives the device's memory back. Idempotent."""
         self._steps.clear()
+        self._graphs = None
         for name in ("model", "cache", "state", "sampler"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":

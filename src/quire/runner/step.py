@@ -36,18 +36,19 @@ class LogitRows:
 class Step:
     """One plan in flight.
 
-    batch: what the model sees. lanes: int64 [R]. position: int32 [R], each lane's position after
-    the step. first: int32 [R] on the host, each row's first position; exact for PROMPT rows.
+    batch: what the model sees. first: int32 [R] on the host, each row's first position; exact for
+    PROMPT rows. lanes: int64 [R], and position: int32 [R], each lane's position after the step; not
+    needed, and absent, where a graph runs the head.
     hidden: [T, width] once the body has run. tokens, stop_reason: int32 [R], filled by the head.
     waits: the head of GATED rows is still to be released.
     """
 
     plan: StepPlan
     batch: ForwardBatch
-    lanes: Tensor
-    position: Tensor
     first: Int32
     logit_rows: LogitRows
+    lanes: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    position: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     hidden: Tensor | None = None
     tokens: Tensor | None = None
     stop_reason: Tensor | None = None

@@ -30,12 +30,30 @@ def gelu(x: Tensor, approximate: str) -> Tensor:
     return F.gelu(x, approximate=approximate)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    act: str | None,
+) -> Tensor:
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    out = _product(x, weight, bias)
+    if act is not None:
+        out = silu_and_mul(out) if act == "silu_and_mul" else gelu(out, _GELU[act])
+    return out if residual is None else out.add_(residual)
+
+
+_GELU = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _suits_onednn(x, weight):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    else:
-        out = F.linear(x, weight, bias)
-    return out if residual is None else out.add_(residual)
+        return out
+    return F.linear(x, weight, bias)
 
 
 def _suits_onednn(x: Tensor, weight: Tensor) -> bool:

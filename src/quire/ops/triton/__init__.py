@@ -3,6 +3,7 @@
 from quire.ops.triton.activation import gelu, silu_and_mul
 from quire.ops.triton.attention import paged_attention
 from quire.ops.triton.embedding import embedding
+from quire.ops.triton.linear import linear
 from quire.ops.triton.norm import layer_norm, rms_norm
 from quire.ops.triton.rope_store import qk_norm_rope_store
 
@@ -10,6 +11,7 @@ __all__ = [
     "embedding",
     "gelu",
     "layer_norm",
+    "linear",
     "paged_attention",
     "qk_norm_rope_store",
     "rms_norm",

@@ -103,3 +103,67 @@ def expand_batch(
         )  # fmt: skip
         groups.append((slots, own))
     return ids, positions, seq_lens, groups
+
+
+@triton.jit
+def _finish(
+    lanes_ptr, query_start_ptr, samples_ptr, sampled_ptr, position_ptr, tokens_ptr, max_total_ptr,
+    min_total_ptr, stops_ptr, reason_ptr, tokens_stride, max_len, stops_stride, width,
+    STOPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    lane = tl.load(lanes_ptr + row).to(tl.int64)
+    if lane < 0:
+        return
+    length = tl.load(query_start_ptr + row + 1) - tl.load(query_start_ptr + row)
+    position = tl.load(position_ptr + lane) + length
+    tl.store(position_ptr + lane, position)
+    if tl.load(samples_ptr + row) == 0:
+        tl.store(reason_ptr + row, 0)
+        return
+    token = tl.load(sampled_ptr + row)
+    at = tl.minimum(position, max_len - 1)
+    tl.store(tokens_ptr + lane * tokens_stride + at, token)
+    total = position + 1
+    column = tl.arange(0, STOPS)
+    stop = tl.load(stops_ptr + lane * stops_stride + column, mask=column < width, other=-1)
+    hit = tl.max((stop == token).to(tl.int32), 0) > 0
+    hit = hit & (total > tl.load(min_total_ptr + lane))
+    long = total >= tl.load(max_total_ptr + lane)
+    tl.store(reason_ptr + row, tl.where(hit, 1, tl.where(long, 2, 0)))
+
+
+def finish_rows(
+    lanes: Tensor,
+    query_start: Tensor,
+    samples: Tensor,
+    sampled: Tensor,
+    *,
+    position: Tensor,
+    tokens: Tensor,
+    max_total: Tensor,
+    min_total: Tensor,
+    stops: Tensor,
+    pdl: bool | None = None,
+) -> Tensor:
+    """Moves lanes past what was computed, appends sampled tokens, and says why rows end.
+
+    lanes: int32 [N], -1 for padding. query_start: int32 [N + 1]. samples: int32 [N], 0 where a row
+    has no new token. sampled: int32 [N]. position, max_total, min_total: int32 [lanes]; position is
+    advanced. tokens: int32 [lanes, max_len], gets the sampled token at the new position. stops:
+    int32 [lanes, S], ids that end a lane, padded with -1. Returns a `StopReason` per row, int32
+    [N].
+    """
+    rows, device = lanes.shape[0], lanes.device
+    reason = torch.zeros(rows, dtype=torch.int32, device=device)
+    use_pdl = traits(device).pdl if pdl is None else pdl
+    width = stops.shape[1]
+    _finish[(rows,)](
+        lanes, query_start, samples, sampled, position, tokens, max_total, min_total, stops, reason,
+        tokens.stride(0), tokens.shape[1], stops.stride(0), width,
+        STOPS=triton.next_power_of_2(width), PDL=use_pdl, **options(use_pdl, num_warps=1),
+    )  # fmt: skip
+    return reason

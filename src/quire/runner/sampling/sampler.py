@@ -7,6 +7,7 @@ top-p. A stage that no row of a batch uses is skipped; the host knows from the p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,15 @@ from quire.sampling_params import SamplingParams
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _INTS = ("top_k", "seed_low", "seed_high", "sample_index")
 _STAGES = ("random", "penalty", "bias", "truncate", "min_p", "min_tokens", "stops")
+_MORE = [_STAGES.index(name) for name in ("penalty", "bias", "min_tokens")]
+_CUTS = [_STAGES.index(name) for name in ("truncate", "min_p")]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainHead:
+    """truncate: some row uses top-k, top-p or min-p."""
+
+    truncate: bool
 
 
 class Sampler:
@@ -111,6 +121,17 @@ class Sampler:
             ids = torch.tensor(list(params.logit_bias), device=device)
             values = torch.tensor(list(params.logit_bias.values()), device=device)
             self.bias[lane] = ids, values.float()
+
+    def plain_head(self, plan: StepPlan) -> PlainHead | None:
+        """What a head that only picks tokens must be able to do for a plan's rows; None if one of
+        them wants more (penalties, biases, log-probabilities, ends that are masked)."""
+        lanes = plan.lanes
+        if (self.logprobs[lanes] >= 0).any() or (self.prompt_logprobs[lanes] >= 0).any():
+            return None
+        uses = self.uses[lanes]
+        if uses[:, _MORE].any():
+            return None
+        return PlainHead(truncate=bool(uses[:, _CUTS].any()))
 
     # -- sampling ------------------------------------------------------------------------------
 
@@ -207,7 +228,7 @@ class Sampler:
 
 def _floats(p: SamplingParams) -> tuple[float, ...]:
     return (
-        1.0 if p.greedy else p.temperature,
+        p.temperature,
         p.top_p,
         p.min_p,
         p.repetition_penalty,

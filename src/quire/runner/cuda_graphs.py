@@ -1,0 +1,239 @@
+"""Steps as CUDA graphs: a body graph per token bucket, a head graph per row bucket.
+
+A replay costs the host some ten microseconds, where launching the kernels of a step one by one
+costs milliseconds. Everything a graph needs is read on the device, from the batch state and from
+one small input buffer: each row's lane, where its tokens begin, and whether it samples.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.layers.batch import ForwardBatch, GroupBatch
+from quire.models import Decoder
+from quire.ops.triton.batch import expand_batch, finish_rows
+from quire.ops.triton.sampling import sample
+from quire.plan import Int32, RowFlag, StepPlan
+from quire.runner.batch_state import BatchState
+from quire.runner.kv_cache import KVCache
+from quire.runner.sampling import Sampler
+
+T = TypeVar("T")
+
+Progress = Callable[[int, int], None]
+"""Told the graphs captured and the graphs in total."""
+
+
+def decode_buckets(lanes: int) -> list[int]:
+    """Row counts of steps in which every row computes one token."""
+    return _up_to(lanes, [1, 2, 4, 8, *range(16, lanes + 16, 16)])
+
+
+def mixed_buckets(tokens: int) -> list[int]:
+    """Token counts of all other steps."""
+    fine = [16, 32, 64, 128, 192, *range(256, 2049, 256), *range(2560, tokens + 512, 512)]
+    return _up_to(tokens, fine)
+
+
+def _up_to(limit: int, sizes: list[int]) -> list[int]:
+    return sorted({min(size, limit) for size in sizes})
+
+
+@dataclass(frozen=True)
+class Body:
+    """A captured body. Its tensors are overwritten by the next replay of any graph, so what reads
+    them must be queued before that."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: ForwardBatch
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
+class Head:
+    graph: torch.cuda.CUDAGraph
+    tokens: Tensor
+    reason: Tensor
+
+
+class StepGraphs:
+    """All graphs of a runner, in one memory pool.
+
+    inputs: int32 [3 * rows + 1] on the device, filled before a replay with what `pack` gives.
+    """
+
+    def __init__(
+        self, model: Decoder, cache: KVCache, state: BatchState, sampler: Sampler, max_tokens: int
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._state = state
+        self._sampler = sampler
+        self.max_rows = rows = state.num_lanes
+        self.max_tokens = max_tokens
+        device = state.device
+        self.inputs = torch.empty(3 * rows + 1, dtype=torch.int32, device=device)
+        self._lanes, starts = self.inputs[:rows], self.inputs[rows : 2 * rows + 1]
+        self._starts, self._samples = starts, self.inputs[2 * rows + 1 :]
+        self._last = torch.zeros(rows, model.spec.hidden_size, dtype=model.dtype, device=device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._decode_sizes, self._mixed_sizes = decode_buckets(rows), mixed_buckets(max_tokens)
+        self._bodies: dict[tuple[int, bool], Body] = {}
+        self._heads: dict[tuple[int, bool], Head] = {}
+        self._stops = sampler.stops
+
+    # -- capture -------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self, progress: Progress | None = None) -> None:
+        """Captures every bucket, largest first, so that the smaller ones fit in its memory."""
+        self.inputs.copy_(torch.from_numpy(self._idle()))
+        work = [*self._planned_bodies(), *self._planned_heads()]
+        for done, capture in enumerate(work):
+            if progress is not None:
+                progress(done, len(work))
+            capture()
+        if progress is not None:
+            progress(len(work), len(work))
+        torch.cuda.synchronize(self._state.device)
+
+    def _planned_bodies(self) -> Iterator[Callable[[], None]]:
+        for size in reversed(self._mixed_sizes):
+            yield lambda size=size: self._capture_body(size, decode=False)  # type: ignore[misc]
+        for size in reversed(self._decode_sizes):
+            yield lambda size=size: self._capture_body(size, decode=True)  # type: ignore[misc]
+
+    def _planned_heads(self) -> Iterator[Callable[[], None]]:
+        for size in reversed(self._decode_sizes):
+            for truncate in (False, True):
+                yield lambda size=size, cut=truncate: self._capture_head(size, cut)  # type: ignore[misc]
+
+    def _capture_body(self, tokens: int, *, decode: bool) -> None:
+        graph, (batch, hidden) = self._captured(lambda: self._body(tokens, decode))
+        self._bodies[tokens, decode] = Body(graph, batch, hidden)
+
+    def _capture_head(self, rows: int, truncate: bool) -> None:
+        graph, (tokens, reason) = self._captured(lambda: self._head(rows, truncate))
+        self._heads[rows, truncate] = Head(graph, tokens, reason)
+
+    def _captured(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        work()  # compiles kernels, which must not happen within a capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = work()
+        return graph, out
+
+    def _body(self, tokens: int, decode: bool) -> tuple[ForwardBatch, Tensor]:
+        state = self._state
+        rows = min(tokens, self.max_rows)
+        starts = self._starts[: rows + 1]
+        ids, positions, seq_lens, groups = expand_batch(
+            self._lanes[:rows],
+            starts,
+            state.position,
+            state.tokens,
+            [
+                (table, group.tokens_per_block)
+                for table, group in zip(state.tables, state.groups, strict=True)
+            ],
+            num_tokens=tokens,
+            max_seq_len=state.max_len,
+        )
+        batch = ForwardBatch(
+            input_ids=ids,
+            positions=positions,
+            query_start=starts,
+            seq_lens=seq_lens,
+            groups=tuple(GroupBatch(slots, table) for slots, table in groups),
+            q_lens=(),
+            max_q_len=1 if decode else tokens,
+            max_seq_len=state.max_len,
+        )
+        hidden = self._model(batch, self._cache.layers)
+        last = hidden if decode else hidden[(starts[1:] - 1).clamp_(min=0)]
+        self._last[:rows].copy_(last)
+        return batch, hidden
+
+    def _head(self, rows: int, truncate: bool) -> tuple[Tensor, Tensor]:
+        state, sampler = self._state, self._sampler
+        lanes, starts = self._lanes[:rows], self._starts[: rows + 1]
+        logits = self._model.scores(self._last[:rows])
+        own = lanes.clamp(min=0).long()
+        length = state.position[own] + starts[1:] - starts[:-1]
+        tokens = sample(
+            logits,
+            lanes,
+            length,
+            temperature=sampler.floats[:, 0],
+            top_k=sampler.ints[:, 0],
+            top_p=sampler.floats[:, 1],
+            min_p=sampler.floats[:, 2],
+            seed=sampler.ints[:, 1:3],
+            sample_index=sampler.ints[:, 3],
+            truncate=truncate,
+        )
+        reason = finish_rows(
+            lanes,
+            starts,
+            self._samples[:rows],
+            tokens,
+            position=state.position,
+            tokens=state.tokens,
+            max_total=state.max_total,
+            min_total=state.min_total,
+            stops=sampler.stops,
+        )
+        return tokens, reason
+
+    # -- replay --------------------------------------------------------------------------------
+
+    def fits(self, plan: StepPlan) -> bool:
+        return 0 < plan.num_rows <= self.max_rows and plan.num_tokens <= self.max_tokens
+
+    def pack(self, plan: StepPlan) -> Int32:
+        """A plan's rows as the graphs read them."""
+        packed = self._idle()
+        rows, most = plan.num_rows, self.max_rows
+        packed[:rows] = plan.lanes
+        np.cumsum(plan.q_len, out=packed[most + 1 : most + 1 + rows])
+        packed[most + 1 + rows : 2 * most + 1] = plan.num_tokens
+        packed[2 * most + 1 : 2 * most + 1 + rows] = (plan.flags & RowFlag.SAMPLE) != 0
+        return packed
+
+    def _idle(self) -> Int32:
+        packed = np.zeros(3 * self.max_rows + 1, dtype=np.int32)
+        packed[: self.max_rows] = -1
+        return packed
+
+    def body(self, plan: StepPlan) -> Body:
+        """Replays the smallest body that holds the plan; `inputs` must be filled."""
+        decode = plan.num_tokens == plan.num_rows
+        sizes = self._decode_sizes if decode else self._mixed_sizes
+        body = self._bodies[sizes[bisect.bisect_left(sizes, plan.num_tokens)], decode]
+        body.graph.replay()
+        return body
+
+    def head(self, plan: StepPlan, *, truncate: bool) -> tuple[Tensor, Tensor]:
+        """Tokens and stop reasons int32 [R], of a step whose body was replayed last."""
+        if self._stops is not self._sampler.stops:
+            self._recapture_heads()
+        sizes = self._decode_sizes
+        head = self._heads[sizes[bisect.bisect_left(sizes, plan.num_rows)], truncate]
+        head.graph.replay()
+        return head.tokens[: plan.num_rows], head.reason[: plan.num_rows]
+
+    def _recapture_heads(self) -> None:
+        """A request brought more stop tokens than there was room for: the table has moved."""
+        held = self.inputs.clone()
+        self.inputs.copy_(torch.from_numpy(self._idle()))
+        for capture in self._planned_heads():
+            capture()
+        self.inputs.copy_(held)
+        self._stops = self._sampler.stops
