@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.ops.triton.batch import expand_batch
+from quire.ops.triton.batch import expand_batch, finish_rows
 
 
 def test_expand_batch(kernel_device: str) -> None:
@@ -41,3 +41,29 @@ def test_expand_batch(kernel_device: str) -> None:
             used = -(-(int(seq_lens[row])) // page)
             assert torch.equal(own[row, :used].cpu(), table[lane, :used])
         assert (slots[int(starts[-1]) :] == -1).all()
+
+
+def test_finish_moves_lanes_and_says_why_rows_end(kernel_device: str) -> None:
+    def ints(*values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=kernel_device)
+
+    position = ints(4, 10, 0, 7)
+    tokens = torch.zeros(4, 16, dtype=torch.int32, device=kernel_device)
+    stops = ints([5, 6, -1], [5, -1, -1], [-1, -1, -1], [5, -1, -1])
+    reason = finish_rows(
+        lanes=ints(3, 0, 1, 2, -1),
+        query_start=ints(0, 1, 2, 3, 8, 8),
+        samples=ints(1, 1, 1, 0, 0),
+        sampled=ints(5, 6, 9, 5, 5),
+        position=position,
+        tokens=tokens,
+        max_total=ints(16, 12, 16, 16),
+        min_total=ints(6, 0, 0, 0),
+        stops=stops,
+    )
+    # A stop; a stop that comes too early; the longest length; mid-prompt; padding.
+    assert reason.tolist()[:4] == [1, 0, 2, 0]
+    assert position.tolist() == [5, 11, 5, 8]
+    assert [tokens[lane, at].item() for lane, at in ((3, 8), (0, 5), (1, 11), (2, 5))] == [
+        *(5, 6, 9, 0)
+    ]

@@ -6,6 +6,7 @@ until it is told to stop or its client is gone.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -82,6 +83,9 @@ class EngineProcess:
 
         config = resolve(start.args)
         self._core = build_core(config, progress)
+        # What stands now stands for good: the collector need not walk it again and again.
+        gc.collect()
+        gc.freeze()
         self._send(Ready(config))
 
     def _send(self, message: FromEngine) -> None:

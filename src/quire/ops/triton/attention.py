@@ -69,12 +69,18 @@ def prefill_tiles(d_pad: int, element_size: int, card: DeviceTraits) -> Tiles:
         return Tiles(64, 32 if d_pad <= 128 else 16, 4, 2)
     if d_pad > 128:
         return Tiles(128, 64 if card.shared_memory >= 200 * 1024 else 32, 8, 2)
-    return Tiles(128, 64, 4 if d_pad <= 64 else 8, 3)
+    if card.shared_memory < 200 * 1024:
+        return Tiles(128, 64, 4 if d_pad <= 64 else 8, 3)
+    return Tiles(128, 128, 8, 2)
 
 
 def decode_splits(rows: int, kv_heads: int, max_seq_len: int, block_n: int, num_sms: int) -> int:
-    """Enough programs to fill the card about four times over, at most one per KV tile."""
-    wanted = triton.cdiv(4 * num_sms, rows * kv_heads)
+    """One where rows alone nearly fill the card (splitting them was measured slower); else enough
+    programs to fill it about four times over, at most one per KV tile."""
+    programs = rows * kv_heads
+    if 10 * programs >= 9 * num_sms:
+        return 1
+    wanted = triton.cdiv(4 * num_sms, programs)
     return int(max(1, min(wanted, triton.cdiv(max_seq_len, block_n), 64)))
 
 

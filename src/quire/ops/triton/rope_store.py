@@ -140,7 +140,7 @@ def qk_norm_rope_store(
     if tokens == 0:
         return out
     rotary = dim - dim % 2 if cos_sin is None else cos_sin.shape[-1]
-    width = heads_per_program or (1 if tokens * heads <= 4096 else 8)
+    width = heads_per_program or (4 if tokens < 128 else 8)
     groups = triton.cdiv(heads, width) + 2 * triton.cdiv(kv_heads, width)
     use_pdl = traits(qkv.device).pdl if pdl is None else pdl
     angles = positions if cos_sin is None else cos_sin
