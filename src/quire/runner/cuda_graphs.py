@@ -31,6 +31,10 @@ Progress = Callable[[int, int], None]
 """Told the graphs captured and the graphs in total."""
 
 
+FEW_ROWS = 8
+"""Mixed steps of so few rows have graphs of their own: rows of padding are not free."""
+
+
 def decode_buckets(lanes: int) -> list[int]:
     """Row counts of steps in which every row computes one token."""
     return _up_to(lanes, [1, 2, 4, 8, *range(16, lanes + 16, 16)])
@@ -39,11 +43,16 @@ def decode_buckets(lanes: int) -> list[int]:
 def mixed_buckets(tokens: int) -> list[int]:
     """Token counts of all other steps."""
     fine = [16, 32, 64, 128, 192, *range(256, 2049, 256), *range(2560, tokens + 512, 512)]
-    return _up_to(tokens, fine)
+    return [size for size in _up_to(tokens, fine) if size > 1]
 
 
 def _up_to(limit: int, sizes: list[int]) -> list[int]:
     return sorted({min(size, limit) for size in sizes})
+
+
+def _at_least(sizes: list[int], wanted: int) -> int:
+    """The smallest of the sorted sizes that holds `wanted`."""
+    return sizes[bisect.bisect_left(sizes, wanted)]
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,8 @@ class StepGraphs:
         self._last = torch.zeros(rows, model.spec.hidden_size, dtype=model.dtype, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         self._decode_sizes, self._mixed_sizes = decode_buckets(rows), mixed_buckets(max_tokens)
-        self._bodies: dict[tuple[int, bool], Body] = {}
+        # By token places and row places: as many of both where every row computes one token.
+        self._bodies: dict[tuple[int, int], Body] = {}
         self._heads: dict[tuple[int, bool], Head] = {}
         self._stops = sampler.stops
 
@@ -105,19 +115,24 @@ class StepGraphs:
         torch.cuda.synchronize(self._state.device)
 
     def _planned_bodies(self) -> Iterator[Callable[[], None]]:
-        for size in reversed(self._mixed_sizes):
-            yield lambda size=size: self._capture_body(size, decode=False)  # type: ignore[misc]
-        for size in reversed(self._decode_sizes):
-            yield lambda size=size: self._capture_body(size, decode=True)  # type: ignore[misc]
+        for tokens in reversed(self._mixed_sizes):
+            for rows in sorted({self._most(tokens), min(FEW_ROWS, self._most(tokens))})[::-1]:
+                yield lambda t=tokens, r=rows: self._capture_body(t, r, decode=False)  # type: ignore[misc]
+        for rows in reversed(self._decode_sizes):
+            yield lambda r=rows: self._capture_body(r, r, decode=True)  # type: ignore[misc]
+
+    def _most(self, tokens: int) -> int:
+        """Rows that a mixed step of so many tokens can have: one of them has more than one."""
+        return min(tokens - 1, self.max_rows)
 
     def _planned_heads(self) -> Iterator[Callable[[], None]]:
         for size in reversed(self._decode_sizes):
             for truncate in (False, True):
                 yield lambda size=size, cut=truncate: self._capture_head(size, cut)  # type: ignore[misc]
 
-    def _capture_body(self, tokens: int, *, decode: bool) -> None:
-        graph, (batch, hidden) = self._captured(lambda: self._body(tokens, decode))
-        self._bodies[tokens, decode] = Body(graph, batch, hidden)
+    def _capture_body(self, tokens: int, rows: int, *, decode: bool) -> None:
+        graph, (batch, hidden) = self._captured(lambda: self._body(tokens, rows, decode))
+        self._bodies[tokens, rows] = Body(graph, batch, hidden)
 
     def _capture_head(self, rows: int, truncate: bool) -> None:
         graph, (tokens, reason) = self._captured(lambda: self._head(rows, truncate))
@@ -130,9 +145,8 @@ class StepGraphs:
             out = work()
         return graph, out
 
-    def _body(self, tokens: int, decode: bool) -> tuple[ForwardBatch, Tensor]:
+    def _body(self, tokens: int, rows: int, decode: bool) -> tuple[ForwardBatch, Tensor]:
         state = self._state
-        rows = min(tokens, self.max_rows)
         starts = self._starts[: rows + 1]
         ids, positions, seq_lens, groups = expand_batch(
             self._lanes[:rows],
@@ -214,9 +228,13 @@ class StepGraphs:
 
     def body(self, plan: StepPlan) -> Body:
         """Replays the smallest body that holds the plan; `inputs` must be filled."""
-        decode = plan.num_tokens == plan.num_rows
-        sizes = self._decode_sizes if decode else self._mixed_sizes
-        body = self._bodies[sizes[bisect.bisect_left(sizes, plan.num_tokens)], decode]
+        if plan.num_tokens == plan.num_rows:
+            tokens = rows = _at_least(self._decode_sizes, plan.num_tokens)
+        else:
+            tokens = _at_least(self._mixed_sizes, plan.num_tokens)
+            most = self._most(tokens)
+            rows = min(FEW_ROWS, most) if plan.num_rows <= FEW_ROWS else most
+        body = self._bodies[tokens, rows]
         body.graph.replay()
         return body
 
@@ -224,8 +242,7 @@ class StepGraphs:
         """Tokens and stop reasons int32 [R], of a step whose body was replayed last."""
         if self._stops is not self._sampler.stops:
             self._recapture_heads()
-        sizes = self._decode_sizes
-        head = self._heads[sizes[bisect.bisect_left(sizes, plan.num_rows)], truncate]
+        head = self._heads[_at_least(self._decode_sizes, plan.num_rows), truncate]
         head.graph.replay()
         return head.tokens[: plan.num_rows], head.reason[: plan.num_rows]
 
