@@ -14,13 +14,21 @@ __all__ = [
     "activate",
     "finish",
     "gdc_launch_dependents",
-    "gdc_wait",
     "load_k",
     "norm_weight",
     "normalise",
     "prefetch_rows",
     "tile_rows",
+    "wait_for_predecessor",
 ]
+
+
+@triton.jit
+def wait_for_predecessor(EAGER: tl.constexpr):
+    """Before this only weights may be read: the predecessor may still be writing x."""
+    gdc_wait()
+    if not EAGER:
+        gdc_launch_dependents()
 
 
 @triton.jit

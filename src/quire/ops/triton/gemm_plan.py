@@ -32,6 +32,9 @@ class LinearArgs:
     x: [M, K], last axis contiguous. weight: [N, K], last axis contiguous; with a gated activation
     [2 N, K]. bias: one per weight row. residual: [M, N]. x, weight and residual of one dtype
     (bf16, fp16 or fp32); sums are fp32 and rounded once, at the end.
+
+    Weight and bias are read before the preceding kernel on the stream has finished (programmatic
+    dependent launch), so that kernel must not write them.
     """
 
     x: Tensor

@@ -19,12 +19,12 @@ from torch import Tensor
 from quire.ops.triton.gemm_common import (
     finish,
     gdc_launch_dependents,
-    gdc_wait,
     load_k,
     norm_weight,
     normalise,
     prefetch_rows,
     tile_rows,
+    wait_for_predecessor,
 )
 from quire.ops.triton.gemm_plan import GemmPlan, Launch, LinearArgs
 from quire.ops.triton.launch import options
@@ -110,14 +110,8 @@ def gemv_kernel(
     if PREFETCH:
         prefetch_rows(w_ptr, rows, stride_wn, 0 if STAGES > 1 else BK, prefetch_k)
     if PDL:
-        gdc_wait()  # before it only weights may be read: the predecessor may still be writing x
-        if not EAGER:
-            gdc_launch_dependents()
-    accs = ()
-    squares = ()
-    xs = ()
-    scales = ()
-    residuals = ()
+        wait_for_predecessor(EAGER)
+    accs, squares, xs, scales, residuals = (), (), (), (), ()
     for m in tl.static_range(MB):
         xs = xs + (x_ptr + tl.minimum(m, M - 1) * stride_xm,)
         accs = accs + (tl.zeros([rows.shape[0], BK], tl.float32),)

@@ -17,12 +17,12 @@ from torch import Tensor
 from quire.ops.triton.gemm_common import (
     finish,
     gdc_launch_dependents,
-    gdc_wait,
     load_k,
     norm_weight,
     normalise,
     prefetch_rows,
     tile_rows,
+    wait_for_predecessor,
 )
 from quire.ops.triton.gemm_plan import GemmPlan, Launch, LinearArgs
 from quire.ops.triton.launch import options, traits
@@ -137,9 +137,7 @@ def skinny_kernel(
     if PREFETCH:
         prefetch_rows(w_ptr, rows, stride_wn, k_begin, tl.minimum(k_end, k_begin + prefetch_k))
     if PDL:
-        gdc_wait()  # before it only weights may be read: the predecessor may still be writing x
-        if not EAGER:
-            gdc_launch_dependents()
+        wait_for_predecessor(EAGER)
     x_ptrs = x_ptr + tl.minimum(ms, M - 1).to(tl.int64)[:, None] * stride_xm
     w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * stride_wn
     scale = tl.full([BM], 1.0, tl.float32)
