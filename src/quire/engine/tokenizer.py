@@ -32,9 +32,7 @@ class Tokenizer:
         self.chat_template = template
         self._template: ChatTemplate | None = None
         self._byte_level = _is_byte_level(hub)
-        self._specials = {
-            id for id, token in hub.get_added_tokens_decoder().items() if token.special
-        }
+        self._added = frozenset(hub.get_added_tokens_decoder())
 
     @classmethod
     def from_path(cls, path: str | Path) -> Tokenizer:
@@ -85,7 +83,7 @@ class Tokenizer:
         piece = self.hub.id_to_token(id)
         if piece is None:
             return b""
-        if id in self.hub.get_added_tokens_decoder():
+        if id in self._added:
             return str(piece).encode()
         if self._byte_level and all(char in _BYTE_OF for char in piece):
             return bytes(_BYTE_OF[char] for char in piece)
