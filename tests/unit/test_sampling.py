@@ -204,3 +204,81 @@ def test_noise_is_finite_for_every_word(monkeypatch: pytest.MonkeyPatch) -> None
     one = torch.zeros(1, dtype=torch.int32)
     noise = random.gumbel(torch.zeros(1, 2, dtype=torch.int32), one, one, 8)
     assert torch.isfinite(noise).all()
+
+
+WIDE = 5003
+CUTS = [
+    (50, 1.0),
+    (1, 1.0),
+    (0, 0.9),
+    (50, 0.9),
+    (0, 0.01),
+    (400, 0.7),
+    (3, 1e-6),
+    (WIDE, 0.99),
+]
+
+
+def counters(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    make = torch.Generator().manual_seed(5)
+    seed = torch.randint(-(2**31), 2**31, (rows, 2), generator=make).int()
+    return seed, torch.arange(rows).int(), torch.arange(rows).int() * 97 + 3
+
+
+def pick_likely(logits: torch.Tensor, cuts: list[tuple[int, float]], at: slice) -> torch.Tensor:
+    seed, index, position = (part[at] for part in counters(len(cuts)))
+
+    def noise(rows: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+        return random.gumbel_at(seed[rows], index[rows], position[rows], entries)
+
+    top_k = torch.tensor([k for k, _ in cuts], dtype=torch.int32)[at]
+    top_p = torch.tensor([p for _, p in cuts])[at]
+    return truncate.pick_likely(logits[at], top_k, top_p, noise)
+
+
+def test_noise_at_entries_is_the_noise_of_the_whole() -> None:
+    whole = random.gumbel(*counters(3), 103)
+    entries = torch.tensor([[0, 1, 2, 3, 102], [7, 7, 50, 99, 4], [102, 0, 31, 33, 34]])
+    assert torch.equal(random.gumbel_at(*counters(3), entries), whole.gather(1, entries))
+
+
+@pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "masked"])
+def test_a_narrow_look_keeps_what_the_whole_would(kind: str) -> None:
+    """The token is that of the definition, and no neighbour changes it."""
+    logits = torch.randn(len(CUTS), WIDE, generator=torch.Generator().manual_seed(6))
+    logits *= 0.05 if kind == "flat" else 3.0
+    if kind == "ties":
+        logits = (logits * 2).round() / 2
+    if kind == "masked":
+        logits[:, 20:] = -torch.inf
+    top_k = torch.tensor([k for k, _ in CUTS], dtype=torch.int32)
+    top_p = torch.tensor([p for _, p in CUTS])
+    kept = truncate.top_k_top_p(logits, top_k, top_p)
+    want = (kept + random.gumbel(*counters(len(CUTS)), WIDE)).argmax(dim=-1)
+    assert torch.equal(pick_likely(logits, CUTS, slice(None)), want)
+    for row in range(len(CUTS)):
+        assert pick_likely(logits, CUTS, slice(row, row + 1)).item() == want[row]
+    few = slice(0, 4)  # no row of these asks for the whole vocabulary
+    assert torch.equal(pick_likely(logits, CUTS, few), want[few])
+
+
+def test_rows_of_all_kinds_share_a_batch() -> None:
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+        SamplingParams(top_k=3),
+        SamplingParams(temperature=0.7, min_p=0.2),
+        SamplingParams(top_p=0.5, min_p=0.01),
+    ]
+    logits = torch.randn(len(params), VOCAB, generator=torch.Generator().manual_seed(7)) * 3
+    sampler = make(params, [[1, 2]] * len(params))
+    together = sample(sampler, logits, 9)
+    for lane in range(len(params)):
+        lanes = np.array([lane], dtype=np.int32)
+        alone = sampler.sample(
+            logits[lane : lane + 1].clone(),
+            torch.tensor([lane]),
+            lanes,
+            torch.tensor([9], dtype=torch.int32),
+        )
+        assert alone.item() == together[lane]

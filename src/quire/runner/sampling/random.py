@@ -22,19 +22,23 @@ def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words per counter. All tensors int64 that hold unsigned 32-bit words, broadcastable."""
-    c0, c1, c2, c3 = counter
+    shape = torch.broadcast_shapes(*(x.shape for x in (*counter, *key)))
+    # In place from here on: fresh memory for each of a hundred operations would cost more than they
+    # do. A word may have dirt above its 32 bits until it becomes a factor.
+    c0, c1, c2, c3 = (word.expand(shape).clone() for word in counter)
     k0, k1 = key
+    spare = torch.empty_like(c0)
     for _ in range(_ROUNDS):
-        # A 64-bit product wraps to the right bits; masking the shift makes it unsigned.
-        low, high = c0 * _M0, c2 * _M1
-        c0, c1, c2, c3 = (
-            ((high >> 32) & _MASK) ^ c1 ^ k0,
-            high & _MASK,
-            ((low >> 32) & _MASK) ^ c3 ^ k1,
-            low & _MASK,
-        )
+        # A 64-bit product wraps to the right bits; the mask makes its high word unsigned.
+        c0.mul_(_M0)
+        c2.mul_(_M1)
+        torch.bitwise_right_shift(c2, 32, out=spare)
+        c1.bitwise_xor_(spare).bitwise_xor_(k0).bitwise_and_(_MASK)
+        torch.bitwise_right_shift(c0, 32, out=spare)
+        c3.bitwise_xor_(spare).bitwise_xor_(k1).bitwise_and_(_MASK)
+        c0, c1, c2, c3 = c1, c2, c3, c0
         k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
-    return c0, c1, c2, c3
+    return c0, c1.bitwise_and_(_MASK), c2, c3.bitwise_and_(_MASK)
 
 
 def gumbel(
@@ -46,12 +50,30 @@ def gumbel(
     from word v % 4 of the counter (v // 4, position, sample index, draw).
     """
     quads = torch.arange(-(-vocab_size // 4), device=seed.device).unsqueeze(0)
-    words = [word.long().unsqueeze(1) & _MASK for word in (position, sample_index)]
+    words = _words(seed, sample_index, position, quads, draw)
+    return _noise(torch.stack(words, dim=-1).flatten(1)[:, :vocab_size])
+
+
+def gumbel_at(
+    seed: Tensor, sample_index: Tensor, position: Tensor, entries: Tensor, draw: int = SAMPLE
+) -> Tensor:
+    """The noise that `gumbel` has at entries int64 [N, W], float32 [N, W]."""
+    words = _words(seed, sample_index, position, entries >> 2, draw)
+    word = torch.stack(words, dim=-1).gather(-1, (entries & 3).unsqueeze(-1))
+    return _noise(word.squeeze(-1))
+
+
+def _words(
+    seed: Tensor, sample_index: Tensor, position: Tensor, quads: Tensor, draw: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    where, which = (word.long().unsqueeze(1) & _MASK for word in (position, sample_index))
     low, high = (seed[:, i].long().unsqueeze(1) & _MASK for i in (0, 1))
-    fourth = torch.full_like(low, draw)
-    out = philox((quads, words[0], words[1], fourth), (low, high))
-    bits = torch.stack([part >> 9 for part in out], dim=-1).flatten(1)[:, :vocab_size]
+    return philox((quads, where, which, torch.full_like(low, draw)), (low, high))
+
+
+def _noise(words: Tensor) -> Tensor:
+    """Of int64 words that nothing else needs."""
     # 23 bits and a half: strictly between 0 and 1, and exact in float32. With one bit more the
     # largest word would round to 1, whose noise is infinite.
-    uniform = (bits.float() + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
+    uniform = (words >> 9).float().add_(0.5).mul_(2.0**-23)
+    return uniform.log_().neg_().log_().neg_()

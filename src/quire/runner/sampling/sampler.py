@@ -152,7 +152,7 @@ class Sampler:
         greedy = logits.argmax(dim=-1)
         if stage["random"]:
             rows = np.flatnonzero(uses[:, 0])
-            picked = self._draw(logits, lanes, length, rows, stage)
+            picked = self._draw(logits, lanes, length, rows, uses)
             greedy[_device(rows, logits.device)] = picked
         tokens = greedy.int()
         if stage["penalty"]:
@@ -165,19 +165,34 @@ class Sampler:
         lanes: Tensor,
         length: Tensor,
         rows: np.ndarray[Any, Any],
-        stage: dict[str, bool],
+        uses: np.ndarray[Any, Any],
     ) -> Tensor:
+        """Tokens int64 of `rows`, which are not greedy; `uses` [n, stages] of all N."""
         if len(rows) < len(logits):
             pick = _device(rows, logits.device)
             logits, lanes, length = logits[pick], lanes[pick], length[pick]
+            uses = uses[rows]
         floats, ints = self.floats[lanes], self.ints[lanes]
         logits = logits / floats[:, 0:1]
-        if stage["min_p"]:
+        if uses[:, _STAGES.index("min_p")].any():
             logits = truncate.min_p(logits, floats[:, 2])
-        if stage["truncate"]:
-            logits = truncate.top_k_top_p(logits, ints[:, 0], floats[:, 1])
-        noise = random.gumbel(ints[:, 1:3], ints[:, 3], length, logits.shape[-1])
-        return (logits + noise).argmax(dim=-1)
+        counter = ints[:, 1:3], ints[:, 3], length
+        cut = uses[:, _STAGES.index("truncate")]
+        if not cut.any():
+            return _perturbed(logits, counter)
+        if logits.device.type != "cpu":
+            # Looking at less than the whole would need the host to wait for what was found.
+            return _perturbed(truncate.top_k_top_p(logits, ints[:, 0], floats[:, 1]), counter)
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        for some, narrow in ((cut, True), (~cut, False)):
+            at = torch.from_numpy(np.flatnonzero(some))
+            own = tuple(part[at] for part in counter)
+            if narrow:
+                top_k, top_p = ints[at, 0], floats[at, 1]
+                tokens[at] = truncate.pick_likely(logits[at], top_k, top_p, _noise_of(own))
+            elif len(at):
+                tokens[at] = _perturbed(logits[at], own)
+        return tokens
 
     def _penalize(self, logits: Tensor, lanes: Tensor, host_lanes: Int32) -> Tensor:
         rows, slots = self._leased(host_lanes, logits.device)
@@ -224,6 +239,22 @@ class Sampler:
             hit &= total > state.min_total[lanes]
             reason = torch.where(hit, int(StopReason.STOP_TOKEN), reason)
         return reason.int()
+
+
+Counter = tuple[Tensor, ...]
+"""seed int32 [N, 2], sample index int32 [N], position int32 [N]."""
+
+
+def _perturbed(logits: Tensor, counter: Counter) -> Tensor:
+    """The place of each row's largest logit plus noise, int64 [N]."""
+    seed, index, position = counter
+    noise = random.gumbel(seed, index, position, logits.shape[-1])
+    return noise.add_(logits).argmax(dim=-1)
+
+
+def _noise_of(counter: Counter) -> truncate.Noise:
+    seed, index, position = counter
+    return lambda rows, entries: random.gumbel_at(seed[rows], index[rows], position[rows], entries)
 
 
 def _floats(p: SamplingParams) -> tuple[float, ...]:
