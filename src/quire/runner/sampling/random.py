@@ -6,6 +6,7 @@ same seed gives the same tokens whatever else is in the batch, on any device, af
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words per counter. All tensors int64 that hold unsigned 32-bit words, broadcastable."""
-    shape = torch.broadcast_shapes(*(x.shape for x in (*counter, *key)))
+    shape = np.broadcast_shapes(*(word.shape for word in (*counter, *key)))
     # In place from here on: fresh memory for each of a hundred operations would cost more than they
     # do. A word may have dirt above its 32 bits until it becomes a factor.
     c0, c1, c2, c3 = (word.expand(shape).clone() for word in counter)

@@ -50,8 +50,8 @@ def pick_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, noise: Noise) -> T
     tokens, settled = _pick(logits, probs, top_k, top_p, noise, everyone, width)
     if not settled.all():
         rows = (~settled).nonzero().squeeze(1)
-        wide = (x[rows] for x in (logits, probs, top_k, top_p))
-        tokens[rows] = _pick(*wide, noise, rows, vocab)[0]
+        again = _pick(logits[rows], probs[rows], top_k[rows], top_p[rows], noise, rows, vocab)
+        tokens[rows] = again[0]
     return tokens
 
 
