@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.errors import ConfigError, PromptTooLongError, RequestError
+from quire.errors import ConfigError, EngineDeadError, PromptTooLongError, RequestError
 from quire.models import resolve_model_path
 
 SETTINGS = {"device": "cpu", "kv_cache_gb": 0.1, "max_num_seqs": 16}
@@ -120,20 +122,70 @@ def test_counts_must_agree(llm: LLM) -> None:
         llm.generate(["a"], GREEDY, priority=[1, 2])
 
 
-def test_an_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, calls = llm._core.step, iter(range(5))
+@pytest.mark.parametrize("place", ["plan", "submit", "collect", "update"])
+def test_an_interrupt_leaves_the_engine_usable(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """A real one, wherever in a step it comes."""
+    core = llm._core
+    owner = core.scheduler if place in ("plan", "update") else core._executor
+    work, calls = getattr(owner, place), itertools.count()
 
-    def interrupted() -> object:
-        if next(calls, None) == 3:
-            raise KeyboardInterrupt
-        return step()
+    def interrupted(*arguments: object) -> object:
+        if next(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return work(*arguments)
 
+    handler = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
-        patch.setattr(llm._core, "step", interrupted)
+        patch.setattr(owner, place, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b"], SamplingParams(max_tokens=500, ignore_eos=True))
-    assert llm.stats().running == 0
+    # It came between two steps, and what was in flight is gone.
+    assert next(calls) >= 4
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert (llm.stats().running, llm.stats().blocks_used) == (0, [0])
     assert llm.generate("Once", GREEDY)[0].finished
+
+
+def test_a_step_that_fails_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(**SETTINGS)  # type: ignore[arg-type]
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(llm._core._executor, "collect", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        llm.generate(["a", "b"], GREEDY)
+    with pytest.raises(EngineDeadError, match="earlier step"):
+        llm.generate("a", GREEDY)
+    llm.stats()
+    llm.shutdown()
+
+
+def test_arrays_of_token_ids(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("Once upon a time")
+    want = llm.generate(ids.tolist(), GREEDY)[0].outputs[0].token_ids
+    for prompts in (ids, [ids], list(ids), ids[None], [{"prompt_token_ids": ids}]):
+        (output,) = llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+        assert output.outputs[0].token_ids == want
+        assert output.prompt_token_ids == ids.tolist()
+
+
+def test_times_and_counts(llm: LLM) -> None:
+    before = llm.stats()
+    params = SamplingParams(n=2, max_tokens=5, ignore_eos=True)
+    outputs = llm.generate([[5, 6, 7], [8, 9]], params)
+    after = llm.stats()
+    assert after.prompt_tokens - before.prompt_tokens == 5
+    assert after.generation_tokens - before.generation_tokens == 20
+    for output in outputs:
+        times = output.metrics
+        assert times is not None
+        moments = [times.arrival, times.first_scheduled, times.first_token, times.finished]
+        assert None not in moments
+        assert moments == sorted(moments)  # type: ignore[type-var]
+        assert times.queued >= 0
 
 
 def test_settings_are_checked() -> None:

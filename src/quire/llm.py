@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
+
+import numpy as np
 
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
@@ -24,6 +29,9 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
 
 Message = Mapping[str, Any]
+
+_IMPATIENT = 3
+"""Interrupts after which one takes effect in the midst of a step."""
 
 
 @dataclass(slots=True)
@@ -85,6 +93,8 @@ class LLM:
 
         Raises:
             RequestError: a request is invalid. Nothing has run then.
+            KeyboardInterrupt: between two steps, so that the engine is fit for the next call.
+            EngineDeadError: an earlier call has failed in a step.
         """
         many = _as_list(prompts)
         params = _one_each(sampling_params, len(many), SamplingParams())
@@ -92,15 +102,17 @@ class LLM:
         if len(priorities) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(priorities)} priorities", "priority")
         jobs = [self._job(prompt, p) for prompt, p in zip(many, params, strict=True)]
-        try:
-            self._start(jobs, priorities)
-            with _progress_bar(len(jobs), use_tqdm) as advance:
-                self._run(jobs, advance)
-        finally:
-            # Nothing is left unless this was interrupted.
-            for job in jobs:
-                self._core.abort(job.output.request_id)
-            self._drain()
+        with _interrupts_held() as let_interrupt:
+            try:
+                self._start(jobs, priorities)
+                with _progress_bar(len(jobs), use_tqdm) as advance:
+                    self._run(jobs, advance, let_interrupt)
+            finally:
+                # Nothing is left unless this was interrupted, or a request was refused.
+                if not self._core.failed:
+                    for job in jobs:
+                        self._core.abort(job.output.request_id)
+                    self._drain()
         return [job.output for job in jobs]
 
     def chat(
@@ -178,10 +190,13 @@ class LLM:
             for request in job.requests:
                 request.state["job"] = job
 
-    def _run(self, jobs: list[_Job], advance: Callable[[], None]) -> None:
+    def _run(
+        self, jobs: list[_Job], advance: Callable[[], None], let_interrupt: Callable[[], None]
+    ) -> None:
         left = len(jobs)
         followed = any(job.followed for job in jobs)
         while left:
+            let_interrupt()
             progress = self._core.step()
             if progress is None:
                 raise RequestError("the engine has requests that it cannot run")
@@ -208,6 +223,7 @@ class LLM:
         update = reader.feed(tokens.tolist(), logprobs, reason, item.stop_token)
         _add(job.output.outputs[request.sample_index], update)
         job.output.num_cached_tokens = job.requests[0].num_cached_tokens
+        job.output.metrics = job.requests[0].state["times"]
         if not reader.finished:
             return False
         if reader.ended_by_text and not item.finished:
@@ -243,8 +259,10 @@ def _add(output: CompletionOutput, update: StreamUpdate) -> None:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype != object:
+        return [prompts]
     many: list[Any] = list(prompts)
-    if many and all(isinstance(item, int) for item in many):
+    if many and all(isinstance(item, (int, np.integer)) for item in many):
         return [many]
     return many
 
@@ -277,6 +295,36 @@ def _one_each(
             f"{count} prompts but {len(params)} sampling parameters", "sampling_params"
         )
     return list(params)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[Callable[[], None]]:
+    """Holds Ctrl-C back but where the function it gives is called: in the midst of a step it would
+    leave scheduler and device at odds. The third one does not wait."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield lambda: None
+        return
+    held = 0
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        nonlocal held
+        held += 1
+        if held >= _IMPATIENT:
+            previous(number, frame)
+
+    def let() -> None:
+        nonlocal held
+        if held:
+            held = 0
+            previous(signal.SIGINT, None)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield let
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    let()
 
 
 @contextlib.contextmanager

@@ -28,9 +28,25 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class RequestTimes:
+    """When a completion moved on, in seconds of `time.monotonic`; None: it has not. finished stays
+    None where it was aborted."""
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+    @property
+    def queued(self) -> float:
+        """Seconds it waited for its first step; 0 before that."""
+        return 0.0 if self.first_scheduled is None else self.first_scheduled - self.arrival
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """A request with all of its completions. `prompt_logprobs[0]` is None: nothing predicts the
-    first token."""
+    first token. metrics: the times of the first completion."""
 
     request_id: str
     prompt: str | None
@@ -39,3 +55,4 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    metrics: RequestTimes | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as HubTokenizer
+from tokenizers import decoders, models
 
 from quire.engine.detokenizer import Detokenizer, StopMatcher
 from quire.engine.output import CompletionReader
@@ -46,6 +48,52 @@ def test_bytes_that_are_no_text_do_not_wait_for_ever() -> None:
     byte = TOKENIZER.encode("😀").tolist()[-1]  # a continuation byte, which begins no character
     pieces, _ = stream([byte] * 50)
     assert "".join(pieces).count("�") >= 40
+
+
+@pytest.mark.parametrize("before", range(6))
+def test_skipped_tokens_do_not_cut_a_character(before: int) -> None:
+    end = TOKENIZER.eos_token_ids[0]
+    pieces, rest = stream([end] * before + TOKENIZER.encode("😀").tolist())
+    assert "".join(pieces) + rest == "😀"
+
+
+@given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=30), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_a_whole_completion_reads_as_its_tokens_one_by_one(ids: list[int], skip: bool) -> None:
+    pieces, rest = stream(ids, skip)
+    one_by_one = "".join(pieces) + rest
+    whole = Detokenizer(TOKENIZER, [1, 2, 3], skip_special_tokens=skip).whole(ids)
+    if "�" in one_by_one:
+        # How many stand for bytes that are no text depends on where one gives up on them.
+        one_by_one, whole = (text.replace("�", "") for text in (one_by_one, whole))
+    assert whole == one_by_one
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Words whose decoder drops the space that begins a text, and bytes for the rest."""
+    vocab = {"<unk>": 0, "▁a": 1, "▁b": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    hub = HubTokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    hub.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return Tokenizer(hub, {}, None)
+
+
+@pytest.mark.parametrize("broken", range(9))
+def test_words_keep_their_spaces(broken: int) -> None:
+    """After the prompt, and after bytes that were given up on."""
+    tokenizer = sentencepiece_like()
+    ids = [1] + [3 + 0x80] * broken + [2, 1]
+    for prompt in ([1], [2, 2, 1]):
+        detokenizer = Detokenizer(tokenizer, prompt)
+        text = "".join(map(detokenizer.step, ids)) + detokenizer.finish()
+        assert text == " a" + "�" * broken + " b a"
+        assert Detokenizer(tokenizer, prompt).whole(ids) == text
 
 
 def test_special_tokens() -> None:

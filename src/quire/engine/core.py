@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.config import EngineConfig
+from quire.errors import EngineDeadError
 from quire.executor import Executor
-from quire.plan import Int32
+from quire.outputs import RequestTimes
+from quire.plan import Int32, StepPlan
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler, StepProgress
@@ -19,7 +21,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class EngineStats(msgspec.Struct):
-    """Block counts are per KV group; the counters count since the start."""
+    """Block counts are per KV group; the counters count since the start. prompt_tokens are those of
+    the requests taken, generation_tokens those that were read from the device."""
 
     running: int = 0
     waiting: int = 0
@@ -31,13 +34,19 @@ class EngineStats(msgspec.Struct):
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
 
 
 class EngineCore:
     """Owns the scheduler and an executor. Single-threaded: whoever has it calls `add`, `abort` and
     `step` in turn.
 
-    A request with `n` > 1 becomes `n` siblings, which share the prompt's blocks.
+    A request with `n` > 1 becomes `n` siblings, which share the prompt's blocks. The times of each
+    are in its `state["times"]`, a `RequestTimes`.
+
+    An error in a step leaves scheduler and device at odds: `failed` is then set for good, and
+    nothing but `shutdown` and `stats` may be called.
     """
 
     def __init__(
@@ -49,7 +58,10 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, self.capacity, features)
         self._siblings: dict[str, list[Request]] = {}
         self._seeds = 0
-        self._steps = 0
+        self._steps = self._prompt_tokens = self._generation_tokens = 0
+        # Running, but still without a token: few, and the only ones whose times change.
+        self._tokenless: list[Request] = []
+        self.failed = False
 
     def add(
         self,
@@ -65,7 +77,9 @@ class EngineCore:
 
         Raises:
             RequestError: it can never run, or a feature refused it. Nothing is queued then.
+            EngineDeadError: a step has failed.
         """
+        self._check_alive()
         seed = self._next_seed() if params.seed is None else params.seed
         requests: list[Request] = []
         arrival = time.monotonic()
@@ -83,6 +97,7 @@ class EngineCore:
                     leader=requests[0] if requests else None,
                     cache_salt=cache_salt,
                 )
+                request.state["times"] = RequestTimes(arrival)
                 self.scheduler.add(request)
                 requests.append(request)
         except Exception:
@@ -90,7 +105,12 @@ class EngineCore:
                 self.scheduler.abort(request.request_id)
             raise
         self._siblings[request_id] = requests
+        self._prompt_tokens += len(prompt)
         return requests
+
+    def _check_alive(self) -> None:
+        if self.failed:
+            raise EngineDeadError("the engine failed in an earlier step; start a new one")
 
     def _next_seed(self) -> int:
         """Requests without a seed get one from the engine's, by their order of arrival."""
@@ -115,7 +135,15 @@ class EngineCore:
 
     def step(self) -> StepProgress | None:
         """Launches what can be launched, then reads the oldest step in flight. None: there was
-        nothing to read."""
+        nothing to read. Whatever it raises is the engine's end."""
+        self._check_alive()
+        try:
+            return self._step()
+        except BaseException:
+            self.failed = True
+            raise
+
+    def _step(self) -> StepProgress | None:
         scheduler, executor = self.scheduler, self._executor
         while scheduler.num_in_flight < self.config.scheduler.steps_in_flight:
             plan = scheduler.plan()
@@ -123,20 +151,53 @@ class EngineCore:
                 break
             executor.submit(plan)
             self._steps += 1
+            self._note_starts(plan)
         if not scheduler.num_in_flight:
             return None
         progress = scheduler.update(executor.collect())
+        self._generation_tokens += int(progress.n_tokens.sum())
+        self._note_times(progress)
         for place in progress.finished:
             self._forget_ended(progress.requests[place].request_id.rpartition("/")[0])
         return progress
 
+    def _note_starts(self, plan: StepPlan) -> None:
+        now = time.monotonic()
+        for admit in plan.admits:
+            name, _, index = admit.request_id.rpartition("/")
+            request = self._siblings[name][int(index)]
+            times: RequestTimes = request.state["times"]
+            if times.first_scheduled is None:
+                times.first_scheduled = now
+                self._tokenless.append(request)
+
+    def _note_times(self, progress: StepProgress) -> None:
+        if not self._tokenless and not progress.finished:
+            return
+        now = time.monotonic()
+        still = []
+        for request in self._tokenless:
+            if request.num_output_tokens:
+                request.state["times"].first_token = now
+            elif not request.finished:
+                still.append(request)
+        self._tokenless = still
+        for place in progress.finished:
+            progress.requests[place].state["times"].finished = now
+
     def stats(self) -> EngineStats:
         found = self.scheduler.stats()
-        names = [name for name in EngineStats.__struct_fields__ if name != "steps"]
-        return EngineStats(**{name: getattr(found, name) for name in names}, steps=self._steps)
+        names = set(found.__slots__) & set(EngineStats.__struct_fields__)
+        return EngineStats(
+            **{name: getattr(found, name) for name in names},
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+        )
 
     def shutdown(self) -> None:
         """Idempotent."""
-        for request_id in list(self._siblings):
-            self.abort(request_id)
+        if not self.failed:
+            for request_id in list(self._siblings):
+                self.abort(request_id)
         self._executor.shutdown()

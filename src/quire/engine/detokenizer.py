@@ -16,6 +16,10 @@ _LONGEST_CHARACTER = 4
 """Bytes of a UTF-8 character, and so tokens that may be needed to complete one."""
 
 
+_BROKEN = "\ufffd"
+"""What stands for bytes that are no character."""
+
+
 class Detokenizer:
     """O(1) per token. Text of incomplete characters is held back until they are complete."""
 
@@ -25,24 +29,28 @@ class Detokenizer:
         self._hub = tokenizer.hub
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._pending: list[int] = []
-        self._stream = self._fresh(prompt[-_CONTEXT:])
+        self._context = [int(id) for id in prompt[-_CONTEXT:]]
+        self._stream = self._fresh(self._context)
 
-    def _fresh(self, context: Sequence[int] = ()) -> DecodeStream:
-        ids = [int(id) for id in context]
-        return (
-            DecodeStream(ids, self._skip) if ids else DecodeStream(skip_special_tokens=self._skip)
-        )
+    def _fresh(self, context: list[int]) -> DecodeStream:
+        if not context:
+            return DecodeStream(skip_special_tokens=self._skip)
+        return DecodeStream(context, self._skip)
 
     def step(self, token: int) -> str:
         """The text that one more token completes."""
+        if token in self._skipped:
+            return ""
         self._pending.append(token)
         try:
             text: str | None = self._stream.step(self._hub, token)
         except Exception:  # the library's word for bytes it cannot place after its context
             return self._give_up()
         if text is not None:
-            self._pending.clear()
+            self._context = self._pending
+            self._pending = []
             return text
         if len(self._pending) > _LONGEST_CHARACTER:
             # No character is so long: these bytes are not UTF-8, and waiting would never end.
@@ -53,10 +61,19 @@ class Detokenizer:
         """What is left when no more tokens come: U+FFFD for an incomplete character."""
         return self._give_up()
 
+    def whole(self, tokens: Sequence[int]) -> str:
+        """The text of a completion that is there already, in one go and with no state kept."""
+        before = self._tokenizer.decode(self._context, self._skip)
+        text = self._tokenizer.decode([*self._context, *tokens], self._skip)
+        if text.startswith(before) and not before.endswith(_BROKEN):
+            return text[len(before) :]
+        return "".join(map(self.step, tokens)) + self.finish()
+
     def _give_up(self) -> str:
+        """Shows what waits as it is, and goes on behind the last whole character."""
         text = self._tokenizer.decode(self._pending, self._skip) if self._pending else ""
-        self._pending.clear()
-        self._stream = self._fresh()
+        self._pending = []
+        self._stream = self._fresh(self._context)
         return text
 
 

@@ -67,16 +67,16 @@ class CompletionReader:
             update.logprobs = [
                 entry for part in logprobs for entry in logprob_dicts(part, self._tokenizer)
             ]
+        shown = len(tokens)
+        if stop_token is not None and not self._params.include_stop_str_in_output:
+            shown -= 1
         texts = []
-        for place, token in enumerate(tokens):
-            update.token_ids.append(token)
-            self._count += 1
-            last = finish_reason is not None and place == len(tokens) - 1
-            if last and stop_token is not None and not self._params.include_stop_str_in_output:
-                break
-            texts.append(self._text(token, update))
-            if update.finish_reason is not None:
-                break
+        if self._stops is not None:
+            texts.append(self._until_stop(tokens, shown, update))
+        else:
+            update.token_ids = list(tokens)
+            texts.append(self._text(tokens[:shown], whole=finish_reason is not None))
+        self._count += len(update.token_ids)
         if update.finish_reason is None and finish_reason is not None:
             texts.append(self._rest())
             update.finish_reason = finish_reason
@@ -88,11 +88,28 @@ class CompletionReader:
         self.finished = update.finish_reason is not None
         return update
 
-    def _text(self, token: int, update: StreamUpdate) -> str:
+    def _text(self, tokens: Sequence[int], *, whole: bool) -> str:
+        """Their text; `whole`: no more will come."""
         if self._detokenizer is None:
             return ""
-        text = self._detokenizer.step(token)
-        if self._stops is None or not text or self._count <= self._params.min_tokens:
+        if whole and self._count == 0:
+            return self._detokenizer.whole(tokens)
+        return "".join(map(self._detokenizer.step, tokens))
+
+    def _until_stop(self, tokens: Sequence[int], shown: int, update: StreamUpdate) -> str:
+        """The text of the first `shown` tokens, up to where a stop string ends it."""
+        texts = []
+        for place, token in enumerate(tokens):
+            update.token_ids.append(token)
+            if place < shown:
+                texts.append(self._searched(token, self._count + place + 1, update))
+            if update.finish_reason is not None:
+                break
+        return "".join(texts)
+
+    def _searched(self, token: int, count: int, update: StreamUpdate) -> str:
+        text = self._detokenizer.step(token) if self._detokenizer is not None else ""
+        if self._stops is None or not text or count <= self._params.min_tokens:
             return text
         text, stop = self._stops.feed(text)
         if stop is not None:

@@ -32,7 +32,9 @@ class Tokenizer:
         self.chat_template = template
         self._template: ChatTemplate | None = None
         self._byte_level = _is_byte_level(hub)
-        self._added = frozenset(hub.get_added_tokens_decoder())
+        added = hub.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
 
     @classmethod
     def from_path(cls, path: str | Path) -> Tokenizer:
