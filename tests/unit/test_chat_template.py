@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.chat_template import ChatTemplate, load_template
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.tokenizer import Tokenizer, eos_token_ids
 from quire.errors import ModelError, RequestError
 from quire.models import resolve_model_path
 
@@ -87,6 +87,34 @@ def test_tokenizer_errors(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read"):
         Tokenizer.from_path(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "built"),
+    [
+        ({"eos_token": "<|im_end|>", "added_tokens_decoder": True}, False),
+        ({"eos_token": {"content": "<|im_end|>"}, "added_tokens_decoder": True}, False),
+        ({"eos_token": "<|im_end|>"}, True),
+        ({}, True),
+    ],
+)
+def test_the_end_of_sequence_is_read_without_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, object], built: bool
+) -> None:
+    embedded = resolve_model_path(None)
+    assert eos_token_ids(tmp_path) == ()
+    (tmp_path / "tokenizer.json").write_bytes((embedded / "tokenizer.json").read_bytes())
+    full = json.loads((embedded / "tokenizer_config.json").read_text())
+    if "added_tokens_decoder" in config:
+        config = {**config, "added_tokens_decoder": full["added_tokens_decoder"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    want = Tokenizer.from_path(tmp_path).eos_token_ids
+    assert len(want) == ("eos_token" in config)
+    calls = []
+    build = Tokenizer.from_path
+    monkeypatch.setattr(Tokenizer, "from_path", lambda path: calls.append(path) or build(path))
+    assert eos_token_ids(tmp_path) == want
+    assert bool(calls) == built
 
 
 def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:

@@ -11,11 +11,23 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quire.config import EngineArgs
 from quire.engine.client import EngineClient, StreamUpdate
-from quire.engine.messages import AddRequest, Failure, decode_to_engine, encode
+from quire.engine.core import EngineStats
+from quire.engine.messages import (
+    AddRequest,
+    End,
+    Failure,
+    First,
+    Outputs,
+    Stats,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+)
 from quire.errors import (
     ConfigError,
     EngineDeadError,
@@ -24,7 +36,7 @@ from quire.errors import (
     RequestError,
     RequestTooLargeError,
 )
-from quire.plan import int32
+from quire.plan import Logprobs, int32
 from quire.sampling_params import SamplingParams
 
 Work = Callable[[EngineClient], Awaitable[None]]
@@ -82,6 +94,7 @@ def test_streams() -> None:
         )
         updates = [u async for u in client.generate("Once upon a", options, request_id="y")]
         assert updates[0].prompt_token_ids == client.tokenizer.encode("Once upon a").tolist()  # type: ignore[union-attr]
+        assert updates[0].queued > 0
         assert len(updates[0].prompt_logprobs or ()) == len(updates[0].prompt_token_ids or ())
         for index in (0, 1):
             own = [u for u in updates if u.index == index]
@@ -143,27 +156,50 @@ def test_a_killed_engine_is_noticed_at_once() -> None:
     on_engine(work)
 
 
-def test_the_engine_ends_with_its_client(tmp_path: Path) -> None:
+_CLIENT = """
+import asyncio, os, signal
+from quire.config import EngineArgs
+from quire.engine import client
+
+def die(pid):
+    print(pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    engine = await client.EngineClient.launch(EngineArgs(kv_cache_gb=0.1, device="cpu"))
+    die(engine.pid)
+"""
+_DIES_LATE = "asyncio.run(main())"
+_DIES_EARLY = """
+popen = client.subprocess.Popen
+client.subprocess.Popen = lambda *a, **k: die(popen(*a, stdout=2, **k).pid)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("moment", [_DIES_LATE, _DIES_EARLY], ids=["ready", "starting"])
+def test_the_engine_ends_with_its_client(tmp_path: Path, moment: str) -> None:
     script = tmp_path / "client.py"
-    script.write_text(
-        "import asyncio, os, signal\n"
-        "from quire.config import EngineArgs\n"
-        "from quire.engine.client import EngineClient\n"
-        "async def main():\n"
-        "    args = EngineArgs(kv_cache_gb=0.1, device='cpu')\n"
-        "    client = await EngineClient.launch(args)\n"
-        "    print(client.pid, flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "asyncio.run(main())\n"
-    )
+    script.write_text(_CLIENT + moment)
     client = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, timeout=120)
     engine = int(client.stdout)
-    for _ in range(200):
+    for _ in range(400):
         if not _runs(engine):
             return
         time.sleep(0.05)
     os.kill(engine, signal.SIGKILL)
     pytest.fail("the engine outlived its client")
+
+
+def test_ctrl_c_is_for_the_client() -> None:
+    async def work(client: EngineClient) -> None:
+        assert os.getpgid(client.pid) != os.getpgid(0)
+        os.kill(client.pid, signal.SIGINT)
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        tokens, _ = await tokens_of(client.generate([5, 6], params, request_id="a"))
+        assert len(tokens) == 3
+
+    on_engine(work)
 
 
 def _runs(pid: int) -> bool:
@@ -198,6 +234,29 @@ def test_messages_survive_the_wire() -> None:
     assert isinstance(message, AddRequest)
     assert message.params == params
     assert message.prompt.tolist() == [1, 2]
+    scores = np.asarray([[-0.5, -0.25]], dtype=np.float32)
+    logprobs = Logprobs(int32([0]), int32([7]), int32([[3, 4]]), scores, int32([2]))
+    outputs = Outputs(
+        int32([3, 9]),
+        int32([1, 2]),
+        int32([5, 6, 7]),
+        firsts=[First(3, 4, 0.5)],
+        ends=[End(9, "stop", 7)],
+        logprobs=[(3, logprobs)],
+    )
+    back = decode_from_engine(encode(outputs))
+    assert isinstance(back, Outputs)
+    assert [x.tolist() for x in (back.handles, back.counts, back.tokens)] == [
+        [3, 9],
+        [1, 2],
+        [5, 6, 7],
+    ]
+    assert (back.firsts, back.ends) == (outputs.firsts, outputs.ends)
+    ((handle, part),) = back.logprobs
+    assert (handle, part.ids.tolist(), part.ranks.tolist()) == (3, [[3, 4]], [2])
+    assert part.values.tolist() == [[-0.5, -0.25]]
+    stats = Stats(1, EngineStats(running=2, blocks_used=[3]))
+    assert decode_from_engine(encode(stats)) == stats
     for original in (
         ConfigError("c", "dtype"),
         RequestError("r", "stop", "x"),

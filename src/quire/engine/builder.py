@@ -122,10 +122,10 @@ def _eos_ids(
         raise ModelError(f"{file} is not valid JSON: {error}") from error
     value = generation.get("eos_token_id", hf_config.get("eos_token_id"))
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if tokenizer_path is not None and (Path(tokenizer_path) / "tokenizer.json").is_file():
-        from quire.engine.tokenizer import Tokenizer
+    if tokenizer_path is not None:
+        from quire.engine.tokenizer import eos_token_ids
 
-        ids = [*ids, *Tokenizer.from_path(tokenizer_path).eos_token_ids]
+        ids = [*ids, *eos_token_ids(Path(tokenizer_path))]
     return tuple(dict.fromkeys(int(id) for id in ids if 0 <= int(id) < vocab_size))
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 
 import zmq
 import zmq.asyncio
 
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.core import EngineStats
+from quire.engine.inbox import Inbox
 from quire.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -39,7 +40,7 @@ from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import EngineDeadError, QuireError
-from quire.plan import Int32, Logprobs
+from quire.plan import Int32
 from quire.sampling_params import SamplingParams
 
 __all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
@@ -51,38 +52,6 @@ _LONG_TEXT = 2000
 """Characters of a prompt that are tokenized off the event loop."""
 
 _STOP_SECONDS = 5.0
-
-
-@dataclass(slots=True)
-class _News:
-    """What came for one completion since it was last read."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    reason: str | None = None
-    stop_token: int | None = None
-    num_cached_tokens: int = 0
-
-
-class _Inbox:
-    """What came for one request. One reader."""
-
-    def __init__(self) -> None:
-        self.news: dict[int, _News] = {}
-        self.prompt_logprobs: list[Logprobs] = []
-        self.error: QuireError | None = None
-        self.arrived = asyncio.Event()
-
-    def of(self, index: int) -> _News:
-        self.arrived.set()
-        news = self.news.get(index)
-        if news is None:
-            news = self.news[index] = _News()
-        return news
-
-    def fail(self, error: QuireError) -> None:
-        self.error = error
-        self.arrived.set()
 
 
 class EngineClient:
@@ -97,8 +66,9 @@ class EngineClient:
         self._folder = folder
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)  # an abort must not be lost because the engine is busy
         self._socket.bind(address)
-        self._inboxes: dict[int, tuple[_Inbox, int]] = {}
+        self._inboxes: dict[int, tuple[Inbox, int]] = {}
         self._handles: dict[str, int] = {}
         self._next_handle = 0
         self._calls: dict[int, asyncio.Future[EngineStats]] = {}
@@ -120,7 +90,9 @@ class EngineClient:
         folder = tempfile.mkdtemp(prefix="quire-")  # readable by its owner alone
         address = f"ipc://{folder}/engine"
         process = subprocess.Popen(
-            [sys.executable, "-m", "quire.engine.process", address], stdin=subprocess.DEVNULL
+            [sys.executable, "-m", "quire.engine.process", address, str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            process_group=0,  # a terminal's Ctrl-C is for the client alone, from the first moment
         )
         client = cls(process, folder, address)
         try:
@@ -193,10 +165,11 @@ class EngineClient:
         if self._reader is not None:
             self._reader.cancel()
         if self._process.poll() is None:
-            with contextlib.suppress(zmq.ZMQError):
-                self._socket.send(encode(Shutdown()), zmq.NOBLOCK)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._died.wait(), _STOP_SECONDS)
+            if self._reader is not None:  # else it is loading, and would not listen
+                with contextlib.suppress(zmq.ZMQError):
+                    self._socket.send(encode(Shutdown()), zmq.NOBLOCK)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._died.wait(), _STOP_SECONDS)
             if self._process.poll() is None:
                 self._process.kill()
         self._socket.close(linger=0)
@@ -249,7 +222,7 @@ class EngineClient:
             self._unregister(request_id, handle, params.n)
 
     async def _updates(
-        self, handle: int, inbox: _Inbox, ids: Int32, params: SamplingParams
+        self, handle: int, inbox: Inbox, ids: Int32, params: SamplingParams
     ) -> AsyncIterator[StreamUpdate]:
         prompt = ids.tolist()
         readers = [CompletionReader(i, prompt, params, self.tokenizer) for i in range(params.n)]
@@ -276,6 +249,7 @@ class EngineClient:
                     first = False
                     update.prompt_token_ids = prompt
                     update.num_cached_tokens = news.num_cached_tokens
+                    update.queued = news.queued
                     if about_prompt is not None:
                         update.prompt_logprobs = about_prompt.entries
                 if reader.finished:
@@ -284,10 +258,10 @@ class EngineClient:
                         await self._send(AbortRequest(handle, index))
                 yield update
 
-    def _register(self, request_id: str, n: int) -> tuple[int, _Inbox]:
+    def _register(self, request_id: str, n: int) -> tuple[int, Inbox]:
         if request_id in self._handles:
             raise QuireError(f"request id {request_id!r} is in use")
-        handle, inbox = self._next_handle, _Inbox()
+        handle, inbox = self._next_handle, Inbox()
         self._next_handle = (self._next_handle + n) % (2**31 - 1024)
         self._handles[request_id] = handle
         for index in range(n):
@@ -379,7 +353,8 @@ class EngineClient:
         for first in message.firsts:
             if first.handle in inboxes:
                 inbox, index = inboxes[first.handle]
-                inbox.of(index).num_cached_tokens = first.num_cached_tokens
+                news = inbox.of(index)
+                news.num_cached_tokens, news.queued = first.num_cached_tokens, first.queued
         for end in message.ends:
             if end.handle in inboxes:
                 inbox, index = inboxes[end.handle]

@@ -102,10 +102,11 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class First(msgspec.Struct, array_like=True):
-    """Sent once for each completion, with its first tokens."""
+    """Sent once for each completion, with its first tokens. queued: seconds to its first step."""
 
     handle: int
     num_cached_tokens: int
+    queued: float = 0.0
 
 
 class End(msgspec.Struct, array_like=True):

@@ -17,7 +17,8 @@ class StreamUpdate:
     """What one completion gained.
 
     index: which of the `n`. text, token_ids, logprobs: what is new. finish_reason, stop_reason:
-    None until it ends. prompt_token_ids, prompt_logprobs: with the request's first update only.
+    None until it ends. prompt_token_ids, prompt_logprobs, num_cached_tokens, queued (seconds until
+    the request's first step): with the request's first update only.
     """
 
     index: int
@@ -29,6 +30,7 @@ class StreamUpdate:
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    queued: float = 0.0
 
 
 class CompletionReader:

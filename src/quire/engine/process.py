@@ -1,7 +1,7 @@
-"""The engine's loop in a process of its own: `python -m quire.engine.process ADDRESS`.
+"""The engine's loop in a process of its own: `python -m quire.engine.process ADDRESS CLIENT`.
 
-It connects to its client's socket, is told what to load, and then takes requests and sends tokens
-until it is told to stop or its client is gone.
+It connects to the socket of its client, whose process id is CLIENT, is told what to load, and then
+takes requests and sends tokens until it is told to stop or its client is gone.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def outputs(progress: StepProgress) -> Outputs:
         counts=counts[told],
         tokens=progress.tokens[told][width < counts[told][:, None]],
         firsts=[
-            First(int(handles[i]), requests[i].num_cached_tokens)
+            First(int(handles[i]), requests[i].num_cached_tokens, requests[i].state["times"].queued)
             for i in _untold(requests, told.tolist())
         ],
         ends=[_end(progress, i, requests[i], int(handles[i])) for i in sorted(ended)],
@@ -194,24 +194,27 @@ def _end(progress: StepProgress, place: int, request: Request, handle: int) -> E
     return End(handle, str(reason or "error"), progress[place].stop_token)
 
 
-def _exit_with_parent() -> None:
-    """Ends this process when the one that started it is gone, however it ended."""
-    parent = os.getppid()
+def _exit_with(client: int) -> None:
+    """Ends this process when the client that started it is gone, however it ended. It may be gone
+    already: importing what stands above takes a while."""
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == client:
             time.sleep(_ORPHAN_CHECK)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+    threading.Thread(target=watch, daemon=True, name="client-watch").start()
 
 
-def main(address: str) -> None:
+def main(address: str, client: int) -> None:
     # Ctrl-C reaches the whole process group; the client decides when the engine may stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _exit_with_parent()
+    _exit_with(client)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
+    # A client that is slow for a while must not make the engine wait: its requests bound what can
+    # pile up.
+    socket.set_hwm(0)
     socket.connect(address)
     try:
         EngineProcess(socket).run()
@@ -221,4 +224,4 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

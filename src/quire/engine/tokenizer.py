@@ -115,6 +115,22 @@ class Tokenizer:
         )
 
 
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """What `Tokenizer.eos_token_ids` will be, without building a tokenizer where its configuration
+    tells: with a large vocabulary that takes a good part of a second. () if there is none."""
+    if not (folder / "tokenizer.json").is_file():
+        return ()
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+        eos = _content(config.get("eos_token"))
+        for id, token in config.get("added_tokens_decoder", {}).items():
+            if eos is not None and _content(token) == eos:
+                return (int(id),)
+    except (OSError, ValueError, AttributeError):
+        pass  # reading it in earnest says what is wrong
+    return Tokenizer.from_path(folder).eos_token_ids
+
+
 def _content(token: Any) -> str | None:
     """Special tokens are written as text, or as an object with the text as its content."""
     value = token.get("content") if isinstance(token, dict) else token
