@@ -65,6 +65,30 @@ def test_what_a_template_may_not_do(source: str, what: str) -> None:
         ChatTemplate(source).render([{"role": "user", "content": "x"}])
 
 
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        (LOOPS.replace("BODY", ""), "too long"),
+        (LOOPS.replace("BODY", "{% if j < 0 %}x{% endif %}"), "too long"),
+        (LOOPS.replace("BODY", "x"), "too long"),
+        ("{{ 'x' * 10**10 }}", "too large"),
+        ("{% set x = 10**10 * ['x'] %}", "too large"),
+        ("{{ 9 ** (9 ** 9) }}", "exponent"),
+    ],
+)
+def test_a_template_can_take_neither_all_time_nor_all_memory(source: str, what: str) -> None:
+    with pytest.raises(RequestError, match=what):
+        ChatTemplate(source, seconds=0.1).render([])
+
+
+def test_arithmetic_works() -> None:
+    text = ChatTemplate("{{ 3 * 4 }} {{ 2 ** 10 }} {{ '=' * 5 }} {{ 1.5 * 2 }}").render([])
+    assert text == "12 1024 ===== 3.0"
+
+
 def test_broken_templates_are_named() -> None:
     with pytest.raises(RequestError, match="not valid"):
         ChatTemplate("{% if %}")

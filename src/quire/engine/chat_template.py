@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -12,12 +13,17 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.errors import RequestError
 
 MAX_TEMPLATE_CHARS = 1_000_000
 MAX_OUTPUT_CHARS = 64_000_000
+MAX_SECONDS = 10.0
+_MAX_EXPONENT = 64
+_DEADLINE = "deadline__"
+"""The variable in which a rendering keeps the moment at which it must be done."""
 
 
 class _Generation(Extension):
@@ -33,6 +39,40 @@ class _Generation(Extension):
     @staticmethod
     def _render(caller: Callable[[], str]) -> str:
         return caller()
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox keeps templates from what they may not touch; this, from taking time and memory
+    without end: by loops in loops, and by operators that make much out of little."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        # `range` is a call, and loops over anything else are no longer than what was given.
+        _check_time(__context)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _check_time(context)
+        if operator == "**":
+            if not isinstance(right, (int, float)) or abs(right) > _MAX_EXPONENT:
+                raise jinja2.TemplateError(f"an exponent may be at most {_MAX_EXPONENT}")
+        elif max(_size(left) * _factor(right), _size(right) * _factor(left)) > MAX_OUTPUT_CHARS:
+            raise jinja2.TemplateError("a repeated value is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _check_time(context: Context) -> None:
+    if time.monotonic() > context.get(_DEADLINE, float("inf")):
+        raise jinja2.TemplateError("it took too long")
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, (str, bytes, list, tuple)) else 0
+
+
+def _factor(value: Any) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _tojson(
@@ -59,10 +99,11 @@ def _now(format: str) -> str:
 class ChatTemplate:
     """A compiled template. `render` raises RequestError for whatever the template objects to."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, seconds: float = MAX_SECONDS) -> None:
+        self._seconds = seconds
         if len(source) > MAX_TEMPLATE_CHARS:
             raise RequestError("the chat template is too large", "chat_template")
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
@@ -78,12 +119,15 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The rendered text. Absent `tools` and `documents` are None, as templates expect."""
         context = {"tools": None, "documents": None, **variables, "messages": list(messages)}
+        context[_DEADLINE] = deadline = time.monotonic() + self._seconds
         size, parts = 0, []
         try:
             for part in self._template.generate(**context):
                 size += len(part)
                 if size > MAX_OUTPUT_CHARS:
                     raise RequestError("the chat template's output is too large", "messages")
+                if time.monotonic() > deadline:
+                    raise RequestError("the chat template took too long", "messages")
                 parts.append(part)
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused: {error}", "messages") from error
