@@ -178,20 +178,24 @@ class Sampler:
             logits = truncate.min_p(logits, floats[:, 2])
         counter = ints[:, 1:3], ints[:, 3], length
         cut = uses[:, _STAGES.index("truncate")]
+        top_k, top_p = ints[:, 0], floats[:, 1]
         if not cut.any():
             return _perturbed(logits, counter)
         if logits.device.type != "cpu":
             # Looking at less than the whole would need the host to wait for what was found.
-            return _perturbed(truncate.top_k_top_p(logits, ints[:, 0], floats[:, 1]), counter)
+            return _perturbed(truncate.top_k_top_p(logits, top_k, top_p), counter)
         tokens = torch.empty(len(logits), dtype=torch.int64)
-        for some, narrow in ((cut, True), (~cut, False)):
-            at = torch.from_numpy(np.flatnonzero(some))
-            own = tuple(part[at] for part in counter)
-            if narrow:
-                top_k, top_p = ints[at, 0], floats[at, 1]
-                tokens[at] = truncate.pick_likely(logits[at], top_k, top_p, _noise_of(own))
-            elif len(at):
-                tokens[at] = _perturbed(logits[at], own)
+        some, others = (torch.from_numpy(np.flatnonzero(x)) for x in (cut, ~cut))
+        own = _select(counter, some)
+        tokens[some], sure = truncate.pick_likely(
+            logits[some], top_k[some], top_p[some], lambda entries: random.gumbel_at(*own, entries)
+        )
+        wide = some[~sure]
+        if len(wide):
+            kept = truncate.top_k_top_p(logits[wide], top_k[wide], top_p[wide])
+            tokens[wide] = _perturbed(kept, _select(counter, wide))
+        if len(others):
+            tokens[others] = _perturbed(logits[others], _select(counter, others))
         return tokens
 
     def _penalize(self, logits: Tensor, lanes: Tensor, host_lanes: Int32) -> Tensor:
@@ -241,20 +245,18 @@ class Sampler:
         return reason.int()
 
 
-Counter = tuple[Tensor, ...]
+Counter = tuple[Tensor, Tensor, Tensor]
 """seed int32 [N, 2], sample index int32 [N], position int32 [N]."""
+
+
+def _select(counter: Counter, rows: Tensor) -> Counter:
+    seed, index, position = counter
+    return seed[rows], index[rows], position[rows]
 
 
 def _perturbed(logits: Tensor, counter: Counter) -> Tensor:
     """The place of each row's largest logit plus noise, int64 [N]."""
-    seed, index, position = counter
-    noise = random.gumbel(seed, index, position, logits.shape[-1])
-    return noise.add_(logits).argmax(dim=-1)
-
-
-def _noise_of(counter: Counter) -> truncate.Noise:
-    seed, index, position = counter
-    return lambda rows, entries: random.gumbel_at(seed[rows], index[rows], position[rows], entries)
+    return random.gumbel(*counter, logits.shape[-1]).add_(logits).argmax(dim=-1)
 
 
 def _floats(p: SamplingParams) -> tuple[float, ...]:

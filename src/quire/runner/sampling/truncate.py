@@ -14,8 +14,8 @@ from torch import Tensor
 _NARROW = 256
 """Likeliest tokens to look at for a nucleus, before all of them are sorted."""
 
-Noise = Callable[[Tensor, Tensor], Tensor]
-"""(rows int64 [n], entries int64 [n, W]) -> their noise float32 [n, W]."""
+Noise = Callable[[Tensor], Tensor]
+"""Entries int64 [N, W], a line for each row -> their noise float32 [N, W]."""
 
 
 def min_p(logits: Tensor, threshold: Tensor) -> Tensor:
@@ -34,49 +34,28 @@ def top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.empty_like(logits).scatter_(1, index, ordered.masked_fill(~kept, -torch.inf))
 
 
-def pick_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, noise: Noise) -> Tensor:
-    """For each row the kept token of the largest logit plus noise, int64 [N].
+def pick_likely(
+    logits: Tensor, top_k: Tensor, top_p: Tensor, noise: Noise
+) -> tuple[Tensor, Tensor]:
+    """For each row the kept token of the largest logit plus noise, int64 [N], and whether that is
+    certain, bool [N]: rows that keep too many tokens need `top_k_top_p`.
 
-    logits: float32 [N, V], after temperature and min-p, on a CPU: which rows need a wider look is
-    read from the result of the first. What a row keeps does not depend on how far one looked.
+    logits: float32 [N, V], after temperature and min-p. What a row keeps, if certain, does not
+    depend on how far one looked, and so not on the other rows.
     """
-    vocab = logits.shape[1]
-    probs = logits.softmax(dim=-1)
+    rows, vocab = logits.shape
     # One more than top-k, to see that nothing is tied with the last.
     width = int(torch.where(top_k > 0, top_k.clamp(max=vocab) + 1, _NARROW).amax())
-    everyone = torch.arange(len(logits))
     if width > vocab // 8:
-        return _pick(logits, probs, top_k, top_p, noise, everyone, vocab)[0]
-    tokens, settled = _pick(logits, probs, top_k, top_p, noise, everyone, width)
-    if not settled.all():
-        rows = (~settled).nonzero().squeeze(1)
-        again = _pick(logits[rows], probs[rows], top_k[rows], top_p[rows], noise, rows, vocab)
-        tokens[rows] = again[0]
-    return tokens
-
-
-def _pick(
-    logits: Tensor,
-    probs: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    noise: Noise,
-    rows: Tensor,
-    width: int,
-) -> tuple[Tensor, Tensor]:
-    """(tokens, which of them are certain) when only `width` tokens are looked at."""
-    if width < logits.shape[1]:
-        index = logits.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values
-        values = logits.gather(1, index)
-        values, order = values.sort(dim=-1, descending=True, stable=True)
-        index = index.gather(1, order)
-    else:
-        values, index = logits.sort(dim=-1, descending=True, stable=True)
-    kept = _kept(values, probs.gather(1, index), top_k, top_p)
-    scores = (values + noise(rows, index)).masked_fill_(~kept, -torch.inf)
-    tokens = index.gather(1, scores.argmax(dim=-1, keepdim=True)).squeeze(1)
+        return torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool)
+    entries = logits.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values
+    ordered, order = logits.gather(1, entries).sort(dim=-1, descending=True, stable=True)
+    entries = entries.gather(1, order)
+    kept = _kept(ordered, logits.softmax(dim=-1).gather(1, entries), top_k, top_p)
+    scores = (ordered + noise(entries)).masked_fill_(~kept, -torch.inf)
+    tokens = entries.gather(1, scores.argmax(dim=-1, keepdim=True)).squeeze(1)
     # Tokens as likely as the last one seen may lie beyond it.
-    return tokens, ~(kept & (values == values[:, -1:])).any(dim=-1)
+    return tokens, ~(kept & (ordered == ordered[:, -1:])).any(dim=-1)
 
 
 def _kept(ordered: Tensor, probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
