@@ -17,6 +17,34 @@ MAX_BIAS_ENTRIES = 1024
 _INT32_MAX = 2**31 - 1
 
 
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a completion's text must match; exactly one field is set. Names are vLLM's.
+
+    Attributes:
+        json: a JSON Schema, as JSON text.
+        json_object: any JSON object.
+        regex: a regular expression that the whole text matches.
+        choice: the text is one of these.
+        grammar: a grammar in llguidance's dialect of Lark (which may embed schemas with `%json`).
+    """
+
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
+        given = [self.json, self.json_object or None, self.regex, self.choice or None, self.grammar]
+        if sum(value is not None for value in given) != 1:
+            raise RequestError(
+                "structured outputs need exactly one of json, json_object, regex, choice and "
+                "grammar",
+                param="structured_outputs",
+            )
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one request.
 
@@ -43,6 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         logit_bias: token id to additive bias.
         skip_special_tokens, spaces_between_special_tokens: detokenization.
         detokenize: False leaves `text` empty; stop strings are then refused.
+        structured_outputs: what the text must match.
     """
 
     n: int = 1
@@ -66,6 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._normalize()
