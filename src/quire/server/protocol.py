@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from quire.errors import RequestError
+from quire.server.strict import INT32_MAX, Count, Name, Strict, drop_unused
 
-_INT32 = 2**31 - 1
 MAX_STOP = 64
 MAX_MESSAGES = 4096
 
-Count = Annotated[int, Field(ge=0, le=_INT32)]
-Name = Annotated[str, Field(max_length=512)]
-
 # Parameters of OpenAI's API that Quire does not implement, with the values that mean "not used".
-# Those are let through, as clients send them unasked; any other value is an error, because an
-# answer that ignored it would be wrong without saying so.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none",),
@@ -49,30 +44,11 @@ _UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _drop_unused(data: Any, unsupported: dict[str, tuple[Any, ...]]) -> Any:
-    if not isinstance(data, dict):
-        return data
-    for name in unsupported.keys() & data.keys():
-        if data[name] is not None and data[name] not in unsupported[name]:
-            raise RequestError(
-                f"'{name}' is not supported by this server.",
-                param=name,
-                code="unsupported_parameter",
-            )
-    return {name: value for name, value in data.items() if name not in unsupported}
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
 
 
-class SamplingFields(_Strict):
+class SamplingFields(Strict):
     """Shared by all generating routes. Null or absent means the model's default (see
     `ServerArgs.generation_config`), then `SamplingParams`'s.
 
@@ -83,7 +59,7 @@ class SamplingFields(_Strict):
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = Field(None, ge=-1, le=_INT32)
+    top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -99,7 +75,7 @@ class SamplingFields(_Strict):
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Count | None = None
     return_token_ids: bool | None = None
-    priority: int | None = Field(None, ge=-_INT32, le=_INT32)
+    priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
     cache_salt: Name | None = None
     user: Name | None = None
     safety_identifier: Name | None = None
@@ -107,7 +83,7 @@ class SamplingFields(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        return _drop_unused(data, _UNSUPPORTED)
+        return drop_unused(data, _UNSUPPORTED)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -144,7 +120,7 @@ class GenerateRequest(SamplingFields):
     max_tokens: Count | None = None
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: str
     text: str
 
@@ -159,7 +135,7 @@ class TextPart(_Strict):
         return data
 
 
-class Message(_Strict):
+class Message(Strict):
     """A chat message. `developer` is OpenAI's newer name of `system` and treated as such."""
 
     role: str
@@ -169,7 +145,7 @@ class Message(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        return _drop_unused(data, _UNSUPPORTED_IN_MESSAGE)
+        return drop_unused(data, _UNSUPPORTED_IN_MESSAGE)
 
     @field_validator("content", mode="before")
     @classmethod

@@ -1,0 +1,38 @@
+"""What all request bodies share: exact types, unknown and unsupported fields refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.errors import RequestError
+
+INT32_MAX = 2**31 - 1
+
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Name = Annotated[str, Field(max_length=512)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+def drop_unused(data: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> Any:
+    """`data` without the fields of an API that Quire does not implement, each of which is listed
+    with the values that mean "not used". Those are let through, as clients send them unasked; any
+    other value is an error, because an answer that ignored it would be wrong without saying so.
+    """
+    if not isinstance(data, dict):
+        return data
+    for name in unsupported.keys() & data.keys():
+        if data[name] is not None and data[name] not in unsupported[name]:
+            raise RequestError(
+                f"'{name}' is not supported by this server.",
+                param=name,
+                code="unsupported_parameter",
+            )
+    return {name: value for name, value in data.items() if name not in unsupported}
