@@ -13,7 +13,7 @@ from timing import DEVICE, copies_beyond_l2, graph_us
 from torch import Tensor
 
 from quire.ops import reference
-from quire.ops.triton.attention import AttentionTuning, Tiles, paged_attention
+from quire.ops.triton.attention import AttentionTuning, Tiles, attention_schedule, paged_attention
 
 PAGE = 16
 
@@ -64,12 +64,20 @@ class Batch:
             max_seq_len=max(total for _, total in rows),
         )
 
-    def run(
-        self, layer: int, tuning: AttentionTuning, max_seq_len: int = 0, **extra: object
-    ) -> Tensor:
+    def schedule(self, tuning: AttentionTuning) -> dict[str, object]:
+        """What a step makes once for all its layers."""
+        q, (k_cache, _) = self.q[0], self.caches[0]
+        made = attention_schedule(
+            self.query_start, self.seq_lens, heads=q.shape[1], kv_heads=k_cache.shape[1],
+            head_dim=q.shape[2], dtype=q.dtype, max_q_len=max(self.q_lens), tuning=tuning,
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        return {"schedule": made}
+
+    def run(self, layer: int, tuning: AttentionTuning, **extra: object) -> Tensor:
         return paged_attention(
             self.q[layer], *self.caches[layer], self.query_start, self.seq_lens, self.table,
-            max_q_len=max(self.q_lens), max_seq_len=max_seq_len or self.max_seq_len, scale=0.1,
+            max_q_len=max(self.q_lens), max_seq_len=self.max_seq_len, scale=0.1,
             tuning=tuning, **extra,  # type: ignore[arg-type]
         )  # fmt: skip
 
@@ -149,7 +157,11 @@ def decode_contexts(case: str) -> list[int]:
     if case == "nano":
         draw = random.Random(1)
         return [draw.randint(300, 1500) for _ in range(256)]
-    return {"b1": [384], "b8": [8000] * 8, "b64": [640] * 64}[case]
+    if case == "tail":  # what is left of nano
+        draw = random.Random(2)
+        return [draw.randint(900, 2000) for _ in range(64)]
+    known = {"b1": [384], "long": [8192], "b8": [8000] * 8, "b16": [8192] * 16, "b64": [640] * 64}
+    return known[case]
 
 
 def time_decode(shape: Shape, case: str, sweep: bool) -> Row:
@@ -160,18 +172,20 @@ def time_decode(shape: Shape, case: str, sweep: bool) -> Row:
     trials = []
 
     def trial(label: str, tuning: AttentionTuning) -> None:
+        scratch = batch.schedule(tuning)
         calls = [
-            functools.partial(batch.run, layer, tuning, max_seq_len=40960)
-            for layer in range(layers)
+            functools.partial(batch.run, layer, tuning, scratch=scratch) for layer in range(layers)
         ]
         trials.append((label, graph_us(calls)))
 
     auto = AttentionTuning()
     trial("default", auto)
-    if case in ("b1", "b64"):
-        trial("default, no PDL", replace(auto, pdl=False))
-    for splits in {"b1": (4, 16, 32), "b8": (8, 32), "b64": (1, 2, 4), "nano": (1, 2)}[case]:
-        trial(f"splits {splits}", replace(auto, splits=splits))
+    trial("no prefetch", replace(auto, prefetch=False))
+    trial("no PDL", replace(auto, pdl=False))
+    for programs in (132, 264, 1056, 2112):
+        trial(f"programs {programs}", replace(auto, programs=programs))
+    for parts in (8, 16, 64) if case in ("b1", "b8", "long") else ():
+        trial(f"parts {parts}", replace(auto, most_parts=parts))
     for tiles in DECODE[1:] if sweep else ():
         trial(name(tiles), replace(auto, decode=tiles))
     best = min(us for _, us in trials)

@@ -39,7 +39,7 @@ def check_all() -> Iterator[tuple[str, Callable[[], float]]]:
 def timings(quick: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
     """The most telling first: time may run out."""
     for shape in MODELS:
-        for case in ("b1", "b64", "nano"):
+        for case in ("b1", "b64", "nano", "tail", "b16", "long"):
             sweep = not quick and case != "nano"
             yield (
                 f"attention decode {shape.name} {case}",

@@ -8,9 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.triton.attention import AttentionTuning, Tiles, paged_attention
+from quire.ops.triton.attention import (
+    AttentionTuning,
+    Tiles,
+    attention_schedule,
+    paged_attention,
+)
+from quire.ops.triton.attention_schedule import schedule
 
-SMALL = AttentionTuning(decode=Tiles(16, 16, 2, 2), prefill=Tiles(32, 16, 4, 2), splits=4)
+SMALL = AttentionTuning(decode=Tiles(16, 16, 2, 2), prefill=Tiles(32, 16, 4, 2), programs=16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -129,7 +135,7 @@ def test_block_sizes(kernel_device: str, page: int) -> None:
 @pytest.mark.parametrize("window", [1, 5, 16, 33, 1000])
 def test_sliding_window(kernel_device: str, window: int) -> None:
     Case(kernel_device, MIXED).check(window=window)
-    Case(kernel_device, MIXED).check(replace(SMALL, splits=1), window=window)
+    Case(kernel_device, MIXED).check(replace(SMALL, programs=1), window=window)
 
 
 def test_blocks_before_the_window_may_be_gone(kernel_device: str) -> None:
@@ -146,11 +152,60 @@ def test_soft_cap(kernel_device: str) -> None:
     Case(kernel_device, MIXED).check(softcap=2.0)
 
 
-@pytest.mark.parametrize("splits", [1, 3, 40])
+@pytest.mark.parametrize("programs", [1, 6, 80])
 @pytest.mark.parametrize("min_tiles", [1, 2])
-def test_decode_splits(kernel_device: str, splits: int, min_tiles: int) -> None:
+def test_decode_in_parts(kernel_device: str, programs: int, min_tiles: int) -> None:
     rows = [(1, 1), (1, 300), (1, 16), (1, 129)]
-    Case(kernel_device, rows).check(replace(SMALL, splits=splits, min_tiles=min_tiles))
+    tuning = replace(SMALL, programs=programs, min_tiles=min_tiles)
+    Case(kernel_device, rows).check(tuning)
+    Case(kernel_device, rows).check(replace(tuning, most_parts=3))
+
+
+def test_a_schedule_serves_all_layers(kernel_device: str) -> None:
+    case = Case(kernel_device, MIXED)
+    made = attention_schedule(
+        case.query_start, case.seq_lens, heads=4, kv_heads=2, head_dim=64, dtype=case.q.dtype,
+        max_q_len=case.max_q, tuning=SMALL,
+    )  # fmt: skip
+    assert made is not None
+    want = case.check()
+    for _ in range(2):
+        assert torch.equal(case.run(scratch={"schedule": made}), want)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("programs", [1, 7, 64, 1000])
+def test_schedule_covers_each_short_row_once(
+    kernel_device: str, programs: int, window: int | None
+) -> None:
+    rows = [(1, 77), (0, 0), (40, 40), (1, 1), (2, 300), (1, 16), (0, 0), *[(1, 50)] * 300]
+    query_start = torch.tensor([0, *(q for q, _ in rows)]).cumsum(0).int().to(kernel_device)
+    seq_lens = torch.tensor([n for _, n in rows]).int().to(kernel_device)
+    made = schedule(
+        query_start, seq_lens, kv_heads=2, programs=programs, longest=8, tile_n=16, min_tiles=1,
+        most_parts=4, window=window, pdl=False,
+    )  # fmt: skip
+    items = made.items.T.tolist()
+    used = [item for item in items if item[0] >= 0]
+    assert [item[0] for item in items[len(used) :]] == [-1] * (len(items) - len(used))
+    lengths = [-(-(end - start) // 16) for _, start, end, *_ in used]
+    for row, (q_len, seq_len) in enumerate(rows):
+        mine = [(i, item) for i, item in enumerate(used) if item[0] == row]
+        if not 0 < q_len <= 8:
+            assert mine == []
+            continue
+        first = seq_len - q_len
+        begin = 0 if window is None else max(first - window + 1, 0) // 16 * 16
+        leader = mine[0][0]
+        assert [i for i, _ in mine] == list(range(leader, leader + len(mine)))
+        assert len(mine) <= 4
+        for _, (_, start, end, head, parts, at, count, position) in mine:
+            assert (start, head, parts) == (begin, leader, len(mine))
+            assert (at, count, position) == (int(query_start[row]), q_len, first)
+            begin = end
+        assert begin == seq_len
+    longest = [max(lengths[item[3] : item[3] + item[4]]) for item in used]
+    assert longest == sorted(longest, reverse=True)
 
 
 def test_drafts_are_short_rows(kernel_device: str) -> None:
@@ -169,7 +224,7 @@ def test_default_tuning(kernel_device: str) -> None:
 
 
 def test_more_rows_than_one_lookup_holds(kernel_device: str) -> None:
-    Case(kernel_device, [(1, 2)] * 256 + [(40, 50)], 1, 1, 16).check(replace(SMALL, splits=1))
+    Case(kernel_device, [(1, 2)] * 256 + [(40, 50)], 1, 1, 16).check(replace(SMALL, programs=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire import ops
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.embedding import PositionEmbedding, VocabEmbedding
@@ -157,8 +158,9 @@ class Decoder(nn.Module):
         kv: per layer, (k, v) cache views [blocks, kv_heads, block_size, head_dim].
         Returns the final normed hidden states [T, hidden] in the model's dtype.
         """
-        for group_batch in batch.groups:
+        for group_batch, window in zip(batch.groups, self._group_windows, strict=True):
             group_batch.scratch.setdefault("workspace", self._workspace)
+            group_batch.scratch["schedule"] = self._schedule(batch, window)
         x = self.embedding(batch.input_ids)
         if self.positions is not None:
             x = x.add_(self.positions(batch.positions))
@@ -166,6 +168,19 @@ class Decoder(nn.Module):
             x = layer(x, batch, batch.groups[group], cache)
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def _schedule(self, batch: ForwardBatch, window: int | None) -> Any:
+        heads, kv_heads = self.spec.attention.heads // self.group.world, self.local_kv_heads
+        return ops.attention_schedule(
+            batch.query_start,
+            batch.seq_lens,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=self.spec.attention.head_dim,
+            dtype=self.dtype,
+            max_q_len=batch.max_q_len,
+            window=window,
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> float32 [N, vocab], gathered over ranks."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from quire.ops.choose import choose
@@ -59,7 +60,7 @@ def linear(
     """act(norm(x) [T, in] @ weight [out, in]ᵀ + bias [out]) + residual [T, out].
 
     norm: (weight, eps) of an RMSNorm of x. act: "silu_and_mul", which halves the width (see there);
-    "gelu", exact, or "gelu_tanh".
+    "gelu", exact, or "gelu_tanh". The result may take the residual's place in memory.
     """
     return choose("linear", x.device)(  # type: ignore[no-any-return]
         x, weight, bias, residual, norm, act
@@ -109,6 +110,32 @@ def qk_norm_rope_store(
     )
 
 
+def attention_schedule(
+    query_start: Tensor,
+    seq_lens: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    max_q_len: int,
+    window: int | None = None,
+) -> Any:
+    """How the work of `paged_attention` on a step's rows is shared out, for all layers with these
+    shapes and this window: goes into its `scratch` under "schedule". See there for the arguments;
+    heads, kv_heads: of this rank."""
+    return choose("attention_schedule", seq_lens.device)(
+        query_start,
+        seq_lens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        max_q_len=max_q_len,
+        window=window,
+    )
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -134,7 +161,7 @@ def paged_attention(
         rows and upper bounds.
     window: a token sees itself and the window - 1 before it (Beltagy et al. 2020).
     softcap: scores become softcap * tanh(score / softcap) (Gemma Team 2024).
-    Returns [T, Hq, D]; zeros for padding tokens.
+    Returns [T, Hq, D]; undefined for padding tokens.
     """
     return choose("paged_attention", q.device)(  # type: ignore[no-any-return]
         q,

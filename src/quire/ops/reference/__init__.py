@@ -1,6 +1,6 @@
 """Plain PyTorch ops: the CPU backend, and what every kernel is tested against."""
 
-from quire.ops.reference.attention import paged_attention
+from quire.ops.reference.attention import attention_schedule, paged_attention
 from quire.ops.reference.cache import qk_norm_rope_store
 from quire.ops.reference.dense import (
     embedding,
@@ -12,6 +12,7 @@ from quire.ops.reference.dense import (
 )
 
 __all__ = [
+    "attention_schedule",
     "embedding",
     "gelu",
     "layer_norm",

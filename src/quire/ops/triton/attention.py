@@ -1,22 +1,24 @@
 """Paged attention for mixed batches: rows of any length against a block-paged KV cache.
 
-Two launches share one kernel. Short rows (decode, drafts) take one tile each and split their KV
-over programs, with a combine step. Long rows take many tiles and no split. Which row goes where is
-decided on the device from `query_start` and `seq_lens`; grids follow from static bounds alone
-(token bucket, row bucket, `max_q_len`), so that one CUDA graph serves any mix within a bucket.
+Short rows (decode, drafts) have one tile of queries, and their KV is spread over programs; long
+rows have many tiles, and each walks its KV alone. Which row goes where is decided on the device
+from `query_start` and `seq_lens`; grids follow from static bounds alone (token bucket, row bucket,
+`max_q_len`), so that one CUDA graph serves any mix within a bucket.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from quire.ops.triton.attention_kernels import attend, combine
+from quire.ops.triton.attention_kernels import attend_long, attend_short
+from quire.ops.triton.attention_schedule import Schedule, schedule
 from quire.ops.triton.launch import DeviceTraits, options, traits
 
 _LOG2E = math.log2(math.e)
@@ -36,15 +38,18 @@ class Tiles:
 
 @dataclass(frozen=True)
 class AttentionTuning:
-    """Measured choices, by default made from the shapes. splits: programs per row and KV head in
-    decode. min_tiles: least KV tiles a split gets. pdl, upcast: None means what the card has;
-    upcast computes in fp32 where tensor cores do not take bf16. fixed: one kernel, one tile and one
-    order of summation for every row, whatever else is in the batch."""
+    """Measured choices, by default made from the shapes. programs: what short rows' KV is spread
+    over, at least. min_tiles: least KV tiles of a part. most_parts: parts of a row. prefetch: ask
+    for the first KV tile before waiting for the predecessor. pdl, upcast: None means what the card
+    has; upcast computes in fp32 where tensor cores do not take bf16. fixed: one kernel, one tile
+    and one order of summation for every row, whatever else is in the batch."""
 
     decode: Tiles | None = None
     prefill: Tiles | None = None
-    splits: int | None = None
+    programs: int | None = None
     min_tiles: int = 1
+    most_parts: int = 32
+    prefetch: bool = True
     pdl: bool | None = None
     upcast: bool | None = None
     fixed: bool = False
@@ -61,7 +66,8 @@ def decode_tiles(queries: int, d_pad: int, element_size: int, card: DeviceTraits
     return Tiles(m, n, 4, stages)
 
 
-def prefill_tiles(d_pad: int, element_size: int, card: DeviceTraits) -> Tiles:
+def prefill_tiles(head_dim: int, element_size: int, card: DeviceTraits) -> Tiles:
+    d_pad = max(16, triton.next_power_of_2(head_dim))
     if element_size > 2 or card.capability < (8, 0):
         # No tensor cores for these: the product is done by FMAs, out of registers.
         return Tiles(32, 32 if d_pad <= 128 else 16, 4, 1)
@@ -74,14 +80,53 @@ def prefill_tiles(d_pad: int, element_size: int, card: DeviceTraits) -> Tiles:
     return Tiles(128, 128, 8, 2)
 
 
-def decode_splits(rows: int, kv_heads: int, max_seq_len: int, block_n: int, num_sms: int) -> int:
-    """One where rows alone nearly fill the card (splitting them was measured slower); else enough
-    programs to fill it about four times over, at most one per KV tile."""
-    programs = rows * kv_heads
-    if 10 * programs >= 9 * num_sms:
-        return 1
-    wanted = triton.cdiv(4 * num_sms, programs)
-    return int(max(1, min(wanted, triton.cdiv(max_seq_len, block_n), 64)))
+def attention_schedule(
+    query_start: Tensor,
+    seq_lens: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    max_q_len: int,
+    window: int | None = None,
+    tuning: AttentionTuning = DEFAULT,
+) -> Schedule:
+    """See `ops.attention_schedule`."""
+    card = traits(seq_lens.device)
+    group = heads // kv_heads
+    tiles = _short_tiles(group, max_q_len, head_dim, _width(dtype, card, tuning), card, tuning)
+    return schedule(
+        query_start,
+        seq_lens,
+        kv_heads=kv_heads,
+        programs=tuning.programs or 4 * card.num_sms,
+        longest=max(1, tiles.m // group),
+        tile_n=tiles.n,
+        min_tiles=tuning.min_tiles,
+        most_parts=tuning.most_parts,
+        window=window,
+        pdl=card.pdl if tuning.pdl is None else tuning.pdl,
+    )
+
+
+def _short_tiles(
+    group: int, max_q_len: int, head_dim: int, width: int, card: DeviceTraits,
+    tuning: AttentionTuning,
+) -> Tiles:  # fmt: skip
+    fits = max_q_len * group <= _SHORT_TILE
+    d_pad = max(16, triton.next_power_of_2(head_dim))
+    return tuning.decode or decode_tiles(max_q_len * group if fits else group, d_pad, width, card)
+
+
+def _width(dtype: torch.dtype, card: DeviceTraits, tuning: AttentionTuning) -> int:
+    """Bytes of an element as it enters a matrix product."""
+    return 4 if _upcast(dtype, card, tuning) else dtype.itemsize
+
+
+def _upcast(dtype: torch.dtype, card: DeviceTraits, tuning: AttentionTuning) -> bool:
+    upcast = not card.bf16 and dtype == torch.bfloat16
+    return upcast if tuning.upcast is None else tuning.upcast
 
 
 def paged_attention(
@@ -98,7 +143,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    scratch: object = None,
+    scratch: Mapping[str, Any] | None = None,
     tuning: AttentionTuning = DEFAULT,
 ) -> Tensor:
     """Causal attention of each row's last `q_len` positions over its `seq_len` stored ones.
@@ -106,52 +151,50 @@ def paged_attention(
     q: [T, heads, D], the last dimension dense. k_cache, v_cache: [blocks, kv_heads, block_size, D]
     views of any block, head and token stride; block_size a power of two. query_start: int32
     [R + 1], rows of length 0 are padding. seq_lens: int32 [R], this step's tokens included.
-    block_table: int32 [R, max_blocks]. q_lens and scratch are not used.
-    max_q_len, max_seq_len: host bounds. window: positions a query sees, itself included. softcap:
-    logits become `cap * tanh(logit / cap)`. Returns [T, heads, D]; rows of padding are undefined.
+    block_table: int32 [R, max_blocks]. max_q_len: a host bound; q_lens and max_seq_len are not
+    used. window: positions a query sees, itself included. softcap: logits become `cap * tanh(logit
+    / cap)`. scratch: under "schedule" what `attention_schedule` made of the same rows; made here
+    if absent. Returns [T, heads, D]; rows of padding are undefined.
     """
-    del q_lens, scratch
+    del q_lens, max_seq_len
     card = traits(q.device)
     tokens, heads, head_dim = q.shape
-    rows, kv_heads = seq_lens.shape[0], k_cache.shape[1]
+    kv_heads = k_cache.shape[1]
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    if tokens == 0 or rows == 0:
+    if tokens == 0 or seq_lens.shape[0] == 0:
         return out
-    group = heads // kv_heads
-    d_pad = max(16, triton.next_power_of_2(head_dim))
-    upcast = not card.bf16 and q.dtype == torch.bfloat16
-    upcast = upcast if tuning.upcast is None else tuning.upcast
-    width = 4 if upcast else q.element_size()
+    width = _width(q.dtype, card, tuning)
     max_q_len = min(max_q_len, tokens)
-    shape = {
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "D_PAD": d_pad,
-        "WINDOW": window is not None,
-        "PDL": card.pdl if tuning.pdl is None else tuning.pdl,
-    }
+    pdl = card.pdl if tuning.pdl is None else tuning.pdl
     launch = _Launch(
         (q, k_cache, v_cache, out, query_start, seq_lens, block_table),
         (scale * _LOG2E, 0.0) if softcap is None else (2.0 * scale / softcap, softcap * _LOG2E),
         window or 0,
         {
-            **shape,
+            "GROUP": heads // kv_heads,
+            "HEAD_DIM": head_dim,
+            "D_PAD": max(16, triton.next_power_of_2(head_dim)),
             "PAGE": k_cache.shape[2],
+            "WINDOW": window is not None,
             "SOFTCAP": softcap is not None,
-            "UPCAST": upcast,
+            "UPCAST": _upcast(q.dtype, card, tuning),
             "PRECISION": "ieee" if width == 4 else "tf32",
         },
+        pdl,
     )
-    long_tiles = tuning.prefill or prefill_tiles(d_pad, width, card)
+    long_tiles = tuning.prefill or prefill_tiles(head_dim, width, card)
     if tuning.fixed:
         launch.long_rows(long_tiles, shortest=1, one_loop=True)
         return out
-    fits = max_q_len * group <= _SHORT_TILE
-    queries = max_q_len * group if fits else group
-    tiles = tuning.decode or decode_tiles(queries, d_pad, width, card)
-    splits = tuning.splits or decode_splits(rows, kv_heads, max_seq_len, tiles.n, card.num_sms)
-    longest = max(1, tiles.m // group)
-    launch.short_rows(tiles, splits, longest, tuning.min_tiles, min(longest, max_q_len), shape)
+    made = (scratch or {}).get("schedule")
+    early = made is not None and pdl
+    plan = made or attention_schedule(
+        query_start, seq_lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        dtype=q.dtype, max_q_len=max_q_len, window=window, tuning=tuning,
+    )  # fmt: skip
+    tiles = _short_tiles(heads // kv_heads, max_q_len, head_dim, width, card, tuning)
+    launch.short_rows(plan, tiles, pdl=early, prefetch=tuning.prefetch)
+    longest = max(1, tiles.m // (heads // kv_heads))
     if max_q_len > longest:
         launch.long_rows(long_tiles, shortest=longest + 1)
     return out
@@ -165,64 +208,38 @@ class _Launch:
     scales: tuple[float, float]
     window: int
     constants: dict[str, object]
+    pdl: bool
 
-    def short_rows(
-        self,
-        tiles: Tiles,
-        splits: int,
-        longest: int,
-        min_tiles: int,
-        tokens: int,
-        shape: dict[str, object],
-    ) -> None:
-        """Rows of 1 to `longest` tokens; `tokens` bounds what this bucket can hold of that."""
-        q, k_cache, _, out, query_start, seq_lens, _ = self.tensors
-        rows, kv_heads, head_dim = seq_lens.shape[0], k_cache.shape[1], q.shape[2]
-        partial = lse = out
-        if splits > 1:
-            parts = rows * kv_heads * splits * tiles.m
-            partial = torch.empty(parts * head_dim, dtype=torch.float32, device=q.device)
-            lse = torch.empty(parts, dtype=torch.float32, device=q.device)
-        grid = (kv_heads, rows, splits)
-        # One masked loop: two would drain the pipeline in between, and decode is all pipeline.
-        self._attend(grid, partial, lse, tiles, 1, longest, splits > 1, min_tiles, one_loop=True)
-        if splits == 1:
-            return
-        group = q.shape[1] // kv_heads
-        combine[(rows, kv_heads, tokens * group)](
-            partial, lse, out, query_start, seq_lens, splits, self.window,
-            out.stride(0), out.stride(1),
-            BM=tiles.m, BN=tiles.n, MAX_Q=longest, MIN_TILES=min_tiles, **shape,
-            **options(bool(shape["PDL"]), num_warps=2),
+    def short_rows(self, plan: Schedule, tiles: Tiles, *, pdl: bool, prefetch: bool) -> None:
+        """Rows whose queries fit a tile. pdl: the schedule was complete before the preceding kernel
+        began, so that it may be read early."""
+        q, _, _, out, _, _, table = self.tensors
+        num_items, kv_heads = plan.counters.shape
+        parts = num_items * kv_heads * tiles.m
+        partial = torch.empty(parts * q.shape[2], dtype=torch.float32, device=q.device)
+        lse = torch.empty(parts, dtype=torch.float32, device=q.device)
+        attend_short[(kv_heads, num_items)](
+            *self.tensors[:3], out, partial, lse, plan.counters, plan.items, table, num_items,
+            *self._numbers(), BM=tiles.m, BN=plan.tile_n, PDL=pdl, PREFETCH=prefetch,
+            **self.constants,
+            **options(pdl, num_warps=tiles.warps, num_stages=tiles.stages),
         )  # fmt: skip
 
     def long_rows(self, tiles: Tiles, shortest: int, one_loop: bool = False) -> None:
         """Rows of at least `shortest` tokens."""
-        q, k_cache, _, out, _, seq_lens, _ = self.tensors
+        q, k_cache, _, _, _, seq_lens, _ = self.tensors
         tokens, heads, _ = q.shape
-        kv_heads = k_cache.shape[1]
-        most = tokens * (heads // kv_heads) // tiles.m + seq_lens.shape[0]
-        self._attend((kv_heads, most, 1), out, out, tiles, shortest, 0, False, 1, one_loop)
+        kv_heads, rows = k_cache.shape[1], seq_lens.shape[0]
+        most = tokens * (heads // kv_heads) // tiles.m + rows
+        attend_long[(kv_heads, most)](
+            *self.tensors, rows, *self._numbers(), BM=tiles.m, BN=tiles.n, SHORTEST=shortest,
+            ONE_LOOP=one_loop, PDL=self.pdl, **self.constants,
+            **options(self.pdl, num_warps=tiles.warps, num_stages=tiles.stages),
+        )  # fmt: skip
 
-    def _attend(
-        self,
-        grid: tuple[int, int, int],
-        partial: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        shortest: int,
-        longest: int,
-        split: bool,
-        min_tiles: int,
-        one_loop: bool,
-    ) -> None:
-        q, k_cache, v_cache, out, query_start, seq_lens, table = self.tensors
-        attend[grid](
-            q, k_cache, v_cache, out, partial, lse, query_start, seq_lens, table,
-            seq_lens.shape[0], *self.scales, self.window,
-            q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-            *k_cache.stride()[:3], *v_cache.stride()[:3], table.stride(0),
-            BM=tiles.m, BN=tiles.n, MIN_Q=shortest, MAX_Q=longest, SPLIT=split,
-            MIN_TILES=min_tiles, ONE_LOOP=one_loop, **self.constants,
-            **options(bool(self.constants["PDL"]), num_warps=tiles.warps, num_stages=tiles.stages),
+    def _numbers(self) -> tuple[float, ...]:
+        q, k_cache, v_cache, out, _, _, table = self.tensors
+        return (
+            *self.scales, self.window, *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3],
+            *v_cache.stride()[:3], table.stride(0),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Kernels of `attention.py`: one tile of queries against a paged KV cache, and the combine step.
+"""Kernels of `attention.py`: tiles of queries against a paged KV cache.
 
 A tile packs BM (token, query head) pairs that share a KV head, as flat index
 `token * GROUP + head`, so that any group size fills it: grouped decode queries meet in one matrix
@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ROWS_AT_ONCE = tl.constexpr(256)
-SPLITS_AT_ONCE = tl.constexpr(8)
+PARTS_AT_ONCE = tl.constexpr(4)
 
 
 @triton.jit
@@ -28,14 +28,6 @@ def _row_of_tile(tile, query_start_ptr, num_rows, GROUP: tl.constexpr, BM: tl.co
         row += tl.sum(((first <= tile) & (rows < num_rows)).to(tl.int32), 0)
     first_tile = tl.load(query_start_ptr + row) * GROUP // BM + row
     return row, first_tile
-
-
-@triton.jit
-def _splits(lo, hi, num_splits, BN: tl.constexpr, MIN_TILES: tl.constexpr):
-    """(positions per split, splits that have work) for KV positions [lo, hi)."""
-    tiles = tl.cdiv(hi - lo, BN)
-    per_split = tl.maximum(tl.cdiv(tiles, num_splits), MIN_TILES)
-    return per_split * BN, tl.cdiv(tiles, per_split)
 
 
 @triton.jit
@@ -114,83 +106,224 @@ def _attend_range(
     return acc, peak, total
 
 
+@triton.jit
+def _load_queries(
+    q_ptr, head, local, q_start, q_len, first, stride_t, stride_h,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Queries of a row's tile `local`: their values [BM, D_PAD], absolute positions [BM] (-1 for
+    what is none), tokens and heads [BM]. The row's first query stands at position `first`."""
+    flat = local * BM + tl.arange(0, BM)
+    live = flat < q_len * GROUP
+    tokens = flat // GROUP
+    heads = head * GROUP + flat % GROUP
+    dims = tl.arange(0, D_PAD)
+    inside = live[:, None] & (dims[None, :] < HEAD_DIM)
+    rows = (q_start + tokens).to(tl.int64) * stride_t + heads * stride_h
+    q = tl.load(q_ptr + rows[:, None] + dims[None, :], mask=inside, other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+    return q, tl.where(live, first + tokens, -1), q_start + tokens, heads
+
+
+@triton.jit
+def _store_output(
+    out_ptr, result, tokens, heads, live, stride_t, stride_h,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    dims = tl.arange(0, D_PAD)
+    rows = tokens.to(tl.int64) * stride_t + heads * stride_h
+    inside = live[:, None] & (dims[None, :] < HEAD_DIM)
+    at = out_ptr + rows[:, None] + dims[None, :]
+    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prefetch(
+    k_ptr, v_ptr, table_ptr, start, end, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Ask for the KV of positions [start, min(end, start + BN)) to be brought into L2."""
+    LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (HEAD_DIM + LINE - 1) // LINE
+    positions = tl.minimum(start + tl.arange(0, BN), end - 1)
+    page = tl.load(table_ptr + positions // PAGE).to(tl.int64)
+    k_rows = k_ptr + page * k_stride_b + (positions % PAGE) * k_stride_t
+    v_rows = v_ptr + page * v_stride_b + (positions % PAGE) * v_stride_t
+    for line in tl.static_range(LINES):
+        for rows in tl.static_range(2):
+            at = (k_rows if rows == 0 else v_rows) + line * LINE
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [at],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+
+@triton.jit
+def _merge(
+    partial_ptr, lse_ptr, base, parts, part_stride, live,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """The parts' results [BM, D_PAD], weighted by their sums, in order. Read past L1, which does
+    not see what other programs wrote."""
+    ROWS: tl.constexpr = PARTS_AT_ONCE * BM
+    dims = tl.arange(0, D_PAD)
+    flat = tl.arange(0, ROWS)
+    wanted = tl.sum(tl.where(live, 1, 0), 0)
+    acc = tl.zeros([BM, D_PAD], tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    peak = tl.full([BM], float("-inf"), tl.float32)
+    for start in range(0, parts, PARTS_AT_ONCE):
+        part = start + flat // BM
+        inside = (part < parts) & (flat % BM < wanted)
+        at = base + part.to(tl.int64) * part_stride + flat % BM
+        lse = tl.load(lse_ptr + at, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        values = tl.load(
+            partial_ptr + at[:, None] * HEAD_DIM + dims[None, :],
+            mask=inside[:, None] & (dims[None, :] < HEAD_DIM),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        lse = tl.reshape(lse, [PARTS_AT_ONCE, BM])
+        higher = tl.maximum(peak, tl.max(lse, 0))
+        # A window can leave a query nothing in its first parts.
+        floor = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(lse - floor[None, :])
+        decay = tl.exp2(peak - floor)
+        total = total * decay + tl.sum(weights, 0)
+        weighted = tl.reshape(values, [PARTS_AT_ONCE, BM, D_PAD]) * weights[:, :, None]
+        acc = acc * decay[:, None] + tl.sum(weighted, 0)
+        peak = higher
+    return acc / tl.where(total > 0.0, total, 1.0)[:, None]
+
+
+@triton.jit(do_not_specialize=["num_items", "window"])
+def attend_short(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, counters_ptr, items_ptr, table_ptr,
+    num_items, qk_scale, softcap, window, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
+    k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t, table_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """Rows whose queries fit one tile. Grid (KV heads, items); an item is a range of a row's KV
+    positions, see `attention_schedule`. Of a row in several parts, the last to arrive adds up."""
+    head = tl.program_id(0)
+    item = items_ptr + tl.program_id(1)
+    row = tl.load(item)
+    start = tl.load(item + num_items)
+    end = tl.load(item + 2 * num_items)
+    leader = tl.load(item + 3 * num_items)
+    parts = tl.load(item + 4 * num_items)
+    q_start = tl.load(item + 5 * num_items)
+    q_len = tl.load(item + 6 * num_items)
+    first = tl.load(item + 7 * num_items)
+    k_ptr += head.to(tl.int64) * k_stride_h
+    v_ptr += head.to(tl.int64) * v_stride_h
+    table_ptr += row.to(tl.int64) * table_stride
+    if PDL:
+        if PREFETCH and (row >= 0) & (start < first):
+            # What earlier steps stored does not wait for this one.
+            _prefetch(
+                k_ptr, v_ptr, table_ptr, start, tl.minimum(first, end),
+                k_stride_b, k_stride_t, v_stride_b, v_stride_t, HEAD_DIM, PAGE, BN,
+            )  # fmt: skip
+        gdc_wait()
+        gdc_launch_dependents()
+    if row < 0:
+        return
+    q, limit, tokens, heads = _load_queries(
+        q_ptr, head, 0, q_start, q_len, first, q_stride_t, q_stride_h,
+        GROUP, HEAD_DIM, D_PAD, BM, UPCAST,
+    )  # fmt: skip
+    live = limit >= 0
+    begin = 0
+    if WINDOW:
+        begin = first - window + 1
+    # One masked loop: two would drain the pipeline in between, and decode is all pipeline.
+    acc, peak, total = _attend_range(
+        tl.zeros([BM, D_PAD], tl.float32), tl.full([BM], float("-inf"), tl.float32),
+        tl.zeros([BM], tl.float32), q, limit, start, end, begin, k_ptr, v_ptr, table_ptr, qk_scale,
+        softcap, window, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
+        HEAD_DIM, D_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
+    )  # fmt: skip
+    # A part may hold nothing for some of its queries: their sum is 0, their peak -inf.
+    total = tl.where(total > 0.0, total, 1.0)
+    result = acc / total[:, None]
+    last = True
+    if parts > 1:
+        dims = tl.arange(0, D_PAD)
+        part_stride = tl.num_programs(0) * BM
+        base = leader.to(tl.int64) * part_stride + head * BM
+        at = tl.program_id(1).to(tl.int64) * part_stride + head * BM + tl.arange(0, BM)
+        inside = live[:, None] & (dims[None, :] < HEAD_DIM)
+        tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], result, mask=inside)
+        tl.store(lse_ptr + at, peak + tl.log2(total), mask=live)
+        tl.debug_barrier()  # every thread's part is written before the one atomic that says so
+        counter = counters_ptr + leader * tl.num_programs(0) + head
+        last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
+        if last:
+            result = _merge(
+                partial_ptr, lse_ptr, base, parts, part_stride, live, HEAD_DIM, D_PAD, BM
+            )
+            tl.store(counter, 0)  # for the next layer
+    if last:
+        _store_output(
+            out_ptr, result, tokens, heads, live, out_stride_t, out_stride_h, HEAD_DIM, D_PAD
+        )
+
+
 @triton.jit(do_not_specialize=["num_rows", "window"])
-def attend(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, query_start_ptr, seq_lens_ptr, table_ptr,
+def attend_long(
+    q_ptr, k_ptr, v_ptr, out_ptr, query_start_ptr, seq_lens_ptr, table_ptr,
     num_rows, qk_scale, softcap, window, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
     k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, MIN_Q: tl.constexpr, MAX_Q: tl.constexpr,
-    SPLIT: tl.constexpr, MIN_TILES: tl.constexpr, ONE_LOOP: tl.constexpr, SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SHORTEST: tl.constexpr, ONE_LOOP: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV heads, tiles, splits). Rows with MIN_Q <= q_len <= MAX_Q are computed (MAX_Q 0: no
-    bound), others belong to another launch. MAX_Q * GROUP <= BM means one tile per row, and the
-    tile index is the row. ONE_LOOP: every KV tile takes the masked road; a query's rounding then
-    does not depend on its neighbours in the tile."""
+    """Rows of at least SHORTEST queries. Grid (KV heads, tiles). ONE_LOOP: every KV tile takes the
+    masked road; a query's rounding then does not depend on its neighbours in the tile."""
     head = tl.program_id(0)
-    tile = tl.program_id(1)
-    if MAX_Q > 0:
-        row = tile
-        local = 0
-    else:
-        # The last tiles of a causal prompt are the longest: start them first.
-        tile = tl.num_programs(1) - 1 - tile
-        row, first_tile = _row_of_tile(tile, query_start_ptr, num_rows, GROUP, BM)
-        local = tile - first_tile
+    # The last tiles of a causal prompt are the longest: start them first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    row, first_tile = _row_of_tile(tile, query_start_ptr, num_rows, GROUP, BM)
+    local = tile - first_tile
     q_start = tl.load(query_start_ptr + row)
     q_len = tl.load(query_start_ptr + row + 1) - q_start
     seq_len = tl.load(seq_lens_ptr + row)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if (q_len < MIN_Q) | (local * BM >= q_len * GROUP):
+    if (q_len < SHORTEST) | (local * BM >= q_len * GROUP):
         return
-    if MAX_Q > 0:
-        if q_len > MAX_Q:
-            return
-
-    flat = local * BM + tl.arange(0, BM)
-    live = flat < q_len * GROUP
-    tokens = flat // GROUP
+    q, limit, tokens, heads = _load_queries(
+        q_ptr, head, local, q_start, q_len, seq_len - q_len, q_stride_t, q_stride_h,
+        GROUP, HEAD_DIM, D_PAD, BM, UPCAST,
+    )  # fmt: skip
     first = seq_len - q_len + local * BM // GROUP
     last = seq_len - q_len + tl.minimum((local * BM + BM - 1) // GROUP, q_len - 1)
-    limit = tl.where(live, seq_len - q_len + tokens, -1)
-    hi = last + 1
     begin = 0
     if WINDOW:
         begin = first - window + 1
     lo = _window_start(first, window, WINDOW, BN)
-    used = 1
-    split = 0
-    if SPLIT:
-        split = tl.program_id(2)
-        span, used = _splits(lo, hi, tl.num_programs(2), BN, MIN_TILES)
-        if split >= used:
-            return
-        lo += split * span
-        hi = tl.minimum(hi, lo + span)
-
-    dims = tl.arange(0, D_PAD)
-    heads = head * GROUP + flat % GROUP
-    inside = live[:, None] & (dims[None, :] < HEAD_DIM)
-    q_rows = (q_start + tokens).to(tl.int64) * q_stride_t + heads * q_stride_h
-    q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=inside, other=0.0)
-    if UPCAST:
-        q = q.to(tl.float32)
     k_ptr += head.to(tl.int64) * k_stride_h
     v_ptr += head.to(tl.int64) * v_stride_h
     table_ptr += row.to(tl.int64) * table_stride
     acc = tl.zeros([BM, D_PAD], tl.float32)
     peak = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-
+    # Tiles that every query sees whole, between those that must be masked.
     whole_from = lo
     whole_to = lo
     if not ONE_LOOP:
         whole_to = tl.maximum((first + 1) // BN * BN, lo)
-        if SPLIT:
-            whole_to = tl.minimum(whole_to, hi)
         if WINDOW:
             whole_from = tl.cdiv(tl.maximum(last - window + 1, 0), BN) * BN
             whole_from = tl.minimum(tl.maximum(whole_from, lo), whole_to)
@@ -205,71 +338,11 @@ def attend(
             HEAD_DIM, D_PAD, PAGE, BN, False, SOFTCAP, WINDOW, UPCAST, PRECISION,
         )  # fmt: skip
     acc, peak, total = _attend_range(
-        acc, peak, total, q, limit, whole_to, hi, begin, k_ptr, v_ptr, table_ptr, qk_scale,
+        acc, peak, total, q, limit, whole_to, last + 1, begin, k_ptr, v_ptr, table_ptr, qk_scale,
         softcap, window, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
         HEAD_DIM, D_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
     )  # fmt: skip
-
-    # A split may hold nothing for some of its queries: their sum is 0, their peak -inf.
-    total = tl.where(total > 0.0, total, 1.0)
-    result = acc / total[:, None]
-    parts = tl.where(live, used, 0)
-    stored = dims[None, :] < HEAD_DIM
-    if SPLIT:
-        part = (row * tl.num_programs(0) + head).to(tl.int64) * tl.num_programs(2) + split
-        part = part * BM + tl.arange(0, BM)
-        part_at = partial_ptr + part[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(part_at, result, mask=stored & (parts > 1)[:, None])
-        tl.store(lse_ptr + part, peak + tl.log2(total), mask=parts > 1)
-    out_rows = (q_start + tokens).to(tl.int64) * out_stride_t + heads * out_stride_h
-    out_at = out_ptr + out_rows[:, None] + dims[None, :]
-    tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=stored & (parts == 1)[:, None])
-
-
-@triton.jit(do_not_specialize=["num_splits", "window"])
-def combine(
-    partial_ptr, lse_ptr, out_ptr, query_start_ptr, seq_lens_ptr, num_splits, window,
-    out_stride_t, out_stride_h,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MAX_Q: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows, KV heads, queries of a tile): the splits' results, weighted by their sums."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    flat = tl.program_id(2)
-    q_start = tl.load(query_start_ptr + row)
-    q_len = tl.load(query_start_ptr + row + 1) - q_start
-    seq_len = tl.load(seq_lens_ptr + row)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    if (flat >= q_len * GROUP) | (q_len > MAX_Q):
-        return
-    lo = _window_start(seq_len - q_len, window, WINDOW, BN)
-    _, used = _splits(lo, seq_len, num_splits, BN, MIN_TILES)
-    if used <= 1:
-        return
-    dims = tl.arange(0, D_PAD)
-    base = (row * tl.num_programs(1) + head).to(tl.int64) * num_splits
-    acc = tl.zeros([D_PAD], tl.float32)
-    total = 0.0
-    peak = float("-inf")
-    for start in range(0, used, SPLITS_AT_ONCE):
-        split = start + tl.arange(0, SPLITS_AT_ONCE)
-        part = (base + split) * BM + flat
-        lse = tl.load(lse_ptr + part, mask=split < used, other=float("-inf"))
-        inside = (split[:, None] < used) & (dims[None, :] < HEAD_DIM)
-        values_at = partial_ptr + part[:, None] * HEAD_DIM + dims[None, :]
-        values = tl.load(values_at, mask=inside, other=0.0)
-        higher = tl.maximum(peak, tl.max(lse, 0))
-        # A window can leave a query nothing in its first splits.
-        floor = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(lse - floor)
-        decay = tl.exp2(peak - floor)
-        total = total * decay + tl.sum(weights, 0)
-        acc = acc * decay + tl.sum(weights[:, None] * values, 0)
-        peak = higher
-    out_row = (q_start + flat // GROUP).to(tl.int64) * out_stride_t
-    out_at = out_ptr + out_row + (head * GROUP + flat % GROUP) * out_stride_h + dims
-    tl.store(out_at, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    _store_output(
+        out_ptr, result, tokens, heads, limit >= 0, out_stride_t, out_stride_h, HEAD_DIM, D_PAD
+    )

@@ -30,7 +30,8 @@ def linear(
     if norm is not None:
         x = rms_norm(x, *norm)
     if act is None and residual is not None and bias is None:
-        return torch.addmm(residual, x, weight.t())
+        # In place: otherwise the residual is copied to where the result goes first.
+        return torch.addmm(residual, x, weight.t(), out=residual)
     out = F.linear(x, weight, bias)
     if act == "silu_and_mul":
         out = silu_and_mul(out)
