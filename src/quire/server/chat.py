@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +12,11 @@ from starlette.responses import Response
 from quire.sampling_params import SamplingParams
 from quire.server.body import read_body
 from quire.server.convert import check_fan_out, sampling_params
+from quire.server.dialogue import Answer, Delta, Dialogue, Event, Finished, TextDelta
 from quire.server.errors import ApiError
-from quire.server.generation import Generation, Piece, collect
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol import ChatRequest
+from quire.server.reply import Reply, prepare
 from quire.server.responses import (
     ChatChoice,
     ChatChunkChoice,
@@ -25,7 +25,7 @@ from quire.server.responses import (
     ChatMessage,
     Envelope,
 )
-from quire.server.sse import GenerationStream, json_answer, start_stream, unless_gone, write_event
+from quire.server.sse import EventStream, json_answer, start_stream, unless_gone, write_event
 from quire.server.state import ServerState, new_id, state_of
 
 if TYPE_CHECKING:
@@ -57,23 +57,32 @@ async def chat_completions(request: Request) -> Response:
     tokenizer = state.tokenizer("messages")
     check_fan_out(1, body.n)
     _check(body)
-    params = _params(state, body)
-    prompt = await asyncio.to_thread(render_prompt, tokenizer, body)
-    generation = Generation(
-        state.client,
-        state.metrics,
-        [prompt],
-        params,
+    reply = await prepare(state, _dialogue(state, body))
+    writer = ChatWriter(state, tokenizer, body, reply)
+    if not body.stream:
+        answers = await unless_gone(request.receive, reply.whole())
+        return json_answer(writer.answer(answers))
+    await start_stream(request, reply)
+    return EventStream(reply, writer.write, writer.finish, metrics=state.metrics)
+
+
+def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
+    messages: list[dict[str, Any]] = []
+    for message in body.messages:
+        role = "system" if message.role == "developer" else message.role
+        named = {} if message.name is None else {"name": message.name}
+        messages.append({"role": role, "content": message.text, **named})
+    return Dialogue(
+        messages=messages,
+        params=_params(state, body),
+        template_kwargs=body.chat_template_kwargs or {},
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        with_tokens=bool(body.logprobs or body.return_token_ids),
         request_id=new_id("chatcmpl"),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
     )
-    writer = ChatWriter(state, tokenizer, body, generation)
-    if not body.stream:
-        pieces = await unless_gone(request.receive, collect(generation))
-        return json_answer(writer.answer(pieces))
-    await start_stream(request, generation)
-    return GenerationStream(generation, writer.write, writer.finish, metrics=state.metrics)
 
 
 def _check(body: ChatRequest) -> None:
@@ -127,98 +136,79 @@ def _params(state: ServerState, body: ChatRequest) -> SamplingParams:
     )
 
 
-def render_prompt(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
-    """Applies the chat template and tokenizes its text. Runs in a thread.
-
-    The template writes its special tokens itself, so the tokenizer must not add them again. To
-    continue the final message, what the template puts after that message's text is cut off.
-    """
-    messages: list[dict[str, Any]] = []
-    for message in body.messages:
-        role = "system" if message.role == "developer" else message.role
-        named = {} if message.name is None else {"name": message.name}
-        messages.append({"role": role, "content": message.text, **named})
-    add = body.add_generation_prompt is not False and not body.continue_final_message
-    text = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=add, **(body.chat_template_kwargs or {})
-    )
-    if body.continue_final_message:
-        final = messages[-1]["content"].strip()
-        at = text.rfind(final)
-        if at < 0:
-            raise ApiError(
-                400,
-                "The chat template changes the final message, so it cannot be continued.",
-                param="continue_final_message",
-            )
-        text = text[: at + len(final)]
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
-    return ids
-
-
 class ChatWriter:
-    """Turns pieces into messages and deltas."""
+    """Turns answers into messages, and events into deltas."""
 
     def __init__(
-        self, state: ServerState, tokenizer: Tokenizer, body: ChatRequest, generation: Generation
+        self, state: ServerState, tokenizer: Tokenizer, body: ChatRequest, reply: Reply
     ) -> None:
         self.body = body
         self.tokenizer = tokenizer
-        self.generation = generation
+        self.reply = reply
         self.model = state.model_name
         self.created = int(time.time())
         self.include_usage = body.stream_options is not None and body.stream_options.include_usage
         self.begun: set[int] = set()
 
-    def answer(self, pieces: list[Piece]) -> Envelope:
+    def answer(self, answers: list[Answer]) -> Envelope:
         choices = []
-        for piece in pieces:
+        for answer in answers:
             choice = ChatChoice(
-                piece.choice, ChatMessage(piece.text), self._logprobs(piece), piece.finish_reason
+                answer.choice,
+                ChatMessage(answer.text),
+                self._logprobs(answer),
+                answer.finish_reason,
             )
-            if piece.stop_reason is not None:
-                choice.stop_reason = piece.stop_reason
+            if answer.stop_reason is not None:
+                choice.stop_reason = answer.stop_reason
             if self.body.return_token_ids:
-                choice.token_ids = piece.token_ids
-                choice.prompt_token_ids = self.generation.prompts[0].token_ids
+                choice.token_ids = answer.token_ids
+                choice.prompt_token_ids = self.reply.prompt_token_ids
             choices.append(choice)
-        envelope = self._envelope("chat.completion", choices, self.generation.usage)
+        envelope = self._envelope("chat.completion", choices, self.reply.usage)
         if self.body.prompt_logprobs is not None:
-            envelope.prompt_logprobs = prompt_logprobs(self.generation.prompts[0].logprobs) or []
+            envelope.prompt_logprobs = prompt_logprobs(self.reply.prompt_logprobs) or []
         return envelope
 
-    def write(self, buffer: bytearray, pieces: list[Piece]) -> None:
+    def write(self, buffer: bytearray, events: list[Event]) -> None:
         usage = None if self.include_usage else UNSET
-        for piece in pieces:
-            if piece.choice not in self.begun:
-                self.begun.add(piece.choice)
-                opening = ChatChunkChoice(piece.choice, ChatDelta("assistant", ""), None, None)
+        for event in events:
+            if event.choice not in self.begun:
+                self.begun.add(event.choice)
+                opening = ChatChunkChoice(event.choice, ChatDelta("assistant", ""), None, None)
                 self._event(buffer, opening, usage)
-            choice = ChatChunkChoice(
-                piece.choice,
-                ChatDelta(content=piece.text) if piece.text else ChatDelta(),
-                self._logprobs(piece),
-                piece.finish_reason,
-            )
-            if piece.stop_reason is not None:
-                choice.stop_reason = piece.stop_reason
-            if self.body.return_token_ids:
-                choice.token_ids = piece.token_ids
-            self._event(buffer, choice, usage)
+            self._event(buffer, self._chunk(event), usage)
+
+    def _chunk(self, event: Event) -> ChatChunkChoice:
+        if isinstance(event, Finished):
+            choice = ChatChunkChoice(event.choice, ChatDelta(), None, event.finish_reason)
+            if event.stop_reason is not None:
+                choice.stop_reason = event.stop_reason
+            return choice
+        choice = ChatChunkChoice(event.choice, self._delta(event), self._logprobs(event), None)
+        if self.body.return_token_ids:
+            choice.token_ids = event.token_ids
+        return choice
+
+    @staticmethod
+    def _delta(event: Event) -> ChatDelta:
+        if isinstance(event, TextDelta) and event.text:
+            return ChatDelta(content=event.text)
+        return ChatDelta()
 
     def finish(self, buffer: bytearray) -> None:
         if self.include_usage:
-            write_event(buffer, self._envelope("chat.completion.chunk", [], self.generation.usage))
+            write_event(buffer, self._envelope("chat.completion.chunk", [], self.reply.usage))
         buffer += b"data: [DONE]\n\n"
 
     def _event(self, buffer: bytearray, choice: ChatChunkChoice, usage: Any) -> None:
         write_event(buffer, self._envelope("chat.completion.chunk", [choice], usage))
 
     def _envelope(self, kind: str, choices: Any, usage: Any) -> Envelope:
-        return Envelope(self.generation.request_id, kind, self.created, self.model, choices, usage)
+        return Envelope(self.reply.request_id, kind, self.created, self.model, choices, usage)
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+    def _logprobs(self, part: Delta | Answer) -> ChatLogprobs | None:
         if not self.body.logprobs:
             return None
         count = self.body.top_logprobs or 0
-        return ChatLogprobs(chat_logprobs(self.tokenizer, piece.token_ids, piece.logprobs, count))
+        return ChatLogprobs(chat_logprobs(self.tokenizer, part.token_ids, part.logprobs, count))

@@ -17,7 +17,7 @@ from quire.server.generation import Generation, Piece, collect
 from quire.server.logprobs import CompletionLogprobWriter, prompt_logprobs
 from quire.server.protocol import CompletionRequest, GenerateRequest
 from quire.server.responses import CompletionChoice, CompletionLogprobs, Envelope, GenerateAnswer
-from quire.server.sse import GenerationStream, json_answer, start_stream, unless_gone, write_event
+from quire.server.sse import EventStream, json_answer, start_stream, unless_gone, write_event
 from quire.server.state import ServerState, new_id, state_of
 
 
@@ -44,7 +44,7 @@ async def completions(request: Request) -> Response:
         choices = [writer.choice(piece) for piece in pieces]
         return json_answer(writer.envelope(choices, usage=writer.usage))
     await start_stream(request, generation)
-    return GenerationStream(generation, writer.write, writer.finish, metrics=state.metrics)
+    return EventStream(generation, writer.write, writer.finish, metrics=state.metrics)
 
 
 def _check(state: ServerState, body: CompletionRequest, prompts: list[Prompt]) -> None:
@@ -211,7 +211,7 @@ async def generate(request: Request) -> Response:
         ids = piece.token_ids if body.return_token_ids else UNSET
         return json_answer(GenerateAnswer(piece.text, piece.finish_reason, generation.usage, ids))
     await start_stream(request, generation)
-    return GenerationStream(
+    return EventStream(
         generation,
         lambda buffer, pieces: buffer.extend("".join(p.text for p in pieces).encode()),
         lambda buffer: None,

@@ -14,11 +14,18 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
+    """`completion_tokens_details`: where a reasoning parser runs."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -12,13 +12,28 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.server.errors import as_api_error
-from quire.server.generation import Generation, Piece
 from quire.server.metrics import ServerMetrics
 
 T = TypeVar("T")
 
-Writer = Callable[[bytearray, list[Piece]], None]
+Writer = Callable[[bytearray, list[T]], None]
 """Appends the bytes of a batch to the buffer."""
+
+
+class Source(Protocol[T]):
+    """What can be streamed: a `Generation` of pieces, a `Reply` of events."""
+
+    @property
+    def start(self) -> Callable[[], None]: ...
+
+    @property
+    def ready(self) -> Callable[[], Awaitable[None]]: ...
+
+    @property
+    def close(self) -> Callable[[], Awaitable[None]]: ...
+
+    def batches(self) -> AsyncIterator[list[T]]: ...
+
 
 _encoder = msgspec.json.Encoder()
 
@@ -59,8 +74,8 @@ def write_event(buffer: bytearray, value: Any) -> None:
     buffer += b"\n\n"
 
 
-class GenerationStream(Response):
-    """Streams a generation that is already running; what came in while the socket was busy leaves
+class EventStream(Response, Generic[T]):
+    """Streams a source that is already running; what came in while the socket was busy leaves
     in one write.
 
     `write` turns a batch into bytes, `finish` gives the last bytes after all batches, `fail` those
@@ -69,8 +84,8 @@ class GenerationStream(Response):
 
     def __init__(
         self,
-        generation: Generation,
-        write: Writer,
+        source: Source[T],
+        write: Writer[T],
         finish: Callable[[bytearray], None],
         *,
         metrics: ServerMetrics,
@@ -79,7 +94,7 @@ class GenerationStream(Response):
         super().__init__(media_type=media_type, headers={"cache-control": "no-cache"})
         # The length of a stream is not known.
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
-        self.generation = generation
+        self.source = source
         self.write = write
         self.finish = finish
         self.metrics = metrics
@@ -90,14 +105,14 @@ class GenerationStream(Response):
         except ClientGoneError:
             pass
         finally:
-            await self.generation.close()
+            await self.source.close()
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            async for pieces in self.generation.batches():
+            async for batch in self.source.batches():
                 buffer = bytearray()
-                self.write(buffer, pieces)
+                self.write(buffer, batch)
                 await send({"type": "http.response.body", "body": bytes(buffer), "more_body": True})
             buffer = bytearray()
             self.finish(buffer)
@@ -113,13 +128,13 @@ class GenerationStream(Response):
         await send({"type": "http.response.body", "body": bytes(buffer), "more_body": False})
 
 
-async def start_stream(request: Request, generation: Generation) -> None:
-    """Starts the generation and waits until its first update, while the client stays."""
-    generation.start()
+async def start_stream(request: Request, source: Source[Any]) -> None:
+    """Starts the source and waits until its first update, while the client stays."""
+    source.start()
     try:
-        await unless_gone(request.receive, generation.ready())
+        await unless_gone(request.receive, source.ready())
     except BaseException:
-        await generation.close()
+        await source.close()
         raise
 
 
