@@ -12,13 +12,23 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.errors import QuireError
+from quire.server.anthropic.routes import count_tokens, create_message
 from quire.server.args import ServerArgs
 from quire.server.auth import RequireKey
 from quire.server.chat import chat_completions
 from quire.server.completions import completions, generate
 from quire.server.convert import model_defaults
 from quire.server.engine_metrics import EngineMetrics
-from quire.server.errors import handle_error
+from quire.server.error_shapes import handle_error
+from quire.server.openai_responses.routes import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
+from quire.server.openai_responses.store import ResponseStore
 from quire.server.responses import ModelCard, ModelList
 from quire.server.sse import ClientGoneError, json_answer
 from quire.server.state import ServerState, state_of
@@ -38,6 +48,11 @@ def build_app(client: EngineClient, args: ServerArgs) -> FastAPI:
     app.state.server = state
     app.state.metrics = state.metrics
     app.state.engine_metrics = EngineMetrics(state.metrics.registry)
+    app.state.response_store = ResponseStore(
+        args.response_store_size,
+        round(args.response_store_mb * 1e6),
+        args.response_store_hours * 3600.0,
+    )
     _add_routes(app)
     for kind in (QuireError, HTTPException, Exception):
         app.add_exception_handler(kind, handle_error)
@@ -50,6 +65,15 @@ def build_app(client: EngineClient, args: ServerArgs) -> FastAPI:
 def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/v1/completions", completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
+    app.add_api_route("/v1/responses", create_response, methods=["POST"])
+    app.add_api_route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"])
+    one = "/v1/responses/{response_id}"
+    app.add_api_route(one, get_response, methods=["GET"])
+    app.add_api_route(one, delete_response, methods=["DELETE"])
+    app.add_api_route(f"{one}/cancel", cancel_response, methods=["POST"])
+    app.add_api_route(f"{one}/input_items", list_input_items, methods=["GET"])
+    app.add_api_route("/v1/messages", create_message, methods=["POST"])
+    app.add_api_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     app.add_api_route("/generate", generate, methods=["POST"])
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", show_model, methods=["GET"])

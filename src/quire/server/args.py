@@ -30,6 +30,11 @@ class ServerArgs:
         "auto", "auto: requests default to the sampling settings the model ships with."
     )
     max_body_mb: float = _setting(16.0, "Largest request body, in MB.")
+    response_store_size: int = _setting(
+        1000, "Responses of /v1/responses to keep for later requests; 0 keeps none."
+    )
+    response_store_mb: float = _setting(256.0, "Memory for stored responses, in MB.")
+    response_store_hours: float = _setting(24.0, "Hours after which a stored response is gone.")
     drain_timeout: float = _setting(
         30.0, "Seconds that running requests get to finish when the server is told to stop."
     )
@@ -39,7 +44,12 @@ class ServerArgs:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}", "port")
-        for name in ("max_body_mb", "drain_timeout"):
+        if self.response_store_size < 0:
+            raise ConfigError(
+                f"response_store_size must be >= 0, got {self.response_store_size}",
+                "response_store_size",
+            )
+        for name in ("max_body_mb", "drain_timeout", "response_store_mb", "response_store_hours"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0.0):
                 raise ConfigError(f"{name} must be > 0, got {value}", name)

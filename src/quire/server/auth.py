@@ -1,4 +1,4 @@
-"""Bearer-key authentication of every route but /health."""
+"""Authentication of every route but /health by a key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.server.errors import ApiError, error_response
+from quire.server.error_shapes import error_response, is_anthropic
+from quire.server.errors import ApiError
 from quire.server.metrics import ServerMetrics
 
 PUBLIC_PATHS = frozenset({"/health"})
@@ -32,18 +33,28 @@ class RequireKey:
             return
         self.metrics.count_error(401)
         error = ApiError(401, "Incorrect or missing API key.", code="invalid_api_key")
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope.get("path", ""))(scope, receive, send)
 
     def allows(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:
+        keys = _keys(scope)
+        if len(keys) != 1:
             return False
-        scheme, _, key = given[0].partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        digest = _digest(key.strip())
+        digest = _digest(keys[0])
         # No early exit: the time taken must not tell which key was close, or how close.
         return sum([hmac.compare_digest(digest, known) for known in self.digests]) > 0
+
+
+def _keys(scope: Scope) -> list[bytes]:
+    """The keys that a request gives: as a bearer, or on Anthropic's routes in `x-api-key`. Giving
+    the same one both ways is giving one."""
+    found = []
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, key = value.partition(b" ")
+            found.append(key.strip() if scheme.lower() == b"bearer" else b"")
+        elif name == b"x-api-key" and is_anthropic(scope.get("path", "")):
+            found.append(value.strip())
+    return found if len(found) < 2 else list(set(found))
 
 
 def _digest(key: bytes) -> bytes:

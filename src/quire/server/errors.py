@@ -7,7 +7,6 @@ import logging
 import msgspec
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import EngineDeadError, QuireError, RequestError
@@ -46,6 +45,10 @@ class ApiError(QuireError):
 
 
 _KINDS = {401: "authentication_error", 503: "service_unavailable_error"}
+
+
+def unsupported(param: str, why: str = "is not supported by this server") -> ApiError:
+    return ApiError(400, f"'{param}' {why}.", param=param, code="unsupported_parameter")
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -105,10 +108,3 @@ def error_response(error: ApiError) -> Response:
     return Response(
         msgspec.json.encode(error.body), error.status, headers, media_type="application/json"
     )
-
-
-async def handle_error(request: Request, error: Exception) -> Response:
-    """Exception handler of the app: counts the error and answers in OpenAI's shape."""
-    api_error = as_api_error(error)
-    request.app.state.metrics.count_error(api_error.status)
-    return error_response(api_error)

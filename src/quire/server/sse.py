@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -11,13 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import as_api_error
+from quire.server.errors import ApiError, as_api_error
 from quire.server.metrics import ServerMetrics
 
 T = TypeVar("T")
 
 Writer = Callable[[bytearray, list[T]], None]
 """Appends the bytes of a batch to the buffer."""
+Fail = Callable[[bytearray, ApiError], None]
 
 
 class Source(Protocol[T]):
@@ -79,7 +80,8 @@ class EventStream(Response, Generic[T]):
     in one write.
 
     `write` turns a batch into bytes, `finish` gives the last bytes after all batches, `fail` those
-    of an error that comes after the headers are out (none: the connection is cut short).
+    of an error that comes after the headers are out (by default, an event with OpenAI's error).
+    Where the stream is bare text, which cannot carry an error, the connection is cut short.
     """
 
     def __init__(
@@ -89,14 +91,19 @@ class EventStream(Response, Generic[T]):
         finish: Callable[[bytearray], None],
         *,
         metrics: ServerMetrics,
+        fail: Fail | None = None,
+        headers: Mapping[str, str] | None = None,
         media_type: str = "text/event-stream",
     ) -> None:
-        super().__init__(media_type=media_type, headers={"cache-control": "no-cache"})
+        super().__init__(
+            media_type=media_type, headers={"cache-control": "no-cache", **(headers or {})}
+        )
         # The length of a stream is not known.
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
         self.source = source
         self.write = write
         self.finish = finish
+        self.fail = fail or _write_error
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,10 +129,14 @@ class EventStream(Response, Generic[T]):
             api_error = as_api_error(error)
             self.metrics.count_error(api_error.status)
             if self.media_type != "text/event-stream":
-                raise  # plain text cannot carry an error: cut the connection short
+                raise
             buffer = bytearray()
-            write_event(buffer, api_error.body)
+            self.fail(buffer, api_error)
         await send({"type": "http.response.body", "body": bytes(buffer), "more_body": False})
+
+
+def _write_error(buffer: bytearray, error: ApiError) -> None:
+    write_event(buffer, error.body)
 
 
 async def start_stream(request: Request, source: Source[Any]) -> None:
@@ -138,5 +149,5 @@ async def start_stream(request: Request, source: Source[Any]) -> None:
         raise
 
 
-def json_answer(value: Any) -> Response:
-    return Response(_encoder.encode(value), media_type="application/json")
+def json_answer(value: Any, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(_encoder.encode(value), headers=headers, media_type="application/json")

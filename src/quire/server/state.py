@@ -72,5 +72,6 @@ def state_of(request: Request) -> ServerState:
     return state
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+def new_id(prefix: str, joint: str = "-") -> str:
+    """One that cannot be guessed. APIs differ in how they join prefix and number."""
+    return f"{prefix}{joint}{uuid.uuid4().hex}"

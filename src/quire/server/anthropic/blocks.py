@@ -1,0 +1,139 @@
+"""Content blocks of Anthropic's messages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, PlainValidator, field_validator, model_validator
+
+from quire.errors import RequestError
+from quire.server.strict import Name, Strict, drop_unused
+
+MAX_BLOCKS = 4096
+
+_UNUSED: dict[str, tuple[Any, ...]] = {
+    "caller": ({"type": "direct"},),
+    "citations": ([],),
+    "toolset_name": (),
+}
+
+
+class CacheControl(Strict):
+    """A hint that needs no following: the prefix cache keeps every prompt by itself, for as long
+    as there is room."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class _Block(Strict):
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        return drop_unused(data, _UNUSED)
+
+
+class TextBlock(_Block):
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(_Block):
+    type: Literal["tool_use"]
+    id: Name
+    name: Name
+    input: dict[str, Any]
+
+
+def _texts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class ToolResultBlock(_Block):
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: Texts = Field(default_factory=list)
+    is_error: bool | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _one_block(cls, content: Any) -> Any:
+        return _texts(content)
+
+
+class ThinkingBlock(Strict):
+    """`signature` is opaque, and may have been made by another server: it is not looked at."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = Field(None, exclude=True)
+
+
+Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
+
+_KINDS: dict[str, type[BaseModel]] = {
+    "text": TextBlock,
+    "tool_use": ToolUseBlock,
+    "tool_result": ToolResultBlock,
+    "thinking": ThinkingBlock,
+}
+
+
+def _parse(data: Any, kinds: dict[str, type[BaseModel]]) -> Any:
+    kind = data.get("type") if isinstance(data, dict) else None
+    model = kinds.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        raise RequestError(
+            f"blocks of type {str(kind)[:40]!r} are not supported here; known are "
+            f"{', '.join(kinds)}.",
+            code="unsupported_parameter",
+        )
+    return model.model_validate(data)
+
+
+def _parse_block(data: Any) -> Any:
+    return _parse(data, _KINDS)
+
+
+def _parse_text_block(data: Any) -> Any:
+    return _parse(data, {"text": TextBlock})
+
+
+AnyBlock = Annotated[Block, PlainValidator(_parse_block)]
+TextBlockOnly = Annotated[TextBlock, PlainValidator(_parse_text_block)]
+Texts = Annotated[list[TextBlockOnly], Field(max_length=MAX_BLOCKS)]
+
+ToolResultBlock.model_rebuild()
+
+
+class MessageParam(Strict):
+    """A turn. Content that is a string is one text block."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[AnyBlock], Field(max_length=MAX_BLOCKS)]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _one_block(cls, content: Any) -> Any:
+        return _texts(content)
+
+    @model_validator(mode="after")
+    def _blocks_fit_the_role(self) -> MessageParam:
+        allowed = _BLOCKS_OF[self.role]
+        for place, block in enumerate(self.content):
+            if block.type not in allowed:
+                raise RequestError(
+                    f"a message of role '{self.role}' cannot have a block of type '{block.type}'.",
+                    param=f"content[{place}]",
+                    code="invalid_value",
+                )
+        return self
+
+
+_BLOCKS_OF = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+    "system": ("text",),
+}

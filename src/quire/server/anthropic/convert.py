@@ -1,0 +1,132 @@
+"""From a request of the Messages API to what templates and the engine take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.errors import RequestError
+from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.server.anthropic.blocks import (
+    MessageParam,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest, Tool
+from quire.server.dialogue import Dialogue, ToolChoice
+from quire.server.errors import unsupported
+from quire.server.state import ServerState, new_id
+from quire.server.turns import Turns
+
+_BETWEEN = "\n\n"
+"""Between blocks: they are separate pieces of text, which often do not end in a space."""
+
+
+def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:
+    """The conversation as chat templates take it. Results of tools are messages of their own; what
+    the same side says in several turns becomes one.
+
+    Raises:
+        RequestError: a result without a call, or a call without a result.
+    """
+    turns = Turns("messages")
+    if body.system:
+        turns.system(_BETWEEN.join(block.text for block in body.system))
+    for place, message in enumerate(body.messages):
+        _add(turns, message, f"messages[{place}]")
+    return turns.finish()
+
+
+def _add(turns: Turns, message: MessageParam, param: str) -> None:
+    if message.role == "system":
+        turns.system(_BETWEEN.join(block.text for block in message.content))  # type: ignore[union-attr]
+        return
+    if not message.content:
+        raise RequestError(f"'{param}.content' must not be empty.", param=f"{param}.content")
+    for place, block in enumerate(message.content):
+        where = f"{param}.content[{place}]"
+        if isinstance(block, ThinkingBlock):
+            turns.reasoning(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            turns.call(block.id, block.name, _json(block.input), f"{where}.id")
+        elif isinstance(block, ToolResultBlock):
+            turns.result(block.tool_use_id, _result(block), f"{where}.tool_use_id")
+        elif isinstance(block, TextBlock) and message.role == "assistant":
+            turns.assistant(block.text)
+        else:
+            turns.user(block.text, merge=True)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _result(block: ToolResultBlock) -> str:
+    """Templates know of no failed calls, so a failure is said in words."""
+    text = _BETWEEN.join(part.text for part in block.content)
+    return f"Error: {text}" if block.is_error else text
+
+
+def tools_of(tools: list[Tool] | None) -> list[dict[str, Any]]:
+    """In OpenAI's shape, which is the one that templates know."""
+    out = []
+    for tool in tools or ():
+        function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+        if tool.description is not None:
+            function["description"] = tool.description
+        if tool.strict is not None:
+            function["strict"] = tool.strict
+        out.append({"type": "function", "function": function})
+    return out
+
+
+def tool_choice_of(body: CountTokensRequest) -> ToolChoice:
+    """Raises RequestError where a named tool is not there."""
+    choice = body.tool_choice
+    if choice is None:
+        return ToolChoice()
+    if choice.name is not None:
+        return ToolChoice.named(choice.name)
+    return ToolChoice("required" if choice.type == "any" else choice.type)  # type: ignore[arg-type]
+
+
+def dialogue_of(state: ServerState, body: CountTokensRequest) -> Dialogue:
+    """A last message of the assistant is the beginning of the answer."""
+    messages = messages_of(body)
+    last = messages[-1]
+    prefilled = last["role"] == "assistant"
+    if prefilled and not last["content"].strip():
+        raise RequestError(
+            "the last message is the assistant's, so it is continued, but it has no text.",
+            param=f"messages[{len(body.messages) - 1}].content",
+        )
+    if body.thinking is not None and body.thinking.type != "disabled":
+        raise unsupported("thinking")
+    if body.output_config is not None and body.output_config.effort is not None:
+        raise unsupported("output_config.effort")
+    choice = body.tool_choice
+    return Dialogue(
+        messages=messages,
+        params=_params(state, body) if isinstance(body, MessagesRequest) else SamplingParams(),
+        tools=tools_of(body.tools),
+        tool_choice=tool_choice_of(body),
+        parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
+        continue_final_message=prefilled,
+        request_id=new_id("msg", "_"),
+    )
+
+
+def _params(state: ServerState, body: MessagesRequest) -> SamplingParams:
+    given = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p")}
+    fields = {name: value for name, value in given.items() if value is not None}
+    format = body.output_config.format if body.output_config is not None else None
+    structured = None if format is None else StructuredOutputsParams(json=_json(format.json_schema))
+    return SamplingParams(
+        **{**state.defaults, **fields},
+        max_tokens=body.max_tokens,
+        stop=tuple(body.stop_sequences or ()),
+        structured_outputs=structured,
+    )

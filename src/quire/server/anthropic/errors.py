@@ -1,0 +1,51 @@
+"""Errors as Anthropic's API words them: `{"type": "error", "error": {type, message}}`."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.responses import Response
+
+from quire.server.errors import ApiError
+from quire.server.state import new_id
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ErrorObject(msgspec.Struct):
+    type: str
+    message: str
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorObject
+    request_id: str
+    type: str = "error"
+
+
+def error_body(error: ApiError, request_id: str) -> ErrorBody:
+    """The shape has no place for a field's name but the message."""
+    message = str(error)
+    if error.param is not None and error.param not in message:
+        message = f"{error.param}: {message}"
+    kind = _KINDS.get(error.status) or (
+        "api_error" if error.status >= 500 else "invalid_request_error"
+    )
+    return ErrorBody(ErrorObject(kind, message), request_id)
+
+
+def error_response(error: ApiError) -> Response:
+    request_id = new_id("req", "_")
+    return Response(
+        msgspec.json.encode(error_body(error, request_id)),
+        error.status,
+        {"request-id": request_id},
+        media_type="application/json",
+    )

@@ -1,0 +1,126 @@
+"""From what a model says, piece by piece, to the events of a streamed message and to the message
+itself."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from typing import Any
+
+import msgspec
+from pydantic_core import from_json
+
+from quire.server.anthropic.objects import Block, Message, MessageUsage, Text, Thinking, ToolUse
+
+_encoder = msgspec.json.Encoder()
+
+
+class MessageWriter:
+    """Builds `message`, and appends to `out` the events that tell of it.
+
+    streams: False: nobody wants the events.
+    show_thinking: False: thinking blocks are empty but for their signature.
+    """
+
+    def __init__(self, message: Message, *, streams: bool, show_thinking: bool) -> None:
+        self.message = message
+        self.out = bytearray()
+        self._streams = streams
+        self._show_thinking = show_thinking
+        self._block: Block | None = None
+        self._texts: list[str] = []
+
+    def take(self) -> bytes:
+        out, self.out = bytes(self.out), bytearray()
+        return out
+
+    def begin(self) -> None:
+        self._emit("message_start", message=self.message)
+
+    def text(self, text: str) -> None:
+        if not isinstance(self._block, Text):
+            self._open(Text())
+        self._delta("text_delta", text=text)
+        self._texts.append(text)
+
+    def thinking(self, text: str) -> None:
+        if not isinstance(self._block, Thinking):
+            self._open(Thinking())
+        if self._show_thinking:
+            self._delta("thinking_delta", thinking=text)
+        self._texts.append(text)
+
+    def tool_use(self, id: str, name: str) -> None:
+        self._open(ToolUse(id, name))
+
+    def input_json(self, text: str) -> None:
+        """More of the input of the tool use that began last."""
+        if text and isinstance(self._block, ToolUse):
+            self._delta("input_json_delta", partial_json=text)
+            self._texts.append(text)
+
+    def finish(self, usage: MessageUsage, stop_reason: str, stop_sequence: str | None) -> None:
+        if not self.message.content:
+            self._open(Text())
+        self._close()
+        self.message.stop_reason, self.message.stop_sequence = stop_reason, stop_sequence
+        self.message.usage = usage
+        counts = msgspec.structs.asdict(usage)
+        del counts["service_tier"]
+        self._emit(
+            "message_delta",
+            delta={"stop_reason": stop_reason, "stop_sequence": stop_sequence},
+            usage=counts,
+        )
+        self._emit("message_stop")
+
+    def _open(self, block: Block) -> None:
+        self._close()
+        self._block = block
+        place = len(self.message.content)
+        self.message.content.append(block)
+        self._emit("content_block_start", index=place, content_block=block)
+        if place == 0:
+            self._emit("ping")
+
+    def _close(self) -> None:
+        block, text = self._block, "".join(self._texts)
+        if block is None:
+            return
+        if isinstance(block, Text):
+            block.text = text
+        elif isinstance(block, ToolUse):
+            block.input = _object(text)
+        else:
+            block.thinking = text if self._show_thinking else ""
+            block.signature = _signature(text)
+            self._delta("signature_delta", signature=block.signature)
+        self._emit("content_block_stop", index=len(self.message.content) - 1)
+        self._block, self._texts = None, []
+
+    def _delta(self, kind: str, **fields: Any) -> None:
+        place = len(self.message.content) - 1
+        self._emit("content_block_delta", index=place, delta={"type": kind, **fields})
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        if self._streams:
+            write_event(self.out, kind, {"type": kind, **fields})
+
+
+def write_event(buffer: bytearray, kind: str, value: Any) -> None:
+    buffer += b"event: " + kind.encode() + b"\ndata: " + _encoder.encode(value) + b"\n\n"
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A tool's input; of one that was cut off, as much as came."""
+    try:
+        value = from_json(text or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        value = {}
+    return value if isinstance(value, dict) else {}
+
+
+def _signature(thinking: str) -> str:
+    """Clients drop thinking that is not signed, and send the rest back as it came. The text is
+    theirs to read and to change, so its digest will do."""
+    return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()

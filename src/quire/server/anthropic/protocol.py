@@ -1,0 +1,162 @@
+"""`/v1/messages` as clients may send it. Whatever is not listed here is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from quire.errors import RequestError
+from quire.server.anthropic.blocks import CacheControl, MessageParam, Texts
+from quire.server.strict import INT32_MAX, Name, Strict, drop_unused
+
+MAX_MESSAGES = 100_000
+MAX_TOOLS = 256
+
+# Fields of Anthropic's API that are not implemented, with the values that mean "not used".
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "container": (),
+    "context_management": (),
+    "diagnostics": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+    "user_profile_id": (),
+    "workspace_id": (),
+}
+_UNSUPPORTED_IN_TOOL: dict[str, tuple[Any, ...]] = {
+    "allowed_callers": (["direct"],),
+    "defer_loading": (False,),
+    # Arguments are always streamed as they come.
+    "eager_input_streaming": (True, False),
+    "input_examples": ([],),
+}
+
+
+class Tool(Strict):
+    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_custom(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            raise RequestError(
+                f"tools of type {kind[:40]!r} are not supported, only custom ones are.",
+                code="unsupported_parameter",
+            )
+        return drop_unused(data, _UNSUPPORTED_IN_TOOL)
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise RequestError("type 'tool' needs a 'name', and no other type has one.", "name")
+        if self.type == "none" and self.disable_parallel_tool_use is not None:
+            raise RequestError(
+                "type 'none' has no 'disable_parallel_tool_use'.", "disable_parallel_tool_use"
+            )
+        return self
+
+
+class Thinking(Strict):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1024, le=INT32_MAX)
+    display: Literal["omitted"] | None = None
+
+    @field_validator("display", mode="before")
+    @classmethod
+    def _no_summary(cls, display: Any) -> Any:
+        if display == "summarized":
+            raise RequestError(
+                "'summarized' is not supported: thinking is returned whole, or with 'omitted' not "
+                "at all.",
+                code="unsupported_parameter",
+            )
+        return display
+
+    @model_validator(mode="after")
+    def _budget(self) -> Thinking:
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise RequestError(
+                "type 'enabled' needs 'budget_tokens', and no other type has them.",
+                "budget_tokens",
+            )
+        if self.type == "disabled" and self.display is not None:
+            raise RequestError("type 'disabled' has no 'display'.", "display")
+        return self
+
+
+class Metadata(Strict):
+    """An opaque identifier: accepted, not used."""
+
+    user_id: Name | None = None
+
+
+class OutputFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+def _parse_system(system: Any) -> Any:
+    return [{"type": "text", "text": system}] if isinstance(system, str) else system
+
+
+class CountTokensRequest(Strict):
+    """What makes up the prompt: all that counting its tokens needs."""
+
+    model: Name
+    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: Texts | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        return drop_unused(data, _UNSUPPORTED)
+
+    @field_validator("system", mode="before")
+    @classmethod
+    def _one_block(cls, system: Any) -> Any:
+        return _parse_system(system)
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: int = Field(ge=1, le=INT32_MAX)
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = Field(None, ge=0, le=INT32_MAX)
+    top_p: float | None = None
+
+    @model_validator(mode="after")
+    def _budget_fits(self) -> MessagesRequest:
+        budget = self.thinking.budget_tokens if self.thinking is not None else None
+        if budget is not None and budget >= self.max_tokens:
+            raise RequestError(
+                f"'thinking.budget_tokens' ({budget}) must be less than max_tokens "
+                f"({self.max_tokens}).",
+                param="thinking.budget_tokens",
+            )
+        return self

@@ -1,0 +1,152 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.anthropic.convert import dialogue_of
+from quire.server.anthropic.errors import error_body
+from quire.server.anthropic.events import MessageWriter, write_event
+from quire.server.anthropic.objects import (
+    Message,
+    MessageUsage,
+    OutputTokensDetails,
+    TokenCount,
+)
+from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from quire.server.body import Model, read_body
+from quire.server.dialogue import (
+    Event,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallBegin,
+    ToolCallDelta,
+)
+from quire.server.errors import ApiError
+from quire.server.reply import Reply, count, prepare
+from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
+from quire.server.state import ServerState, new_id, state_of
+
+VERSIONS = ("2023-06-01", "2026-10-21")
+"""They differ in what they refuse: the newer one knows no temperature, top_k and top_p. They are
+taken in both, as models here have them."""
+
+
+async def create_message(request: Request) -> Response:
+    state = state_of(request)
+    body = await _read(request, state, MessagesRequest)
+    reply = await prepare(state, dialogue_of(state, body))
+    answer = MessageAnswer(state, body, reply)
+    headers = {"request-id": new_id("req", "_")}
+    if not body.stream:
+        return json_answer(await unless_gone(request.receive, answer.whole()), headers)
+    await start_stream(request, reply)
+    return EventStream(
+        reply,
+        answer.write,
+        answer.finish,
+        fail=answer.fail,
+        metrics=state.metrics,
+        headers=headers,
+    )
+
+
+async def count_tokens(request: Request) -> Response:
+    state = state_of(request)
+    body = await _read(request, state, CountTokensRequest)
+    ids = await count(state, dialogue_of(state, body))
+    return json_answer(TokenCount(len(ids)), {"request-id": new_id("req", "_")})
+
+
+async def _read(request: Request, state: ServerState, model: type[Model]) -> Model:
+    """The body, if the request is one that this server understands."""
+    version = request.headers.get("anthropic-version")
+    if version is not None and version not in VERSIONS:
+        known = " and ".join(VERSIONS)
+        raise ApiError(
+            400, f"anthropic-version: {version[:40]!r} is not supported; known are {known}."
+        )
+    body = await read_body(request, model, state.args.max_body_bytes)
+    state.check_alive()
+    state.check_model(body.model)  # type: ignore[attr-defined]
+    return body
+
+
+class MessageAnswer:
+    """A reply as one message, or as the events of one."""
+
+    def __init__(self, state: ServerState, body: MessagesRequest, reply: Reply) -> None:
+        self.reply = reply
+        self.max_tokens = body.max_tokens
+        omitted = body.thinking is not None and body.thinking.display == "omitted"
+        self.writer = MessageWriter(
+            Message(id=reply.request_id, model=state.model_name, usage=self._usage()),
+            streams=bool(body.stream),
+            show_thinking=not omitted,
+        )
+        self.begun = False
+        self.end = Finished(0, "stop")
+
+    async def whole(self) -> Message:
+        self.reply.start()
+        try:
+            async for events in self.reply.batches():
+                self._feed(events)
+        finally:
+            await self.reply.close()
+        self._end()
+        return self.writer.message
+
+    def write(self, buffer: bytearray, events: list[Event]) -> None:
+        if not self.begun:
+            self.begun = True
+            self.writer.message.usage = self._usage()
+            self.writer.begin()
+        self._feed(events)
+        buffer += self.writer.take()
+
+    def finish(self, buffer: bytearray) -> None:
+        self._end()
+        buffer += self.writer.take()
+
+    def fail(self, buffer: bytearray, error: ApiError) -> None:
+        write_event(buffer, "error", error_body(error, new_id("req", "_")))
+
+    def _feed(self, events: list[Event]) -> None:
+        writer = self.writer
+        for event in events:
+            match event:
+                case TextDelta():
+                    writer.text(event.text)
+                case ReasoningDelta():
+                    writer.thinking(event.text)
+                case ToolCallBegin():
+                    writer.tool_use(event.id, event.name)
+                case ToolCallDelta():
+                    writer.input_json(event.arguments)
+                case Finished():
+                    self.end = event
+
+    def _end(self) -> None:
+        usage, end = self._usage(), self.end
+        sequence = end.stop_reason if isinstance(end.stop_reason, str) else None
+        if end.finish_reason == "tool_calls":
+            reason, sequence = "tool_use", None
+        elif end.finish_reason == "length":
+            full = usage.output_tokens < self.max_tokens
+            reason = "model_context_window_exceeded" if full else "max_tokens"
+        else:
+            reason = "end_turn" if sequence is None else "stop_sequence"
+        self.writer.finish(usage, reason, sequence)
+
+    def _usage(self) -> MessageUsage:
+        usage = self.reply.usage
+        cached = usage.prompt_tokens_details.cached_tokens
+        return MessageUsage(
+            usage.prompt_tokens - cached,
+            cached,
+            usage.completion_tokens,
+            OutputTokensDetails(0),
+        )
