@@ -139,7 +139,7 @@ class Row:
     baseline: str = ""
 
 
-DECODE = (Tiles(16, 64, 4, 3), Tiles(16, 64, 2, 3), Tiles(16, 64, 4, 4), Tiles(16, 128, 4, 2))
+DECODE = (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 2), Tiles(16, 32, 4, 4))
 PREFILL = (
     Tiles(128, 64, 8, 3),
     Tiles(128, 64, 8, 2),
@@ -180,14 +180,15 @@ def time_decode(shape: Shape, case: str, sweep: bool) -> Row:
 
     auto = AttentionTuning()
     trial("default", auto)
-    trial("no prefetch", replace(auto, prefetch=False))
+    trial("prefetch", replace(auto, prefetch=True))
     trial("no PDL", replace(auto, pdl=False))
-    for programs in (132, 264, 1056, 2112):
+    for programs in (0, 264):
         trial(f"programs {programs}", replace(auto, programs=programs))
     for parts in (8, 16, 64) if case in ("b1", "b8", "long") else ():
         trial(f"parts {parts}", replace(auto, most_parts=parts))
-    for tiles in DECODE[1:] if sweep else ():
+    for tiles in DECODE if sweep else ():
         trial(name(tiles), replace(auto, decode=tiles))
+        trial(f"{name(tiles)} uncut", replace(auto, decode=tiles, programs=0))
     best = min(us for _, us in trials)
     return Row("attention decode", shape.name, case, bytes_ / best / 1e6, "TB/s", tuple(trials))
 

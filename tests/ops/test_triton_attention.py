@@ -152,7 +152,7 @@ def test_soft_cap(kernel_device: str) -> None:
     Case(kernel_device, MIXED).check(softcap=2.0)
 
 
-@pytest.mark.parametrize("programs", [1, 6, 80])
+@pytest.mark.parametrize("programs", [0, 2, 6, 80])
 @pytest.mark.parametrize("min_tiles", [1, 2])
 def test_decode_in_parts(kernel_device: str, programs: int, min_tiles: int) -> None:
     rows = [(1, 1), (1, 300), (1, 16), (1, 129)]
@@ -174,7 +174,7 @@ def test_a_schedule_serves_all_layers(kernel_device: str) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("programs", [1, 7, 64, 1000])
+@pytest.mark.parametrize("programs", [0, 2, 7, 64, 1000])
 def test_schedule_covers_each_short_row_once(
     kernel_device: str, programs: int, window: int | None
 ) -> None:
@@ -185,7 +185,7 @@ def test_schedule_covers_each_short_row_once(
         query_start, seq_lens, kv_heads=2, programs=programs, longest=8, tile_n=16, min_tiles=1,
         most_parts=4, window=window, pdl=False,
     )  # fmt: skip
-    items = made.items.T.tolist()
+    items = made.items.tolist()
     used = [item for item in items if item[0] >= 0]
     assert [item[0] for item in items[len(used) :]] == [-1] * (len(items) - len(used))
     lengths = [-(-(end - start) // 16) for _, start, end, *_ in used]
@@ -196,15 +196,16 @@ def test_schedule_covers_each_short_row_once(
             continue
         first = seq_len - q_len
         begin = 0 if window is None else max(first - window + 1, 0) // 16 * 16
-        leader = mine[0][0]
-        assert [i for i, _ in mine] == list(range(leader, leader + len(mine)))
-        assert len(mine) <= 4
-        for _, (_, start, end, head, parts, at, count, position) in mine:
-            assert (start, head, parts) == (begin, leader, len(mine))
-            assert (at, count, position) == (int(query_start[row]), q_len, first)
+        leader, parts = made.rows[:, row].tolist()
+        assert [i for i, _ in mine] == list(range(leader, leader + parts))
+        assert parts <= 4
+        for _, (_, start, end, *rest, _) in mine:
+            assert start == begin
+            assert rest == [int(query_start[row]), q_len, first, parts]
             begin = end
         assert begin == seq_len
-    longest = [max(lengths[item[3] : item[3] + item[4]]) for item in used]
+    leaders = [made.rows[0, item[0]].item() for item in used]
+    longest = [max(lengths[at : at + item[6]]) for at, item in zip(leaders, used, strict=True)]
     assert longest == sorted(longest, reverse=True)
 
 

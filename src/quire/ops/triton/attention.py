@@ -17,11 +17,15 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.ops.triton.attention_kernels import attend_long, attend_short
+from quire.ops.triton.attention_kernels import attend_long, attend_short, combine
 from quire.ops.triton.attention_schedule import Schedule, schedule
 from quire.ops.triton.launch import DeviceTraits, options, traits
 
 _LOG2E = math.log2(math.e)
+_FILLED = 3
+"""Programs per multiprocessor from which on short rows are not cut into parts."""
+_ONE_WAVE = 5
+"""Programs per multiprocessor that run at once, with one KV tile in flight each."""
 _SHORT_TILE = 64
 """If all rows of a bucket fit a tile of this many queries, no launch for long rows is needed."""
 
@@ -38,18 +42,18 @@ class Tiles:
 
 @dataclass(frozen=True)
 class AttentionTuning:
-    """Measured choices, by default made from the shapes. programs: what short rows' KV is spread
-    over, at least. min_tiles: least KV tiles of a part. most_parts: parts of a row. prefetch: ask
-    for the first KV tile before waiting for the predecessor. pdl, upcast: None means what the card
-    has; upcast computes in fp32 where tensor cores do not take bf16. fixed: one kernel, one tile
-    and one order of summation for every row, whatever else is in the batch."""
+    """Measured choices, by default made from the shapes. programs: how many more than rows alone
+    make short rows' KV is spread over. min_tiles: least KV tiles of a part. most_parts: parts of a
+    row. prefetch: ask for the first KV tile before waiting for the predecessor. pdl, upcast: None
+    means what the card has; upcast computes in fp32 where tensor cores do not take bf16. fixed: one
+    kernel, one tile and one order of summation for every row, whatever else is in the batch."""
 
     decode: Tiles | None = None
     prefill: Tiles | None = None
     programs: int | None = None
     min_tiles: int = 1
     most_parts: int = 32
-    prefetch: bool = True
+    prefetch: bool | None = None
     pdl: bool | None = None
     upcast: bool | None = None
     fixed: bool = False
@@ -58,15 +62,20 @@ class AttentionTuning:
 DEFAULT = AttentionTuning()
 
 
-def decode_tiles(queries: int, d_pad: int, element_size: int, card: DeviceTraits) -> Tiles:
-    """queries: (token, head) pairs of the longest short row."""
+def decode_tiles(
+    queries: int, d_pad: int, element_size: int, programs: int, card: DeviceTraits
+) -> Tiles:
+    """queries: (token, head) pairs of the longest short row. programs: one per row and KV head."""
     m = max(16, triton.next_power_of_2(queries))
-    n = 64 if d_pad * element_size <= 256 and card.capability >= (8, 0) else 32
-    stages = 3 if card.capability >= (8, 0) else 1
-    return Tiles(m, n, 4, stages)
+    if card.capability < (8, 0):
+        return Tiles(m, 32, 4, 1)
+    # Programs a little too many for one wave had better fit it with less in flight.
+    one_wave = _FILLED * card.num_sms < programs <= _ONE_WAVE * card.num_sms
+    return Tiles(m, 64 if d_pad * element_size <= 256 else 32, 4, 2 if one_wave else 3)
 
 
-def prefill_tiles(head_dim: int, element_size: int, card: DeviceTraits) -> Tiles:
+def prefill_tiles(pairs: int, head_dim: int, element_size: int, card: DeviceTraits) -> Tiles:
+    """pairs: (token, head) pairs of a step at most."""
     d_pad = max(16, triton.next_power_of_2(head_dim))
     if element_size > 2 or card.capability < (8, 0):
         # No tensor cores for these: the product is done by FMAs, out of registers.
@@ -77,6 +86,8 @@ def prefill_tiles(head_dim: int, element_size: int, card: DeviceTraits) -> Tiles
         return Tiles(128, 64 if card.shared_memory >= 200 * 1024 else 32, 8, 2)
     if card.shared_memory < 200 * 1024:
         return Tiles(128, 64, 4 if d_pad <= 64 else 8, 3)
+    if pairs <= 96 * card.num_sms:
+        return Tiles(64, 128, 4, 2)  # so few that smaller tiles spread better
     return Tiles(128, 128, 8, 2)
 
 
@@ -94,13 +105,18 @@ def attention_schedule(
 ) -> Schedule:
     """See `ops.attention_schedule`."""
     card = traits(seq_lens.device)
-    group = heads // kv_heads
-    tiles = _short_tiles(group, max_q_len, head_dim, _width(dtype, card, tuning), card, tuning)
+    group, filled = heads // kv_heads, seq_lens.shape[0] * kv_heads
+    width = _width(dtype, card, tuning)
+    tiles = tuning.decode or _short_tiles(group, max_q_len, head_dim, width, filled, card)
+    programs = tuning.programs
+    if programs is None:
+        # Rows that fill the card by themselves are only sorted.
+        programs = 0 if filled > _FILLED * card.num_sms else 2 * card.num_sms
     return schedule(
         query_start,
         seq_lens,
         kv_heads=kv_heads,
-        programs=tuning.programs or 4 * card.num_sms,
+        programs=programs,
         longest=max(1, tiles.m // group),
         tile_n=tiles.n,
         min_tiles=tuning.min_tiles,
@@ -111,12 +127,11 @@ def attention_schedule(
 
 
 def _short_tiles(
-    group: int, max_q_len: int, head_dim: int, width: int, card: DeviceTraits,
-    tuning: AttentionTuning,
-) -> Tiles:  # fmt: skip
+    group: int, max_q_len: int, head_dim: int, width: int, programs: int, card: DeviceTraits
+) -> Tiles:
     fits = max_q_len * group <= _SHORT_TILE
     d_pad = max(16, triton.next_power_of_2(head_dim))
-    return tuning.decode or decode_tiles(max_q_len * group if fits else group, d_pad, width, card)
+    return decode_tiles(max_q_len * group if fits else group, d_pad, width, programs, card)
 
 
 def _width(dtype: torch.dtype, card: DeviceTraits, tuning: AttentionTuning) -> int:
@@ -182,7 +197,7 @@ def paged_attention(
         },
         pdl,
     )
-    long_tiles = tuning.prefill or prefill_tiles(head_dim, width, card)
+    long_tiles = tuning.prefill or prefill_tiles(tokens * heads, head_dim, width, card)
     if tuning.fixed:
         launch.long_rows(long_tiles, shortest=1, one_loop=True)
         return out
@@ -192,9 +207,11 @@ def paged_attention(
         query_start, seq_lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         dtype=q.dtype, max_q_len=max_q_len, window=window, tuning=tuning,
     )  # fmt: skip
-    tiles = _short_tiles(heads // kv_heads, max_q_len, head_dim, width, card, tuning)
-    launch.short_rows(plan, tiles, pdl=early, prefetch=tuning.prefetch)
-    longest = max(1, tiles.m // (heads // kv_heads))
+    group, filled = heads // kv_heads, seq_lens.shape[0] * kv_heads
+    tiles = tuning.decode or _short_tiles(group, max_q_len, head_dim, width, filled, card)
+    longest = max(1, tiles.m // group)
+    prefetch = filled <= card.num_sms if tuning.prefetch is None else tuning.prefetch
+    launch.short_rows(plan, tiles, min(longest, max_q_len), pdl=early, prefetch=prefetch)
     if max_q_len > longest:
         launch.long_rows(long_tiles, shortest=longest + 1)
     return out
@@ -207,22 +224,36 @@ class _Launch:
     tensors: tuple[Tensor, ...]
     scales: tuple[float, float]
     window: int
-    constants: dict[str, object]
+    constants: dict[str, Any]
     pdl: bool
 
-    def short_rows(self, plan: Schedule, tiles: Tiles, *, pdl: bool, prefetch: bool) -> None:
-        """Rows whose queries fit a tile. pdl: the schedule was complete before the preceding kernel
-        began, so that it may be read early."""
+    def short_rows(
+        self, plan: Schedule, tiles: Tiles, longest: int, *, pdl: bool, prefetch: bool
+    ) -> None:
+        """Rows of at most `longest` tokens, which fit a tile. pdl: the schedule was complete before
+        the preceding kernel began, so that it may be read early."""
         q, _, _, out, _, _, table = self.tensors
-        num_items, kv_heads = plan.counters.shape
-        parts = num_items * kv_heads * tiles.m
-        partial = torch.empty(parts * q.shape[2], dtype=torch.float32, device=q.device)
-        lse = torch.empty(parts, dtype=torch.float32, device=q.device)
+        num_items, num_rows = plan.items.shape[0], plan.rows.shape[1]
+        kv_heads, head_dim = self.tensors[1].shape[1], q.shape[2]
+        partial = lse = out
+        if plan.parts:
+            parts = num_items * kv_heads * tiles.m
+            partial = torch.empty(parts * head_dim, dtype=torch.float32, device=q.device)
+            lse = torch.empty(parts, dtype=torch.float32, device=q.device)
         attend_short[(kv_heads, num_items)](
-            *self.tensors[:3], out, partial, lse, plan.counters, plan.items, table, num_items,
-            *self._numbers(), BM=tiles.m, BN=plan.tile_n, PDL=pdl, PREFETCH=prefetch,
+            *self.tensors[:3], out, partial, lse, plan.items, table, *self._numbers(),
+            BM=tiles.m, BN=plan.tile_n, PDL=pdl, PREFETCH=prefetch, PARTS=plan.parts,
             **self.constants,
             **options(pdl, num_warps=tiles.warps, num_stages=tiles.stages),
+        )  # fmt: skip
+        if not plan.parts:
+            return
+        group = int(self.constants["GROUP"])
+        queries = min(longest * group, tiles.m)
+        combine[(num_rows, kv_heads, queries)](
+            partial, lse, out, plan.items, plan.rows, num_rows, *out.stride()[:2],
+            GROUP=group, HEAD_DIM=head_dim, D_PAD=self.constants["D_PAD"], BM=tiles.m,
+            PDL=self.pdl, **options(self.pdl, num_warps=2),
         )  # fmt: skip
 
     def long_rows(self, tiles: Tiles, shortest: int, one_loop: bool = False) -> None:

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ROWS_AT_ONCE = tl.constexpr(256)
-PARTS_AT_ONCE = tl.constexpr(4)
+PARTS_AT_ONCE = tl.constexpr(8)
 
 
 @triton.jit
@@ -107,33 +107,42 @@ def _attend_range(
 
 
 @triton.jit
+def _flat_rows(
+    head, local, q_start, q_len, stride_t, stride_h, GROUP: tl.constexpr, BM: tl.constexpr
+):
+    """Of a row's tile `local`: each query's token within the row and its offset, [BM], and whether
+    there is one."""
+    flat = local * BM + tl.arange(0, BM)
+    tokens = flat // GROUP
+    heads = head * GROUP + flat % GROUP
+    at = (q_start + tokens).to(tl.int64) * stride_t + heads * stride_h
+    return tokens, at, flat < q_len * GROUP
+
+
+@triton.jit
 def _load_queries(
     q_ptr, head, local, q_start, q_len, first, stride_t, stride_h,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Queries of a row's tile `local`: their values [BM, D_PAD], absolute positions [BM] (-1 for
-    what is none), tokens and heads [BM]. The row's first query stands at position `first`."""
-    flat = local * BM + tl.arange(0, BM)
-    live = flat < q_len * GROUP
-    tokens = flat // GROUP
-    heads = head * GROUP + flat % GROUP
+    """The queries of a row's tile [BM, D_PAD], and their positions [BM], -1 for what is none. The
+    row's first query stands at position `first`."""
+    tokens, rows, live = _flat_rows(head, local, q_start, q_len, stride_t, stride_h, GROUP, BM)
     dims = tl.arange(0, D_PAD)
     inside = live[:, None] & (dims[None, :] < HEAD_DIM)
-    rows = (q_start + tokens).to(tl.int64) * stride_t + heads * stride_h
     q = tl.load(q_ptr + rows[:, None] + dims[None, :], mask=inside, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
-    return q, tl.where(live, first + tokens, -1), q_start + tokens, heads
+    return q, tl.where(live, first + tokens, -1)
 
 
 @triton.jit
 def _store_output(
-    out_ptr, result, tokens, heads, live, stride_t, stride_h,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    out_ptr, result, head, local, q_start, q_len, stride_t, stride_h,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
+    _, rows, live = _flat_rows(head, local, q_start, q_len, stride_t, stride_h, GROUP, BM)
     dims = tl.arange(0, D_PAD)
-    rows = tokens.to(tl.int64) * stride_t + heads * stride_h
     inside = live[:, None] & (dims[None, :] < HEAD_DIM)
     at = out_ptr + rows[:, None] + dims[None, :]
     tl.store(at, result.to(out_ptr.dtype.element_ty), mask=inside)
@@ -164,65 +173,29 @@ def _prefetch(
             )
 
 
-@triton.jit
-def _merge(
-    partial_ptr, lse_ptr, base, parts, part_stride, live,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """The parts' results [BM, D_PAD], weighted by their sums, in order. Read past L1, which does
-    not see what other programs wrote."""
-    ROWS: tl.constexpr = PARTS_AT_ONCE * BM
-    dims = tl.arange(0, D_PAD)
-    flat = tl.arange(0, ROWS)
-    wanted = tl.sum(tl.where(live, 1, 0), 0)
-    acc = tl.zeros([BM, D_PAD], tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    peak = tl.full([BM], float("-inf"), tl.float32)
-    for start in range(0, parts, PARTS_AT_ONCE):
-        part = start + flat // BM
-        inside = (part < parts) & (flat % BM < wanted)
-        at = base + part.to(tl.int64) * part_stride + flat % BM
-        lse = tl.load(lse_ptr + at, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        values = tl.load(
-            partial_ptr + at[:, None] * HEAD_DIM + dims[None, :],
-            mask=inside[:, None] & (dims[None, :] < HEAD_DIM),
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        lse = tl.reshape(lse, [PARTS_AT_ONCE, BM])
-        higher = tl.maximum(peak, tl.max(lse, 0))
-        # A window can leave a query nothing in its first parts.
-        floor = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(lse - floor[None, :])
-        decay = tl.exp2(peak - floor)
-        total = total * decay + tl.sum(weights, 0)
-        weighted = tl.reshape(values, [PARTS_AT_ONCE, BM, D_PAD]) * weights[:, :, None]
-        acc = acc * decay[:, None] + tl.sum(weighted, 0)
-        peak = higher
-    return acc / tl.where(total > 0.0, total, 1.0)[:, None]
-
-
-@triton.jit(do_not_specialize=["num_items", "window"])
+@triton.jit(do_not_specialize=["window"])
 def attend_short(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, counters_ptr, items_ptr, table_ptr,
-    num_items, qk_scale, softcap, window, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, table_ptr,
+    qk_scale, softcap, window, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
     k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Rows whose queries fit one tile. Grid (KV heads, items); an item is a range of a row's KV
-    positions, see `attention_schedule`. Of a row in several parts, the last to arrive adds up."""
+    positions, see `attention_schedule`. PARTS: a row may have several; see `combine`."""
     head = tl.program_id(0)
-    item = items_ptr + tl.program_id(1)
+    item = items_ptr + tl.program_id(1) * 8
     row = tl.load(item)
-    start = tl.load(item + num_items)
-    end = tl.load(item + 2 * num_items)
-    leader = tl.load(item + 3 * num_items)
-    parts = tl.load(item + 4 * num_items)
-    q_start = tl.load(item + 5 * num_items)
-    q_len = tl.load(item + 6 * num_items)
-    first = tl.load(item + 7 * num_items)
+    start = tl.load(item + 1)
+    end = tl.load(item + 2)
+    q_start = tl.load(item + 3)
+    q_len = tl.load(item + 4)
+    first = tl.load(item + 5)
+    parts = 1
+    if PARTS:
+        parts = tl.load(item + 6)
     k_ptr += head.to(tl.int64) * k_stride_h
     v_ptr += head.to(tl.int64) * v_stride_h
     table_ptr += row.to(tl.int64) * table_stride
@@ -237,11 +210,10 @@ def attend_short(
         gdc_launch_dependents()
     if row < 0:
         return
-    q, limit, tokens, heads = _load_queries(
+    q, limit = _load_queries(
         q_ptr, head, 0, q_start, q_len, first, q_stride_t, q_stride_h,
         GROUP, HEAD_DIM, D_PAD, BM, UPCAST,
     )  # fmt: skip
-    live = limit >= 0
     begin = 0
     if WINDOW:
         begin = first - window + 1
@@ -255,27 +227,65 @@ def attend_short(
     # A part may hold nothing for some of its queries: their sum is 0, their peak -inf.
     total = tl.where(total > 0.0, total, 1.0)
     result = acc / total[:, None]
-    last = True
-    if parts > 1:
+    if PARTS:
         dims = tl.arange(0, D_PAD)
-        part_stride = tl.num_programs(0) * BM
-        base = leader.to(tl.int64) * part_stride + head * BM
-        at = tl.program_id(1).to(tl.int64) * part_stride + head * BM + tl.arange(0, BM)
-        inside = live[:, None] & (dims[None, :] < HEAD_DIM)
+        part = (tl.program_id(1) * tl.num_programs(0) + head).to(tl.int64) * BM
+        at = part + tl.arange(0, BM)
+        several = tl.where(parts > 1, limit, -1) >= 0
+        inside = several[:, None] & (dims[None, :] < HEAD_DIM)
         tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], result, mask=inside)
-        tl.store(lse_ptr + at, peak + tl.log2(total), mask=live)
-        tl.debug_barrier()  # every thread's part is written before the one atomic that says so
-        counter = counters_ptr + leader * tl.num_programs(0) + head
-        last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
-        if last:
-            result = _merge(
-                partial_ptr, lse_ptr, base, parts, part_stride, live, HEAD_DIM, D_PAD, BM
-            )
-            tl.store(counter, 0)  # for the next layer
-    if last:
-        _store_output(
-            out_ptr, result, tokens, heads, live, out_stride_t, out_stride_h, HEAD_DIM, D_PAD
-        )
+        tl.store(lse_ptr + at, peak + tl.log2(total), mask=several)
+        # What has several parts is not written here.
+        q_len = tl.where(parts > 1, 0, q_len)
+    _store_output(
+        out_ptr, result, head, 0, q_start, q_len, out_stride_t, out_stride_h,
+        GROUP, HEAD_DIM, D_PAD, BM,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def combine(
+    partial_ptr, lse_ptr, out_ptr, items_ptr, rows_ptr, num_rows, out_stride_t, out_stride_h,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, KV heads, queries of a tile): the results of a row's parts, weighted by their
+    sums."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    flat = tl.program_id(2)
+    leader = tl.load(rows_ptr + row)
+    parts = tl.load(rows_ptr + num_rows + row)
+    q_start = tl.load(items_ptr + leader * 8 + 3, mask=parts > 1, other=0)
+    q_len = tl.load(items_ptr + leader * 8 + 4, mask=parts > 1, other=0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if (parts <= 1) | (flat >= q_len * GROUP):
+        return
+    dims = tl.arange(0, D_PAD)
+    base = leader.to(tl.int64) * tl.num_programs(1) + head
+    acc = tl.zeros([D_PAD], tl.float32)
+    total = 0.0
+    peak = float("-inf")
+    for start in range(0, parts, PARTS_AT_ONCE):
+        part = start + tl.arange(0, PARTS_AT_ONCE)
+        at = (base + part * tl.num_programs(1)) * BM + flat
+        lse = tl.load(lse_ptr + at, mask=part < parts, other=float("-inf"))
+        inside = (part[:, None] < parts) & (dims[None, :] < HEAD_DIM)
+        values_at = partial_ptr + at[:, None] * HEAD_DIM + dims[None, :]
+        values = tl.load(values_at, mask=inside, other=0.0)
+        higher = tl.maximum(peak, tl.max(lse, 0))
+        # A window can leave a query nothing in its first parts.
+        floor = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(lse - floor)
+        decay = tl.exp2(peak - floor)
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay + tl.sum(weights[:, None] * values, 0)
+        peak = higher
+    out_row = (q_start + flat // GROUP).to(tl.int64) * out_stride_t
+    out_at = out_ptr + out_row + (head * GROUP + flat % GROUP) * out_stride_h + dims
+    tl.store(out_at, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_rows", "window"])
@@ -303,7 +313,7 @@ def attend_long(
         gdc_launch_dependents()
     if (q_len < SHORTEST) | (local * BM >= q_len * GROUP):
         return
-    q, limit, tokens, heads = _load_queries(
+    q, limit = _load_queries(
         q_ptr, head, local, q_start, q_len, seq_len - q_len, q_stride_t, q_stride_h,
         GROUP, HEAD_DIM, D_PAD, BM, UPCAST,
     )  # fmt: skip
@@ -344,5 +354,6 @@ def attend_long(
     )  # fmt: skip
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     _store_output(
-        out_ptr, result, tokens, heads, limit >= 0, out_stride_t, out_stride_h, HEAD_DIM, D_PAD
-    )
+        out_ptr, result, head, local, q_start, q_len, out_stride_t, out_stride_h,
+        GROUP, HEAD_DIM, D_PAD, BM,
+    )  # fmt: skip

@@ -23,14 +23,16 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """items: int32 [8, N]. Per item its row (-1: none), the KV positions [start, end) to attend to,
-    the row's first item, how many it has, and where its queries begin, how many they are, and the
-    first one's position. counters: int32 [N, KV heads], zero; arrivals at a row's first item.
-    tile_n: parts are multiples of it, at absolute positions."""
+    """items: int32 [N, 8]. Per item its row (-1: none), the KV positions [start, end) to attend to,
+    where the row's queries begin, how many they are, the first one's position, how many items the
+    row has, and nothing. rows: int32 [2, R]. Each row's first item, the others follow it, and how
+    many. tile_n: parts are multiples of it, at absolute positions. parts: whether a row may have
+    several."""
 
     items: Tensor
-    counters: Tensor
+    rows: Tensor
     tile_n: int
+    parts: bool
 
 
 @triton.jit
@@ -58,62 +60,74 @@ def _cut(tiles, span, most):
     return per, tl.cdiv(tiles, tl.maximum(per, 1))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_items", "spare", "longest", "window", "most"])
+@triton.jit
+def _placed(own, per, rows, tiles, span, most):
+    """How many items of rows [n] of `tiles` stand before those of rows `own`, which have `per`
+    tiles in each of their parts; and how many items the rows [n] have."""
+    other_per, parts = _cut(tiles, span, most)
+    tie = (other_per[None, :] == per[:, None]) & (rows[None, :] < own[:, None])
+    before = (other_per[None, :] > per[:, None]) | tie
+    return tl.sum(tl.where(before, parts[None, :], 0), 1), tl.sum(parts, 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_items", "spare", "longest", "window", "min_tiles", "most"]
+)
 def _schedule(
-    query_start_ptr, seq_lens_ptr, items_ptr, counters_ptr, num_rows, num_items, spare, longest,
-    window, most, min_tiles, kv_heads,
-    BN: tl.constexpr, OWN: tl.constexpr, AT_ONCE: tl.constexpr, HEADS_PAD: tl.constexpr,
+    query_start_ptr, seq_lens_ptr, items_ptr, rows_ptr, num_rows, num_items, spare, longest,
+    window, min_tiles, most,
+    BN: tl.constexpr, OWN: tl.constexpr, AT_ONCE: tl.constexpr, ONCE: tl.constexpr,
     WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each program places OWN rows: behind all rows of longer parts, and of equal ones before."""
+    """Each program places OWN rows: behind all rows of longer parts, and of equal ones before.
+    ONCE: there are no more than AT_ONCE rows."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    total = 0
-    for begin in range(0, num_rows, AT_ONCE):
-        rows = begin + tl.arange(0, AT_ONCE)
-        _, _, _, _, tiles = _parts(
-            query_start_ptr, seq_lens_ptr, rows, num_rows, window, longest, WINDOW, BN
-        )
-        total += tl.sum(tiles, 0)
-    span = tl.maximum(tl.cdiv(total, spare), min_tiles)
-
+    rows = tl.arange(0, AT_ONCE)
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    q_start, q_len, first, start, tiles = _parts(
+    q_start, q_len, first, start, own_tiles = _parts(
         query_start_ptr, seq_lens_ptr, own, num_rows, window, longest, WINDOW, BN
     )
-    per, parts = _cut(tiles, span, most)
-    place = tl.zeros([OWN], tl.int32)
-    placed = 0
-    for begin in range(0, num_rows, AT_ONCE):
-        rows = begin + tl.arange(0, AT_ONCE)
-        _, _, _, _, others = _parts(
-            query_start_ptr, seq_lens_ptr, rows, num_rows, window, longest, WINDOW, BN
-        )
-        other_per, other_parts = _cut(others, span, most)
-        tie = (other_per[None, :] == per[:, None]) & (rows[None, :] < own[:, None])
-        before = (other_per[None, :] > per[:, None]) | tie
-        place += tl.sum(tl.where(before, other_parts[None, :], 0), 1)
-        placed += tl.sum(other_parts, 0)
+    _, _, _, _, tiles = _parts(
+        query_start_ptr, seq_lens_ptr, rows, num_rows, window, longest, WINDOW, BN
+    )
+    total = tl.sum(tiles, 0)
+    if not ONCE:
+        for begin in range(AT_ONCE, num_rows, AT_ONCE):
+            _, _, _, _, more = _parts(
+                query_start_ptr, seq_lens_ptr, begin + rows, num_rows, window, longest, WINDOW, BN
+            )
+            total += tl.sum(more, 0)
+    span = tl.maximum(tl.cdiv(total, spare), min_tiles)
+    per, parts = _cut(own_tiles, span, most)
+    place, placed = _placed(own, per, rows, tiles, span, most)
+    if not ONCE:
+        for begin in range(AT_ONCE, num_rows, AT_ONCE):
+            _, _, _, _, more = _parts(
+                query_start_ptr, seq_lens_ptr, begin + rows, num_rows, window, longest, WINDOW, BN
+            )
+            more_place, more_placed = _placed(own, per, begin + rows, more, span, most)
+            place += more_place
+            placed += more_placed
+    tl.store(rows_ptr + own, place, mask=own < num_rows)
+    tl.store(rows_ptr + num_rows + own, parts, mask=own < num_rows)
     for part in range(0, tl.max(parts, 0)):
-        at = items_ptr + place + part
+        at = items_ptr + (place + part) * 8
         mine = part < parts
-        from_tile = start + part * per * BN
+        begin_at = start + part * per * BN
+        end_at = tl.minimum(begin_at + per * BN, first + q_len)
         tl.store(at, own, mask=mine)
-        tl.store(at + num_items, from_tile, mask=mine)
-        tl.store(at + 2 * num_items, tl.minimum(from_tile + per * BN, first + q_len), mask=mine)
-        tl.store(at + 3 * num_items, place, mask=mine)
-        tl.store(at + 4 * num_items, parts, mask=mine)
-        tl.store(at + 5 * num_items, q_start, mask=mine)
-        tl.store(at + 6 * num_items, q_len, mask=mine)
-        tl.store(at + 7 * num_items, first, mask=mine)
-    heads = tl.arange(0, HEADS_PAD)
-    counters = counters_ptr + place[:, None] * kv_heads + heads[None, :]
-    tl.store(counters, 0, mask=(parts > 0)[:, None] & (heads < kv_heads)[None, :])
+        tl.store(at + 1, begin_at, mask=mine)
+        tl.store(at + 2, end_at, mask=mine)
+        tl.store(at + 3, q_start, mask=mine)
+        tl.store(at + 4, q_len, mask=mine)
+        tl.store(at + 5, first, mask=mine)
+        tl.store(at + 6, parts, mask=mine)
     if tl.program_id(0) == 0:
         for begin in range(placed, num_items, AT_ONCE):
             at = begin + tl.arange(0, AT_ONCE)
-            tl.store(items_ptr + at, -1, mask=at < num_items)
+            tl.store(items_ptr + at * 8, -1, mask=at < num_items)
 
 
 def schedule(
@@ -131,16 +145,19 @@ def schedule(
 ) -> Schedule:
     """Rows of 1 to `longest` tokens in parts of at least `min_tiles` tiles of `tile_n` positions,
     at most `most_parts` a row. query_start: int32 [R + 1]; seq_lens: int32 [R]. programs: what
-    fills the card; a card that rows alone fill gets few parts more than rows."""
-    rows, device = seq_lens.shape[0], seq_lens.device
-    spare = max(1, programs // kv_heads)
-    num_items = rows + spare
-    items = torch.empty(8, num_items, dtype=torch.int32, device=device)
-    counters = torch.empty(num_items, kv_heads, dtype=torch.int32, device=device)
-    _schedule[(triton.cdiv(rows, _OWN),)](
-        query_start, seq_lens, items, counters, rows, num_items, spare, longest, window or 0,
-        most_parts, min_tiles, kv_heads,
-        BN=tile_n, OWN=_OWN, AT_ONCE=_AT_ONCE, HEADS_PAD=triton.next_power_of_2(kv_heads),
-        WINDOW=window is not None, PDL=pdl, **options(pdl, num_warps=4),
+    fills the card: rows are cut so that there are up to that many more programs than rows alone
+    make."""
+    num_rows, device = seq_lens.shape[0], seq_lens.device
+    spare = programs // kv_heads if most_parts > 1 else 0
+    num_items = num_rows + spare
+    items = torch.empty(num_items, 8, dtype=torch.int32, device=device)
+    rows = torch.empty(2, num_rows, dtype=torch.int32, device=device)
+    at_once = min(_AT_ONCE, max(32, triton.next_power_of_2(num_rows)))
+    _schedule[(triton.cdiv(num_rows, _OWN),)](
+        query_start, seq_lens, items, rows, num_rows, num_items, max(spare, 1), longest,
+        window or 0, min_tiles, most_parts if spare else 1,
+        BN=tile_n, OWN=_OWN, AT_ONCE=at_once, ONCE=num_rows <= at_once,
+        WINDOW=window is not None, PDL=pdl,
+        **options(pdl, num_warps=1 if num_rows <= 32 else 4),
     )  # fmt: skip
-    return Schedule(items, counters, tile_n)
+    return Schedule(items, rows, tile_n, spare > 0)
