@@ -119,7 +119,8 @@ class ResponseWriter:
         self.close("incomplete")
         self._emit("error", code=error.code, message=str(error), param=error.param)
         self.response.status = "failed"
-        self.response.error = ErrorDetails("server_error", str(error))
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        self.response.error = ErrorDetails(code, str(error))
         self._lifecycle("failed")
 
     def cancel(self) -> None:

@@ -42,10 +42,14 @@ class Record:
         return self.response.status in ("queued", "in_progress")
 
     @property
+    def output(self) -> tuple[Item, ...]:
+        """What the model said, as input of a later turn."""
+        return tuple(parse_item(msgspec.to_builtins(item)) for item in self.response.output)
+
+    @property
     def history(self) -> tuple[Item, ...]:
         """What the next turn begins with."""
-        said = (parse_item(msgspec.to_builtins(item)) for item in self.response.output)
-        return (*self.input, *said)
+        return (*self.input, *self.output)
 
     def tell(self, events: Iterable[Sent] = ()) -> None:
         """More events, or the end, for those who watch."""
@@ -113,7 +117,7 @@ class ResponseStore:
         self.size += size - record.size
         record.size = size
         if not record.running:
-            self._items |= {item.id: item for item in record.history if item.id is not None}
+            self._items |= {item.id: item for item in record.output if item.id is not None}
         self._shrink()
 
     def get(self, id: str, param: str) -> Record:
@@ -131,7 +135,8 @@ class ResponseStore:
         return record
 
     def item(self, id: str) -> Item | None:
-        """An item of a stored conversation, which an `item_reference` may name."""
+        """An item that a stored response has put out, which an `item_reference` may name. Items of
+        the input are not to be had by their ids, which clients choose, and so could guess."""
         self._expire()
         return self._items.get(id)
 
@@ -141,8 +146,8 @@ class ResponseStore:
             record.task.cancel()
         if self._records.pop(record.response.id, None) is not None:
             self.size -= record.size
-            for item in record.history:
-                self._items.pop(item.id or "", None)
+            for item in record.response.output:
+                self._items.pop(item.id, None)
 
     def _expire(self) -> None:
         oldest = self._clock() - self.max_age

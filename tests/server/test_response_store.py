@@ -1,0 +1,166 @@
+"""The bounds of the store of responses, and those who watch one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+
+from quire.server.errors import ApiError
+from quire.server.openai_responses.events import ResponseWriter, Sent
+from quire.server.openai_responses.items import MessageItem, parse_item
+from quire.server.openai_responses.objects import (
+    InputTokensDetails,
+    OutputTokensDetails,
+    Response,
+    Usage,
+)
+from quire.server.openai_responses.store import Record, ResponseStore
+from tests.server.inprocess import run
+
+USAGE = Usage(1, InputTokensDetails(), 1, OutputTokensDetails(), 2)
+
+
+def response(id: str, status: str = "in_progress") -> Response:
+    return Response(
+        id=id,
+        created_at=0,
+        status=status,
+        background=True,
+        instructions=None,
+        max_output_tokens=None,
+        metadata={},
+        model="m",
+        output=[],
+        parallel_tool_calls=True,
+        previous_response_id=None,
+        reasoning={},
+        store=True,
+        temperature=1.0,
+        text={},
+        tool_choice="auto",
+        tools=[],
+        top_logprobs=0,
+        top_p=1.0,
+        truncation="disabled",
+    )
+
+
+def record(id: str, text: str = "hi", *, done: bool = True) -> Record:
+    item: Any = parse_item({"role": "user", "content": text, "id": f"msg_{id}"})
+    made = Record(ResponseWriter(response(id)), (item,))
+    if done:
+        made.writer.text("answer", [])
+        made.writer.finish(USAGE, cut=False)
+    return made
+
+
+def ids(store: ResponseStore, *names: str) -> list[str]:
+    """Those that are there; for the others, the error names them."""
+    found = []
+    for name in names:
+        with contextlib.suppress(ApiError):
+            found.append(store.get(name, "id").response.id)
+    for name in set(names) - set(found):
+        with pytest.raises(ApiError, match=name) as error:
+            store.get(name, "id")
+        assert error.value.status == 404
+    return found
+
+
+def test_the_oldest_goes_first() -> None:
+    store = ResponseStore(2, 10**9, 1e9)
+    for name in "abc":
+        store.add(record(name))
+    assert ids(store, "a", "b", "c") == ["b", "c"]
+
+
+def test_bytes_are_bounded() -> None:
+    store = ResponseStore(100, 50_000, 1e9)
+    for i in range(20):
+        store.add(record(str(i), "x" * 10_000))
+        assert store.size <= 50_000
+    assert 1 <= len(store) <= 4
+    store.add(record("huge", "x" * 60_000))
+    assert len(store) == 0
+    assert store.size == 0
+
+
+def test_age() -> None:
+    now = [0.0]
+    store = ResponseStore(100, 10**9, 60.0, clock=lambda: now[0])
+    store.add(record("a"))
+    now[0] = 59.0
+    store.add(record("b"))
+    assert ids(store, "a", "b") == ["a", "b"]
+    now[0] = 61.0
+    assert ids(store, "a", "b") == ["b"]
+    assert len(store) == 1
+
+
+def test_running_ones_stay_and_are_bounded() -> None:
+    store = ResponseStore(2, 10**9, 1e9)
+    running = [record(name, done=False) for name in "ab"]
+    for one in running:
+        store.add(one)
+    with pytest.raises(ApiError) as error:
+        store.add(record("c", done=False))
+    assert error.value.status == 429
+    store.add(record("d"))
+    assert ids(store, "a", "b", "d") == ["a", "b"]
+    running[0].writer.finish(USAGE, cut=False)
+    store.grow(running[0], running[0].writer.take())
+    store.add(record("e", done=False))
+    assert ids(store, "a", "b", "e") == ["b", "e"]
+
+
+def test_events_of_running_ones_count() -> None:
+    store = ResponseStore(100, 10_000, 1e9)
+    one = record("a", done=False)
+    store.add(one)
+    store.grow(one, [Sent("x", b"x" * 20_000)])
+    assert store.size > 20_000
+    with pytest.raises(ApiError, match="background"):
+        store.add(record("b", done=False))
+    one.writer.finish(USAGE, cut=False)
+    store.grow(one, one.writer.take())
+    assert store.size == 0
+
+
+def test_only_output_can_be_referenced() -> None:
+    store = ResponseStore(100, 10**9, 1e9)
+    one = record("a")
+    store.add(one)
+    said = one.output[0]
+    assert isinstance(said, MessageItem)
+    assert said.text == "answer"
+    assert store.item(said.id or "") == said
+    assert store.item("msg_a") is None
+    store.remove(one)
+    assert store.item(said.id or "") is None
+    assert store.size == 0
+
+
+def test_watching() -> None:
+    async def go() -> tuple[list[int], list[int]]:
+        one = record("a", done=False)
+        one.events = [Sent(str(i), b"") for i in range(3)]
+        early: list[int] = []
+        late: list[int] = []
+
+        async def watch(after: int, seen: list[int]) -> None:
+            async for events in one.watch(after):
+                seen += [int(event.type) for event in events]
+
+        tasks = [asyncio.create_task(watch(-1, early)), asyncio.create_task(watch(3, late))]
+        for i in range(3, 6):
+            await asyncio.sleep(0)
+            one.tell([Sent(str(i), b"")])
+        one.response.status = "completed"
+        one.tell()
+        await asyncio.gather(*tasks)
+        return early, late
+
+    assert run(go()) == (list(range(6)), [4, 5])
