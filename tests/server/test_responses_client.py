@@ -146,6 +146,19 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert ask(client).output[0].content[0].logprobs == []
 
 
+def test_fields_of_the_other_routes(client: openai.OpenAI) -> None:
+    biased = ask(client, extra_body={"logit_bias": {"500": 100}, "stop_token_ids": [500]})
+    assert biased.usage.output_tokens == 1
+    text = ask(client).output_text
+    stopped = ask(client, extra_body={"stop": text[len(text) // 2 :][:3]})
+    assert stopped.status == "completed"
+    assert text.startswith(stopped.output_text)
+    seeded = [
+        ask(client, temperature=1.2, extra_body={"seed": seed}).output_text for seed in (7, 7, 8)
+    ]
+    assert seeded[0] == seeded[1] != seeded[2]
+
+
 def test_conversation_by_id_is_the_conversation_by_items(client: openai.OpenAI) -> None:
     first = ask(client, instructions="Be brief.")
     second = ask(client, input="And then?", previous_response_id=first.id)
@@ -327,6 +340,7 @@ def test_input_tokens(client: openai.OpenAI) -> None:
          openai.BadRequestError, "input[0].call_id"),
         ({"reasoning": {"summary": "auto"}}, openai.BadRequestError, "reasoning.summary"),
         ({"previous_response_id": "resp_nowhere"}, openai.NotFoundError, "previous_response_id"),
+        ({"extra_body": {"logit_bias": {"x": 1}}}, openai.BadRequestError, "logit_bias"),
         ({"extra_body": {"nonsense": 1}}, openai.BadRequestError, "nonsense"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}},
          openai.BadRequestError, "text.format.schema"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from quire.errors import RequestError
 
@@ -13,6 +13,18 @@ INT32_MAX = 2**31 - 1
 
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Name = Annotated[str, Field(max_length=512)]
+
+
+def _token_ids(bias: dict[str, float]) -> dict[str, float]:
+    for token in bias:
+        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+            raise RequestError(
+                f"it maps token ids to numbers, and {token[:40]!r} is not a token id."
+            )
+    return bias
+
+
+LogitBias = Annotated[dict[str, float], AfterValidator(_token_ids)]
 
 
 class Strict(BaseModel):

@@ -136,6 +136,7 @@ def _params(state: ServerState, body: CreateRequest) -> SamplingParams:
         **{**state.defaults, **fields},
         max_tokens=body.max_output_tokens,
         stop=tuple(body.stop or ()),
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()} or None,
         logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
         structured_outputs=_structured(body.text),
     )

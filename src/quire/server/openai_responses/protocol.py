@@ -8,7 +8,7 @@ from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from quire.errors import RequestError
 from quire.server.openai_responses.items import MAX_ITEMS, InputItem
-from quire.server.strict import INT32_MAX, Count, Name, Strict, drop_unused
+from quire.server.strict import INT32_MAX, Count, LogitBias, Name, Strict, drop_unused
 
 MAX_TOOLS = 256
 LOGPROBS = "message.output_text.logprobs"
@@ -193,7 +193,7 @@ class CreateRequest(PromptFields):
     cache_salt: Name | None = None
     frequency_penalty: float | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias | None = None
     min_p: float | None = None
     min_tokens: Count | None = None
     presence_penalty: float | None = None
