@@ -18,12 +18,13 @@ from torch import Tensor
 
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models import Decoder
+from quire.ops.triton.adjust import adjust
 from quire.ops.triton.batch import expand_batch, finish_rows
 from quire.ops.triton.sampling import sample
 from quire.plan import Int32, RowFlag, StepPlan
 from quire.runner.batch_state import BatchState
 from quire.runner.kv_cache import KVCache
-from quire.runner.sampling import Sampler
+from quire.runner.sampling import HeadKind, Sampler
 
 T = TypeVar("T")
 
@@ -67,9 +68,13 @@ class Body:
 
 @dataclass(frozen=True)
 class Head:
+    """tokens, reason: int32 [R]. logits: [R, vocab] as the model gave them, where the head keeps
+    them. Overwritten by the next replay, as a body's."""
+
     graph: torch.cuda.CUDAGraph
     tokens: Tensor
     reason: Tensor
+    logits: Tensor | None
 
 
 class StepGraphs:
@@ -96,8 +101,10 @@ class StepGraphs:
         self._decode_sizes, self._mixed_sizes = decode_buckets(rows), mixed_buckets(max_tokens)
         # By token places and row places: as many of both where every row computes one token.
         self._bodies: dict[tuple[int, int], Body] = {}
-        self._heads: dict[tuple[int, bool], Head] = {}
+        self._heads: dict[tuple[int, HeadKind], Head] = {}
         self._stops = sampler.stops
+        vocab = model.spec.vocab_size
+        self._logits = torch.empty(rows, vocab, dtype=model.dtype, device=device)
 
     # -- capture -------------------------------------------------------------------------------
 
@@ -127,16 +134,17 @@ class StepGraphs:
 
     def _planned_heads(self) -> Iterator[Callable[[], None]]:
         for size in reversed(self._decode_sizes):
-            for truncate in (False, True):
-                yield lambda size=size, cut=truncate: self._capture_head(size, cut)  # type: ignore[misc]
+            for kind in HeadKind:
+                yield lambda size=size, kind=kind: self._capture_head(size, kind)  # type: ignore[misc]
 
     def _capture_body(self, tokens: int, rows: int, *, decode: bool) -> None:
         graph, (batch, hidden) = self._captured(lambda: self._body(tokens, rows, decode))
         self._bodies[tokens, rows] = Body(graph, batch, hidden)
 
-    def _capture_head(self, rows: int, truncate: bool) -> None:
-        graph, (tokens, reason) = self._captured(lambda: self._head(rows, truncate))
-        self._heads[rows, truncate] = Head(graph, tokens, reason)
+    def _capture_head(self, rows: int, kind: HeadKind) -> None:
+        graph, (tokens, reason) = self._captured(lambda: self._head(rows, kind))
+        kept = self._logits[:rows] if kind is HeadKind.ADJUST else None
+        self._heads[rows, kind] = Head(graph, tokens, reason, kept)
 
     def _captured(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         work()  # compiles kernels, which must not happen within a capture
@@ -175,12 +183,17 @@ class StepGraphs:
         self._last[:rows].copy_(last)
         return batch, hidden
 
-    def _head(self, rows: int, truncate: bool) -> tuple[Tensor, Tensor]:
+    def _head(self, rows: int, kind: HeadKind) -> tuple[Tensor, Tensor]:
         state, sampler = self._state, self._sampler
         lanes, starts = self._lanes[:rows], self._starts[: rows + 1]
         logits = self._model.scores(self._last[:rows])
         own = lanes.clamp(min=0).long()
         length = state.position[own] + starts[1:] - starts[:-1]
+        adjusts = kind is HeadKind.ADJUST
+        if adjusts:
+            # The graphs share their memory, and log-probabilities are read after the replay.
+            self._logits[:rows].copy_(logits)
+            logits = self._adjusted(logits, lanes, length)
         tokens = sample(
             logits,
             lanes,
@@ -191,7 +204,7 @@ class StepGraphs:
             min_p=sampler.floats[:, 2],
             seed=sampler.ints[:, 1:3],
             sample_index=sampler.ints[:, 3],
-            truncate=truncate,
+            truncate=kind >= HeadKind.TRUNCATE,
         )
         reason = finish_rows(
             lanes,
@@ -203,8 +216,27 @@ class StepGraphs:
             max_total=state.max_total,
             min_total=state.min_total,
             stops=sampler.stops,
+            counts=sampler.adjust.counts if adjusts else None,
         )
         return tokens, reason
+
+    def _adjusted(self, logits: Tensor, lanes: Tensor, length: Tensor) -> Tensor:
+        sampler = self._sampler
+        columns = sampler.adjust
+        return adjust(
+            logits,
+            lanes,
+            length,
+            repetition=sampler.floats[:, 3],
+            presence=sampler.floats[:, 4],
+            frequency=sampler.floats[:, 5],
+            counts=columns.counts,
+            num_bias=columns.num_bias,
+            bias_ids=columns.bias_ids,
+            bias_values=columns.bias_values,
+            stops=sampler.stops,
+            min_total=self._state.min_total,
+        )
 
     # -- replay --------------------------------------------------------------------------------
 
@@ -238,13 +270,13 @@ class StepGraphs:
         body.graph.replay()
         return body
 
-    def head(self, plan: StepPlan, *, truncate: bool) -> tuple[Tensor, Tensor]:
-        """Tokens and stop reasons int32 [R], of a step whose body was replayed last."""
+    def head(self, plan: StepPlan, kind: HeadKind) -> Head:
+        """Replays the smallest head for the plan, whose body was replayed last."""
         if self._stops is not self._sampler.stops:
             self._recapture_heads()
-        head = self._heads[_at_least(self._decode_sizes, plan.num_rows), truncate]
+        head = self._heads[_at_least(self._decode_sizes, plan.num_rows), kind]
         head.graph.replay()
-        return head.tokens[: plan.num_rows], head.reason[: plan.num_rows]
+        return head
 
     def _recapture_heads(self) -> None:
         """A request brought more stop tokens than there was room for: the table has moved."""

@@ -24,7 +24,7 @@ from quire.runner import memory
 from quire.runner.batch_state import BatchState
 from quire.runner.hook import Hook
 from quire.runner.kv_cache import KVCache
-from quire.runner.sampling import Sampler
+from quire.runner.sampling import HeadKind, Sampler
 from quire.runner.sampling.logprobs import token_logprobs
 from quire.runner.staging import Staging, Upload
 from quire.runner.step import DeviceLogprobs, LogitRows, Step, join
@@ -115,6 +115,7 @@ class ModelRunner:
         heads = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
         widest = 2 * (heads + attention.heads * attention.head_dim) + 3 * spec.mlp.width
         body = limits.max_num_batched_tokens * (4 * spec.hidden_size + widest) * 4
+        # Logits with their copies, and the sampler's token counts.
         head = 8 * max(limits.max_num_seqs * spec.vocab_size, _HEAD_ELEMENTS) * 4
         return body + head + (1 << 30)
 
@@ -139,7 +140,7 @@ class ModelRunner:
         self._steps.append(step)
 
     def _replay(self, graphs: StepGraphs, plan: StepPlan) -> Step:
-        """The step as graphs; its head too, where no row wants more of it than a token."""
+        """The step as graphs; its head too, unless a row wants more of it than they give."""
         upload = self._staging.begin()
         inputs = upload.add(graphs.pack(plan))
         change = self._stage(plan, upload)
@@ -148,16 +149,31 @@ class ModelRunner:
         graphs.inputs.copy_(upload[inputs])
         first = self.state.grow(plan)
         body = graphs.body(plan)
-        head = self.sampler.plain_head(plan)
+        kind = self.sampler.head_kind(plan)
         step = Step(plan, body.batch, first, LogitRows.of(plan))
-        if head is not None and not self.hooks:
-            step.tokens, step.stop_reason = graphs.head(plan, truncate=head.truncate)
+        if kind is not None and not self.hooks:
+            self._replay_head(graphs, step, kind)
             return step
         step.hidden = body.hidden
         self.state.locate(step, graphs.inputs[: plan.num_rows])
         self._start_results(step)
         self._heads(step)
         return step
+
+    def _replay_head(self, graphs: StepGraphs, step: Step, kind: HeadKind) -> None:
+        plan = step.plan
+        head = graphs.head(plan, kind)
+        step.tokens = head.tokens[: plan.num_rows]
+        step.stop_reason = head.reason[: plan.num_rows]
+        wanted = self.sampler.logprobs[plan.lanes]
+        asked = np.flatnonzero((wanted >= 0) & ((plan.flags & RowFlag.SAMPLE) != 0))
+        if head.logits is not None and len(asked):
+            rows = asked.astype(np.int32)
+            where = self._index(rows)
+            # The head has moved the lanes on: they stand where their new token is.
+            length = self.state.position[graphs.inputs[where].long()]
+            raw = head.logits[where].float()
+            self._sampled_logprobs(step, rows, raw, step.tokens[where], length, wanted[rows])
 
     def _heads(self, step: Step) -> None:
         """The head of all rows that do not wait for the host, op by op."""
@@ -268,18 +284,20 @@ class ModelRunner:
         step.stop_reason[where] = self.sampler.stop_reason(tokens, lanes, host_lanes, length)
         self.state.advance(step, rows, tokens)
         if raw is not None:
-            self._sampled_logprobs(step, rows, raw, tokens, length, wanted)
+            asked = np.flatnonzero(wanted >= 0).astype(np.int32)
+            pick = self._index(asked)
+            self._sampled_logprobs(
+                step, rows[asked], raw[pick], tokens[pick], length[pick], wanted[asked]
+            )
         for hook in self.hooks:
             hook.after_head(step, where, tokens)
 
     def _sampled_logprobs(
         self, step: Step, rows: Int32, raw: Tensor, tokens: Tensor, length: Tensor, wanted: Int32
     ) -> None:
-        asked = np.flatnonzero(wanted >= 0).astype(np.int32)
-        pick = self._index(asked)
-        width = int(wanted.max())
-        ids, values, ranks = token_logprobs(raw[pick], tokens[pick], width)
-        part = DeviceLogprobs(rows[asked], wanted[asked], length[pick].int(), ids, values, ranks)
+        """Of `rows` that all asked, with their logits [n, V], tokens and lengths [n]."""
+        ids, values, ranks = token_logprobs(raw, tokens, int(wanted.max()))
+        part = DeviceLogprobs(rows, wanted, length.int(), ids, values, ranks)
         step.logprobs.append(part)
 
     def _prompt_head(self, step: Step) -> None:

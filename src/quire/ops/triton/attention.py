@@ -63,14 +63,16 @@ DEFAULT = AttentionTuning()
 
 
 def decode_tiles(
-    queries: int, d_pad: int, element_size: int, programs: int, card: DeviceTraits
+    queries: int, d_pad: int, element_size: int, rows: int, kv_heads: int, card: DeviceTraits
 ) -> Tiles:
-    """queries: (token, head) pairs of the longest short row. programs: one per row and KV head."""
+    """queries: (token, head) pairs of the longest short row."""
     m = max(16, triton.next_power_of_2(queries))
     if card.capability < (8, 0):
         return Tiles(m, 32, 4, 1)
-    # Programs a little too many for one wave had better fit it with less in flight.
-    one_wave = _FILLED * card.num_sms < programs <= _ONE_WAVE * card.num_sms
+    # Programs a little too many for one wave had better fit it with less in flight; not very many
+    # rows, whose lengths will differ: the last to end then need depth.
+    one_wave = _FILLED * card.num_sms < rows * kv_heads <= _ONE_WAVE * card.num_sms
+    one_wave = one_wave and rows <= card.num_sms
     return Tiles(m, 64 if d_pad * element_size <= 256 else 32, 4, 2 if one_wave else 3)
 
 
@@ -105,13 +107,13 @@ def attention_schedule(
 ) -> Schedule:
     """See `ops.attention_schedule`."""
     card = traits(seq_lens.device)
-    group, filled = heads // kv_heads, seq_lens.shape[0] * kv_heads
+    group, rows = heads // kv_heads, seq_lens.shape[0]
     width = _width(dtype, card, tuning)
-    tiles = tuning.decode or _short_tiles(group, max_q_len, head_dim, width, filled, card)
+    tiles = tuning.decode or _short_tiles(group, max_q_len, head_dim, width, rows, kv_heads, card)
     programs = tuning.programs
     if programs is None:
         # Rows that fill the card by themselves are only sorted.
-        programs = 0 if filled > _FILLED * card.num_sms else 2 * card.num_sms
+        programs = 0 if rows * kv_heads > _FILLED * card.num_sms else 2 * card.num_sms
     return schedule(
         query_start,
         seq_lens,
@@ -127,11 +129,13 @@ def attention_schedule(
 
 
 def _short_tiles(
-    group: int, max_q_len: int, head_dim: int, width: int, programs: int, card: DeviceTraits
-) -> Tiles:
+    group: int, max_q_len: int, head_dim: int, width: int, rows: int, kv_heads: int,
+    card: DeviceTraits,
+) -> Tiles:  # fmt: skip
     fits = max_q_len * group <= _SHORT_TILE
     d_pad = max(16, triton.next_power_of_2(head_dim))
-    return decode_tiles(max_q_len * group if fits else group, d_pad, width, programs, card)
+    queries = max_q_len * group if fits else group
+    return decode_tiles(queries, d_pad, width, rows, kv_heads, card)
 
 
 def _width(dtype: torch.dtype, card: DeviceTraits, tuning: AttentionTuning) -> int:
@@ -207,10 +211,10 @@ def paged_attention(
         query_start, seq_lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         dtype=q.dtype, max_q_len=max_q_len, window=window, tuning=tuning,
     )  # fmt: skip
-    group, filled = heads // kv_heads, seq_lens.shape[0] * kv_heads
-    tiles = tuning.decode or _short_tiles(group, max_q_len, head_dim, width, filled, card)
+    group, rows = heads // kv_heads, seq_lens.shape[0]
+    tiles = tuning.decode or _short_tiles(group, max_q_len, head_dim, width, rows, kv_heads, card)
     longest = max(1, tiles.m // group)
-    prefetch = filled <= card.num_sms if tuning.prefetch is None else tuning.prefetch
+    prefetch = rows * kv_heads <= card.num_sms if tuning.prefetch is None else tuning.prefetch
     launch.short_rows(plan, tiles, min(longest, max_q_len), pdl=early, prefetch=prefetch)
     if max_q_len > longest:
         launch.long_rows(long_tiles, shortest=longest + 1)

@@ -108,8 +108,8 @@ def expand_batch(
 @triton.jit
 def _finish(
     lanes_ptr, query_start_ptr, samples_ptr, sampled_ptr, position_ptr, tokens_ptr, max_total_ptr,
-    min_total_ptr, stops_ptr, reason_ptr, tokens_stride, max_len, stops_stride, width,
-    STOPS: tl.constexpr, PDL: tl.constexpr,
+    min_total_ptr, stops_ptr, reason_ptr, counts_ptr, tokens_stride, max_len, stops_stride, width,
+    vocab, STOPS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if PDL:
@@ -127,6 +127,9 @@ def _finish(
     token = tl.load(sampled_ptr + row)
     at = tl.minimum(position, max_len - 1)
     tl.store(tokens_ptr + lane * tokens_stride + at, token)
+    if COUNT:
+        count = counts_ptr + lane * vocab + token
+        tl.store(count, tl.load(count) + 2)
     total = position + 1
     column = tl.arange(0, STOPS)
     stop = tl.load(stops_ptr + lane * stops_stride + column, mask=column < width, other=-1)
@@ -147,6 +150,7 @@ def finish_rows(
     max_total: Tensor,
     min_total: Tensor,
     stops: Tensor,
+    counts: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
     """Moves lanes past what was computed, appends sampled tokens, and says why rows end.
@@ -154,8 +158,8 @@ def finish_rows(
     lanes: int32 [N], -1 for padding. query_start: int32 [N + 1]. samples: int32 [N], 0 where a row
     has no new token. sampled: int32 [N]. position, max_total, min_total: int32 [lanes]; position is
     advanced. tokens: int32 [lanes, max_len], gets the sampled token at the new position. stops:
-    int32 [lanes, S], ids that end a lane, padded with -1. Returns a `StopReason` per row, int32
-    [N].
+    int32 [lanes, S], ids that end a lane, padded with -1. counts: int32 [lanes, vocab], where the
+    sampled token's entry grows by 2, or None. Returns a `StopReason` per row, int32 [N].
     """
     rows, device = lanes.shape[0], lanes.device
     reason = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -163,7 +167,9 @@ def finish_rows(
     width = stops.shape[1]
     _finish[(rows,)](
         lanes, query_start, samples, sampled, position, tokens, max_total, min_total, stops, reason,
-        tokens.stride(0), tokens.shape[1], stops.stride(0), width,
-        STOPS=triton.next_power_of_2(width), PDL=use_pdl, **options(use_pdl, num_warps=1),
+        stops if counts is None else counts, tokens.stride(0), tokens.shape[1], stops.stride(0),
+        width, 0 if counts is None else counts.shape[1],
+        STOPS=triton.next_power_of_2(width), COUNT=counts is not None, PDL=use_pdl,
+        **options(use_pdl, num_warps=1),
     )  # fmt: skip
     return reason

@@ -6,8 +6,8 @@ top-p. A stage that no row of a batch uses is skipped; the host knows from the p
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.plan import Admit, Int32, StepPlan, StopReason, int32
 from quire.runner.batch_state import BatchState, ColumnSpec, Finish
 from quire.runner.sampling import random, truncate
-from quire.runner.sampling.penalties import TokenCounts
+from quire.runner.sampling.adjust import Adjustments
 from quire.runner.staging import Upload
 from quire.sampling_params import SamplingParams
 
@@ -28,11 +28,16 @@ _MORE = [_STAGES.index(name) for name in ("penalty", "bias", "min_tokens")]
 _CUTS = [_STAGES.index(name) for name in ("truncate", "min_p")]
 
 
-@dataclass(frozen=True, slots=True)
-class PlainHead:
-    """truncate: some row uses top-k, top-p or min-p."""
+class HeadKind(enum.IntEnum):
+    """What a captured head can do; each includes those before it.
 
-    truncate: bool
+    TRUNCATE: top-k, top-p and min-p. ADJUST: penalties, biases and minimum lengths; keeps the
+    logits, for log-probabilities.
+    """
+
+    PLAIN = 0
+    TRUNCATE = 1
+    ADJUST = 2
 
 
 class Sampler:
@@ -48,8 +53,7 @@ class Sampler:
         self.floats = state.add(ColumnSpec("floats", (len(_FLOATS),), torch.float32))
         self.ints = state.add(ColumnSpec("ints", (len(_INTS),)))
         self.stops = state.add(ColumnSpec("stops", (max(8, len(self.eos)),), fill=-1))
-        self.counts = TokenCounts(vocab_size, state.device)
-        self.bias: dict[int, tuple[Tensor, Tensor]] = {}
+        self.adjust = Adjustments(state, vocab_size)
         # What each lane uses, for skipping stages; and how many alternatives it asked for, or -1.
         self.uses = np.zeros((state.num_lanes, len(_STAGES)), dtype=bool)
         self.logprobs = np.full(state.num_lanes, -1, dtype=np.int32)
@@ -58,11 +62,7 @@ class Sampler:
     # -- parameters ----------------------------------------------------------------------------
 
     def stage(self, plan: StepPlan, upload: Upload) -> Finish:
-        """Adds the parameters of admitted requests to the upload. The token table must have been
-        brought up to date before the result is called."""
-        for lane in plan.frees:
-            self.counts.free(lane)
-            self.bias.pop(lane, None)
+        """Adds the parameters of admitted requests to the upload."""
         admits = plan.admits
         if not admits:
             return lambda: None
@@ -73,6 +73,7 @@ class Sampler:
         floats = upload.add(np.asarray([_floats(a.params) for a in admits], dtype=np.float32))
         ints = upload.add(int32([_ints(admit) for admit in admits]))
         ends = upload.add(int32([ids + [-1] * (width - len(ids)) for ids in stops]))
+        adjust = self.adjust.stage(admits, upload)
         for admit, ids in zip(admits, stops, strict=True):
             self._note(admit, bool(ids))
 
@@ -81,8 +82,7 @@ class Sampler:
             self.floats[where] = upload[floats]
             self.ints[where] = upload[ints]
             self.stops[where] = upload[ends]
-            for admit in admits:
-                self._lease(admit)
+            adjust()
 
         return finish
 
@@ -110,28 +110,16 @@ class Sampler:
         self.logprobs[admit.lane] = -1 if p.logprobs is None else p.logprobs
         self.prompt_logprobs[admit.lane] = -1 if p.prompt_logprobs is None else p.prompt_logprobs
 
-    def _lease(self, admit: Admit) -> None:
-        lane, params = admit.lane, admit.params
-        self.counts.free(lane)
-        self.bias.pop(lane, None)
-        if params.penalizes:
-            self.counts.admit(admit, self.state.tokens[lane])
-        if params.logit_bias:
-            device = self.state.device
-            ids = torch.tensor(list(params.logit_bias), device=device)
-            values = torch.tensor(list(params.logit_bias.values()), device=device)
-            self.bias[lane] = ids, values.float()
-
-    def plain_head(self, plan: StepPlan) -> PlainHead | None:
-        """What a head that only picks tokens must be able to do for a plan's rows; None if one of
-        them wants more (penalties, biases, log-probabilities, ends that are masked)."""
+    def head_kind(self, plan: StepPlan) -> HeadKind | None:
+        """What a head must be able to do for a plan's rows; None if one of them wants the
+        log-probabilities of its prompt."""
         lanes = plan.lanes
-        if (self.logprobs[lanes] >= 0).any() or (self.prompt_logprobs[lanes] >= 0).any():
+        if (self.prompt_logprobs[lanes] >= 0).any():
             return None
         uses = self.uses[lanes]
-        if uses[:, _MORE].any():
-            return None
-        return PlainHead(truncate=bool(uses[:, _CUTS].any()))
+        if uses[:, _MORE].any() or (self.logprobs[lanes] >= 0).any():
+            return HeadKind.ADJUST
+        return HeadKind.TRUNCATE if uses[:, _CUTS].any() else HeadKind.PLAIN
 
     # -- sampling ------------------------------------------------------------------------------
 
@@ -143,12 +131,15 @@ class Sampler:
         """
         uses = self.uses[host_lanes]
         stage = {name: bool(uses[:, i].any()) for i, name in enumerate(_STAGES)}
+        penalized = self._users("penalty", host_lanes)
         if stage["penalty"]:
-            logits = self._penalize(logits, lanes, host_lanes)
+            own = lanes[penalized]
+            self.adjust.penalize(logits, penalized, own, self.floats[own, 3:6])
         if stage["bias"]:
-            self._add_bias(logits, host_lanes)
+            biased = self._users("bias", host_lanes)
+            self.adjust.add_bias(logits, biased, lanes[biased])
         if stage["min_tokens"]:
-            self._mask_ends(logits, lanes, length)
+            self.adjust.mask_ends(logits, lanes, length, self.stops)
         greedy = logits.argmax(dim=-1)
         if stage["random"]:
             rows = np.flatnonzero(uses[:, 0])
@@ -156,8 +147,13 @@ class Sampler:
             greedy[_device(rows, logits.device)] = picked
         tokens = greedy.int()
         if stage["penalty"]:
-            self._count(host_lanes, tokens)
+            self.adjust.count(lanes[penalized], tokens[penalized])
         return tokens
+
+    def _users(self, stage: str, host_lanes: Int32) -> Tensor:
+        """Rows that use a stage, int64 [n]."""
+        rows = np.flatnonzero(self.uses[host_lanes, _STAGES.index(stage)])
+        return _device(rows, self.state.device)
 
     def _draw(
         self,
@@ -197,37 +193,6 @@ class Sampler:
         if len(others):
             tokens[others] = _perturbed(logits[others], _select(counter, others))
         return tokens
-
-    def _penalize(self, logits: Tensor, lanes: Tensor, host_lanes: Int32) -> Tensor:
-        rows, slots = self._leased(host_lanes, logits.device)
-        floats = self.floats[lanes[rows]]
-        logits[rows] = self.counts.penalize(
-            logits[rows], slots, floats[:, 3], floats[:, 4], floats[:, 5]
-        )
-        return logits
-
-    def _count(self, host_lanes: Int32, tokens: Tensor) -> None:
-        rows, slots = self._leased(host_lanes, tokens.device)
-        self.counts.count(slots, tokens[rows])
-
-    def _leased(self, host_lanes: Int32, device: torch.device) -> tuple[Tensor, Tensor]:
-        held = self.counts.slots
-        pairs = [(row, held[lane]) for row, lane in enumerate(host_lanes.tolist()) if lane in held]
-        both = _device(np.asarray(pairs, dtype=np.int64), device)
-        return both[:, 0], both[:, 1]
-
-    def _add_bias(self, logits: Tensor, host_lanes: Int32) -> None:
-        for row, lane in enumerate(host_lanes.tolist()):
-            if lane in self.bias:
-                ids, values = self.bias[lane]
-                logits[row].index_add_(0, ids, values)
-
-    def _mask_ends(self, logits: Tensor, lanes: Tensor, length: Tensor) -> None:
-        early = (length < self.state.min_total[lanes]).unsqueeze(1)
-        ids = self.stops[lanes]
-        # -1 marks unused places: those add nothing to token 0.
-        penalty = torch.where((ids >= 0) & early, -torch.inf, 0.0)
-        logits.scatter_add_(1, ids.clamp(min=0).long(), penalty)
 
     # -- ends ----------------------------------------------------------------------------------
 
