@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from quire.errors import RequestError
-from quire.server.strict import INT32_MAX, Count, LogitBias, Name, Strict, drop_unused
+from quire.server.strict import (
+    INT32_MAX,
+    Count,
+    LogitBias,
+    Metadata,
+    Name,
+    Strict,
+    drop_unused,
+)
 
 MAX_STOP = 64
 MAX_MESSAGES = 4096
@@ -23,15 +31,15 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (),
     "prediction": (),
     "prompt_cache_key": (),
-    "prompt_cache_retention": (),
+    "prompt_cache_options": ({"mode": "implicit"},),
+    "prompt_cache_retention": ("in_memory",),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 _UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
@@ -45,7 +53,19 @@ _UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(Strict):
-    include_usage: bool = False
+    """OpenAI's, and vLLM's `continuous_usage_stats`: the usage so far in every chunk."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise RequestError(
+                "'continuous_usage_stats' needs include_usage=true.", param="continuous_usage_stats"
+            )
+        return self
 
 
 class SamplingFields(Strict):
@@ -83,7 +103,8 @@ class SamplingFields(Strict):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        return drop_unused(data, _UNSUPPORTED)
+        refused = {name: v for name, v in _UNSUPPORTED.items() if name not in cls.model_fields}
+        return drop_unused(data, refused)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -92,9 +113,11 @@ class SamplingFields(Strict):
 
 
 class CompletionRequest(SamplingFields):
-    """`/v1/completions`. `prompt`: a string, token ids, or a list of either."""
+    """`/v1/completions`. `prompt`: a string, token ids, or a list of either. `suffix` "" is none,
+    as at OpenAI."""
 
     prompt: Any
+    suffix: str | None = None
     max_tokens: Count | None = None
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)
@@ -158,7 +181,9 @@ class Message(Strict):
 
 
 class ChatRequest(SamplingFields):
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`. `metadata` comes back with the answer. `prompt_cache_key` is an
+    identifier, as `user` is: the prefix cache needs no key, and there is one server to route to.
+    """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Count | None = None
@@ -170,3 +195,6 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    metadata: Metadata | None = None
+    prompt_cache_key: Name | None = None
+    service_tier: Literal["auto", "default"] | None = None

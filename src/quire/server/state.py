@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+from quire import __version__
 from quire.errors import EngineDeadError
 from quire.server.args import ServerArgs
 from quire.server.errors import ApiError
@@ -29,6 +31,12 @@ class ServerState:
     defaults: dict[str, float]
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     created: int = field(default_factory=lambda: int(time.time()))
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        """`fingerprint` names what, besides a request and its seed, decides about its answer."""
+        known = f"{__version__} {self.client.config} {self.defaults}".encode()
+        self.fingerprint = f"fp_{hashlib.sha256(known).hexdigest()[:12]}"
 
     @property
     def model_name(self) -> str:
