@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
+
+from quire.engine.template_traits import TemplateTraits
 from quire.errors import EngineDeadError, QuireError
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
@@ -24,7 +27,6 @@ class Update:
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
-    queued: float = 0.0
 
 
 @dataclass
@@ -81,3 +83,29 @@ class FakeClient:
 
     async def stats(self) -> Any:
         raise EngineDeadError("no statistics")
+
+
+class PlainTokenizer:
+    """One token per character; the template is the messages' contents."""
+
+    chat_templates: ClassVar[dict[str, str]] = {}
+    added_tokens: ClassVar[dict[str, int]] = {}
+    special_ids: ClassVar[frozenset[int]] = frozenset()
+
+    def template(self, with_tools: bool = False) -> Any:
+        return SimpleNamespace(variables=frozenset())
+
+    def traits(self, template: Any) -> TemplateTraits:
+        return TemplateTraits(shows_tools=False, shows_calls=False)
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> str:
+        return "".join(message["content"] for message in messages)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Any:
+        return np.array([min(ord(char), 2**31 - 1) for char in text], dtype=np.int32)
+
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+    def token_bytes(self, token: int) -> bytes:
+        return chr(token).encode("utf-8", "replace")

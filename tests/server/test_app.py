@@ -12,7 +12,7 @@ import pytest
 from quire.errors import EngineDeadError
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from tests.server.fakes import FakeClient
+from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import PROMPT, assert_error, connect, post, run
 
 
@@ -222,7 +222,7 @@ def test_generate_is_plain() -> None:
     assert answer["text"] == "one two three"
     assert answer["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == 3
-    client = FakeClient(tokenizer=object())
+    client = FakeClient(tokenizer=PlainTokenizer())
     response = post("/generate", {**PROMPT, "stream": True}, client)
     assert response.text == "one two three"
     assert response.headers["content-type"].startswith("text/plain")

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.server.protocol import ChatRequest, CompletionRequest
-from tests.server.fakes import FakeClient
+from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import connect, run
 
 FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, "tools", "nonsense"})
@@ -27,24 +27,6 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5)
-
-
-class PlainTokenizer:
-    """One token per character."""
-
-    def apply_chat_template(self, messages: Any, **_: Any) -> str:
-        return "".join(message["content"] for message in messages)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> Any:
-        import numpy as np
-
-        return np.array([min(ord(char), 2**31 - 1) for char in text], dtype=np.int32)
-
-    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
-        return "".join(map(chr, ids))
-
-    def token_bytes(self, token: int) -> bytes:
-        return chr(token).encode("utf-8", "replace")
 
 
 @given(body=BODIES, valid=st.booleans())

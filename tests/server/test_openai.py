@@ -260,7 +260,7 @@ def test_token_beyond_the_vocabulary(client: openai.OpenAI) -> None:
         ({"extra_body": {"nonsense": 1}}, openai.BadRequestError, "nonsense"),
         ({"model": "gpt-x"}, openai.NotFoundError, "gpt-x"),
         ({"temperature": 1000}, openai.BadRequestError, "temperature"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]},
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]},
          openai.BadRequestError, "tools"),
         ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.chat_template import ChatTemplate, load_template
+from quire.engine.chat_template import ChatTemplate, load_templates
 from quire.engine.tokenizer import Tokenizer, eos_token_ids
 from quire.errors import ModelError, RequestError
 from quire.models import resolve_model_path
@@ -98,11 +98,14 @@ def test_broken_templates_are_named() -> None:
 
 def test_where_templates_come_from(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    assert load_template(tmp_path, {"chat_template": "C"}) == "C"
-    assert load_template(tmp_path, {"chat_template": named}) == "D"
-    assert load_template(tmp_path, {}) is None
+    assert load_templates(tmp_path, {"chat_template": "C"}) == {"default": "C"}
+    assert load_templates(tmp_path, {"chat_template": named}) == {"default": "D", "tool_use": "T"}
+    assert load_templates(tmp_path, {}) == {}
     (tmp_path / "chat_template.jinja").write_text("F")
-    assert load_template(tmp_path, {"chat_template": "C"}) == "F"
+    assert load_templates(tmp_path, {"chat_template": "C"}) == {"default": "F"}
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("A")
+    assert load_templates(tmp_path, {}) == {"default": "F", "tool_use": "A"}
 
 
 def test_tokenizer_errors(tmp_path: Path) -> None:

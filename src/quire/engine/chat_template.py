@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -45,16 +45,30 @@ class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox keeps templates from what they may not touch; this, from taking time and memory
     without end: by loops in loops, and by operators that make much out of little."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """Every round of a loop begins with a call, and so with a look at the time."""
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(nodes.For):
+            tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+            loop.body.insert(0, nodes.ExprStmt(tick).set_lineno(loop.lineno))
+        return template
+
+    @staticmethod
+    def tick() -> None:
+        """Nothing: that it is called is what counts."""
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        # `range` is a call, and loops over anything else are no longer than what was given.
         _check_time(__context)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _check_time(context)
-        if operator == "**":
+        if operator == "+":
+            if _size(left) + _size(right) > MAX_OUTPUT_CHARS:
+                raise jinja2.TemplateError("a sum is too large")
+        elif operator == "**":
             if not isinstance(right, (int, float)) or abs(right) > _MAX_EXPONENT:
                 raise jinja2.TemplateError(f"an exponent may be at most {_MAX_EXPONENT}")
         elif max(_size(left) * _factor(right), _size(right) * _factor(left)) > MAX_OUTPUT_CHARS:
@@ -97,7 +111,10 @@ def _now(format: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled template. `render` raises RequestError for whatever the template objects to."""
+    """A compiled template. `render` raises RequestError for whatever the template objects to.
+
+    variables: names that it looks for among those it is given.
+    """
 
     def __init__(self, source: str, seconds: float = MAX_SECONDS) -> None:
         self._seconds = seconds
@@ -111,6 +128,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _now
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise RequestError(
                 f"the chat template is not valid: {error}", "chat_template"
@@ -137,13 +155,19 @@ class ChatTemplate:
         return "".join(parts)
 
 
-def load_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """A folder's template: `chat_template.jinja`, or the (default) one of tokenizer_config.json."""
+def load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """A folder's templates by name: "default", and where there is one "tool_use". A file
+    `chat_template.jinja` goes before those of tokenizer_config.json; further ones may be in
+    `additional_chat_templates/`."""
+    found: dict[str, str] = {}
+    template = config.get("chat_template")
+    if isinstance(template, str):
+        found["default"] = template
+    elif isinstance(template, list):
+        found = {entry["name"]: entry["template"] for entry in template}
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text("utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default") or next(iter(named.values()), None)
-    return template if isinstance(template, str) else None
+        found["default"] = file.read_text("utf-8")
+    for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        found[file.stem] = file.read_text("utf-8")
+    return found

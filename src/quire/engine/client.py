@@ -191,8 +191,11 @@ class EngineClient:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        keep_special: frozenset[int] = frozenset(),
     ) -> AsyncIterator[StreamUpdate]:
         """Streams a request's `n` completions. Closing the iterator aborts what still runs.
+
+        keep_special: special tokens that are in the text despite `skip_special_tokens`.
 
         Raises:
             RequestError: the request is invalid, or can never run; before the first update.
@@ -216,16 +219,24 @@ class EngineClient:
                     cache_salt=cache_salt,
                 )
             )
-            async for update in self._updates(handle, inbox, ids, params):
+            prompt_tokens = ids.tolist()
+            readers = [
+                CompletionReader(i, prompt_tokens, params, self.tokenizer, keep_special)
+                for i in range(params.n)
+            ]
+            async for update in self._updates(handle, inbox, prompt_tokens, readers, params):
                 yield update
         finally:
             self._unregister(request_id, handle, params.n)
 
     async def _updates(
-        self, handle: int, inbox: Inbox, ids: Int32, params: SamplingParams
+        self,
+        handle: int,
+        inbox: Inbox,
+        prompt: list[int],
+        readers: list[CompletionReader],
+        params: SamplingParams,
     ) -> AsyncIterator[StreamUpdate]:
-        prompt = ids.tolist()
-        readers = [CompletionReader(i, prompt, params, self.tokenizer) for i in range(params.n)]
         about_prompt = None
         if params.prompt_logprobs is not None:
             about_prompt = PromptLogprobs(self.tokenizer)

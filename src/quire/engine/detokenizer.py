@@ -24,12 +24,18 @@ class Detokenizer:
     """O(1) per token. Text of incomplete characters is held back until they are complete."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        keep: frozenset[int] = frozenset(),
     ) -> None:
+        """keep: special tokens whose text is not skipped."""
         self._hub = tokenizer.hub
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skip = skip_special_tokens and not keep
+        self._skipped = tokenizer.special_ids - keep if skip_special_tokens else frozenset()
         self._pending: list[int] = []
         self._context = [int(id) for id in prompt[-_CONTEXT:]]
         self._stream = self._fresh(self._context)
@@ -63,6 +69,7 @@ class Detokenizer:
 
     def whole(self, tokens: Sequence[int]) -> str:
         """The text of a completion that is there already, in one go and with no state kept."""
+        tokens = [token for token in tokens if token not in self._skipped]
         before = self._tokenizer.decode(self._context, self._skip)
         text = self._tokenizer.decode([*self._context, *tokens], self._skip)
         if text.startswith(before) and not before.endswith(_BROKEN):

@@ -38,8 +38,14 @@ class CompletionReader:
     after which the caller must abort the request."""
 
     def __init__(
-        self, index: int, prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
+        self,
+        index: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        keep_special: frozenset[int] = frozenset(),
     ) -> None:
+        """keep_special: special tokens that are in the text despite `skip_special_tokens`."""
         self.index = index
         self.finished = False
         self.ended_by_text = False
@@ -50,7 +56,10 @@ class CompletionReader:
         self._stops: StopMatcher | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = Detokenizer(
-                tokenizer, prompt, skip_special_tokens=params.skip_special_tokens
+                tokenizer,
+                prompt,
+                skip_special_tokens=params.skip_special_tokens,
+                keep=keep_special,
             )
             if params.stop:
                 self._stops = StopMatcher(params.stop, include=params.include_stop_str_in_output)

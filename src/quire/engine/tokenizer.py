@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,23 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
 
-from quire.engine.chat_template import ChatTemplate, load_template
+from quire.engine.chat_template import ChatTemplate, load_templates
+from quire.engine.template_traits import TemplateTraits, probe
 from quire.errors import ModelError, RequestError
 from quire.plan import Int32
+
+_MAX_COMPILED = 8
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 
 
 class Tokenizer:
-    """A folder's `tokenizer.json`, with the special tokens and chat template that
+    """A folder's `tokenizer.json`, with the special tokens and chat templates that
     `tokenizer_config.json` names."""
 
-    def __init__(self, hub: HubTokenizer, config: Mapping[str, Any], template: str | None) -> None:
+    def __init__(
+        self, hub: HubTokenizer, config: Mapping[str, Any], templates: Mapping[str, str]
+    ) -> None:
         # Settings of training, which would cut or pad prompts in silence.
         hub.no_truncation()
         hub.no_padding()
@@ -29,11 +35,15 @@ class Tokenizer:
         self.special_tokens = {
             name: text for name in _NAMED if (text := _content(config.get(name))) is not None
         }
-        self.chat_template = template
-        self._template: ChatTemplate | None = None
+        self.chat_templates = dict(templates)
+        self._compiled: dict[str, ChatTemplate] = {}
+        self._traits: weakref.WeakKeyDictionary[ChatTemplate, TemplateTraits] = (
+            weakref.WeakKeyDictionary()
+        )
         self._byte_level = _is_byte_level(hub)
         added = hub.get_added_tokens_decoder()
         self._added = frozenset(added)
+        self.added_tokens = {token.content: id for id, token in added.items()}
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
 
     @classmethod
@@ -52,7 +62,7 @@ class Tokenizer:
             config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
         except Exception as error:  # the library raises bare Exceptions
             raise ModelError(f"{file} cannot be read: {error}") from error
-        return cls(hub, config, load_template(folder, config))
+        return cls(hub, config, load_templates(folder, config))
 
     @property
     def vocab_size(self) -> int:
@@ -93,6 +103,27 @@ class Tokenizer:
             return bytes([int(piece[3:5], 16)])
         return str(piece).replace("\u2581", " ").encode()
 
+    def template(self, with_tools: bool = False) -> ChatTemplate:
+        """The chat template: one named "tool_use", where there is one, for conversations with
+        tools. Raises RequestError if the model has none."""
+        names = ("tool_use", "default") if with_tools else ("default",)
+        source = next((self.chat_templates[n] for n in names if n in self.chat_templates), None)
+        if source is None:
+            raise RequestError(
+                "the model has no chat template: use completions, or give one", "messages"
+            )
+        return self._compile(source)
+
+    def traits(self, template: ChatTemplate) -> TemplateTraits:
+        if template not in self._traits:
+            self._traits[template] = probe(template, self.special_tokens)
+        return self._traits[template]
+
+    def use_template(self, source: str) -> None:
+        """Replaces all of the model's chat templates. Raises RequestError if it is not valid."""
+        self._compile(source)
+        self.chat_templates = {"default": source}
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -102,17 +133,20 @@ class Tokenizer:
     ) -> str:
         """The conversation as the model was trained to read it. Raises RequestError."""
         if chat_template is not None:
-            template = ChatTemplate(chat_template)
-        elif self.chat_template is None:
-            raise RequestError(
-                "the model has no chat template: use completions, or give one", "messages"
-            )
+            template = self._compile(chat_template)
         else:
-            self._template = self._template or ChatTemplate(self.chat_template)
-            template = self._template
+            template = self.template(with_tools=bool(kwargs.get("tools")))
         return template.render(
             messages, add_generation_prompt=add_generation_prompt, **self.special_tokens, **kwargs
         )
+
+    def _compile(self, source: str) -> ChatTemplate:
+        template = self._compiled.get(source)
+        if template is None:
+            if len(self._compiled) >= _MAX_COMPILED:
+                self._compiled.clear()
+            template = self._compiled[source] = ChatTemplate(source)
+        return template
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:

@@ -128,13 +128,11 @@ class Rows:
 
 @dataclass(slots=True)
 class Chunk:
-    """A prompt row: `length` known tokens from position `start` on. `forked`: what is before them
-    is a sibling's."""
+    """A prompt row: `length` known tokens from position `start` on."""
 
     request: Request
     start: int
     length: int
-    forked: bool = False
 
     @property
     def ends_prompt(self) -> bool:

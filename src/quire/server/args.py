@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
 
 from quire.errors import ConfigError
 
@@ -28,6 +29,15 @@ class ServerArgs:
     served_model_name: str | None = _setting(None, "Name of the model in the API.")
     generation_config: Literal["auto", "none"] = _setting(
         "auto", "auto: requests default to the sampling settings the model ships with."
+    )
+    chat_template: str | None = _setting(
+        None, "File with a Jinja chat template to use instead of the model's own."
+    )
+    tool_call_parser: Literal[
+        "auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_xml"
+    ] = _setting("auto", "How the model writes tool calls. auto: as its chat template says.")
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"] = _setting(
+        "auto", "How the model sets its reasoning apart. auto: as its chat template says."
     )
     max_body_mb: float = _setting(16.0, "Largest request body, in MB.")
     response_store_size: int = _setting(
@@ -55,10 +65,11 @@ class ServerArgs:
                 raise ConfigError(f"{name} must be > 0, got {value}", name)
         if any(not key or not key.isascii() or " " in key for key in self.api_key):
             raise ConfigError("an api_key must be non-empty ASCII without spaces", "api_key")
-        for name, allowed in (
-            ("generation_config", ("auto", "none")),
-            ("log_level", ("debug", "info", "warning", "error")),
-        ):
+        if self.chat_template is not None and not Path(self.chat_template).is_file():
+            raise ConfigError(f"chat_template: no file {self.chat_template!r}", "chat_template")
+        hints = get_type_hints(type(self))
+        for name in ("generation_config", "tool_call_parser", "reasoning_parser", "log_level"):
+            allowed = get_args(hints[name])
             if getattr(self, name) not in allowed:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}", name

@@ -11,9 +11,20 @@ from starlette.responses import Response
 
 from quire.sampling_params import SamplingParams
 from quire.server.body import read_body
-from quire.server.chunks import ChunkWriter
+from quire.server.chat_messages import template_messages
 from quire.server.convert import check_fan_out, sampling_params
-from quire.server.dialogue import Answer, Delta, Dialogue, Event, Finished, TextDelta
+from quire.server.dialogue import (
+    Answer,
+    Delta,
+    Dialogue,
+    Event,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallBegin,
+    ToolCallDelta,
+    ToolChoice,
+)
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol import ChatRequest
@@ -25,8 +36,12 @@ from quire.server.responses import (
     ChatLogprobs,
     ChatMessage,
     Envelope,
+    FunctionCall,
+    FunctionDelta,
+    MessageToolCall,
+    ToolCallChunk,
 )
-from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
+from quire.server.sse import EventStream, json_answer, start_stream, unless_gone, write_event
 from quire.server.state import ServerState, new_id, state_of
 
 if TYPE_CHECKING:
@@ -64,21 +79,24 @@ async def chat_completions(request: Request) -> Response:
         answers = await unless_gone(request.receive, reply.whole())
         return json_answer(writer.answer(answers))
     await start_stream(request, reply)
-    return EventStream(reply, writer.write, writer.chunks.finish, metrics=state.metrics)
+    return EventStream(reply, writer.write, writer.finish, metrics=state.metrics)
 
 
 def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
-    messages: list[dict[str, Any]] = []
-    for message in body.messages:
-        role = "system" if message.role == "developer" else message.role
-        named = {} if message.name is None else {"name": message.name}
-        messages.append({"role": role, "content": message.text, **named})
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.documents:
+        kwargs["documents"] = body.documents
     return Dialogue(
-        messages=messages,
+        messages=template_messages(body.messages),
         params=_params(state, body),
-        template_kwargs=body.chat_template_kwargs or {},
+        tools=[tool.shape for tool in body.tools or ()],
+        tool_choice=body.tool_choice or ToolChoice(),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        template_kwargs=kwargs,
+        reasoning_effort=body.reasoning_effort,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
+        include_reasoning=body.include_reasoning is not False,
         with_tokens=bool(body.logprobs or body.return_token_ids),
         request_id=new_id("chatcmpl"),
         priority=body.priority or 0,
@@ -148,12 +166,7 @@ class ChatWriter:
         self.reply = reply
         self.model = state.model_name
         self.created = int(time.time())
-        self.fingerprint = state.fingerprint
-        self.chunks = ChunkWriter(
-            body.stream_options,
-            lambda choices, usage: self._envelope("chat.completion.chunk", choices, usage),
-            lambda: reply.usage,
-        )
+        self.include_usage = body.stream_options is not None and body.stream_options.include_usage
         self.begun: set[int] = set()
 
     def answer(self, answers: list[Answer]) -> Envelope:
@@ -161,7 +174,7 @@ class ChatWriter:
         for answer in answers:
             choice = ChatChoice(
                 answer.choice,
-                ChatMessage(answer.text),
+                _message(answer),
                 self._logprobs(answer),
                 answer.finish_reason,
             )
@@ -172,19 +185,18 @@ class ChatWriter:
                 choice.prompt_token_ids = self.reply.prompt_token_ids
             choices.append(choice)
         envelope = self._envelope("chat.completion", choices, self.reply.usage)
-        if self.body.metadata is not None:
-            envelope.metadata = self.body.metadata
         if self.body.prompt_logprobs is not None:
             envelope.prompt_logprobs = prompt_logprobs(self.reply.prompt_logprobs) or []
         return envelope
 
     def write(self, buffer: bytearray, events: list[Event]) -> None:
+        usage = None if self.include_usage else UNSET
         for event in events:
             if event.choice not in self.begun:
                 self.begun.add(event.choice)
                 opening = ChatChunkChoice(event.choice, ChatDelta("assistant", ""), None, None)
-                self.chunks.write(buffer, opening)
-            self.chunks.write(buffer, self._chunk(event))
+                self._event(buffer, opening, usage)
+            self._event(buffer, self._chunk(event), usage)
 
     def _chunk(self, event: Event) -> ChatChunkChoice:
         if isinstance(event, Finished):
@@ -192,32 +204,51 @@ class ChatWriter:
             if event.stop_reason is not None:
                 choice.stop_reason = event.stop_reason
             return choice
-        choice = ChatChunkChoice(event.choice, self._delta(event), self._logprobs(event), None)
+        choice = ChatChunkChoice(event.choice, _delta(event), self._logprobs(event), None)
         if self.body.return_token_ids:
             choice.token_ids = event.token_ids
         return choice
 
-    @staticmethod
-    def _delta(event: Event) -> ChatDelta:
-        if isinstance(event, TextDelta) and event.text:
-            return ChatDelta(content=event.text)
-        return ChatDelta()
+    def finish(self, buffer: bytearray) -> None:
+        if self.include_usage:
+            write_event(buffer, self._envelope("chat.completion.chunk", [], self.reply.usage))
+        buffer += b"data: [DONE]\n\n"
+
+    def _event(self, buffer: bytearray, choice: ChatChunkChoice, usage: Any) -> None:
+        write_event(buffer, self._envelope("chat.completion.chunk", [choice], usage))
 
     def _envelope(self, kind: str, choices: Any, usage: Any) -> Envelope:
-        tier = self.body.service_tier
-        return Envelope(
-            self.reply.request_id,
-            kind,
-            self.created,
-            self.model,
-            choices,
-            usage,
-            service_tier=UNSET if tier is None else "default",
-            system_fingerprint=self.fingerprint,
-        )
+        return Envelope(self.reply.request_id, kind, self.created, self.model, choices, usage)
 
     def _logprobs(self, part: Delta | Answer) -> ChatLogprobs | None:
         if not self.body.logprobs:
             return None
         count = self.body.top_logprobs or 0
         return ChatLogprobs(chat_logprobs(self.tokenizer, part.token_ids, part.logprobs, count))
+
+
+def _message(answer: Answer) -> ChatMessage:
+    only_other = not answer.text and (answer.tool_calls or answer.reasoning)
+    message = ChatMessage(None if only_other else answer.text)
+    if answer.reasoning:
+        message.reasoning_content = answer.reasoning
+    if answer.tool_calls:
+        message.tool_calls = [
+            MessageToolCall(call.id, FunctionCall(call.name, call.arguments))
+            for call in answer.tool_calls
+        ]
+    return message
+
+
+def _delta(event: Delta) -> ChatDelta:
+    match event:
+        case TextDelta(text=text):
+            return ChatDelta(content=text) if text else ChatDelta()
+        case ReasoningDelta(text=text):
+            return ChatDelta(reasoning_content=text) if text else ChatDelta()
+        case ToolCallBegin():
+            function = FunctionDelta(event.name)
+            chunk = ToolCallChunk(event.index, function, event.id, "function")
+        case ToolCallDelta():
+            chunk = ToolCallChunk(event.index, FunctionDelta(arguments=event.arguments))
+    return ChatDelta(tool_calls=[chunk])

@@ -72,6 +72,7 @@ class Generation:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        keep_special: frozenset[int] = frozenset(),
     ) -> None:
         self.client = client
         self.metrics = metrics
@@ -79,6 +80,7 @@ class Generation:
         self.request_id = request_id
         self.priority = priority
         self.cache_salt = cache_salt
+        self.keep_special = keep_special
         self.prompts = [PromptInfo() for _ in prompts]
         self.completion_tokens = 0
         self._inputs = prompts
@@ -142,6 +144,7 @@ class Generation:
                 request_id=f"{self.request_id}-{index}",
                 priority=self.priority,
                 cache_salt=self.cache_salt,
+                keep_special=self.keep_special,
             ),
         )
         self.metrics.open.inc()

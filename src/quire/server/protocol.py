@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from quire.errors import RequestError
-from quire.server.strict import (
-    INT32_MAX,
-    Count,
-    LogitBias,
-    Metadata,
-    Name,
-    Strict,
-    drop_unused,
-)
+from quire.server.chat_messages import Message, Tool, parse_tool_choice
+from quire.server.dialogue import ToolChoice
+from quire.server.strict import INT32_MAX, Count, LogitBias, Name, Strict, drop_unused
 
 MAX_STOP = 64
 MAX_MESSAGES = 4096
+MAX_TOOLS = 256
 
 # Parameters of OpenAI's API that Quire does not implement, with the values that mean "not used".
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -31,41 +25,21 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (),
     "prediction": (),
     "prompt_cache_key": (),
-    "prompt_cache_options": ({"mode": "implicit"},),
-    "prompt_cache_retention": ("in_memory",),
+    "prompt_cache_retention": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
+    "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
-    "verbosity": ("medium",),
+    "verbosity": (),
     "web_search_options": (),
-}
-_UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "refusal": ("",),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 
 
 class StreamOptions(Strict):
-    """OpenAI's, and vLLM's `continuous_usage_stats`: the usage so far in every chunk."""
-
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> StreamOptions:
-        if self.continuous_usage_stats and not self.include_usage:
-            raise RequestError(
-                "'continuous_usage_stats' needs include_usage=true.", param="continuous_usage_stats"
-            )
-        return self
+    include_usage: bool = False
 
 
 class SamplingFields(Strict):
@@ -113,11 +87,9 @@ class SamplingFields(Strict):
 
 
 class CompletionRequest(SamplingFields):
-    """`/v1/completions`. `prompt`: a string, token ids, or a list of either. `suffix` "" is none,
-    as at OpenAI."""
+    """`/v1/completions`. `prompt`: a string, token ids, or a list of either."""
 
     prompt: Any
-    suffix: str | None = None
     max_tokens: Count | None = None
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)
@@ -133,57 +105,8 @@ class GenerateRequest(SamplingFields):
     max_tokens: Count | None = None
 
 
-class TextPart(Strict):
-    type: str
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("type"), str) and data["type"] != "text":
-            raise RequestError(
-                f"parts of type {data['type'][:40]!r} are not supported, only text is.",
-                code="unsupported_parameter",
-            )
-        return data
-
-
-class Message(Strict):
-    """A chat message. `developer` is OpenAI's newer name of `system` and treated as such."""
-
-    role: str
-    content: Annotated[list[TextPart], Field(max_length=1024)]
-    name: Name | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        return drop_unused(data, _UNSUPPORTED_IN_MESSAGE)
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _one_part(cls, content: Any) -> Any:
-        return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-    @field_validator("role")
-    @classmethod
-    def _known_role(cls, role: str) -> str:
-        if role not in ("system", "developer", "user", "assistant"):
-            raise RequestError(
-                f"role {role[:40]!r} is not supported; known are system, developer, user and "
-                "assistant."
-            )
-        return role
-
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content)
-
-
 class ChatRequest(SamplingFields):
-    """`/v1/chat/completions`. `metadata` comes back with the answer. `prompt_cache_key` is an
-    identifier, as `user` is: the prefix cache needs no key, and there is one server to route to.
-    """
+    """`/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Count | None = None
@@ -195,6 +118,9 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Metadata | None = None
-    prompt_cache_key: Name | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(parse_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Name | None = None
+    include_reasoning: bool | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = None

@@ -7,51 +7,66 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from quire.outputs import Logprob
-from quire.server.dialogue import Answer, Dialogue, Event, Finished, TextDelta
-from quire.server.errors import ApiError
+from quire.sampling_params import SamplingParams
+from quire.server.dialogue import Answer, Dialogue, Event
 from quire.server.generation import Generation, Piece, collect
-from quire.server.responses import Usage
+from quire.server.parsers.think import ThinkParser
+from quire.server.prompt import RenderedPrompt, render_prompt
+from quire.server.reader import ChoiceReader, plain_events
+from quire.server.responses import CompletionDetails, Usage
 from quire.server.state import ServerState
+from quire.server.tools import callable_tools, check_tools, constrained, one_call
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
 
+_LONG_TEXT = 20_000
+"""Characters of a whole answer that are read off the event loop."""
+
 
 async def prepare(state: ServerState, dialogue: Dialogue) -> Reply:
     """A reply that is ready to start. Raises `ApiError` or `RequestError` naming the field."""
-    ids = await count(state, dialogue)
-    return Reply(state, dialogue, ids)
+    tokenizer = state.tokenizer("messages")
+    check_tools(dialogue, state.chat_format)
+    prompt = await asyncio.to_thread(render_prompt, tokenizer, dialogue)
+    return Reply(state, tokenizer, dialogue, prompt)
 
 
 async def count(state: ServerState, dialogue: Dialogue) -> list[int]:
     """The prompt's token ids, without running it. Raises as `prepare`."""
     tokenizer = state.tokenizer("messages")
-    if dialogue.tools:
-        raise ApiError(
-            400,
-            "'tools' is not supported by this server.",
-            param="tools",
-            code="unsupported_parameter",
-        )
-    return await asyncio.to_thread(render_prompt, tokenizer, dialogue)
+    check_tools(dialogue, state.chat_format)
+    return (await asyncio.to_thread(render_prompt, tokenizer, dialogue)).token_ids
 
 
 class Reply:
     """The answer under way; see `Generation` for `start`, `ready`, `close` and `batches`."""
 
-    def __init__(self, state: ServerState, dialogue: Dialogue, prompt: list[int]) -> None:
+    def __init__(
+        self, state: ServerState, tokenizer: Tokenizer, dialogue: Dialogue, prompt: RenderedPrompt
+    ) -> None:
         self.dialogue = dialogue
         self.request_id = dialogue.request_id
-        self.prompt_token_ids = prompt
+        self.prompt_token_ids = prompt.token_ids
+        self._tokenizer = tokenizer
+        self._format = format = state.chat_format
+        self._tools = callable_tools(dialogue)
+        self._readers: dict[int, ChoiceReader] = {}
+        self._begins_open: bool | None = None
+        if format.reasoning is not None:
+            self._begins_open = format.reasoning.begins_open(prompt.text)
+        read = bool(self._tools) or format.reasoning is not None
         self._generation = Generation(
             state.client,
             state.metrics,
-            [prompt],
-            dialogue.params,
+            [prompt.token_ids],
+            self._params(),
             request_id=dialogue.request_id,
             priority=dialogue.priority,
             cache_salt=dialogue.cache_salt,
+            keep_special=format.keep_special if read else frozenset(),
         )
+        self._read = self._read_format if read else self._read_plain
         self.start = self._generation.start
         self.ready = self._generation.ready
         self.close = self._generation.close
@@ -61,7 +76,7 @@ class Reply:
         async for pieces in self._generation.batches():
             events: list[Event] = []
             for piece in pieces:
-                self._read(piece, events)
+                events += self._read(piece)
             if events:
                 yield events
 
@@ -69,8 +84,10 @@ class Reply:
         """Runs it to its end: one answer per choice, in order. Closes the generation."""
         answers = []
         for piece in await collect(self._generation):
-            events: list[Event] = []
-            self._read(piece, events)
+            if sum(map(len, piece.texts)) > _LONG_TEXT:
+                events = await asyncio.to_thread(self._read, piece)
+            else:
+                events = self._read(piece)
             answer = Answer(piece.choice)
             for event in events:
                 answer.add(event)
@@ -79,40 +96,44 @@ class Reply:
 
     @property
     def usage(self) -> Usage:
-        return self._generation.usage
+        usage = self._generation.usage
+        if self._format.reasoning is not None:
+            count = sum(reader.reasoning_tokens for reader in self._readers.values())
+            usage.completion_tokens_details = CompletionDetails(count)
+        return usage
 
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         return self._generation.prompts[0].logprobs
 
-    def _read(self, piece: Piece, events: list[Event]) -> None:
-        """Appends the piece's events. Without tools and reasoning its text is passed on unread."""
-        text = piece.text
-        if text or (piece.token_ids and self.dialogue.with_tokens):
-            events.append(TextDelta(piece.choice, text, piece.token_ids, piece.logprobs))
-        if piece.finish_reason is not None:
-            events.append(Finished(piece.choice, piece.finish_reason, piece.stop_reason))
+    def _params(self) -> SamplingParams:
+        added = self._tokenizer.added_tokens if self._needs_grammar() else {}
+        return constrained(self.dialogue, self._format, added, self._begins_open)
 
+    def _needs_grammar(self) -> bool:
+        return bool(self._tools) or self.dialogue.params.structured_outputs is not None
 
-def render_prompt(tokenizer: Tokenizer, dialogue: Dialogue) -> list[int]:
-    """Applies the chat template and tokenizes its text. Runs in a thread.
+    def _read_plain(self, piece: Piece) -> list[Event]:
+        return plain_events(piece, self.dialogue.with_tokens)
 
-    The template writes its special tokens itself, so the tokenizer must not add them again. To
-    continue the final message, what the template puts after that message's text is cut off.
-    """
-    add = dialogue.add_generation_prompt and not dialogue.continue_final_message
-    text = tokenizer.apply_chat_template(
-        dialogue.messages, add_generation_prompt=add, **dialogue.template_kwargs
-    )
-    if dialogue.continue_final_message:
-        final = dialogue.messages[-1]["content"].strip()
-        at = text.rfind(final)
-        if at < 0:
-            raise ApiError(
-                400,
-                "The chat template changes the final message, so it cannot be continued.",
-                param="continue_final_message",
-            )
-        text = text[: at + len(final)]
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
-    return ids
+    def _read_format(self, piece: Piece) -> list[Event]:
+        reader = self._readers.get(piece.choice)
+        if reader is None:
+            reader = self._readers[piece.choice] = self._reader()
+        return reader.read(piece)
+
+    def _reader(self) -> ChoiceReader:
+        format, dialogue = self._format, self.dialogue
+        think = tools = None
+        if format.reasoning is not None:
+            think = ThinkParser(format.reasoning, self._begins_open)
+        if self._tools and format.tool_parser is not None:
+            tools = format.tool_parser(self._tools)
+        return ChoiceReader(
+            self._tokenizer,
+            think,
+            tools,
+            one_call=one_call(dialogue),
+            show_reasoning=dialogue.include_reasoning,
+            with_tokens=dialogue.with_tokens,
+        )

@@ -67,15 +67,46 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class MessageToolCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct):
-    content: str
+    """`content` is null where there are only tool calls, or only reasoning."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[MessageToolCall] | UnsetType = UNSET
+
+
+class FunctionDelta(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallChunk(msgspec.Struct):
+    """`id`, `type` and the function's name come with a call's first chunk only."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallChunk] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -98,7 +129,8 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class Envelope(msgspec.Struct):
-    """A whole answer or one chunk of a stream. service_tier, metadata: where they were given."""
+    """A whole answer or one chunk of a stream. `usage` is null in chunks before the last where the
+    client asked for it, absent where it did not."""
 
     id: str
     object: str
@@ -106,9 +138,6 @@ class Envelope(msgspec.Struct):
     model: str
     choices: list[CompletionChoice] | list[ChatChoice] | list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    service_tier: str | UnsetType = UNSET
-    system_fingerprint: str | UnsetType = UNSET
-    metadata: dict[str, str] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 

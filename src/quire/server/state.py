@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from quire import __version__
-from quire.errors import EngineDeadError
+from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.server.args import ServerArgs
+from quire.server.chat_format import ChatFormat
 from quire.server.errors import ApiError
 from quire.server.metrics import ServerMetrics
 
@@ -31,12 +30,19 @@ class ServerState:
     defaults: dict[str, float]
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     created: int = field(default_factory=lambda: int(time.time()))
-    fingerprint: str = ""
+    chat_format: ChatFormat = field(init=False)
 
     def __post_init__(self) -> None:
-        """`fingerprint` names what, besides a request and its seed, decides about its answer."""
-        known = f"{__version__} {self.client.config} {self.defaults}".encode()
-        self.fingerprint = f"fp_{hashlib.sha256(known).hexdigest()[:12]}"
+        """Raises ConfigError: the chat template cannot be used."""
+        tokenizer, file = self.client.tokenizer, self.args.chat_template
+        if file is not None:
+            if tokenizer is None:
+                raise ConfigError("chat_template needs a tokenizer", "chat_template")
+            try:
+                tokenizer.use_template(Path(file).read_text("utf-8"))
+            except (OSError, UnicodeDecodeError, RequestError) as error:
+                raise ConfigError(f"chat_template {file!r}: {error}", "chat_template") from None
+        self.chat_format = ChatFormat.of(tokenizer, self.args)
 
     @property
     def model_name(self) -> str:

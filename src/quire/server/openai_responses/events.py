@@ -3,6 +3,7 @@ itself."""
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import Any, NamedTuple
 
@@ -22,10 +23,10 @@ from quire.server.openai_responses.objects import (
     TokenLogprob,
     Usage,
 )
-from quire.server.sse import obfuscated
 from quire.server.state import new_id
 
 _encoder = msgspec.json.Encoder()
+_PADDED_TO = 32
 
 
 class Sent(NamedTuple):
@@ -35,10 +36,12 @@ class Sent(NamedTuple):
     data: bytes
 
     def write(self, buffer: bytearray, obfuscate: bool) -> None:
-        """As a server-sent event."""
+        """As a server-sent event. Obfuscated deltas are padded with random characters, so that
+        their size says less about their text to someone who watches the encrypted line."""
         data = self.data
         if obfuscate and self.type.endswith(".delta"):
-            data = obfuscated(data)
+            padding = secrets.token_hex(_PADDED_TO)[: _PADDED_TO - len(data) % _PADDED_TO]
+            data = data[:-1] + f',"obfuscation":"{padding}"}}'.encode()
         buffer += b"event: " + self.type.encode() + b"\ndata: " + data + b"\n\n"
 
 

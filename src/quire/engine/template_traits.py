@@ -1,0 +1,72 @@
+"""How a chat template wants tool calls. It is asked, as no standard says: some templates take
+arguments as an object, some as text; some want no content beside calls, some an empty one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.chat_template import ChatTemplate
+from quire.errors import RequestError
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probed_tool",
+        "description": "Probes.",
+        "parameters": {
+            "type": "object",
+            "properties": {"probed_key": {"type": "string", "description": "A key."}},
+            "required": ["probed_key"],
+        },
+    },
+}
+_OBJECT = {"probed_key": "probed_value"}
+_TEXT = '{"probed_key": "probed_value"}'
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """shows_tools, shows_calls: whether tools and calls reach the prompt at all. arguments_as_text:
+    calls' arguments are JSON text, not an object. empty_content: what a message with calls alone
+    has for content."""
+
+    shows_tools: bool
+    shows_calls: bool
+    arguments_as_text: bool = False
+    empty_content: str | None = ""
+
+
+def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> TemplateTraits:
+    """Renders a few small conversations to see what becomes of them."""
+
+    def rendered(messages: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return template.render(
+                messages, tools=[_TOOL], add_generation_prompt=False, **special_tokens
+            )
+        except RequestError:
+            return ""
+
+    shows_tools = "probed_tool" in rendered([{"role": "user", "content": "Hello."}])
+    for empty_content in ("", None):
+        for as_text in (False, True):
+            text = rendered(_conversation(_TEXT if as_text else _OBJECT, empty_content))
+            # Text that was encoded once more has its quotes escaped.
+            if "probed_value" in text and 'probed_key\\"' not in text:
+                return TemplateTraits(shows_tools, True, as_text, empty_content)
+    return TemplateTraits(shows_tools, False)
+
+
+def _conversation(arguments: Any, content: str | None) -> list[dict[str, Any]]:
+    call = {
+        "id": "probe1234",  # of the only length that Mistral's templates take
+        "type": "function",
+        "function": {"name": "probed_tool", "arguments": arguments},
+    }
+    return [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "probe1234", "name": "probed_tool", "content": "done"},
+    ]

@@ -1,0 +1,91 @@
+"""Grammars that make a model call tools, in llguidance's dialect of Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As templates write JSON. Fixed, as models that are unsure can write space for ever."""
+
+_SPECIAL = frozenset(r".^$*+?()[]{}|\/")
+
+
+class Rules:
+    """Names rules as they are written.
+
+    added: text of tokens that stand outside the text in which they appear, to their ids; a grammar
+    must name them by id.
+    """
+
+    def __init__(self, added: Mapping[str, int], template: str = "") -> None:
+        self.template = template
+        self.lines: list[str] = []
+        self._added = added
+        names = sorted(map(re.escape, added), key=len, reverse=True)
+        self._split = re.compile("({})".format("|".join(names))) if names else None
+
+    def literal(self, text: str) -> str:
+        parts = self._split.split(text) if self._split is not None else [text]
+        return " ".join(
+            f"<[{self._added[part]}]>" if part in self._added else _quoted(part)
+            for part in parts
+            if part
+        )
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        options = {**_SEPARATORS, **schema.get("x-guidance", {})}
+        text = json.dumps({**schema, "x-guidance": options})
+        return self.add(f"%json {text}")
+
+    def any_of(self, choices: Iterable[str]) -> str:
+        return self.add(" | ".join(choices))
+
+    def add(self, body: str) -> str:
+        """Adds a rule; returns its name."""
+        name = f"rule_{len(self.lines)}"
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def regex(self, pattern: str) -> str:
+        return self.add("/{}/".format(pattern.replace("/", "\\/")))
+
+    def add_text(self, without: Collection[str], first: str = "") -> str:
+        """A terminal of any text but one that contains one of `without`, or begins with one of the
+        characters of `first`."""
+        barred = [f"(?s:.*){_escaped(text)}(?s:.*)" for text in without if text not in self._added]
+        barred += [f"\\s*{_escaped(char)}(?s:.*)" for char in first]
+        body = " & ".join(["/(?s:.+)/", *(f"~/{pattern}/" for pattern in barred)])
+        name = f"TEXT_{len(self.lines)}"
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def optional_call(self, call: str, starts: Collection[str], first: str) -> str:
+        """Any text, or text and then `call`. Where what starts a call is no token, text
+        and call exclude each other: the end of such text would be undecidable."""
+        text = self.add_text(starts, first)
+        if first or any(start not in self._added for start in starts):
+            return f"{text} | {call}"
+        return f"{text}? {call}? | {text}"
+
+    def add_until(self, end: str) -> str:
+        """Any text up to the first `end`, and that."""
+        if end in self._added:
+            return self.add(f"/(?s:.*)/ {self.literal(end)}")
+        name = f"until_{len(self.lines)}"
+        self.lines.append(f"{name}[suffix={_quoted(end)}]: /(?s:.*)/")
+        return name
+
+    def grammar(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *self.lines]) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    """For use in a regular expression between slashes."""
+    return "".join(f"\\{char}" if char in _SPECIAL else char for char in text)

@@ -1,0 +1,149 @@
+"""[f(city="Oslo", days=2), g()]: calls written in Python, as by Llama 3.2 and 4."""
+
+from __future__ import annotations
+
+import ast
+import json
+import string
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from quire.server.parsers.grammar import Rules
+from quire.server.parsers.stream import NotACallError, Reading, ToolParser
+
+_NAME = frozenset(string.ascii_letters + string.digits + "_-.")
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+class PythonicParser(ToolParser):
+    """An answer that begins with a bracket, or with <|python_start|>, is read as calls. Arguments
+    are keywords with literal values, each passed on when it is complete."""
+
+    name = "pythonic"
+    starts = ("<|python_start|>",)
+    first = "["
+    marks = ("<|python_end|>",)
+    in_template = "func_name1("
+
+    def calls(self) -> Reading:
+        yield from self.space()
+        yield from self.expect("[")
+        while True:
+            yield from self.space()
+            yield from self._call()
+            yield from self.space()
+            if self.char != ",":
+                break
+            yield
+        yield from self.expect("]")
+        yield from self.space()
+        if self.char == "<":
+            yield from self.expect("<|python_end|>")
+
+    def _call(self) -> Reading:
+        name = yield from self._name()
+        yield from self.expect("(")
+        yield from self.space()
+        keys: set[str] = set()
+        while self.char != ")":
+            key = yield from self._name()
+            yield from self.space()
+            yield from self.expect("=")
+            if not key or key in keys:
+                raise NotACallError
+            value = _json_text((yield from self._literal()))
+            if not keys:
+                self.begin(name)
+            self.give_arguments(f"{', ' if keys else '{'}{json.dumps(key)}: {value}")
+            keys.add(key)
+            if self.char == ",":
+                yield
+                yield from self.space()
+        if not keys:
+            self.begin(name)
+        self.give_arguments("}" if keys else "{}")
+        yield
+        self.end()
+
+    def _name(self) -> Generator[None, None, str]:
+        letters = []
+        while self.char in _NAME:
+            letters.append(self.char)
+            yield
+        return "".join(letters)
+
+    def _literal(self) -> Generator[None, None, str]:
+        """The text up to the comma or parenthesis that ends it."""
+        chars, depth, quote = [], 0, ""
+        while True:
+            char = self.char
+            if char == "":
+                raise NotACallError
+            if quote:
+                if char == "\\":
+                    chars.append(char)
+                    yield
+                elif char == quote:
+                    quote = ""
+            elif char in "'\"":
+                quote = char
+            elif char in "([{":
+                depth += 1
+            elif depth == 0 and char in "),":
+                return "".join(chars)
+            elif char in ")]}":
+                depth -= 1
+            chars.append(self.char)
+            yield
+
+    @classmethod
+    def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
+        call = rules.any_of(
+            f'{rules.literal(f"{name}(")} {_keywords(rules, schema)} ")"'
+            for name, schema in tools.items()
+        )
+        more = f'(", " {call})*' if parallel else ""
+        return f'"[" {call} {more} "]"'
+
+
+def _keywords(rules: Rules, schema: Mapping[str, Any]) -> str:
+    """The properties in their order, each once. Their values are JSON, which the parser takes as
+    well. Built from the last one: `first` and `more` are what may come where none and where some
+    have been written."""
+    required = schema.get("required", ())
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    first = more = '""'
+    for key, value in reversed(schema.get("properties", {}).items()):
+        whole = {**definitions, **value} if isinstance(value, Mapping) else {}
+        pair = f"{rules.literal(f'{key}=')} {rules.json(whole)}"
+        begun, going = f"{pair} {more}", f'", " {pair} {more}'
+        if key not in required:
+            begun, going = f"{begun} | {first}", f"{going} | {more}"
+        first, more = rules.add(begun), rules.add(going)
+    return first
+
+
+def _json_text(literal: str) -> str:
+    try:
+        value = _evaluate(ast.parse(literal.strip(), mode="eval").body)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        raise NotACallError from None
+    return text
+
+
+def _evaluate(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(str() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as value)):
+            return -value
+        case ast.List(items) | ast.Tuple(items):
+            return [_evaluate(item) for item in items]
+        case ast.Dict(keys, values) if all(isinstance(key, ast.Constant) for key in keys):
+            pairs = zip(keys, values, strict=True)
+            return {str(key.value): _evaluate(value) for key, value in pairs}  # type: ignore[union-attr]
+        case ast.Name(name) if name in _WORDS:
+            return _WORDS[name]
+    raise ValueError("not a literal")

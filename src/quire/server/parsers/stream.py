@@ -1,0 +1,231 @@
+"""What tool-call parsers share: reading text that comes in pieces, and giving it back as text when
+it turns out to be no call.
+
+A format is a generator that looks at `self.char`, the first character not yet consumed ("" at the
+end), and yields to consume it. As it never sees more than one character, how the text was cut
+cannot matter.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from quire.server.parsers.grammar import Rules
+
+Reading = Generator[None, None, None]
+
+SPACE = frozenset(" \t\r\n")
+
+
+class NotACallError(Exception):
+    """What was read is not in the parser's format."""
+
+
+@dataclass(slots=True)
+class Text:
+    text: str
+
+
+@dataclass(slots=True)
+class CallBegin:
+    id: str
+    name: str
+
+
+@dataclass(slots=True)
+class CallArguments:
+    """More of the last call's arguments, as JSON text."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class CallEnd:
+    """The last call is complete."""
+
+
+Part = Text | CallBegin | CallArguments | CallEnd
+
+
+class ToolParser:
+    """Reads the calls in one completion.
+
+    What is no call after all is passed on as text. Once a call's name is known it has begun, and
+    only what comes after the last character that fits is text. The name must be one of `tools`
+    (names to JSON Schemas of the parameters): who executes calls need not expect others. Space
+    around calls is dropped.
+
+    Subclasses say where calls begin and read them; `grammar` writes what the parser reads.
+    """
+
+    name: ClassVar[str]
+    starts: ClassVar[tuple[str, ...]] = ()
+    """Begin calls, anywhere. Already consumed when `calls` runs."""
+    first: ClassVar[str] = ""
+    """Characters that begin calls as the first of a completion. Not consumed when `calls` runs."""
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Further text of the format that may be special tokens."""
+    in_template: ClassVar[str] = ""
+    """A chat template that contains this teaches the format."""
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        self.tools = tools
+        self.char = ""
+        self._parts: list[Part] = []
+        self._waiting = ""  # may begin a call, or be space around one
+        self._held: list[str] = []  # consumed by `calls`, and nothing made of it yet
+        self._reading: Reading | None = None
+        self._arguments: list[str] | None = None  # while they are passed on as they come
+        self._at_first = bool(self.first)
+        self._behind_call = False
+
+    def calls(self) -> Reading:
+        """Reads one call or several.
+
+        Raises:
+            NotACallError: what was consumed since the last call began or ended is text.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
+        """A Lark expression of one call, or with `parallel` of one or more."""
+        raise NotImplementedError
+
+    # -- text in, parts out --------------------------------------------------------------------
+
+    def feed(self, text: str) -> list[Part]:
+        while text:
+            text = self._scan(text) if self._reading is None else self._read(text)
+        return self._take()
+
+    def finish(self) -> list[Part]:
+        """The rest; nothing may be fed afterwards."""
+        if self._reading is not None:
+            self._step("")
+        self._give(self._waiting)
+        return self._take()
+
+    def _take(self) -> list[Part]:
+        if self._arguments:
+            self._parts.append(CallArguments("".join(self._arguments)))
+            self._arguments.clear()
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _give(self, text: str) -> None:
+        if text:
+            self._parts.append(Text(text))
+
+    def _scan(self, text: str) -> str:
+        """Passes text on up to where a call may begin; returns what is to be read as one."""
+        text, self._waiting = self._waiting + text, ""
+        if self._behind_call:
+            text = text.lstrip()
+            self._behind_call = not text
+        if self._at_first:
+            inner = text.lstrip()
+            if not inner:
+                self._waiting = text
+                return ""
+            self._at_first = False
+            if inner[0] in self.first:
+                return self._open(text[: len(text) - len(inner)], inner)
+        place, start = min(
+            ((at, start) for start in self.starts if (at := text.find(start)) >= 0),
+            default=(len(text), ""),
+        )
+        if start:
+            plain = text[:place].rstrip()
+            self._give(plain)
+            return self._open(text[len(plain) : place + len(start)], text[place + len(start) :])
+        plain = text[: len(text) - overlap(text, self.starts)].rstrip()
+        self._give(plain)
+        self._waiting = text[len(plain) :]
+        return ""
+
+    def _open(self, held: str, rest: str) -> str:
+        self._held = [held]
+        self._reading = self.calls()
+        return rest
+
+    def _read(self, text: str) -> str:
+        """Gives `calls` its characters; returns what it leaves."""
+        for place, char in enumerate(text):
+            self._step(char)
+            if self._reading is None:
+                return text[place:]
+        return ""
+
+    def _step(self, char: str) -> None:
+        self.char = char
+        try:
+            next(self._reading)  # type: ignore[arg-type]
+        except (StopIteration, NotACallError) as end:
+            self._reading = None
+            if isinstance(end, NotACallError):
+                self._parts = self._take()
+                self._arguments = None
+                self._give("".join(self._held))
+            else:
+                self._behind_call = True
+            self._held = []
+            return
+        (self._held if self._arguments is None else self._arguments).append(self.char)
+
+    # -- for `calls` ---------------------------------------------------------------------------
+
+    def begin(self, name: str) -> None:
+        """A call begins; raises NotACallError if there is no such tool."""
+        if name not in self.tools:
+            raise NotACallError
+        self._held = []
+        self._parts.append(CallBegin(self.new_id(), name))
+
+    def end(self) -> None:
+        self._held = []
+        self._parts.append(CallEnd())
+
+    def give_arguments(self, text: str) -> None:
+        self._held = []
+        self._parts.append(CallArguments(text))
+
+    def passed_on(self, reading: Reading) -> Reading:
+        """What `reading` consumes are arguments, and passed on as they come."""
+        self._arguments = []
+        yield from reading
+        self._parts = self._take()
+        self._arguments = None
+
+    def captured(self, reading: Generator[None, None, Any]) -> Generator[None, None, str]:
+        """The text that `reading` consumes."""
+        place = len(self._held)
+        yield from reading
+        return "".join(self._held[place:])
+
+    def space(self, also: str = "") -> Reading:
+        while self.char in SPACE or (self.char and self.char in also):
+            yield
+
+    def expect(self, text: str) -> Reading:
+        for char in text:
+            if self.char != char:
+                raise NotACallError
+            yield
+
+    def new_id(self) -> str:
+        return f"call_{secrets.token_hex(12)}"
+
+
+def overlap(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest end of `text` that begins one of `marks`."""
+    longest = max(map(len, marks), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        end = text[-length:]
+        if any(mark.startswith(end) for mark in marks):
+            return length
+    return 0

@@ -1,0 +1,110 @@
+"""Reasoning in a block of its own before the answer: <think>...</think> and its kin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from quire.server.parsers.stream import overlap
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """implied: a completion begins with reasoning even where nothing opens the block."""
+
+    name: str
+    open: str
+    close: str
+    implied: bool = False
+
+    def begins_open(self, prompt: str) -> bool | None:
+        """What a prompt says of the completion: True, it goes on in a reasoning block; False, the
+        block has been closed; None, the model may open one."""
+        end = prompt.rstrip()
+        if end.endswith(self.open):
+            return True
+        if end.endswith(self.close):
+            return False
+        return True if self.implied else None
+
+
+class _Place(Enum):
+    START = 0
+    INSIDE = 1
+    BEHIND = 2
+    ANSWER = 3
+
+
+class ThinkParser:
+    """Splits one completion. Space around the reasoning is dropped; only a block that the
+    completion begins with counts."""
+
+    def __init__(self, format: ReasoningFormat, begins_open: bool | None) -> None:
+        self._format = format
+        self._waiting = ""
+        self._silent = True  # nothing of the reasoning was passed on yet
+        self._place = {True: _Place.INSIDE, False: _Place.ANSWER, None: _Place.START}[begins_open]
+
+    @property
+    def undecided(self) -> bool:
+        """Whether what came so far may become either."""
+        return self._place is _Place.START
+
+    @property
+    def answering(self) -> bool:
+        return self._place in (_Place.BEHIND, _Place.ANSWER)
+
+    def feed(self, text: str) -> tuple[str, str, int]:
+        """(more reasoning, more of the answer, how many of the characters given were the
+        block's)."""
+        if self._place is _Place.ANSWER:
+            return "", text, 0
+        waited = len(self._waiting)
+        buffer, self._waiting = self._waiting + text, ""
+        total, reasoning = len(buffer), ""
+        if self._place is _Place.START:
+            buffer = self._start(buffer)
+        if self._place is _Place.INSIDE:
+            reasoning, buffer = self._inside(buffer)
+        block = max(0, total - len(buffer) - waited) if self.answering else len(text)
+        if self._place is _Place.BEHIND:
+            buffer = buffer.lstrip()
+            if buffer:
+                self._place = _Place.ANSWER
+        return (reasoning, buffer, block) if self.answering else (reasoning, "", block)
+
+    def finish(self) -> tuple[str, str]:
+        """What waited to be decided: (reasoning, answer)."""
+        text, self._waiting = self._waiting, ""
+        if self._place is _Place.INSIDE:
+            return text.rstrip(), ""
+        return "", text
+
+    def _start(self, buffer: str) -> str:
+        inner = buffer.lstrip()
+        if inner.startswith(self._format.open):
+            self._place = _Place.INSIDE
+            return inner[len(self._format.open) :]
+        if self._format.open.startswith(inner):
+            self._waiting = buffer
+            return ""
+        self._place = _Place.ANSWER
+        return buffer
+
+    def _inside(self, buffer: str) -> tuple[str, str]:
+        """(reasoning, what is behind the block)."""
+        if self._silent:
+            # Models repeat a mark that the prompt ends with.
+            buffer = buffer.lstrip()
+            if self._format.open.startswith(buffer):
+                self._waiting = buffer
+                return "", ""
+            buffer = buffer.removeprefix(self._format.open).lstrip()
+        at = buffer.find(self._format.close)
+        if at >= 0:
+            self._place = _Place.BEHIND
+            return buffer[:at].rstrip(), buffer[at + len(self._format.close) :]
+        reasoning = buffer[: len(buffer) - overlap(buffer, (self._format.close,))].rstrip()
+        self._waiting = buffer[len(reasoning) :]
+        self._silent = self._silent and not reasoning
+        return reasoning, ""

@@ -1,0 +1,129 @@
+"""From a dialogue's messages to the text and tokens of its prompt."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.server.dialogue import Dialogue
+from quire.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from quire.engine.template_traits import TemplateTraits
+    from quire.engine.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class RenderedPrompt:
+    text: str
+    token_ids: list[int]
+
+
+def render_prompt(tokenizer: Tokenizer, dialogue: Dialogue) -> RenderedPrompt:
+    """Applies the chat template and tokenizes its text. Runs in a thread.
+
+    The template writes its special tokens itself, so the tokenizer must not add them again. To
+    continue the final message, what the template puts after that message's text is cut off.
+
+    Raises:
+        ApiError, RequestError: the template does not take what the dialogue asks for.
+    """
+    tools = _shown_tools(dialogue)
+    variables = _variables(tokenizer, dialogue, bool(tools))
+    messages = _messages(tokenizer, dialogue, bool(tools))
+    if tools:
+        variables["tools"] = tools
+    add = dialogue.add_generation_prompt and not dialogue.continue_final_message
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=add, **variables)
+    if dialogue.continue_final_message:
+        text = _up_to_final(text, dialogue)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
+    return RenderedPrompt(text, ids)
+
+
+def _shown_tools(dialogue: Dialogue) -> list[dict[str, Any]]:
+    """What the template is shown: nothing that may not be called, and no `strict`, which no model
+    was trained on."""
+    choice = dialogue.tool_choice
+    if choice.mode == "none":
+        return []
+    shown = []
+    for tool in dialogue.tools:
+        function = {name: value for name, value in tool["function"].items() if name != "strict"}
+        if choice.mode == "required" or choice.names is None or function["name"] in choice.names:
+            shown.append({"type": "function", "function": function})
+    return shown
+
+
+def _variables(tokenizer: Tokenizer, dialogue: Dialogue, with_tools: bool) -> dict[str, Any]:
+    """The template's further variables; one that it does not look at would do nothing."""
+    variables = dict(dialogue.template_kwargs)
+    fields = dict.fromkeys(variables, "chat_template_kwargs")
+    if dialogue.reasoning_effort is not None:
+        variables["reasoning_effort"] = dialogue.reasoning_effort
+        fields["reasoning_effort"] = "reasoning_effort"
+    if not variables:
+        return variables
+    known = tokenizer.template(with_tools).variables
+    for name in variables:
+        if name not in known:
+            raise ApiError(
+                400,
+                f"'{name[:100]}' has no effect: the model's chat template does not use it.",
+                param="documents" if name == "documents" else fields[name],
+                code="unsupported_parameter",
+            )
+    return variables
+
+
+def _messages(tokenizer: Tokenizer, dialogue: Dialogue, with_tools: bool) -> list[dict[str, Any]]:
+    """The messages, with tool calls as the template wants them."""
+    messages = dialogue.messages
+    called = any(message.get("tool_calls") for message in messages)
+    if not called and not with_tools:
+        return messages
+    traits = tokenizer.traits(tokenizer.template(with_tools))
+    if with_tools and not traits.shows_tools:
+        raise _not_shown("tools", "tools")
+    if called and not traits.shows_calls:
+        raise _not_shown("tool calls", "messages")
+    return [
+        _with_calls(message, traits) if message.get("tool_calls") else message
+        for message in messages
+    ]
+
+
+def _not_shown(what: str, param: str) -> ApiError:
+    return ApiError(
+        400,
+        f"The model's chat template does not show {what} to the model. Start the server with a "
+        "--chat-template that does.",
+        param=param,
+        code="unsupported_parameter",
+    )
+
+
+def _with_calls(message: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        if not traits.arguments_as_text:
+            function["arguments"] = json.loads(function["arguments"])
+        calls.append({**call, "function": function})
+    content = message.get("content") or traits.empty_content
+    return {**message, "content": content, "tool_calls": calls}
+
+
+def _up_to_final(text: str, dialogue: Dialogue) -> str:
+    final = (dialogue.messages[-1].get("content") or "").strip()
+    at = text.rfind(final)
+    if at < 0 or not final:
+        raise ApiError(
+            400,
+            "The chat template changes the final message, so it cannot be continued."
+            if final
+            else "The final message has no content to be continued.",
+            param="continue_final_message",
+        )
+    return text[: at + len(final)]
