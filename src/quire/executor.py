@@ -10,10 +10,12 @@ from quire.plan import HeadInputs, KVGroup, StepPlan, StepResult
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What a started executor offers: KV groups and the number of blocks of each."""
+    """What a started executor offers: KV groups and the number of blocks of each. seconds: how long
+    parts of its start took ("weights", "graphs"), as far as it has them."""
 
     groups: tuple[KVGroup, ...]
     num_blocks: tuple[int, ...]
+    seconds: dict[str, float] = {}
 
 
 class Executor(Protocol):

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from quire.bench.record import append_jsonl, format_table, make_record, read_jsonl
-from quire.bench.throughput import check_cases, workload
 from quire.errors import ConfigError
 
 
@@ -36,27 +35,3 @@ def test_table_has_a_column_per_metric() -> None:
     assert lines[0].split() == ["case", "model", "x_us", "y"]
     assert lines[2].split() == ["a", "1"]
     assert lines[3].split() == ["b", "m", "123.5", "0.0123"]
-
-
-def test_nano_is_the_community_benchmark() -> None:
-    prompts, lengths, temperature = workload("nano", 151936)
-    assert (len(prompts), len(lengths), temperature) == (256, 256, 0.6)
-    assert all(100 <= len(prompt) <= 1024 for prompt in prompts)
-    assert all(100 <= length <= 1024 for length in lengths)
-    # The first draws of `random.Random(0)`: a length in [100, 1024], then ids up to 10000.
-    import random
-
-    draw = random.Random(0)
-    expected = [draw.randint(0, 10000) for _ in range(draw.randint(100, 1024))]
-    assert prompts[0] == expected
-
-
-def test_small_vocabularies_and_scales() -> None:
-    prompts, lengths, _ = workload("b64", 300, scale=0.1)
-    assert len(prompts) == 6
-    assert lengths == [26] * 6
-    assert max(map(max, prompts)) < 300
-    with pytest.raises(ConfigError, match="unknown case 'x'"):
-        check_cases(["x"], 1.0)
-    with pytest.raises(ConfigError, match="scale"):
-        check_cases(["b1"], 0.0)

@@ -119,13 +119,14 @@ def read_jsonl(path: Path) -> list[BenchRecord]:
     return records
 
 
-def format_table(records: Sequence[BenchRecord]) -> str:
+def format_table(records: Sequence[BenchRecord], leave_out: Sequence[str] = ()) -> str:
     """A plain table, one row per record, one column per metric that any of them has."""
-    metrics = list(dict.fromkeys(name for record in records for name in record.metrics))
+    names = dict.fromkeys(name for record in records for name in record.metrics)
+    metrics = [name for name in names if name not in leave_out]
     rows = [["case", "model", *metrics]]
     for record in records:
         values = [
-            _number(record.metrics[name]) if name in record.metrics else "" for name in metrics
+            number(record.metrics[name]) if name in record.metrics else "" for name in metrics
         ]
         rows.append([record.case, record.model, *values])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -140,7 +141,8 @@ def format_table(records: Sequence[BenchRecord]) -> str:
     return "\n".join(lines)
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """Three significant digits, or one decimal; whole numbers in full."""
     if float(value).is_integer() and abs(value) < 1e9:
         return str(int(value))
     return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,109 +1,130 @@
-"""The engine through its public door: `LLM.generate` on random token ids.
-
-`nano` is the community's benchmark of small engines; `b64` a steady batch; `b1` one stream;
-`ttft` one token after a fresh prompt. Output tokens count, prompt tokens do not.
-"""
+"""Cases run to their end, as fast as an engine can. Output tokens count, prompt tokens do not."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from quire.errors import ConfigError
+from quire.bench.cases import TTFT, TTFT_LENGTHS, Case, Workload, random_prompt, scaled
+from quire.bench.ceilings import Ceilings
+from quire.bench.trace import StepTotals, StepTrace, sum_up, watch
+from quire.bench.work import ModelWork, percent_of
+from quire.config import EngineConfig
+from quire.plan import KVGroup
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.llm import LLM
 
-CASES = ("nano", "b64", "b1", "ttft")
-TTFT_LENGTHS = (512, 2048, 8192)
 _TTFT_RUNS = 12
 
-Workload = tuple[list[list[int]], list[int], float]
-"""Prompts, output lengths, temperature."""
+Metrics = dict[str, float]
 
 
-def check_cases(cases: list[str], scale: float) -> None:
-    for case in cases:
-        if case not in CASES:
-            raise ConfigError(f"unknown case {case!r}; known are {', '.join(CASES)}", "case")
-    if not 0.0 < scale <= 1.0:
-        raise ConfigError(f"scale must be in (0, 1], got {scale}", "scale")
+class Engine(Protocol):
+    """What is measured: Quire, or another one behind an adapter."""
+
+    vocab_size: int
+    max_model_len: int
+
+    def prepare(self, work: Workload) -> Callable[[], object]:
+        """The function that runs the work to its end."""
+        ...
+
+    def account(self, began: float, seconds: float) -> Metrics:
+        """More about the run that began then (`time.perf_counter`), the last one, and took
+        `seconds`."""
+        ...
 
 
-def workload(case: str, vocab_size: int, scale: float = 1.0) -> Workload:
-    """The requests of `nano`, `b64` or `b1`. `scale` shrinks their number and lengths.
+class QuireEngine:
+    """An `LLM`, its steps watched."""
 
-    Ids go up to 10000 where the vocabulary does, and all random numbers are drawn in a fixed
-    order, so that the same case is the same work on every engine.
-    """
-    top = min(10000, vocab_size - 1)
-    draw = random.Random(0)
+    def __init__(self, llm: LLM, limits: Ceilings | None) -> None:
+        self.llm = llm
+        self.config: EngineConfig = llm.config
+        self.vocab_size = self.config.vocab_size
+        self.max_model_len = self.config.scheduler.max_model_len
+        self.trace: StepTrace = watch(llm)
+        self._limits = limits
+        self._work = ModelWork.of(self.config)
+        self._groups: Sequence[KVGroup] = llm._core.capacity.groups
 
-    def scaled(value: int, least: int = 1) -> int:
-        return max(least, round(value * scale))
-
-    if case == "nano":
-        low, high = scaled(100), scaled(1024)
-        prompts = [
-            [draw.randint(0, top) for _ in range(draw.randint(low, high))]
-            for _ in range(scaled(256))
+    def prepare(self, work: Workload) -> Callable[[], object]:
+        params = [
+            SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, **work.sampling)  # type: ignore[arg-type]
+            for n in work.lengths
         ]
-        return prompts, [draw.randint(low, high) for _ in prompts], 0.6
-    requests, prompt_len, output_len = (64, 512, 256) if case == "b64" else (1, 128, 512)
-    count = 1 if case == "b1" else scaled(requests)
-    prompts = [
-        [draw.randint(min(10, top), top) for _ in range(scaled(prompt_len))] for _ in range(count)
-    ]
-    return prompts, [scaled(output_len, 2)] * count, 0.0
+        prompts = [{"prompt_token_ids": ids} for ids in work.prompts]
+        self.trace.take()
+        return lambda: self.llm.generate(prompts, params, use_tqdm=False)
+
+    def account(self, began: float, seconds: float) -> Metrics:
+        steps = self.trace.take()
+        totals = sum_up(steps, began, self._work, self._groups, self.max_model_len)
+        return step_metrics(totals, seconds, self._limits)
 
 
-def measure(llm: LLM, case: str, *, vocab_size: int, scale: float, repeat: int) -> dict[str, float]:
-    """Metrics of one throughput case, best of `repeat` after a warm-up."""
-    prompts, lengths, temperature = workload(case, vocab_size, scale)
-    params = [_params(length, temperature) for length in lengths]
-    _generate(llm, prompts[:4], [_params(8, temperature)] * len(prompts[:4]))
-    seconds = min(_timed(lambda: _generate(llm, prompts, params)) for _ in range(repeat))
+def step_metrics(totals: StepTotals, seconds: float, limits: Ceilings | None) -> Metrics:
+    """cpu_overhead_percent: the share of the time in which no step was on the device."""
+    metrics: Metrics = {"steps": totals.steps, "mean_batch": totals.rows / max(1, totals.steps)}
+    if totals.gpu_seconds:
+        idle = 1.0 - totals.gpu_seconds / seconds
+        metrics["cpu_overhead_percent"] = 100.0 * max(0.0, idle)
+    if limits is not None:
+        metrics["bandwidth_percent"] = percent_of(totals.bytes, seconds, limits.memory)
+        metrics["mfu_percent"] = percent_of(totals.flops, seconds, limits.matmul)
+    if totals.allocated:
+        metrics["kv_utilization_percent"] = 100.0 * totals.stored / totals.allocated
+        metrics["kv_utilization_reserved_percent"] = 100.0 * totals.stored / totals.reserved
+    return metrics
+
+
+def measure(engine: Engine, case: Case, *, scale: float = 1.0, repeat: int = 2) -> Metrics:
+    """The best of `repeat` runs after a warm-up; of `ttft`, milliseconds per prompt length."""
+    if case is TTFT:
+        return _measure_ttft(engine, scale)
+    work = case.workload(engine.vocab_size, scale)
+    few = Workload(work.prompts[:4], [8] * len(work.prompts[:4]), work.sampling)
+    engine.prepare(few)()
+    best, metrics = float("inf"), {}
+    for _ in range(repeat):
+        began, seconds = _timed(engine.prepare(work))
+        more = engine.account(began, seconds)
+        if seconds < best:
+            best, metrics = seconds, more
     return {
-        "requests": len(prompts),
-        "prompt_tokens": sum(map(len, prompts)),
-        "output_tokens": sum(lengths),
-        "seconds": seconds,
-        "output_tok_s": sum(lengths) / seconds,
+        "requests": len(work.prompts),
+        "prompt_tokens": work.prompt_tokens,
+        "output_tokens": work.output_tokens,
+        "seconds": best,
+        "output_tok_s": work.output_tokens / best,
+        "total_tok_s": (work.prompt_tokens + work.output_tokens) / best,
+        **metrics,
     }
 
 
-def measure_ttft(
-    llm: LLM, *, vocab_size: int, max_model_len: int, scale: float
-) -> dict[str, float]:
-    """Milliseconds to one token after a prompt of fresh random ids, best of 12 per length; lengths
-    beyond the context are left out."""
-    top, draw, metrics = min(10000, vocab_size - 1), random.Random(0), {}
+def _measure_ttft(engine: Engine, scale: float) -> Metrics:
+    """One token after a prompt of fresh random ids, best of 12 per length; lengths beyond the
+    context are left out."""
+    draw, metrics = random.Random(0), {}
     for length in TTFT_LENGTHS:
-        tokens = max(1, round(length * scale))
-        if tokens >= max_model_len:
+        tokens = scaled(length, scale)
+        if tokens >= engine.max_model_len:
             continue
         best = float("inf")
         for _ in range(_TTFT_RUNS):
-            prompt = [draw.randint(min(10, top), top) for _ in range(tokens)]
-            best = min(best, _timed(lambda p=prompt: _generate(llm, [p], [_params(1, 0.0)])))  # type: ignore[misc]
+            prompt = random_prompt(draw, tokens, engine.vocab_size)
+            run = engine.prepare(Workload([prompt], [1], {"temperature": 0.0}))
+            best = min(best, _timed(run)[1])
         metrics[f"ttft_{tokens}_ms"] = best * 1e3
     return metrics
 
 
-def _params(max_tokens: int, temperature: float) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, ignore_eos=True, detokenize=False
-    )
-
-
-def _generate(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> None:
-    llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-
-
-def _timed(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+def _timed(run: Callable[[], object]) -> tuple[float, float]:
+    """(when it began, the seconds it took)."""
+    began = time.perf_counter()
+    run()
+    return began, time.perf_counter() - began

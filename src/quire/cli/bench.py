@@ -1,57 +1,185 @@
-"""`quire bench`."""
+"""What the `quire bench` commands do: an engine, its cases, and where the records go."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from quire.bench.record import BenchRecord, append_jsonl, format_table, make_record
-from quire.config import EngineArgs
+from quire.bench import ablation as switches
+from quire.bench import plots, startup
+from quire.bench.cases import Case, check_lengths, check_scale, parse_case
+from quire.bench.ceilings import ceilings
+from quire.bench.outputs import Outputs
+from quire.bench.record import BenchRecord, card_name, format_table, make_record
+from quire.config import EngineArgs, EngineConfig
+
+if TYPE_CHECKING:
+    from quire.bench.throughput import QuireEngine
+
+_DETAILS = ("requests", "prompt_tokens", "output_tokens", "kv_utilization_reserved_percent")
+"""Metrics that are in the records but not on the screen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One of a case's sizes takes several values: `axis` is rows or input_len."""
+
+    axis: str
+    values: Sequence[int]
+    rows: int
+    input_len: int
+    output_len: int
+
+    def cases(self) -> Iterator[tuple[Case, dict[str, Any]]]:
+        """Each case, and what its record says about the sweep."""
+        for value in self.values:
+            rows = value if self.axis == "rows" else self.rows
+            input_len = value if self.axis == "input_len" else self.input_len
+            name = f"{rows}x{input_len}x{self.output_len}"
+            yield parse_case(name), {"sweep": self.axis, self.axis: value}
 
 
 def throughput(
-    engine: EngineArgs, *, cases: list[str], scale: float, repeat: int, output: Path | None
+    engine: EngineArgs,
+    *,
+    cases: Sequence[str],
+    sweeps: Sequence[Sweep],
+    scale: float,
+    repeat: int,
+    outputs: Outputs,
 ) -> None:
-    """Runs the cases on one engine. The prefix cache is off: repeated runs would hit it."""
-    from quire.bench.throughput import check_cases, measure, measure_ttft
-    from quire.engine.builder import resolve
+    """Runs the cases, then the sweeps, on one engine."""
+    from quire.bench.throughput import measure
+
+    check_scale(scale)
+    work: list[tuple[Case, dict[str, Any]]] = [(parse_case(name), {}) for name in cases]
+    for sweep in sweeps:
+        work += sweep.cases()
+    config = _resolve(_given(engine))
+    check_lengths([case for case, _ in work], config.scheduler.max_model_len, scale)
+    outputs.check()
+    records = []
+    with _started(_given(engine)) as running:
+        for case, about in work:
+            typer.echo(f"running {case.name} ...", err=True)
+            metrics = measure(running, case, scale=scale, repeat=repeat)
+            settings = {"scale": scale, "repeat": repeat, **about}
+            records.append(_record(case.name, metrics, running.config, settings))
+            outputs.add(records[-1])
+    typer.echo(format_table(records, leave_out=_DETAILS))
+    outputs.finish(records, plots.throughput)
+
+
+def latency(
+    engine: EngineArgs,
+    *,
+    input_lens: Sequence[int],
+    output_lens: Sequence[int],
+    requests: int,
+    outputs: Outputs,
+) -> None:
+    """Every length of prompt with every length of output."""
+    from quire.bench import latency as bench
+
+    config = _resolve(_given(engine))
+    bench.check_lengths(input_lens, output_lens, config.scheduler.max_model_len)
+    outputs.check()
+    records = []
+    with _started(_given(engine)) as running:
+        for input_len in input_lens:
+            for output_len in output_lens:
+                name = bench.case_name(input_len, output_len)
+                typer.echo(f"running {name} ...", err=True)
+                metrics = bench.measure(running, input_len, output_len, requests=requests)
+                settings = {"input_len": input_len, "output_len": output_len}
+                records.append(_record(name, metrics, running.config, settings))
+                outputs.add(records[-1])
+    typer.echo(format_table(records))
+    outputs.finish(records, plots.latency)
+
+
+def start(engine: EngineArgs, *, cold: bool, repeat: int, timeout: float, outputs: Outputs) -> None:
+    """Starts engines in processes of their own; this one stays off the device."""
+    outputs.check()
+    fields = {**_given(engine), "enable_prefix_caching": False}
+    name = "startup-cold" if cold else "startup"
+    typer.echo(f"running {name} ...", err=True)
+    metrics = startup.measure(fields, cold=cold, repeat=repeat, timeout=timeout)
+    device = metrics.pop("device")
+    # Only now: to ask the device its name takes some of its memory.
+    record = _record(name, metrics, _resolve(_given(engine)), {"repeat": repeat}, device)
+    outputs.add(record)
+    typer.echo(format_table([record]))
+    outputs.finish([record], plots.phases)
+
+
+def ablation(
+    engine: EngineArgs,
+    *,
+    cases: Sequence[str],
+    off: Sequence[str],
+    scale: float,
+    repeat: int,
+    outputs: Outputs,
+) -> None:
+    """The cases with everything on, then on one engine for each switch that is off."""
+    from quire.bench.throughput import measure
+
+    check_scale(scale)
+    work = [parse_case(name) for name in cases]
+    fields = _given(engine)
+    variants = [("", fields), *((name, switches.without(fields, name)) for name in off)]
+    config = _resolve(fields)
+    check_lengths(work, config.scheduler.max_model_len, scale)
+    outputs.check()
+    records: list[BenchRecord] = []
+    for name, changed in variants:
+        typer.echo(f"without {name} ..." if name else "with everything on ...", err=True)
+        with _started(changed) as running:
+            for case in work:
+                metrics = measure(running, case, scale=scale, repeat=repeat)
+                settings = {"scale": scale, "repeat": repeat, "off": name}
+                record = _record(switches.PREFIX + case.name, metrics, running.config, settings)
+                records.append(record)
+                outputs.add(record)
+    table = switches.markdown(switches.lines(records))
+    typer.echo(table)
+    outputs.finish(records, plots.switches, table)
+
+
+def scheduler(*, outputs: Outputs) -> None:
+    """Prints the table, and appends one record per number of running requests."""
+    from quire.bench.scheduler import run, table
+
+    outputs.check()
+    measured = run()
+    typer.echo(table(measured))
+    for metrics in measured:
+        outputs.add(make_record("scheduler", metrics))
+
+
+@contextlib.contextmanager
+def _started(fields: dict[str, Any]) -> Iterator[QuireEngine]:
+    """An engine without a prefix cache, which repeated runs would hit."""
+    from quire.bench.throughput import QuireEngine
     from quire.llm import LLM
 
-    check_cases(cases, scale)
-    fields = {**_given(engine), "enable_prefix_caching": False}
-    config = resolve(EngineArgs(**fields))
-    llm = LLM(**fields)
-    records: list[BenchRecord] = []
+    llm = LLM(**{**fields, "enable_prefix_caching": False})
     try:
-        for case in cases:
-            typer.echo(f"running {case} ...", err=True)
-            if case == "ttft":
-                metrics = measure_ttft(
-                    llm,
-                    vocab_size=config.vocab_size,
-                    max_model_len=config.scheduler.max_model_len,
-                    scale=scale,
-                )
-            else:
-                metrics = measure(
-                    llm, case, vocab_size=config.vocab_size, scale=scale, repeat=repeat
-                )
-            records.append(
-                make_record(
-                    case,
-                    metrics,
-                    model=config.model_name,
-                    device=config.device,
-                    settings={**fields, "model": config.model_name, "scale": scale},
-                )
-            )
+        config = llm.config
+        yield QuireEngine(llm, ceilings(card_name(config.device), config.dtype))
     finally:
         llm.shutdown()
-    typer.echo(format_table(records))
-    if output is not None:
-        append_jsonl(output, records)
+
+
+def _resolve(fields: dict[str, Any]) -> EngineConfig:
+    from quire.engine.builder import resolve
+
+    return resolve(EngineArgs(**fields))
 
 
 def _given(engine: EngineArgs) -> dict[str, Any]:
@@ -60,11 +188,17 @@ def _given(engine: EngineArgs) -> dict[str, Any]:
     return {name: value for name, value in vars(engine).items() if value != getattr(default, name)}
 
 
-def scheduler(*, output: Path | None) -> None:
-    """Prints the table, and appends one record per number of running requests."""
-    from quire.bench.scheduler import run, table
-
-    measured = run()
-    typer.echo(table(measured))
-    if output is not None:
-        append_jsonl(output, [make_record("scheduler", metrics) for metrics in measured])
+def _record(
+    case: str,
+    metrics: dict[str, float],
+    config: EngineConfig,
+    settings: dict[str, Any],
+    device: str | None = None,
+) -> BenchRecord:
+    """The model goes by the last part of its folder's or hub id's name."""
+    model = config.model_name.rstrip("/").rpartition("/")[2]
+    limits = ceilings(card_name(config.device), config.dtype)
+    about = {**_given(config.args), "model": model, "dtype": config.dtype, **settings}
+    if limits is not None:
+        about["ceilings"] = limits.described()
+    return make_record(case, metrics, model=model, device=device or config.device, settings=about)

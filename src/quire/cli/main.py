@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from quire import __version__
+from quire.cli.bench_commands import app as bench
 from quire.cli.settings import SamplingArgs, with_settings
 from quire.config import EngineArgs
 from quire.errors import ConfigError, EngineDeadError, ModelError, QuireError, RequestError
@@ -23,7 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Measure Quire.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
@@ -109,39 +108,3 @@ def info(
     from quire.cli.info import info as run
 
     run(engine, as_json=json)
-
-
-Output = Annotated[
-    Path | None, typer.Option(help="Append the records to this file, one JSON object per line.")
-]
-
-
-@bench.command("throughput")
-@with_settings(EngineArgs)
-def bench_throughput(
-    *,
-    engine: EngineArgs,
-    case: Annotated[
-        list[str] | None,
-        typer.Option(help="nano, b64, b1 or ttft (may be repeated). Default: b1 and b64."),
-    ] = None,
-    scale: Annotated[
-        float, typer.Option(help="Shrink requests and lengths by this factor, for small machines.")
-    ] = 1.0,
-    repeat: Annotated[
-        int, typer.Option(min=1, max=100, help="Runs per case; the best counts.")
-    ] = 2,
-    output: Output = None,
-) -> None:
-    """Measure the engine through `LLM.generate`."""
-    from quire.cli.bench import throughput as run
-
-    run(engine, cases=case or ["b1", "b64"], scale=scale, repeat=repeat, output=output)
-
-
-@bench.command("scheduler")
-def bench_scheduler(output: Output = None) -> None:
-    """Measure what a step costs the scheduler."""
-    from quire.cli.bench import scheduler as run
-
-    run(output=output)

@@ -62,6 +62,7 @@ class ModelRunner:
     def start(self) -> Capacity:
         """Loads the weights and takes the memory that is left for the KV cache."""
         spec = spec_from_config(load_config(Path(self.config.model_path)))
+        began = time.perf_counter()
         self.model = build_model(spec, device=self.device, dtype=self.dtype)
         load_weights(
             self.model,
@@ -73,6 +74,7 @@ class ModelRunner:
         groups = self.model.kv_groups(self.config.block_size)
         limits = self.config.scheduler
         blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(self.model))
+        seconds = {"weights": time.perf_counter() - began}
         self.cache = KVCache(
             groups,
             blocks,
@@ -87,8 +89,10 @@ class ModelRunner:
                 self.state.add(column)
         self.sampler = Sampler(self.state, self.config.vocab_size, self.config.eos_token_ids)
         if self.device.type == "cuda" and not self.config.args.enforce_eager:
+            began = time.perf_counter()
             self._capture()
-        return Capacity(groups=groups, num_blocks=blocks)
+            seconds["graphs"] = time.perf_counter() - began
+        return Capacity(groups=groups, num_blocks=blocks, seconds=seconds)
 
     def _capture(self) -> None:
         from quire.runner.cuda_graphs import StepGraphs

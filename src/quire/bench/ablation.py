@@ -1,0 +1,100 @@
+"""What each optimization brings: the same cases with everything on, then with one thing off."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.bench.record import BenchRecord
+from quire.config import EngineArgs
+from quire.errors import ConfigError
+
+SWITCHES = {
+    "graphs": "CUDA graphs",
+    "overlap": "steps in flight",
+    "fusions": "fused kernels",
+    "skinny": "skinny GEMMs",
+    "pdl": "programmatic dependent launch",
+}
+PREFIX = "ablation:"
+"""Before the case's name in records; `settings["off"]` says what was off, "" for nothing."""
+
+_WITHOUT_FIELD: dict[str, dict[str, Any]] = {
+    "graphs": {"enforce_eager": True},
+    "overlap": {"steps_in_flight": 1},
+}
+
+
+def without(fields: Mapping[str, Any], switch: str) -> dict[str, Any]:
+    """The engine's settings with `switch` off as well. Raises ConfigError for an unknown one."""
+    if switch not in SWITCHES:
+        raise ConfigError(f"unknown switch {switch!r}; known are {', '.join(SWITCHES)}", "off")
+    if "disable" in {field.name for field in dataclasses.fields(EngineArgs)}:
+        return {**fields, "disable": (*fields.get("disable", ()), switch)}
+    if switch not in _WITHOUT_FIELD:
+        raise ConfigError(f"this version of Quire cannot switch {switch} off", "off")
+    return {**fields, **_WITHOUT_FIELD[switch]}
+
+
+def figures(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What a case is judged by: output tokens/s, or milliseconds to the first token."""
+    if "output_tok_s" in metrics:
+        return {"output_tok_s": metrics["output_tok_s"]}
+    return {name: value for name, value in metrics.items() if name.startswith("ttft_")}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """One figure with everything on, and without each switch. speed: of the run without it, as a
+    share of that with everything on."""
+
+    label: str
+    unit: str
+    on: float
+    off: dict[str, float]
+
+    def speed(self, switch: str) -> float:
+        value = self.off[switch]
+        return value / self.on if self.unit == "tok/s" else self.on / value
+
+
+def lines(records: Sequence[BenchRecord]) -> list[Line]:
+    """The figures that were measured with everything on, and at least once with something off."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for record in records:
+        if not record.case.startswith(PREFIX):
+            continue
+        case = record.case.removeprefix(PREFIX)
+        for name, value in figures(record.metrics).items():
+            found.setdefault((case, name), {})[record.settings["off"]] = value
+    table = []
+    for (case, name), values in found.items():
+        on = values.pop("", None)
+        if on is None or not values:
+            continue
+        ttft = name.startswith("ttft_")
+        label = f"TTFT {name.split('_')[1]}" if ttft else case
+        table.append(Line(label, "ms" if ttft else "tok/s", on, values))
+    return table
+
+
+def markdown(table: Sequence[Line]) -> str:
+    """A row per figure: with everything on, then how fast without each switch."""
+    switches = [name for name in SWITCHES if any(name in line.off for line in table)]
+    rows = ["| case | everything on | " + " | ".join(f"without {s}" for s in switches) + " |"]
+    rows.append("| --- " * (2 + len(switches)) + "|")
+    for line in table:
+        cells = [
+            f"{_shown(line.off[s], line.unit)} ({100 * (line.speed(s) - 1):+.0f} %)"
+            if s in line.off
+            else ""
+            for s in switches
+        ]
+        shown = f"{_shown(line.on, line.unit)} {line.unit}"
+        rows.append(f"| {line.label} | {shown} | " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _shown(value: float, unit: str) -> str:
+    return f"{value:.2f}" if unit == "ms" else f"{value:,.0f}"

@@ -1,0 +1,102 @@
+"""Bytes and FLOPs that a step cannot do without, from the model's shapes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.config import EngineConfig
+from quire.plan import Int32
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """Least traffic and arithmetic. Weights are read once a step; activations stay in caches.
+
+    body_bytes, head_bytes: weights of all layers, and of the head. body_flops: of the linear
+    layers, per token. head_flops: per row of logits. embedding_bytes: read per token.
+    windows: (window or None, layers with it). kv_bytes: of one token in one layer. pair_flops: of
+    one query attending to one key, over all heads of one layer.
+    """
+
+    body_bytes: int
+    head_bytes: int
+    body_flops: int
+    head_flops: int
+    embedding_bytes: int
+    windows: tuple[tuple[int | None, int], ...]
+    kv_bytes: int
+    pair_flops: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> ModelWork:
+        """From a model without weights."""
+        import torch
+
+        from quire.layers.linear import Linear
+        from quire.models import build_model, load_config, spec_from_config
+        from quire.models.decoder import effective_windows
+
+        spec = spec_from_config(load_config(config.model_path))
+        dtype = getattr(torch, config.dtype)
+        model = build_model(spec, device="meta", dtype=dtype)
+        head = spec.vocab_size * spec.hidden_size
+        outside = {"embedding", "positions", "head"}
+        body_bytes = sum(
+            parameter.numel() * parameter.dtype.itemsize
+            for name, parameter in model.named_parameters()
+            if name.partition(".")[0] not in outside
+        )
+        products = sum(
+            module.inputs * sum(output.size for output in module.outputs)
+            for module in model.modules()
+            if isinstance(module, Linear)
+        )
+        attention = spec.attention
+        return cls(
+            body_bytes=body_bytes,
+            head_bytes=head * dtype.itemsize,
+            body_flops=2 * products,
+            head_flops=2 * head,
+            embedding_bytes=spec.hidden_size * dtype.itemsize,
+            windows=tuple(Counter(effective_windows(spec)).items()),
+            kv_bytes=2 * attention.kv_heads * attention.head_dim * dtype.itemsize,
+            pair_flops=4 * attention.heads * attention.head_dim,
+        )
+
+    def of_step(self, first: Int32, count: Int32, logit_rows: int) -> tuple[float, float]:
+        """(bytes, FLOPs) of a step; its rows compute `count` positions from `first`, int32 [R]."""
+        tokens = int(count.sum())
+        bytes_ = self.body_bytes + tokens * self.embedding_bytes
+        flops = tokens * self.body_flops + logit_rows * self.head_flops
+        if logit_rows:
+            bytes_ += self.head_bytes
+        for window, layers in self.windows:
+            seen, pairs = attended(first, count, window)
+            bytes_ += layers * (seen + tokens) * self.kv_bytes
+            flops += layers * pairs * self.pair_flops
+        return float(bytes_), float(flops)
+
+
+def attended(first: Int32, count: Int32, window: int | None) -> tuple[int, int]:
+    """(positions that the rows' queries read, each once a row; pairs of query and key), for queries
+    at `first` to `first + count - 1` that see themselves and what is before, `window` at most."""
+    start, n = first.astype(np.int64), count.astype(np.int64)
+    if window is None:
+        return int((start + n).sum()), int((n * start + n * (n + 1) // 2).sum())
+    # The first `short` queries see all that is before them, the others just the window.
+    short = np.clip(window - start, 0, n)
+    pairs = short * start + short * (short + 1) // 2 + (n - short) * window
+    return int(np.minimum(start + n, window + n - 1).sum()), int(pairs.sum())
+
+
+def percent_of(amount: float, seconds: float, ceiling: float) -> float:
+    return 100.0 * amount / (seconds * ceiling)
+
+
+def percentiles(values: Sequence[float], *wanted: int) -> list[float]:
+    """Linear interpolation between the nearest values."""
+    return [float(value) for value in np.percentile(values, wanted)]
