@@ -149,7 +149,7 @@ def test_throughput_on_a_cpu(tmp_path: Path) -> None:
     # One step for the prompt and its token, one for each other token.
     assert (b1.metrics["steps"], b1.metrics["mean_batch"]) == (26, 1)
     assert 1 < nano.metrics["mean_batch"] <= 13
-    assert 0 < nano.metrics["kv_utilization_reserved_percent"]
+    assert nano.metrics["kv_utilization_reserved_percent"] > 0
     assert nano.metrics["kv_utilization_reserved_percent"] < nano.metrics["kv_utilization_percent"]
     assert nano.metrics["kv_utilization_percent"] <= 100
     assert set(records["ttft"].metrics) == {"ttft_26_ms", "ttft_102_ms", "ttft_410_ms"}

@@ -1,4 +1,4 @@
-"""What a run's steps add up to: bytes, FLOPs, KV utilization, latencies, from steps made by hand."""
+"""What the steps of a run add up to: bytes, FLOPs, KV utilization, latencies."""
 
 from __future__ import annotations
 
