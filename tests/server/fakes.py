@@ -27,6 +27,7 @@ class Update:
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    queued: float = 0.0
 
 
 @dataclass

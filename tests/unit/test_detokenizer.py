@@ -81,7 +81,7 @@ def sentencepiece_like() -> Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return Tokenizer(hub, {}, {})
+    return Tokenizer(hub, {})
 
 
 @pytest.mark.parametrize("broken", range(9))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.config import EngineConfig
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, RequestError
 from quire.executor import Executor
 from quire.outputs import RequestTimes
 from quire.plan import Int32, StepPlan
@@ -80,6 +80,10 @@ class EngineCore:
             EngineDeadError: a step has failed.
         """
         self._check_alive()
+        if priority and self.config.scheduler.policy != "priority":
+            raise RequestError(
+                "'priority' needs an engine with scheduling_policy=priority", param="priority"
+            )
         seed = self._next_seed() if params.seed is None else params.seed
         requests: list[Request] = []
         arrival = time.monotonic()

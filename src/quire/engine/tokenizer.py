@@ -26,7 +26,10 @@ class Tokenizer:
     `tokenizer_config.json` names."""
 
     def __init__(
-        self, hub: HubTokenizer, config: Mapping[str, Any], templates: Mapping[str, str]
+        self,
+        hub: HubTokenizer,
+        config: Mapping[str, Any],
+        templates: Mapping[str, str] | None = None,
     ) -> None:
         # Settings of training, which would cut or pad prompts in silence.
         hub.no_truncation()
@@ -35,7 +38,7 @@ class Tokenizer:
         self.special_tokens = {
             name: text for name in _NAMED if (text := _content(config.get(name))) is not None
         }
-        self.chat_templates = dict(templates)
+        self.chat_templates = dict(templates or {})
         self._compiled: dict[str, ChatTemplate] = {}
         self._traits: weakref.WeakKeyDictionary[ChatTemplate, TemplateTraits] = (
             weakref.WeakKeyDictionary()

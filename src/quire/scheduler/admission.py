@@ -68,7 +68,7 @@ class Admission:
             if self._blocks.fork(
                 lane, request.namespace, parent.lane, shared, request.known, spare
             ):
-                return Chunk(request, shared, 1)
+                return Chunk(request, shared, 1, forked=True)
         limit = request.known - 1
         if wants_prompt_logprobs(request):
             limit = min(limit, request.prompt_logprobs_done)

@@ -128,11 +128,13 @@ class Rows:
 
 @dataclass(slots=True)
 class Chunk:
-    """A prompt row: `length` known tokens from position `start` on."""
+    """A prompt row: `length` known tokens from position `start` on. `forked`: what is before them
+    is a sibling's."""
 
     request: Request
     start: int
     length: int
+    forked: bool = False
 
     @property
     def ends_prompt(self) -> bool:

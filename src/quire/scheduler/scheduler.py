@@ -219,7 +219,7 @@ class Scheduler:
                 return
             self._waiting.queue.pop()
             self._running.seat(request, chunk.start)
-            if not request.num_preemptions:
+            if not (request.num_preemptions or chunk.forked):
                 request.num_cached_tokens = chunk.start
                 self._prefix_queries += request.known
                 self._prefix_hits += chunk.start

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from quire.sampling_params import SamplingParams
 from quire.server.body import read_body
 from quire.server.chat_messages import template_messages
+from quire.server.chunks import ChunkWriter
 from quire.server.convert import check_fan_out, sampling_params
 from quire.server.dialogue import (
     Answer,
@@ -41,7 +42,7 @@ from quire.server.responses import (
     MessageToolCall,
     ToolCallChunk,
 )
-from quire.server.sse import EventStream, json_answer, start_stream, unless_gone, write_event
+from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
 from quire.server.state import ServerState, new_id, state_of
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ async def chat_completions(request: Request) -> Response:
         answers = await unless_gone(request.receive, reply.whole())
         return json_answer(writer.answer(answers))
     await start_stream(request, reply)
-    return EventStream(reply, writer.write, writer.finish, metrics=state.metrics)
+    return EventStream(reply, writer.write, writer.chunks.finish, metrics=state.metrics)
 
 
 def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
@@ -166,7 +167,12 @@ class ChatWriter:
         self.reply = reply
         self.model = state.model_name
         self.created = int(time.time())
-        self.include_usage = body.stream_options is not None and body.stream_options.include_usage
+        self.fingerprint = state.fingerprint
+        self.chunks = ChunkWriter(
+            body.stream_options,
+            lambda choices, usage: self._envelope("chat.completion.chunk", choices, usage),
+            lambda: reply.usage,
+        )
         self.begun: set[int] = set()
 
     def answer(self, answers: list[Answer]) -> Envelope:
@@ -185,18 +191,19 @@ class ChatWriter:
                 choice.prompt_token_ids = self.reply.prompt_token_ids
             choices.append(choice)
         envelope = self._envelope("chat.completion", choices, self.reply.usage)
+        if self.body.metadata is not None:
+            envelope.metadata = self.body.metadata
         if self.body.prompt_logprobs is not None:
             envelope.prompt_logprobs = prompt_logprobs(self.reply.prompt_logprobs) or []
         return envelope
 
     def write(self, buffer: bytearray, events: list[Event]) -> None:
-        usage = None if self.include_usage else UNSET
         for event in events:
             if event.choice not in self.begun:
                 self.begun.add(event.choice)
                 opening = ChatChunkChoice(event.choice, ChatDelta("assistant", ""), None, None)
-                self._event(buffer, opening, usage)
-            self._event(buffer, self._chunk(event), usage)
+                self.chunks.write(buffer, opening)
+            self.chunks.write(buffer, self._chunk(event))
 
     def _chunk(self, event: Event) -> ChatChunkChoice:
         if isinstance(event, Finished):
@@ -209,16 +216,18 @@ class ChatWriter:
             choice.token_ids = event.token_ids
         return choice
 
-    def finish(self, buffer: bytearray) -> None:
-        if self.include_usage:
-            write_event(buffer, self._envelope("chat.completion.chunk", [], self.reply.usage))
-        buffer += b"data: [DONE]\n\n"
-
-    def _event(self, buffer: bytearray, choice: ChatChunkChoice, usage: Any) -> None:
-        write_event(buffer, self._envelope("chat.completion.chunk", [choice], usage))
-
     def _envelope(self, kind: str, choices: Any, usage: Any) -> Envelope:
-        return Envelope(self.reply.request_id, kind, self.created, self.model, choices, usage)
+        tier = self.body.service_tier
+        return Envelope(
+            self.reply.request_id,
+            kind,
+            self.created,
+            self.model,
+            choices,
+            usage,
+            service_tier=UNSET if tier is None else "default",
+            system_fingerprint=self.fingerprint,
+        )
 
     def _logprobs(self, part: Delta | Answer) -> ChatLogprobs | None:
         if not self.body.logprobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -11,13 +12,15 @@ from starlette.responses import Response
 
 from quire.sampling_params import SamplingParams
 from quire.server.body import read_body
+from quire.server.chunks import ChunkWriter
 from quire.server.convert import Prompt, check_fan_out, prompts_of, sampling_params
 from quire.server.errors import ApiError
+from quire.server.fim import infill
 from quire.server.generation import Generation, Piece, collect
 from quire.server.logprobs import CompletionLogprobWriter, prompt_logprobs
 from quire.server.protocol import CompletionRequest, GenerateRequest
 from quire.server.responses import CompletionChoice, CompletionLogprobs, Envelope, GenerateAnswer
-from quire.server.sse import EventStream, json_answer, start_stream, unless_gone, write_event
+from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
 from quire.server.state import ServerState, new_id, state_of
 
 
@@ -27,12 +30,12 @@ async def completions(request: Request) -> Response:
     state.check_alive()
     state.check_model(body.model)
     prompts = prompts_of(body.prompt)
-    check_fan_out(len(prompts), body.n)
+    check_fan_out(len(prompts), max(body.n or 1, body.best_of or 1))
     _check(state, body, prompts)
     generation = Generation(
         state.client,
         state.metrics,
-        prompts,
+        await _with_suffix(state, body.suffix, prompts),
         _params(state, body),
         request_id=new_id("cmpl"),
         priority=body.priority or 0,
@@ -41,10 +44,41 @@ async def completions(request: Request) -> Response:
     writer = CompletionWriter(state, body, prompts, generation)
     if not body.stream:
         pieces = await unless_gone(request.receive, collect(generation))
+        if body.best_of is not None and body.best_of > (body.n or 1):
+            pieces = likeliest(pieces, body.best_of, body.n or 1)
         choices = [writer.choice(piece) for piece in pieces]
         return json_answer(writer.envelope(choices, usage=writer.usage))
     await start_stream(request, generation)
-    return EventStream(generation, writer.write, writer.finish, metrics=state.metrics)
+    return EventStream(generation, writer.write, writer.chunks.finish, metrics=state.metrics)
+
+
+async def _with_suffix(
+    state: ServerState, suffix: str | None, prompts: list[Prompt]
+) -> list[Prompt]:
+    """What the model reads where the completion belongs between prompt and suffix."""
+    if not suffix:
+        return prompts
+    tokenizer = state.tokenizer("suffix")
+    return await asyncio.to_thread(lambda: [infill(tokenizer, p, suffix) for p in prompts])
+
+
+def likeliest(pieces: list[Piece], best_of: int, n: int) -> list[Piece]:
+    """The best `n` of each prompt's `best_of` completions, renumbered: those of the highest mean
+    log-probability per token, best first."""
+    best = []
+    for start in range(0, len(pieces), best_of):
+        ranked = sorted(pieces[start : start + best_of], key=_mean_logprob, reverse=True)
+        best += ranked[:n]
+    for choice, piece in enumerate(best):
+        piece.choice = choice
+    return best
+
+
+def _mean_logprob(piece: Piece) -> float:
+    values = [
+        entry[token].logprob for token, entry in zip(piece.token_ids, piece.logprobs, strict=True)
+    ]
+    return sum(values) / max(1, len(values))
 
 
 def _check(state: ServerState, body: CompletionRequest, prompts: list[Prompt]) -> None:
@@ -52,13 +86,17 @@ def _check(state: ServerState, body: CompletionRequest, prompts: list[Prompt]) -
         state.tokenizer("prompt")
     if body.logprobs is not None:
         state.tokenizer("logprobs")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise ApiError(
-            400,
-            "'best_of' is not supported by this server (except with the value of 'n').",
-            param="best_of",
-            code="unsupported_parameter",
-        )
+    if body.best_of is not None:
+        if body.best_of < (body.n or 1):
+            raise ApiError(400, "'best_of' must not be less than 'n'.", param="best_of")
+        if body.stream and body.best_of > (body.n or 1):
+            raise ApiError(
+                400,
+                "'best_of' is not available with stream=true: what is best shows at the end.",
+                param="best_of",
+            )
+    if body.suffix and body.echo:
+        raise ApiError(400, "'suffix' and 'echo' exclude each other.", param="suffix")
     if body.stream_options is not None and not body.stream:
         raise ApiError(
             400, "'stream_options' is only allowed with stream=true.", param="stream_options"
@@ -75,15 +113,17 @@ def _check(state: ServerState, body: CompletionRequest, prompts: list[Prompt]) -
 
 def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:
     """With `echo` and `max_tokens` 0, a way to score a prompt, the engine makes one token that is
-    then left out; echoed log-probabilities are the engine's prompt log-probabilities."""
+    then left out; echoed log-probabilities are the engine's prompt log-probabilities. Log-
+    probabilities are what `best_of` ranks by."""
     if body.echo and body.logprobs is not None:
         body.prompt_logprobs = max(body.logprobs, body.prompt_logprobs or 0)
+    ranked = body.best_of is not None and body.best_of > (body.n or 1)
     return sampling_params(
         body,
         state.defaults,
         max_tokens=16 if body.max_tokens is None else body.max_tokens or 1,
-        n=body.n,
-        logprobs=body.logprobs,
+        n=max(body.n or 1, body.best_of or 1),
+        logprobs=0 if ranked and body.logprobs is None else body.logprobs,
         detokenize=state.client.tokenizer is not None,
     )
 
@@ -101,11 +141,13 @@ class CompletionWriter:
         self.body = body
         self.prompts = prompts
         self.generation = generation
+        self.n = body.n or 1
         self.tokenizer = state.client.tokenizer
         self.model = state.model_name
+        self.fingerprint = state.fingerprint
         self.created = int(time.time())
         self.with_prompt_logprobs = body.prompt_logprobs is not None and not body.stream
-        self.include_usage = body.stream_options is not None and body.stream_options.include_usage
+        self.chunks = ChunkWriter(body.stream_options, self.envelope, lambda: self.usage)
         self.begun: set[int] = set()
         self.logprobs: dict[int, CompletionLogprobWriter] = {}
 
@@ -117,21 +159,21 @@ class CompletionWriter:
 
     def envelope(self, choices: list[CompletionChoice], usage: Any = UNSET) -> Envelope:
         return Envelope(
-            self.generation.request_id, "text_completion", self.created, self.model, choices, usage
+            self.generation.request_id,
+            "text_completion",
+            self.created,
+            self.model,
+            choices,
+            usage,
+            system_fingerprint=self.fingerprint,
         )
 
     def write(self, buffer: bytearray, pieces: list[Piece]) -> None:
-        usage = None if self.include_usage else UNSET
         for piece in pieces:
-            write_event(buffer, self.envelope([self.choice(piece)], usage))
-
-    def finish(self, buffer: bytearray) -> None:
-        if self.include_usage:
-            write_event(buffer, self.envelope([], self.usage))
-        buffer += b"data: [DONE]\n\n"
+            self.chunks.write(buffer, self.choice(piece))
 
     def choice(self, piece: Piece) -> CompletionChoice:
-        info = self.generation.prompts[piece.choice // self.generation.params.n]
+        info = self.generation.prompts[piece.choice // self.n]
         first = piece.choice not in self.begun
         self.begun.add(piece.choice)
         text, token_ids, entries = piece.text, piece.token_ids, piece.logprobs
@@ -156,8 +198,7 @@ class CompletionWriter:
         return choice
 
     def _prompt_text(self, choice: int) -> str:
-        index = choice // self.generation.params.n
-        prompt = self.prompts[index]
+        prompt = self.prompts[choice // self.n]
         if isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:

@@ -13,10 +13,17 @@ if TYPE_CHECKING:
     from quire.engine.core import EngineStats
 
 _COUNTERS = {
-    "prefix_query_tokens": "Prompt tokens looked up in the prefix cache.",
-    "prefix_hit_tokens": "Of them, found.",
-    "preemptions": "Requests set back to make room for others.",
+    "prefix_query_tokens": ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),
+    "prefix_hit_tokens": ("prefix_hit_tokens", "Of them, found."),
+    "preemptions": ("preemptions", "Requests set back to make room for others."),
+    "steps": ("engine_steps", "Steps launched."),
+    "prompt_tokens": ("engine_prompt_tokens", "Prompt tokens of all requests taken."),
+    "generation_tokens": (
+        "engine_generation_tokens",
+        "Tokens computed, those that nobody waited for any more included.",
+    ),
 }
+"""Fields of `EngineStats`: their metrics' names and meanings."""
 
 
 class EngineMetrics:
@@ -50,5 +57,5 @@ class _Counters(Collector):
         self.counts = counts
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        for name, help in _COUNTERS.items():
-            yield CounterMetricFamily(f"quire_{name}", help, value=self.counts[name])
+        for field, (name, help) in _COUNTERS.items():
+            yield CounterMetricFamily(f"quire_{name}", help, value=self.counts[field])

@@ -21,6 +21,9 @@ class ServerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.ttft = self._histogram("time_to_first_token_seconds", "Request in to first token out.")
+        self.queued = self._histogram(
+            "request_queue_seconds", "Request in to its first step begun."
+        )
         self.itl = self._histogram("inter_token_latency_seconds", "Between a request's tokens.")
         self.e2e = self._histogram("request_seconds", "Request in to last token out.")
         self.prompt_len = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
@@ -67,6 +70,7 @@ class RequestClock:
             metrics.prompt_tokens.inc(len(update.prompt_token_ids))
             metrics.prompt_len.observe(len(update.prompt_token_ids))
             metrics.cached_tokens.inc(update.num_cached_tokens)
+            metrics.queued.observe(update.queued)
         if count:
             metrics.output_tokens.inc(count)
             if index in self.last:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from quire.errors import RequestError
 from quire.server.chat_messages import Message, Tool, parse_tool_choice
 from quire.server.dialogue import ToolChoice
-from quire.server.strict import INT32_MAX, Count, LogitBias, Name, Strict, drop_unused
+from quire.server.strict import (
+    INT32_MAX,
+    Count,
+    LogitBias,
+    Metadata,
+    Name,
+    Strict,
+    drop_unused,
+)
 
 MAX_STOP = 64
 MAX_MESSAGES = 4096
@@ -25,21 +34,33 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (),
     "prediction": (),
     "prompt_cache_key": (),
-    "prompt_cache_retention": (),
+    "prompt_cache_options": ({"mode": "implicit"},),
+    "prompt_cache_retention": ("in_memory",),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 
 
 class StreamOptions(Strict):
-    include_usage: bool = False
+    """OpenAI's, and vLLM's `continuous_usage_stats`: the usage so far in every chunk."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise RequestError(
+                "'continuous_usage_stats' needs include_usage=true.", param="continuous_usage_stats"
+            )
+        return self
 
 
 class SamplingFields(Strict):
@@ -87,9 +108,11 @@ class SamplingFields(Strict):
 
 
 class CompletionRequest(SamplingFields):
-    """`/v1/completions`. `prompt`: a string, token ids, or a list of either."""
+    """`/v1/completions`. `prompt`: a string, token ids, or a list of either. `suffix` "" is none,
+    as at OpenAI."""
 
     prompt: Any
+    suffix: str | None = None
     max_tokens: Count | None = None
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)
@@ -106,7 +129,9 @@ class GenerateRequest(SamplingFields):
 
 
 class ChatRequest(SamplingFields):
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`. `metadata` comes back with the answer. `prompt_cache_key` is an
+    identifier, as `user` is: the prefix cache needs no key, and there is one server to route to.
+    """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Count | None = None
@@ -118,6 +143,9 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    metadata: Metadata | None = None
+    prompt_cache_key: Name | None = None
+    service_tier: Literal["auto", "default"] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(parse_tool_choice)] = None
     parallel_tool_calls: bool | None = None

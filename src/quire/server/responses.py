@@ -129,8 +129,7 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class Envelope(msgspec.Struct):
-    """A whole answer or one chunk of a stream. `usage` is null in chunks before the last where the
-    client asked for it, absent where it did not."""
+    """A whole answer or one chunk of a stream. service_tier, metadata: where they were given."""
 
     id: str
     object: str
@@ -138,6 +137,9 @@ class Envelope(msgspec.Struct):
     model: str
     choices: list[CompletionChoice] | list[ChatChoice] | list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    service_tier: str | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET
+    metadata: dict[str, str] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 

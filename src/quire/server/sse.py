@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -38,6 +39,9 @@ class Source(Protocol[T]):
 
 _encoder = msgspec.json.Encoder()
 
+_PADDED_TO = 32
+"""Bytes: the sizes of padded events are multiples of it."""
+
 
 class ClientGoneError(Exception):
     """The client closed its connection; there is nobody to answer."""
@@ -67,6 +71,17 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def write_data(buffer: bytearray, data: bytes) -> None:
+    buffer += b"data: " + data + b"\n\n"
+
+
+def obfuscated(data: bytes) -> bytes:
+    """A JSON object padded with random characters, so that its size says less about its text to
+    someone who watches the encrypted line."""
+    padding = secrets.token_hex(_PADDED_TO)[: _PADDED_TO - len(data) % _PADDED_TO]
+    return data[:-1] + f',"obfuscation":"{padding}"}}'.encode()
 
 
 def write_event(buffer: bytearray, value: Any) -> None:

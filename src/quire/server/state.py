@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+from quire import __version__
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.server.args import ServerArgs
 from quire.server.chat_format import ChatFormat
@@ -30,10 +32,17 @@ class ServerState:
     defaults: dict[str, float]
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     created: int = field(default_factory=lambda: int(time.time()))
+    fingerprint: str = ""
     chat_format: ChatFormat = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError: the chat template cannot be used."""
+        """`fingerprint` names what, besides a request and its seed, decides about its answer.
+
+        Raises:
+            ConfigError: the chat template cannot be used.
+        """
+        known = f"{__version__} {self.client.config} {self.defaults}".encode()
+        self.fingerprint = f"fp_{hashlib.sha256(known).hexdigest()[:12]}"
         tokenizer, file = self.client.tokenizer, self.args.chat_template
         if file is not None:
             if tokenizer is None:

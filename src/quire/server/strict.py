@@ -27,6 +27,16 @@ def _token_ids(bias: dict[str, float]) -> dict[str, float]:
 LogitBias = Annotated[dict[str, float], AfterValidator(_token_ids)]
 
 
+def _short(metadata: dict[str, str]) -> dict[str, str]:
+    for key, value in metadata.items():
+        if len(key) > 64 or len(value) > 512:
+            raise RequestError("keys have at most 64 characters and values at most 512.")
+    return metadata
+
+
+Metadata = Annotated[dict[str, str], Field(max_length=16), AfterValidator(_short)]
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()

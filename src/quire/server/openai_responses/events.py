@@ -3,7 +3,6 @@ itself."""
 
 from __future__ import annotations
 
-import secrets
 import time
 from typing import Any, NamedTuple
 
@@ -23,10 +22,10 @@ from quire.server.openai_responses.objects import (
     TokenLogprob,
     Usage,
 )
+from quire.server.sse import obfuscated
 from quire.server.state import new_id
 
 _encoder = msgspec.json.Encoder()
-_PADDED_TO = 32
 
 
 class Sent(NamedTuple):
@@ -36,12 +35,10 @@ class Sent(NamedTuple):
     data: bytes
 
     def write(self, buffer: bytearray, obfuscate: bool) -> None:
-        """As a server-sent event. Obfuscated deltas are padded with random characters, so that
-        their size says less about their text to someone who watches the encrypted line."""
+        """As a server-sent event."""
         data = self.data
         if obfuscate and self.type.endswith(".delta"):
-            padding = secrets.token_hex(_PADDED_TO)[: _PADDED_TO - len(data) % _PADDED_TO]
-            data = data[:-1] + f',"obfuscation":"{padding}"}}'.encode()
+            data = obfuscated(data)
         buffer += b"event: " + self.type.encode() + b"\ndata: " + data + b"\n\n"
 
 

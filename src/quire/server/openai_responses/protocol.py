@@ -8,7 +8,15 @@ from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from quire.errors import RequestError
 from quire.server.openai_responses.items import MAX_ITEMS, InputItem
-from quire.server.strict import INT32_MAX, Count, LogitBias, Name, Strict, drop_unused
+from quire.server.strict import (
+    INT32_MAX,
+    Count,
+    LogitBias,
+    Metadata,
+    Name,
+    Strict,
+    drop_unused,
+)
 
 MAX_TOOLS = 256
 LOGPROBS = "message.output_text.logprobs"
@@ -178,7 +186,7 @@ class CreateRequest(PromptFields):
     background: bool | None = None
     include: Annotated[list[str], Field(max_length=16)] | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     prompt_cache_key: Name | None = None
     safety_identifier: Name | None = None
     service_tier: str | None = None
@@ -203,14 +211,6 @@ class CreateRequest(PromptFields):
     stop: Annotated[list[str], Field(max_length=64)] | None = None
     stop_token_ids: Annotated[list[Count], Field(max_length=256)] | None = None
     top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
-
-    @field_validator("metadata")
-    @classmethod
-    def _short(cls, metadata: dict[str, str] | None) -> dict[str, str] | None:
-        for key, value in (metadata or {}).items():
-            if len(key) > 64 or len(value) > 512:
-                raise RequestError("keys have at most 64 characters and values at most 512.")
-        return metadata
 
     @field_validator("include")
     @classmethod
