@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.llm import LLM
-    from quire.outputs import CompletionOutput, RequestOutput
+    from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from quire.pooling_params import PoolingParams
     from quire.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -18,11 +19,21 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "quire.llm",
     "SamplingParams": "quire.sampling_params",
+    "PoolingParams": "quire.pooling_params",
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
+    "EmbeddingRequestOutput": "quire.outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "PoolingParams",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -60,6 +60,11 @@ class EngineArgs:
     enforce_eager: bool = _setting(
         False, "Launch kernels one by one instead of as CUDA graphs (slower; no capture at start)."
     )
+    pooling: Literal["auto", "last", "mean"] = _setting(
+        "auto",
+        "Embeddings: the last token's hidden state, or the mean over all. auto: as the model's "
+        "1_Pooling/config.json says, else last.",
+    )
     tensor_parallel_size: int = _setting(1, "GPUs that share each layer.")
     skip_tokenizer_init: bool = _setting(False, "Serve token ids only; load no tokenizer.")
 
@@ -87,6 +92,7 @@ class EngineArgs:
             )
         _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        _one_of("pooling", self.pooling, ("auto", "last", "mean"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         if self.tensor_parallel_size != 1:
             raise ConfigError(
@@ -135,7 +141,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Resolved settings: nothing here is a guess any more."""
+    """Resolved settings: nothing here is a guess any more.
+
+    pooling: of embeddings. matryoshka: the sizes they may be cut to, () for any, None for none.
+    """
 
     args: EngineArgs
     model_path: str
@@ -147,3 +156,6 @@ class EngineConfig:
     scheduler: SchedulerConfig
     eos_token_ids: tuple[int, ...]
     vocab_size: int
+    hidden_size: int = 0
+    pooling: Literal["last", "mean"] = "last"
+    matryoshka: tuple[int, ...] | None = None

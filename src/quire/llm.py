@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.engine.core import EngineStats
+from quire.engine.embedding import NO_TOKENS, finish, pooling_of
+from quire.engine.interrupts import interrupts_held
 from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import RequestError
-from quire.outputs import CompletionOutput, RequestOutput
+from quire.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+)
 from quire.plan import Int32
+from quire.pooling_params import PoolingParams
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Progress, StepProgress
@@ -30,8 +35,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 Message = Mapping[str, Any]
 
-_IMPATIENT = 3
-"""Interrupts after which one takes effect in the midst of a step."""
+Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 @dataclass(slots=True)
@@ -102,7 +106,7 @@ class LLM:
         if len(priorities) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(priorities)} priorities", "priority")
         jobs = [self._job(prompt, p) for prompt, p in zip(many, params, strict=True)]
-        with _interrupts_held() as let_interrupt:
+        with interrupts_held() as let_interrupt:
             try:
                 self._start(jobs, priorities)
                 with _progress_bar(len(jobs), use_tqdm) as advance:
@@ -142,6 +146,64 @@ class LLM:
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Turns each prompt into a vector, in the order of the prompts.
+
+        Raises:
+            RequestError: a request is invalid. Nothing has run then.
+            KeyboardInterrupt, EngineDeadError: as `generate`.
+        """
+        many = _as_list(prompts)
+        params = _one_each(pooling_params, len(many), PoolingParams())
+        modes = [pooling_of(each, self.config) for each in params]
+        given = [_read_prompt(prompt)[1] for prompt in many]
+        ids = [prompt_ids(prompt, NO_TOKENS, self.config, self._tokenizer) for prompt in given]
+        found: dict[str, EmbeddingRequestOutput] = {}
+        names = [str(self._count + place) for place in range(1, len(many) + 1)]
+        self._count += len(many)
+        with interrupts_held() as let_interrupt:
+            try:
+                for name, tokens, mode in zip(names, ids, modes, strict=True):
+                    limit = len(tokens) + 1
+                    self._core.add(name, tokens, NO_TOKENS, max_total=limit, pooling=mode)
+                wanted = dict(zip(names, params, strict=True))
+                with _progress_bar(len(many), use_tqdm) as advance:
+                    while len(found) < len(many):
+                        let_interrupt()
+                        for output in self._embedded(wanted):
+                            found[output.request_id] = output
+                            advance()
+            finally:
+                if not self._core.failed:
+                    for name in names:
+                        self._core.abort(name)
+                    self._drain()
+        return [found[name] for name in names]
+
+    def _embedded(self, wanted: Mapping[str, PoolingParams]) -> Iterator[EmbeddingRequestOutput]:
+        """Those of which the next step completes the vector."""
+        progress = self._core.step()
+        if progress is None:
+            raise RequestError("the engine has requests that it cannot run")
+        for place in progress.finished:
+            item = progress[place]
+            name = item.request.request_id.rpartition("/")[0]
+            if item.pooled is None:
+                raise RequestError("the engine gave no vector")
+            values = finish(item.pooled, wanted[name])
+            yield EmbeddingRequestOutput(
+                name,
+                EmbeddingOutput(values.tolist()),
+                item.request.tokens.view().tolist(),
+                num_cached_tokens=item.request.num_cached_tokens,
+            )
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises RequestError with skip_tokenizer_init."""
@@ -284,47 +346,16 @@ def _read_prompt(prompt: Prompt) -> tuple[str | None, str | Sequence[int]]:
 
 
 def _one_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
-) -> list[SamplingParams]:
+    params: Params | Sequence[Params] | None, count: int, default: Params
+) -> list[Params]:
     if params is None:
         return [default] * count
-    if isinstance(params, SamplingParams):
+    if isinstance(params, (SamplingParams, PoolingParams)):
         return [params] * count
     if len(params) != count:
-        raise RequestError(
-            f"{count} prompts but {len(params)} sampling parameters", "sampling_params"
-        )
+        kind = "sampling" if isinstance(default, SamplingParams) else "pooling"
+        raise RequestError(f"{count} prompts but {len(params)} {kind} parameters", f"{kind}_params")
     return list(params)
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C back but where the function it gives is called: in the midst of a step it would
-    leave scheduler and device at odds. The third one does not wait."""
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield lambda: None
-        return
-    held = 0
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        nonlocal held
-        held += 1
-        if held >= _IMPATIENT:
-            previous(number, frame)
-
-    def let() -> None:
-        nonlocal held
-        if held:
-            held = 0
-            previous(signal.SIGINT, None)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield let
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    let()
 
 
 @contextlib.contextmanager

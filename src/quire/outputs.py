@@ -28,6 +28,24 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class EmbeddingOutput:
+    """A prompt as a vector."""
+
+    embedding: list[float]
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """A finished request for a vector."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(slots=True)
 class RequestTimes:
     """When a completion moved on, in seconds of `time.monotonic`; None: it has not. finished stays
     None where it was aborted."""

@@ -169,13 +169,21 @@ class Logprobs(msgspec.Struct):
     ranks: Int32
 
 
+class Pooled(msgspec.Struct):
+    """Vectors in place of tokens. rows: int32 [M], index into the plan's rows, ascending. values:
+    float32 [M, width]."""
+
+    rows: Int32
+    values: Float32
+
+
 class StepResult(msgspec.Struct):
     """What a step produced, rows in the plan's order.
 
     tokens: int32 [R, K + 1], -1 where there is none. n_tokens: int32 [R], 0 in mid-prompt.
     stop_reason: int32 [R], a `StopReason`.
     drafts: int32 [R, K] the next step's draft tokens, for features that look at them, or None.
-    pooled: float32 [rows that asked, width] or None.
+    pooled: of the rows whose prompt has become one vector with this step, or None.
     gpu_us: device time of the step in microseconds, 0 where it is not measured.
     """
 
@@ -185,7 +193,7 @@ class StepResult(msgspec.Struct):
     stop_reason: Int32
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
-    pooled: Float32 | None = None
+    pooled: Pooled | None = None
     drafts: Int32 | None = None
     finished_transfers: list[int] = []
     failed_transfers: list[int] = []

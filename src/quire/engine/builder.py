@@ -11,6 +11,9 @@ from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.executors import InProcessExecutor, Progress
 from quire.errors import ConfigError, ModelError
+from quire.pooling import PoolingFeature
+from quire.pooling.hook import Pooler
+from quire.pooling_params import Pooling
 
 _GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "steps_in_flight": 2}
 _CPU_DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "steps_in_flight": 1}
@@ -54,13 +57,16 @@ def resolve(args: EngineArgs) -> EngineConfig:
         scheduler=scheduler,
         eos_token_ids=_eos_ids(path, hf_config, tokenizer_path, spec.vocab_size),
         vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        pooling=_pooling(path) if args.pooling == "auto" else args.pooling,
+        matryoshka=_matryoshka(hf_config),
     )
 
 
 def build_core(config: EngineConfig, progress: Progress | None = None) -> EngineCore:
     """An engine with its weights loaded, in this process."""
-    executor = InProcessExecutor(config, progress)
-    return EngineCore(config, executor)
+    executor = InProcessExecutor(config, progress, [Pooler()])
+    return EngineCore(config, executor, [PoolingFeature()])
 
 
 def _or(value: int | None, default: int) -> int:
@@ -127,6 +133,23 @@ def _eos_ids(
 
         ids = [*ids, *eos_token_ids(Path(tokenizer_path))]
     return tuple(dict.fromkeys(int(id) for id in ids if 0 <= int(id) < vocab_size))
+
+
+def _pooling(path: Path) -> Pooling:
+    """As sentence-transformers' configuration says, where there is one."""
+    try:
+        found = json.loads((path / "1_Pooling" / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return "last"
+    mean = isinstance(found, dict) and found.get("pooling_mode_mean_tokens")
+    return "mean" if mean else "last"
+
+
+def _matryoshka(hf_config: dict[str, Any]) -> tuple[int, ...] | None:
+    sizes = hf_config.get("matryoshka_dimensions")
+    if isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes):
+        return tuple(sorted(sizes))
+    return () if hf_config.get("is_matryoshka") is True else None
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import zmq.asyncio
 
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.core import EngineStats
+from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.inbox import Inbox
 from quire.engine.messages import (
     AbortRequest,
@@ -41,6 +42,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import EngineDeadError, QuireError
 from quire.plan import Int32
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
 __all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
@@ -269,6 +271,49 @@ class EngineClient:
                         await self._send(AbortRequest(handle, index))
                 yield update
 
+    async def embed(
+        self,
+        prompt: str | Sequence[int] | Int32,
+        params: PoolingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Embedding:
+        """The prompt as a vector. Cancelling it aborts the request. Raises as `generate`."""
+        self._check_alive()
+        pooling = pooling_of(params, self.config)
+        config, tokenizer = self.config, self.tokenizer
+        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+            ids = await asyncio.to_thread(prompt_ids, prompt, NO_TOKENS, config, tokenizer)
+        else:
+            ids = prompt_ids(prompt, NO_TOKENS, config, tokenizer)
+        self._check_alive()
+        handle, inbox = self._register(request_id, 1)
+        try:
+            await self._send(
+                AddRequest(
+                    handle,
+                    ids,
+                    NO_TOKENS,
+                    max_total=len(ids) + 1,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    pooling=pooling,
+                )
+            )
+            await inbox.arrived.wait()
+            if inbox.error is not None:
+                raise inbox.error
+            news = inbox.news[0]
+            if news.pooled is None:
+                raise QuireError("the request was aborted")
+            return Embedding(
+                finish(news.pooled, params), ids.tolist(), news.num_cached_tokens, news.queued
+            )
+        finally:
+            self._unregister(request_id, handle, 1)
+
     def _register(self, request_id: str, n: int) -> tuple[int, Inbox]:
         if request_id in self._handles:
             raise QuireError(f"request id {request_id!r} is in use")
@@ -361,6 +406,10 @@ class EngineClient:
             if handle in inboxes:
                 inbox, index = inboxes[handle]
                 inbox.of(index).logprobs.append(part)
+        for handle, vector in message.pooled:
+            if handle in inboxes:
+                inbox, index = inboxes[handle]
+                inbox.of(index).pooled = vector
         for first in message.firsts:
             if first.handle in inboxes:
                 inbox, index = inboxes[first.handle]

@@ -12,6 +12,8 @@ from quire.errors import EngineDeadError, RequestError
 from quire.executor import Executor
 from quire.outputs import RequestTimes
 from quire.plan import Int32, StepPlan
+from quire.pooling import POOLING
+from quire.pooling_params import Pooling
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler, StepProgress
@@ -72,8 +74,10 @@ class EngineCore:
         max_total: int,
         priority: int = 0,
         cache_salt: str = "",
+        pooling: Pooling | None = None,
     ) -> list[Request]:
-        """Queues a validated request; its `n` completions in order.
+        """Queues a validated request; its `n` completions in order. pooling: it gives a vector in
+        place of tokens, with a `max_total` one above the prompt's length.
 
         Raises:
             RequestError: it can never run, or a feature refused it. Nothing is queued then.
@@ -102,6 +106,8 @@ class EngineCore:
                     cache_salt=cache_salt,
                 )
                 request.state["times"] = RequestTimes(arrival)
+                if pooling is not None:
+                    request.state[POOLING] = pooling
                 self.scheduler.add(request)
                 requests.append(request)
         except Exception:

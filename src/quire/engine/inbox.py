@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from quire.errors import QuireError
-from quire.plan import Logprobs
+from quire.plan import Float32, Logprobs
 
 
 @dataclass(slots=True)
@@ -19,6 +19,7 @@ class News:
     stop_token: int | None = None
     num_cached_tokens: int = 0
     queued: float = 0.0
+    pooled: Float32 | None = None
 
 
 class Inbox:

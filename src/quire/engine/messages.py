@@ -12,7 +12,8 @@ from quire import errors
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.core import EngineStats
 from quire.errors import ConfigError, QuireError, RequestError
-from quire.plan import Int32, Logprobs, decode_array, encode_array
+from quire.plan import Float32, Int32, Logprobs, decode_array, encode_array
+from quire.pooling_params import Pooling
 from quire.sampling_params import SamplingParams
 
 
@@ -51,12 +52,15 @@ class Start(msgspec.Struct, tag=True):
 
 
 class AddRequest(msgspec.Struct, tag=True):
+    """pooling: of requests for a vector."""
+
     handle: int
     prompt: Int32
     params: SamplingParams
     max_total: int
     priority: int = 0
     cache_salt: str = ""
+    pooling: Pooling | None = None
 
 
 class AbortRequest(msgspec.Struct, tag=True):
@@ -125,6 +129,7 @@ class Outputs(msgspec.Struct, tag=True):
     ends: list[End] = []
     logprobs: list[tuple[int, Logprobs]] = []
     prompt_logprobs: list[tuple[int, Logprobs]] = []
+    pooled: list[tuple[int, Float32]] = []
 
 
 class Stats(msgspec.Struct, tag=True):

@@ -133,6 +133,7 @@ class EngineProcess:
                 max_total=message.max_total,
                 priority=message.priority,
                 cache_salt=message.cache_salt,
+                pooling=message.pooling,
             )
         except RequestError as error:
             self._send(Refused(message.handle, Failure.of(error)))
@@ -168,7 +169,7 @@ def outputs(progress: StepProgress) -> Outputs:
         ],
         ends=[_end(progress, i, requests[i], int(handles[i])) for i in sorted(ended)],
     )
-    for name in ("logprobs", "prompt_logprobs"):
+    for name in ("logprobs", "prompt_logprobs", "pooled"):
         if getattr(progress, name) is not None:
             pairs = ((item.request.state["handle"], getattr(item, name)) for item in progress)
             setattr(message, name, [(handle, part) for handle, part in pairs if part is not None])

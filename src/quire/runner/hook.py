@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from quire.plan import StepPlan
     from quire.runner.batch_state import ColumnSpec
     from quire.runner.step import Step
 
@@ -19,8 +20,17 @@ class Hook:
         """Per-lane columns to keep on the device; plans fill them through `StepPlan.writes`."""
         return ()
 
+    def wants(self, plan: StepPlan) -> bool:
+        """Whether it takes part in the head of this step, which then runs op by op rather than as
+        a graph. Where it says no, only `before_body` is called, if at all."""
+        return True
+
     def before_body(self, step: Step) -> None:
         """When the step's plan is applied and its batch stands, before the model runs."""
+
+    def after_body(self, step: Step) -> None:
+        """When `step.hidden` stands, before any row is sampled. `step.stop_reason` may be set for
+        rows that do not sample: they end then."""
 
     def head(self, step: Step, logits: Tensor, rows: Tensor) -> Tensor:
         """The logits float32 [n, vocab] of rows int64 [n] about to be sampled; gives those to use

@@ -19,7 +19,7 @@ from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.executor import Capacity
 from quire.models import Decoder, build_model, load_config, load_weights, spec_from_config
-from quire.plan import HeadInputs, Int32, RowFlag, StepPlan, StepResult, int32
+from quire.plan import HeadInputs, Int32, Pooled, RowFlag, StepPlan, StepResult, int32
 from quire.runner import memory
 from quire.runner.batch_state import BatchState
 from quire.runner.hook import Hook
@@ -155,7 +155,7 @@ class ModelRunner:
         body = graphs.body(plan)
         kind = self.sampler.head_kind(plan)
         step = Step(plan, body.batch, first, LogitRows.of(plan))
-        if kind is not None and not self.hooks:
+        if kind is not None and not any(hook.wants(plan) for hook in self.hooks):
             self._replay_head(graphs, step, kind)
             return step
         step.hidden = body.hidden
@@ -182,6 +182,8 @@ class ModelRunner:
     def _heads(self, step: Step) -> None:
         """The head of all rows that do not wait for the host, op by op."""
         plan = step.plan
+        for hook in self.hooks:
+            hook.after_body(step)
         self._prompt_head(step)
         self._head(step, step.sampled_rows(gated=False), None)
         # Rows in mid-prompt only move on; the others do so with their token.
@@ -337,6 +339,8 @@ class ModelRunner:
         for part in (*step.logprobs, *step.prompt_logprobs):
             for name in ("positions", "ids", "values", "ranks"):
                 setattr(part, name, self._to_host(getattr(part, name)))
+        if step.pooled is not None:
+            step.pooled.values = self._to_host(step.pooled.values)
         step.hidden = None
         step.done = self._mark()
 
@@ -359,7 +363,7 @@ class ModelRunner:
             gpu_us = step.started.elapsed_time(step.done) * 1e3
         else:
             gpu_us = (step.done - step.started) * 1e6
-        tokens, reason = step.tokens, step.stop_reason
+        tokens, reason, pooled = step.tokens, step.stop_reason, step.pooled
         if tokens is None or reason is None:
             raise QuireError("the step has not run")
         sampled = (step.plan.flags & RowFlag.SAMPLE) != 0
@@ -370,6 +374,7 @@ class ModelRunner:
             stop_reason=reason.numpy(),
             logprobs=join(step.logprobs),
             prompt_logprobs=join(step.prompt_logprobs),
+            pooled=None if pooled is None else Pooled(pooled.rows, pooled.values.numpy()),
             gpu_us=gpu_us,
         )
 

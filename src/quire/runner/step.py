@@ -54,6 +54,7 @@ class Step:
     stop_reason: Tensor | None = None
     logprobs: list[DeviceLogprobs] = field(default_factory=list)
     prompt_logprobs: list[DeviceLogprobs] = field(default_factory=list)
+    pooled: DevicePooled | None = None
     waits: bool = False
     done: Any = None
     started: Any = None
@@ -63,6 +64,14 @@ class Step:
         flags = self.plan.flags
         waits = (flags & RowFlag.GATED) != 0
         return np.flatnonzero(((flags & RowFlag.SAMPLE) != 0) & (waits == gated)).astype(np.int32)
+
+
+@dataclass(slots=True)
+class DevicePooled:
+    """A step's `Pooled`, still on the device. rows: int32 [m]. values: float32 [m, width]."""
+
+    rows: Int32
+    values: Tensor
 
 
 @dataclass(slots=True)

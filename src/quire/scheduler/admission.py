@@ -22,11 +22,13 @@ class Admission:
         blocks: BlockManager,
         running: RunningSet,
         matches: Sequence[Callable[[Request, int], int]],
+        reusables: Sequence[Callable[[Request, int], int]] = (),
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._running = running
         self._matches = matches
+        self._reusables = reusables
 
     def check(self, request: Request) -> None:
         """Refuse what can never run, counting all it may need at `max_total`."""
@@ -72,6 +74,8 @@ class Admission:
         limit = request.known - 1
         if wants_prompt_logprobs(request):
             limit = min(limit, request.prompt_logprobs_done)
+        for reusable in self._reusables:
+            limit = min(limit, reusable(request, limit))
         match = self._blocks.match(request.namespace, tokens, limit)
         start = match.length
         if self._matches:

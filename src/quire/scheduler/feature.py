@@ -33,6 +33,11 @@ class Feature:
         in place before the step's body runs (by transfers that it adds in `plan`)."""
         return 0
 
+    def reusable(self, request: Request, n: int) -> int:
+        """How many of its first `n` tokens a request that is about to start may take from the
+        cache: fewer where hidden states of earlier positions are wanted."""
+        return n
+
     def lookahead(self, request: Request, room: int) -> int:
         """How many draft tokens to book for a generating request's next row, at most `room`."""
         return 0
@@ -92,6 +97,12 @@ class PlanBuilder:
         # The flags of steady steps are shared between plans, so they are replaced, not changed.
         flags = self._plan.flags.copy()
         flags[list(rows)] |= int(RowFlag.GATED)
+        self._plan.flags = flags
+
+    def mute(self, rows: Sequence[int]) -> None:
+        """These rows, which end their prompts, give no token."""
+        flags = self._plan.flags.copy()
+        flags[list(rows)] &= ~int(RowFlag.SAMPLE)
         self._plan.flags = flags
 
     def write(self, column: str, lanes: Int32, values: Int32) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.plan import Int32, Logprobs, StopReason
+from quire.plan import Float32, Int32, Logprobs, Pooled, StopReason
 from quire.request import Request
 
 
@@ -18,6 +18,7 @@ class Progress:
     new_tokens: int32 [n], empty in mid-prompt.
     finished: `request.finish_reason` says why.
     logprobs, prompt_logprobs: this row's entries, or None.
+    pooled: float32 [width], its prompt as a vector, or None.
     stop_token: the token that ended it, where one did.
     """
 
@@ -26,6 +27,7 @@ class Progress:
     finished: bool
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    pooled: Float32 | None = None
     stop_token: int | None = None
 
 
@@ -39,7 +41,7 @@ class StepProgress:
     n_tokens: int32 [M], how many of them are new; 0 in mid-prompt.
     stop_reason: int32 [M], a `StopReason`.
     finished: indices into `requests` of those that ended in this step, ascending.
-    logprobs, prompt_logprobs: as the device gave them; their `rows` are the plan's rows.
+    logprobs, prompt_logprobs, pooled: as the device gave them; their `rows` are the plan's rows.
 
     Iterating gives a `Progress` for each request.
     """
@@ -53,6 +55,7 @@ class StepProgress:
     finished: list[int] = field(default_factory=list)
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    pooled: Pooled | None = None
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -75,8 +78,16 @@ class StepProgress:
             finished=finished,
             logprobs=_of_row(self.logprobs, row),
             prompt_logprobs=_of_row(self.prompt_logprobs, row),
+            pooled=_vector_of(self.pooled, row),
             stop_token=int(new[-1]) if stopped else None,
         )
+
+
+def _vector_of(pooled: Pooled | None, row: int) -> Float32 | None:
+    if pooled is None:
+        return None
+    (places,) = np.nonzero(pooled.rows == row)
+    return pooled.values[places[0]] if len(places) else None
 
 
 def _of_row(logprobs: Logprobs | None, row: int) -> Logprobs | None:

@@ -70,7 +70,11 @@ class Scheduler:
         self._running = RunningSet(config, self.blocks, key, overridden(features, "lookahead"))
         self._lanes = self._running.lanes
         self._admission = Admission(
-            config, self.blocks, self._running, overridden(features, "match")
+            config,
+            self.blocks,
+            self._running,
+            overridden(features, "match"),
+            overridden(features, "reusable"),
         )
         self._in_flight: deque[Launched] = deque()
         self._frees: list[int] = []
@@ -317,6 +321,7 @@ class Scheduler:
             finished=finished,
             logprobs=result.logprobs,
             prompt_logprobs=result.prompt_logprobs,
+            pooled=result.pooled,
         )
 
     def _cut(self, step: Launched, tokens: Int32, n: Int32) -> list[int]:

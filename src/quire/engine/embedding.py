@@ -1,0 +1,63 @@
+"""From a pooled hidden state to the vector that users asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.config import EngineConfig
+from quire.errors import RequestError
+from quire.plan import Float32
+from quire.pooling_params import Pooling, PoolingParams
+from quire.sampling_params import SamplingParams
+
+NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+"""Of requests that only read their prompt."""
+
+
+@dataclass(slots=True)
+class Embedding:
+    """values: float32 [dimensions]. queued: seconds to its first step."""
+
+    values: Float32
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    queued: float = 0.0
+
+
+def pooling_of(params: PoolingParams, config: EngineConfig) -> Pooling:
+    """How to pool, for a request fit to run. Raises RequestError."""
+    _check_dimensions(params.dimensions, config)
+    return params.pooling or config.pooling
+
+
+def _check_dimensions(wanted: int | None, config: EngineConfig) -> None:
+    size, known = config.hidden_size, config.matryoshka
+    if wanted is None or wanted == size:
+        return
+    if known is None:
+        raise RequestError(
+            f"this model's embeddings have {size} dimensions, and it was not made for fewer "
+            "(its config.json has neither is_matryoshka nor matryoshka_dimensions)",
+            param="dimensions",
+        )
+    if known and wanted not in known:
+        raise RequestError(
+            f"this model's embeddings can have {', '.join(map(str, known))} dimensions, not "
+            f"{wanted}",
+            param="dimensions",
+        )
+    if wanted > size:
+        raise RequestError(
+            f"this model's embeddings have {size} dimensions at most, not {wanted}",
+            param="dimensions",
+        )
+
+
+def finish(pooled: Float32, params: PoolingParams) -> Float32:
+    """pooled: float32 [hidden size]. Gives float32 [dimensions]."""
+    values = pooled[: params.dimensions]
+    if params.normalize:
+        values = values / max(float(np.linalg.norm(values)), 1e-12)
+    return np.ascontiguousarray(values, dtype=np.float32)

@@ -1,0 +1,5 @@
+"""One vector per prompt instead of tokens: the scheduler's side and the runner's."""
+
+from quire.pooling.feature import POOLING, PoolingFeature
+
+__all__ = ["POOLING", "PoolingFeature"]

@@ -1,0 +1,66 @@
+"""The scheduler's side: a pooled request ends with its prompt, and gives no token."""
+
+from __future__ import annotations
+
+import enum
+
+from quire.plan import RowFlag, int32
+from quire.request import Request
+from quire.scheduler import Feature, PlanBuilder
+
+POOLING = "pooling"
+"""Where a request's `state` says how it is pooled: "last" or "mean"."""
+
+COLUMN = "pooled"
+"""What a plan writes for the rows that the runner must look at, a `Share` each."""
+
+
+class Share(enum.IntFlag):
+    """A row's part in its request's vector. MEAN: its states are added up. BEGINS: it starts at the
+    first token. ENDS: the vector is complete with it."""
+
+    MEAN = 1
+    BEGINS = 2
+    ENDS = 4
+
+
+class PoolingFeature(Feature):
+    """Such a request has a `max_total` one above its prompt's length: it is never planned beyond
+    it, and the runner reports its end where the prompt ends."""
+
+    def __init__(self) -> None:
+        self._active: dict[str, Request] = {}
+
+    def reusable(self, request: Request, n: int) -> int:
+        """A mean needs the states of all tokens, which no cache holds."""
+        pooling = request.state.get(POOLING)
+        if pooling is None:
+            return n
+        self._active[request.request_id] = request
+        return 0 if pooling == "mean" else n
+
+    def plan(self, builder: PlanBuilder) -> None:
+        if not self._active:
+            return
+        lanes, shares, ended = [], [], []
+        for row, request in enumerate(builder.requests):
+            if POOLING not in request.state:
+                continue
+            share = self._share(request, int(builder.q_len[row]))
+            if builder.flags[row] & RowFlag.SAMPLE:
+                share |= Share.ENDS
+                ended.append(row)
+                self._active.pop(request.request_id, None)
+            if share & (Share.MEAN | Share.ENDS):
+                lanes.append(request.lane)
+                shares.append(int(share))
+        if lanes:
+            builder.write(COLUMN, int32(lanes), int32(shares))
+            builder.mute(ended)
+        self._active = {name: r for name, r in self._active.items() if not r.finished}
+
+    @staticmethod
+    def _share(request: Request, q_len: int) -> Share:
+        if request.state[POOLING] == "last":
+            return Share(0)
+        return Share.MEAN | Share.BEGINS if request.planned == q_len else Share.MEAN

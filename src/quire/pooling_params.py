@@ -1,0 +1,37 @@
+"""What a user asks of an embedding."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from quire.errors import RequestError
+
+Pooling = Literal["last", "mean"]
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a text's hidden states become one vector.
+
+    Attributes:
+        pooling: the last token's state, or the mean over all; None: the engine's setting.
+        normalize: to length 1.
+        dimensions: keep only the first ones, before normalizing; for models that were trained for
+            it (Kusupati et al., 2022, "Matryoshka").
+    """
+
+    pooling: Pooling | None = None
+    normalize: bool = True
+    dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pooling not in (None, "last", "mean"):
+            raise RequestError(
+                f"pooling must be last or mean, got {self.pooling!r}", param="pooling"
+            )
+        size = self.dimensions
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise RequestError(
+                f"dimensions must be a positive integer, got {size!r}", param="dimensions"
+            )
