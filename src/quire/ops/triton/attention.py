@@ -69,11 +69,12 @@ def decode_tiles(
     m = max(16, triton.next_power_of_2(queries))
     if card.capability < (8, 0):
         return Tiles(m, 32, 4, 1)
-    # Programs a little too many for one wave had better fit it with less in flight; not very many
-    # rows, whose lengths will differ: the last to end then need depth.
-    one_wave = _FILLED * card.num_sms < rows * kv_heads <= _ONE_WAVE * card.num_sms
-    one_wave = one_wave and rows <= card.num_sms
-    return Tiles(m, 64 if d_pad * element_size <= 256 else 32, 4, 2 if one_wave else 3)
+    # Many programs run at once with less in flight each; not where they are only just too many for
+    # one wave, of so many rows that their lengths will differ: the last to end then need depth.
+    programs = rows * kv_heads
+    ragged = rows > card.num_sms and programs <= _ONE_WAVE * card.num_sms
+    shallow = programs > _FILLED * card.num_sms and not ragged
+    return Tiles(m, 64 if d_pad * element_size <= 256 else 32, 4, 2 if shallow else 3)
 
 
 def prefill_tiles(pairs: int, head_dim: int, element_size: int, card: DeviceTraits) -> Tiles:
