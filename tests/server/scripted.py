@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +17,12 @@ import uvicorn
 
 import quire
 from quire.engine.tokenizer import Tokenizer
+from quire.outputs import Logprob
+from quire.sampling_params import SamplingParams
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.run import bind, url_of
-from tests.server.fakes import FakeClient
+from tests.server.fakes import FakeClient, Update
 
 EMBEDDED = Path(quire.__file__).parent / "embedded" / "quire-tiny"
 MODEL = "scripted"
@@ -28,11 +30,8 @@ MODEL = "scripted"
 
 @dataclass
 class Scripted:
-    """`engine.words` is what it says next; `loop` is where its gate must be touched."""
-
     url: str
     engine: FakeClient
-    loop: asyncio.AbstractEventLoop
 
     def openai(self, **options: Any) -> openai.OpenAI:
         options.setdefault("api_key", "none")
@@ -42,8 +41,25 @@ class Scripted:
         options.setdefault("api_key", "none")
         return anthropic.Anthropic(base_url=self.url, max_retries=0, timeout=30, **options)
 
-    def open_gate(self) -> None:
-        self.loop.call_soon_threadsafe(self.engine.gate.set)
+
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+Tools: {{ tools | tojson }}
+Call them as <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+{{- message.content or '' }}
+{%- for call in message.tool_calls or [] %}<tool_call>{"name": {{ call.function.name | tojson }}, \
+"arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+"""Tools as Hermes and Qwen write them, and thinking that can be turned off."""
 
 
 def scripted_engine(*words: str, **options: Any) -> FakeClient:
@@ -57,27 +73,54 @@ def scripted_engine(*words: str, **options: Any) -> FakeClient:
     return engine
 
 
+@dataclass
+class Speaker(FakeClient):
+    """Says the texts that it is told to say, one per request, token by token. `heard` has the
+    prompts as text."""
+
+    texts: list[str] = field(default_factory=list)
+    heard: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokenizer = Tokenizer.from_path(EMBEDDED)
+        self.tokenizer.use_template(TEMPLATE)
+        self.config = scripted_engine().config
+
+    def say(self, *texts: str) -> None:
+        self.texts += texts
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
+    ) -> AsyncIterator[Update]:
+        self.seen.append((prompt, params))
+        self.heard.append(self.tokenizer.decode(prompt, skip_special_tokens=False))
+        ids = self.tokenizer.encode(self.texts.pop(0), add_special_tokens=False).tolist()
+        shown = ids[: params.max_tokens]
+        for place, token in enumerate(shown):
+            await asyncio.sleep(0)
+            last = place == len(shown) - 1
+            yield Update(
+                0,
+                self.tokenizer.token_text(token),
+                [token],
+                None if params.logprobs is None else [{token: Logprob(-1.0, 1, "")}],
+                finish_reason=("stop" if shown == ids else "length") if last else None,
+                prompt_token_ids=list(prompt) if place == 0 else None,
+            )
+
+
 @contextmanager
 def serve(engine: FakeClient, args: ServerArgs | None = None) -> Iterator[Scripted]:
     sock = bind("127.0.0.1", 0)
     app = build_app(engine, args or ServerArgs(generation_config="none"))  # type: ignore[arg-type]
     config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
-    started: list[asyncio.AbstractEventLoop] = []
-    ready = threading.Event()
-
-    async def main() -> None:
-        started.append(asyncio.get_running_loop())
-        sock.listen()
-        ready.set()
-        await server.serve(sockets=[sock])
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
-    thread.start()
-    assert ready.wait(30)
+    sock.listen()  # clients may connect from now on; they wait until the server has started
+    serving = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
+    serving.start()
     try:
-        yield Scripted(url_of(sock), engine, started[0])
+        yield Scripted(url_of(sock), engine)
     finally:
         server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive()
+        serving.join(30)
+        assert not serving.is_alive()

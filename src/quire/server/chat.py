@@ -48,23 +48,6 @@ from quire.server.state import ServerState, new_id, state_of
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
 
-# What the server or the tokenizer passes to the template itself.
-_RESERVED_KWARGS = frozenset(
-    {
-        "self",
-        "messages",
-        "add_generation_prompt",
-        "chat_template",
-        "tools",
-        "documents",
-        "bos_token",
-        "eos_token",
-        "unk_token",
-        "sep_token",
-        "pad_token",
-    }
-)
-
 
 async def chat_completions(request: Request) -> Response:
     state = state_of(request)
@@ -135,13 +118,6 @@ def _check(body: ChatRequest) -> None:
                 400,
                 "'continue_final_message' needs a last message of the assistant.",
                 param="continue_final_message",
-            )
-    for name in body.chat_template_kwargs or ():
-        if name in _RESERVED_KWARGS or not name.isidentifier():
-            raise ApiError(
-                400,
-                f"'{name[:100]}' cannot be set through 'chat_template_kwargs'.",
-                param="chat_template_kwargs",
             )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator, Mapping
 
 import msgspec
 from pydantic import ValidationError
@@ -49,6 +51,23 @@ _KINDS = {401: "authentication_error", 503: "service_unavailable_error"}
 
 def unsupported(param: str, why: str = "is not supported by this server") -> ApiError:
     return ApiError(400, f"'{param}' {why}.", param=param, code="unsupported_parameter")
+
+
+@contextlib.contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors that name fields as chat completions do leave with the names of another API: parts of
+    the field's path are replaced by what `names` maps them to."""
+    try:
+        yield
+    except (ApiError, RequestError) as error:
+        api_error = as_api_error(error)
+        param = api_error.param
+        if param is None:
+            raise
+        for old, new in names.items():
+            param = param.replace(old, new)
+        message = str(error).replace(f"'{api_error.param}'", f"'{param}'")
+        raise ApiError(api_error.status, message, param=param, code=api_error.code) from None
 
 
 def as_api_error(error: BaseException) -> ApiError:

@@ -16,6 +16,7 @@ from quire.server.strict import (
     Metadata,
     Name,
     Strict,
+    TemplateKwargs,
     drop_unused,
 )
 
@@ -142,7 +143,7 @@ class ChatRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     metadata: Metadata | None = None
     prompt_cache_key: Name | None = None
     service_tier: Literal["auto", "default"] | None = None

@@ -24,7 +24,34 @@ def _token_ids(bias: dict[str, float]) -> dict[str, float]:
     return bias
 
 
+# What the server or the tokenizer passes to the chat template itself.
+_RESERVED_KWARGS = frozenset(
+    {
+        "self",
+        "messages",
+        "add_generation_prompt",
+        "chat_template",
+        "tools",
+        "documents",
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "sep_token",
+        "pad_token",
+    }
+)
+
+
+def _free_names(kwargs: dict[str, Any]) -> dict[str, Any]:
+    for name in kwargs:
+        if name in _RESERVED_KWARGS or not name.isidentifier():
+            raise RequestError(f"'{name[:100]}' cannot be set through 'chat_template_kwargs'.")
+    return kwargs
+
+
 LogitBias = Annotated[dict[str, float], AfterValidator(_token_ids)]
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_free_names)]
+"""Further variables of the chat template."""
 
 
 def _short(metadata: dict[str, str]) -> dict[str, str]:

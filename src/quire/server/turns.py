@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from quire.errors import RequestError
 
 _BETWEEN = "\n\n"
@@ -47,7 +49,11 @@ class Turns:
         message["content"] = message["content"] + between + text
 
     def call(self, id: str, name: str, arguments: str, param: str) -> None:
-        """`arguments`: JSON text."""
+        """`arguments`: the text of a JSON object."""
+        if not _is_object(arguments):
+            raise RequestError(
+                f"'{param}': its arguments are not the text of a JSON object.", param=param
+            )
         if id in self._names:
             raise RequestError(f"'{param}': there are two calls with the id '{id}'.", param=param)
         self._names[id] = self._open[id] = name
@@ -80,3 +86,10 @@ class Turns:
     def _new_assistant(self) -> dict[str, Any]:
         self.messages.append({"role": "assistant", "content": ""})
         return self.messages[-1]
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.DecodeError, RecursionError):
+        return False

@@ -17,8 +17,8 @@ from quire.server.anthropic.blocks import (
 )
 from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest, Tool
 from quire.server.dialogue import Dialogue, ToolChoice
-from quire.server.errors import unsupported
 from quire.server.state import ServerState, new_id
+from quire.server.thinking import template_variables, thinking_switch
 from quire.server.turns import Turns
 
 _BETWEEN = "\n\n"
@@ -103,10 +103,11 @@ def dialogue_of(state: ServerState, body: CountTokensRequest) -> Dialogue:
             "the last message is the assistant's, so it is continued, but it has no text.",
             param=f"messages[{len(body.messages) - 1}].content",
         )
-    if body.thinking is not None and body.thinking.type != "disabled":
-        raise unsupported("thinking")
-    if body.output_config is not None and body.output_config.effort is not None:
-        raise unsupported("output_config.effort")
+    variables: dict[str, Any] = {}
+    if body.thinking is not None:
+        known = template_variables(state, "messages", with_tools=bool(body.tools))
+        on = body.thinking.type != "disabled"
+        variables = thinking_switch(state, known, on=on, param="thinking")
     choice = body.tool_choice
     return Dialogue(
         messages=messages,
@@ -114,7 +115,10 @@ def dialogue_of(state: ServerState, body: CountTokensRequest) -> Dialogue:
         tools=tools_of(body.tools),
         tool_choice=tool_choice_of(body),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
+        template_kwargs=variables,
+        reasoning_effort=body.output_config.effort if body.output_config is not None else None,
         continue_final_message=prefilled,
+        with_tokens=body.budget is not None,
         request_id=new_id("msg", "_"),
     )
 

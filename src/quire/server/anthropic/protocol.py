@@ -139,6 +139,10 @@ class CountTokensRequest(Strict):
     def _one_block(cls, system: Any) -> Any:
         return _parse_system(system)
 
+    @property
+    def budget(self) -> int | None:
+        return None if self.thinking is None else self.thinking.budget_tokens
+
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(ge=1, le=INT32_MAX)
@@ -152,10 +156,9 @@ class MessagesRequest(CountTokensRequest):
 
     @model_validator(mode="after")
     def _budget_fits(self) -> MessagesRequest:
-        budget = self.thinking.budget_tokens if self.thinking is not None else None
-        if budget is not None and budget >= self.max_tokens:
+        if self.budget is not None and self.budget >= self.max_tokens:
             raise RequestError(
-                f"'thinking.budget_tokens' ({budget}) must be less than max_tokens "
+                f"'thinking.budget_tokens' ({self.budget}) must be less than max_tokens "
                 f"({self.max_tokens}).",
                 param="thinking.budget_tokens",
             )

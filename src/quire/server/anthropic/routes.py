@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,10 +26,20 @@ from quire.server.dialogue import (
     ToolCallBegin,
     ToolCallDelta,
 )
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, renaming
 from quire.server.reply import Reply, count, prepare
 from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
 from quire.server.state import ServerState, new_id, state_of
+from quire.server.thinking import BudgetedReply, reasoning_tokens
+
+# Fields as chat completions name them, to their names here.
+_NAMES = {
+    "continue_final_message": "messages",
+    "reasoning_effort": "output_config.effort",
+    "structured_outputs": "output_config.format.schema",
+    ".function.parameters": ".input_schema",
+    ".function": "",
+}
 
 VERSIONS = ("2023-06-01", "2026-10-21")
 """They differ in what they refuse: the newer one knows no temperature, top_k and top_p. They are
@@ -37,7 +49,12 @@ taken in both, as models here have them."""
 async def create_message(request: Request) -> Response:
     state = state_of(request)
     body = await _read(request, state, MessagesRequest)
-    reply = await prepare(state, dialogue_of(state, body))
+    with renaming(_NAMES):
+        dialogue = await asyncio.to_thread(dialogue_of, state, body)
+        prepared = await prepare(state, dialogue)
+    reply: Reply | BudgetedReply = prepared
+    if body.budget is not None:
+        reply = BudgetedReply(state, prepared, body.budget)
     answer = MessageAnswer(state, body, reply)
     headers = {"request-id": new_id("req", "_")}
     if not body.stream:
@@ -56,7 +73,8 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     state = state_of(request)
     body = await _read(request, state, CountTokensRequest)
-    ids = await count(state, dialogue_of(state, body))
+    with renaming(_NAMES):
+        ids = await count(state, await asyncio.to_thread(dialogue_of, state, body))
     return json_answer(TokenCount(len(ids)), {"request-id": new_id("req", "_")})
 
 
@@ -77,7 +95,9 @@ async def _read(request: Request, state: ServerState, model: type[Model]) -> Mod
 class MessageAnswer:
     """A reply as one message, or as the events of one."""
 
-    def __init__(self, state: ServerState, body: MessagesRequest, reply: Reply) -> None:
+    def __init__(
+        self, state: ServerState, body: MessagesRequest, reply: Reply | BudgetedReply
+    ) -> None:
         self.reply = reply
         self.max_tokens = body.max_tokens
         omitted = body.thinking is not None and body.thinking.display == "omitted"
@@ -148,5 +168,5 @@ class MessageAnswer:
             usage.prompt_tokens - cached,
             cached,
             usage.completion_tokens,
-            OutputTokensDetails(0),
+            OutputTokensDetails(reasoning_tokens(usage)),
         )

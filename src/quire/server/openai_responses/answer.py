@@ -28,6 +28,7 @@ from quire.server.openai_responses.objects import (
 )
 from quire.server.openai_responses.store import Record, ResponseStore
 from quire.server.reply import Reply
+from quire.server.thinking import reasoning_tokens
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
@@ -145,7 +146,7 @@ class ResponseAnswer:
                 usage.prompt_tokens,
                 InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
                 usage.completion_tokens,
-                OutputTokensDetails(0),
+                OutputTokensDetails(reasoning_tokens(usage)),
                 usage.total_tokens,
             ),
             cut=self.cut,

@@ -32,6 +32,7 @@ from quire.server.openai_responses.protocol import (
 )
 from quire.server.openai_responses.store import ResponseStore
 from quire.server.state import ServerState, new_id
+from quire.server.thinking import template_variables, thinking_switch
 from quire.server.turns import Turns
 
 _ID_PREFIX = {
@@ -108,18 +109,25 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
 
 
 def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -> Dialogue:
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        raise unsupported("reasoning.effort")
+    variables = dict(body.chat_template_kwargs or {})
+    effort = body.effort
+    known = template_variables(state, "input", with_tools=bool(body.tools))
+    if effort == "none" and "reasoning_effort" not in known:
+        variables |= thinking_switch(state, known, on=False, param="reasoning.effort")
+        effort = None
     if body.text is not None and body.text.verbosity is not None:
-        raise unsupported("text.verbosity")
+        if "verbosity" not in known:
+            raise unsupported("text.verbosity", "has no place in the model's chat template")
+        variables["verbosity"] = body.text.verbosity
     logprobs = isinstance(body, CreateRequest) and LOGPROBS in (body.include or ())
     dialogue = Dialogue(
         messages=messages_of(body.instructions, items),
         params=_params(state, body) if isinstance(body, CreateRequest) else SamplingParams(),
-        tools=[_tool(tool) for tool in _allowed(body)],
-        tool_choice=_tool_choice(body),
+        tools=[_tool(tool) for tool in body.tools or ()],
+        tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        template_kwargs=body.chat_template_kwargs or {},
+        template_kwargs=variables,
+        reasoning_effort=effort,
         with_tokens=logprobs,
         request_id=new_id("resp", "_"),
     )
@@ -151,19 +159,6 @@ def _structured(text: TextConfig | None) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=json.dumps(format.json_schema))
 
 
-def _allowed(body: PromptFields) -> list[FunctionTool]:
-    """The tools that may be called: those that `allowed_tools` leaves out are not shown either."""
-    tools = body.tools or []
-    if not isinstance(body.tool_choice, AllowedTools):
-        return tools
-    names = {tool.name for tool in body.tool_choice.tools}
-    for name in sorted(names - {tool.name for tool in tools}):
-        raise ApiError(
-            400, f"'tool_choice' names the tool '{name}', which is not there.", param="tool_choice"
-        )
-    return [tool for tool in tools if tool.name in names]
-
-
 def _tool(tool: FunctionTool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
     for name in ("description", "parameters", "strict"):
@@ -172,14 +167,14 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _tool_choice(body: PromptFields) -> ToolChoice:
-    choice = body.tool_choice
+def _tool_choice(choice: str | NamedTool | AllowedTools | None) -> ToolChoice:
     if choice is None:
         return ToolChoice()
     if isinstance(choice, NamedTool):
         return ToolChoice.named(choice.name)
-    mode = choice.mode if isinstance(choice, AllowedTools) else choice
-    return ToolChoice(mode)  # type: ignore[arg-type]
+    if isinstance(choice, AllowedTools):
+        return ToolChoice(choice.mode, tuple(tool.name for tool in choice.tools))
+    return ToolChoice(choice)  # type: ignore[arg-type]
 
 
 def without_oldest(items: Sequence[Item], count: int) -> tuple[Item, ...]:
@@ -234,7 +229,7 @@ def response_of(state: ServerState, body: CreateRequest, dialogue: Dialogue) -> 
         parallel_tool_calls=dialogue.parallel_tool_calls,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=UNSET if body.prompt_cache_key is None else body.prompt_cache_key,
-        reasoning={"effort": dialogue.reasoning_effort, "summary": None},
+        reasoning={"effort": body.effort, "summary": None},
         safety_identifier=UNSET if body.safety_identifier is None else body.safety_identifier,
         store=stores(state, body),
         temperature=dialogue.params.temperature,

@@ -15,6 +15,7 @@ from quire.server.strict import (
     Metadata,
     Name,
     Strict,
+    TemplateKwargs,
     drop_unused,
 )
 
@@ -152,7 +153,7 @@ class PromptFields(Strict):
     tool_choice: ToolChoice | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -175,6 +176,10 @@ class PromptFields(Strict):
                 code="missing_required_parameter",
             )
         return self
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
 
 
 class CreateRequest(PromptFields):

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from quire.server.body import read_body
 from quire.server.dialogue import Dialogue
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, renaming
 from quire.server.openai_responses.answer import ResponseAnswer, Watch
 from quire.server.openai_responses.convert import (
     dialogue_of,
@@ -29,6 +29,14 @@ from quire.server.reply import count, prepare
 from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
 from quire.server.state import ServerState, state_of
 
+# Fields as chat completions name them, to their names here.
+_NAMES = {
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "structured_outputs": "text.format.schema",
+    ".function": "",
+}
+
 
 async def create_response(request: Request) -> Response:
     state, store = state_of(request), store_of(request)
@@ -43,8 +51,9 @@ async def create_response(request: Request) -> Response:
             param="background",
         )
     items = items_of(body, store)
-    dialogue = await _fitted(state, body, items)
-    reply = await prepare(state, dialogue)
+    with renaming(_NAMES):
+        dialogue = await _fitted(state, body, items)
+        reply = await prepare(state, dialogue)
     record = Record(ResponseWriter(response_of(state, body, dialogue)), items)
     answer = ResponseAnswer(
         reply,
@@ -78,8 +87,10 @@ async def count_input_tokens(request: Request) -> Response:
     body = await read_body(request, PromptFields, state.args.max_body_bytes)
     state.check_alive()
     state.check_model(body.model)
-    dialogue = await _fitted(state, body, items_of(body, store_of(request)))
-    return json_answer(InputTokens(len(await count(state, dialogue))))
+    items = items_of(body, store_of(request))
+    with renaming(_NAMES):
+        ids = await count(state, await _fitted(state, body, items))
+    return json_answer(InputTokens(len(ids)))
 
 
 async def get_response(request: Request) -> Response:
@@ -153,7 +164,7 @@ def _record(request: Request) -> Record:
 async def _fitted(state: ServerState, body: PromptFields, items: tuple[Item, ...]) -> Dialogue:
     """With truncation "auto", without as many of the oldest turns as it takes to leave room for
     the answer (at most half of the context is kept for it), but for the last, which stays."""
-    dialogue = dialogue_of(state, body, items)
+    dialogue = await asyncio.to_thread(dialogue_of, state, body, items)
     if body.truncation != "auto":
         return dialogue
     context = state.client.config.scheduler.max_model_len
@@ -161,12 +172,12 @@ async def _fitted(state: ServerState, body: PromptFields, items: tuple[Item, ...
     low, high = 0, max(turns_in(items) - 1, 0)
     while low < high:
         middle = (low + high) // 2
-        kept = without_oldest(items, middle)
-        if len(await count(state, dialogue_of(state, body, kept))) <= room:
+        dialogue = await asyncio.to_thread(dialogue_of, state, body, without_oldest(items, middle))
+        if len(await count(state, dialogue)) <= room:
             high = middle
         else:
             low = middle + 1
-    return dialogue_of(state, body, without_oldest(items, low))
+    return await asyncio.to_thread(dialogue_of, state, body, without_oldest(items, low))
 
 
 def _stream(state: ServerState, record: Record, after: int, obfuscate: bool) -> Response:
