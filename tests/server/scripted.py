@@ -76,7 +76,7 @@ def scripted_engine(*words: str, **options: Any) -> FakeClient:
 @dataclass
 class Speaker(FakeClient):
     """Says the texts that it is told to say, one per request, token by token. `heard` has the
-    prompts as text."""
+    prompts as text, `aborted` the requests that it has not said to their end."""
 
     texts: list[str] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
@@ -96,9 +96,12 @@ class Speaker(FakeClient):
         self.heard.append(self.tokenizer.decode(prompt, skip_special_tokens=False))
         ids = self.tokenizer.encode(self.texts.pop(0), add_special_tokens=False).tolist()
         shown = ids[: params.max_tokens]
+        self.aborted.append(request_id)
         for place, token in enumerate(shown):
             await asyncio.sleep(0)
             last = place == len(shown) - 1
+            if last:
+                self.aborted.remove(request_id)
             yield Update(
                 0,
                 self.tokenizer.token_text(token),
