@@ -2,15 +2,17 @@
 # make test    lint and tests
 # make lint    ruff, mypy, import rules
 # make bench   what a step costs the scheduler, and the engine on the embedded model
+# make bench-gpu   all targets of docs/performance.md, on a machine with a GPU (MODELS="folder ...")
 
 PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 8000
+MODELS ?= $(addprefix bench/configs/,qwen3-0.6b qwen2.5-1.5b qwen3-8b llama-2-7b)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format bench clean
+.PHONY: help serve test lint format bench bench-gpu clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -35,6 +37,9 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/quire bench scheduler
 	$(BIN)/quire bench throughput --case b1 --case b64 --scale 0.25
+
+bench-gpu: $(STAMP)
+	$(BIN)/python bench/gpu_table.py $(MODELS)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,121 @@
+"""The whole table of targets on one machine with a GPU, then as Markdown.
+
+    make bench-gpu                                    # all parts, on the shapes in bench/configs
+    python bench/gpu_table.py FOLDER ... --list       # the parts, for those folders' models
+    python bench/gpu_table.py --part qwen3-8b:cases   # one part; it ends within ten minutes
+
+Weights are random: a folder needs no more than its config.json. A model whose folder is named as
+one of the targets' gets their cases, any other one `nano`, `b64`, `b1` and `ttft`. Records are
+appended to RESULTS/CARD_throughput.jsonl, _startup.jsonl and _ablation.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import report
+from targets import TARGETS
+
+HERE = Path(__file__).resolve().parent
+MODELS = ("qwen3-0.6b", "qwen2.5-1.5b", "qwen3-8b", "llama-2-7b")
+OTHERS = ("nano", "b64", "b1", "ttft")
+LIMIT = 590
+"""Seconds a part may take."""
+_DUMMY = ("--load-format", "dummy", "--skip-tokenizer-init")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run of `quire bench`; `file` is what its records' file is called after the card."""
+
+    name: str
+    arguments: tuple[str, ...]
+    file: str
+
+
+def parts_of(folder: Path) -> list[Part]:
+    """What there is to run for a model: its cases; its start, warm and cold; its switches."""
+    model = folder.name
+    path = (str(folder), *_DUMMY)
+    known = [t.case for t in TARGETS if t.model.lower() == model.lower() and t.case != "startup"]
+    cases = tuple(dict.fromkeys(known or OTHERS))
+    steady = tuple(case for case in cases if case.startswith(("b1", "b64", "ttft")))
+    return [
+        Part(f"{model}:cases", ("throughput", *path, *_each("--case", cases)), "throughput"),
+        Part(f"{model}:start", ("startup", *path), "startup"),
+        Part(f"{model}:cold", ("startup", *path, "--cold", "--repeat", "1"), "startup"),
+        Part(f"{model}:switches", ("ablation", *path, *_each("--case", steady)), "ablation"),
+    ]
+
+
+def _each(flag: str, values: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word for value in values for word in (flag, value))
+
+
+def run(part: Part, results: Path, card: str) -> bool:
+    """Whether it went well. Its records are kept as they come, so a late failure loses little."""
+    file = results / f"{slug(card)}_{part.file}.jsonl"
+    command = [sys.executable, "-m", "quire", "bench", *part.arguments, "--output", str(file)]
+    print(f"== {part.name}", flush=True)
+    try:
+        return subprocess.run(command, timeout=LIMIT).returncode == 0
+    except subprocess.TimeoutExpired:
+        print(f"{part.name} took more than {LIMIT} seconds", file=sys.stderr)
+        return False
+
+
+def card_name() -> str:
+    """The GPU's name, asked in a process of its own, as to ask takes some of its memory."""
+    code = "from quire.bench.record import card_name; print(card_name('cuda'))"
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if asked.returncode:
+        last = asked.stderr.strip().splitlines()[-1:] or ["it cannot be asked for"]
+        raise SystemExit(f"no GPU: {last[0]}")
+    return asked.stdout.strip()
+
+
+def slug(card: str) -> str:
+    """NVIDIA H200 -> h200."""
+    return card.lower().removeprefix("nvidia ").replace(" ", "_")
+
+
+def chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
+    unknown = set(names) - {part.name for part in parts}
+    if unknown:
+        known = ", ".join(part.name for part in parts)
+        raise SystemExit(f"no such part: {', '.join(sorted(unknown))}; there are {known}")
+    return [part for part in parts if not names or part.name in names]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    default = [HERE / "configs" / model for model in MODELS]
+    parser.add_argument("models", type=Path, nargs="*", default=default, help="model folders")
+    parser.add_argument("--results", type=Path, default=report.RESULTS)
+    parser.add_argument("--part", action="append", default=[], help="only this part (repeatable)")
+    parser.add_argument("--list", action="store_true", help="print the parts' names and stop")
+    options = parser.parse_args()
+    absent = [str(folder) for folder in options.models if not (folder / "config.json").is_file()]
+    if absent:
+        raise SystemExit(f"no config.json in: {', '.join(absent)}")
+    parts = [part for folder in options.models for part in parts_of(folder.resolve())]
+    if options.list:
+        print("\n".join(part.name for part in parts))
+        return 0
+    parts, card = chosen(parts, options.part), card_name()
+    options.results.mkdir(parents=True, exist_ok=True)
+    failed = [part.name for part in parts if not run(part, options.results, card)]
+    book = report.make_book(report.load(options.results), report.load_peers(), card)
+    print("\n" + report.cases(book) + "\n" + report.utilization(book))
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,335 @@
+"""Tables of the pages, out of the records in `bench/results`.
+
+    python bench/report.py                               # print all tables
+    python bench/report.py --write docs/performance.md   # renew those that a page has markers for
+    python bench/report.py --plots docs/images           # draw the pictures, too
+
+A page marks the place of a table by `<!-- NAME:begin -->` and `<!-- NAME:end -->`; names are
+cases, engines, utilization, ablation and start. Of each case, model and card the latest record
+counts, if it was made at full size with the engine's own settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quire.bench import ablation, startup
+from quire.bench.record import BenchRecord, read_jsonl
+from targets import CARD, TARGETS, Target
+
+RESULTS = Path(__file__).resolve().parent / "results"
+IMAGES = "images"
+_PLAIN = {
+    "model", "load_format", "skip_tokenizer_init", "enable_prefix_caching", "scale", "repeat",
+    "dtype", "ceilings", "sweep", "rows", "input_len",
+}  # fmt: skip
+"""Settings of a record that stands for the engine as it comes."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another engine's figures: (model, case, metric) to value; model in small letters."""
+
+    name: str
+    version: str
+    card: str
+    setup: str
+    figures: dict[tuple[str, str, str], float]
+
+
+@dataclass(frozen=True)
+class Book:
+    """What is known of one card. latest: (model in small letters, case) to record. switches: per
+    model, the records of its latest ablations."""
+
+    card: str
+    latest: dict[tuple[str, str], BenchRecord]
+    switches: dict[str, list[BenchRecord]] = field(default_factory=dict)
+    peers: Sequence[Peer] = ()
+
+    def figure(self, model: str, case: str, metric: str) -> float | None:
+        record = self.latest.get((model.lower(), case))
+        return None if record is None else record.metrics.get(metric)
+
+    def ours(self, target: Target) -> tuple[float | None, str]:
+        """(the figure, a mark if it comes from a longer run than the target's)."""
+        found = self.figure(target.model, target.case, target.metric)
+        if found is None and target.case == "b1-256":
+            found = self.figure(target.model, "b1", target.metric)
+            return found, "" if found is None else " ¹"
+        return found, ""
+
+    def reach(self, target: Target) -> float | None:
+        if target.reach is not None:
+            return target.reach
+        base = self.figure(target.model, target.share_of, target.metric)
+        return None if base is None else target.share * base
+
+    def peer(self, target: Target) -> tuple[Peer, float] | None:
+        """The best of the others."""
+        key = (target.model.lower(), target.case, target.metric)
+        known = [(peer, peer.figures[key]) for peer in self.peers if key in peer.figures]
+        return max(known, key=lambda one: target.ratio(one[1], 1.0), default=None)
+
+
+def make_book(records: Iterable[BenchRecord], peers: Sequence[Peer], card: str = CARD) -> Book:
+    latest: dict[tuple[str, str], BenchRecord] = {}
+    off: dict[tuple[str, str, str], BenchRecord] = {}
+    for record in sorted(records, key=lambda record: record.date):
+        settings, model = record.settings, record.model.lower()
+        if record.card != card or settings.get("scale", 1.0) != 1.0 or "engine" in settings:
+            continue
+        if record.case.startswith(ablation.PREFIX):
+            off[model, record.case, settings["off"]] = record
+        elif set(settings) <= _PLAIN:
+            latest[model, record.case] = record
+    switches: dict[str, list[BenchRecord]] = {}
+    for (model, _, _), record in off.items():
+        switches.setdefault(model, []).append(record)
+    return Book(card, latest, switches, peers)
+
+
+def load(folder: Path = RESULTS) -> list[BenchRecord]:
+    return [record for file in sorted(folder.glob("*.jsonl")) for record in read_jsonl(file)]
+
+
+def load_peers(path: Path = RESULTS / "peers.json") -> list[Peer]:
+    return [
+        Peer(
+            engine["name"],
+            engine["version"],
+            engine["card"],
+            engine["setup"],
+            {
+                (model.lower(), case, metric): value
+                for model, cases in engine["models"].items()
+                for case, metrics in cases.items()
+                for metric, value in metrics.items()
+            },
+        )
+        for engine in json.loads(path.read_text())["engines"]
+    ]
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+def shown(value: float | None, target: Target) -> str:
+    if value is None:
+        return "–"
+    if target.higher:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def cases(book: Book) -> str:
+    """Every target: what the best other engine reaches, and Quire."""
+    rows, marked = [], False
+    for target in TARGETS:
+        (figure, mark), reach, peer = book.ours(target), book.reach(target), book.peer(target)
+        marked = marked or bool(mark)
+        sign = "≥" if target.higher else "≤"
+        rows.append(
+            [
+                target.model,
+                target.label,
+                "–" if peer is None else f"{shown(peer[1], target)} ({peer[0].name})",
+                "–" if reach is None else f"{sign} {shown(reach, target)} {target.unit}",
+                shown(figure, target) + mark,
+                "–" if figure is None or peer is None else f"{target.ratio(figure, peer[1]):.2f} ×",
+                verdict(target, figure, reach),
+                "–" if target.floor is None else f"~{shown(target.floor, target)}",
+            ]
+        )
+    header = (
+        "model",
+        "case",
+        "best peer",
+        "target",
+        "Quire",
+        "to peer",
+        "to target",
+        "floor",
+    )
+    text = table(header, rows)
+    return text + ("\n¹ with 512 output tokens.\n" if marked else "") + sources(book)
+
+
+def verdict(target: Target, figure: float | None, reach: float | None) -> str:
+    if figure is None or reach is None:
+        return "–"
+    ratio = target.ratio(figure, reach)
+    return f"reached ({100 * (ratio - 1):+.0f} %)" if ratio >= 1 else f"{100 * (ratio - 1):+.0f} %"
+
+
+def sources(book: Book) -> str:
+    """Which records the figures come from."""
+    used = [
+        record
+        for target in TARGETS
+        for case in (target.case, "b1")
+        if (record := book.latest.get((target.model.lower(), case)))
+    ]
+    if not used:
+        return f"\nThere are no records of {book.card} yet.\n"
+    days = sorted({record.date[:10] for record in used})
+    commits = sorted({record.commit for record in used if record.commit})
+    versions = used[-1].versions
+    about = ", ".join(
+        f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions
+    )
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"\n{book.card}, {about}, {when}, commit {', '.join(commits)}.\n"
+
+
+def engines(book: Book) -> str:
+    """Every figure that another engine has, beside ours."""
+    rows = []
+    for target in TARGETS:
+        key = (target.model.lower(), target.case, target.metric)
+        theirs = [peer.figures.get(key) for peer in book.peers]
+        figure, mark = book.ours(target)
+        if any(value is not None for value in theirs):
+            label = f"{target.label}, {target.unit}"
+            others = [shown(value, target) for value in theirs]
+            rows.append([target.model, label, *others, shown(figure, target) + mark])
+    header = ["model", "case", *(f"{peer.name} {peer.version}" for peer in book.peers), "Quire"]
+    notes = [f"{peer.name} {peer.version}: {peer.setup}." for peer in book.peers]
+    if any(row[-1].endswith("¹") for row in rows):
+        notes.append("¹ with 512 output tokens.")
+    return table(header, rows) + "\n" + "\n".join(f"- {note}" for note in notes) + "\n"
+
+
+_PROFILES = {"b1": "breakdown_1", "b1-256": "breakdown_1", "b64": "breakdown_64"}
+_PROFILES = {"b1": "breakdown_1", "b1-256": "breakdown_1", "b64": "breakdown_64"}
+_UTILIZATION = {
+    "mean_batch": "mean batch",
+    "bandwidth_percent": "bandwidth",
+    "mfu_percent": "MFU",
+    "cpu_overhead_percent": "CPU overhead",
+    "kv_utilization_percent": "KV utilization",
+    "kv_utilization_reserved_percent": "KV, room for the longest",
+}
+
+
+def utilization(book: Book) -> str:
+    """How much of the card each case uses; idle time also from profiles, where there are some."""
+    rows = []
+    for target in TARGETS:
+        model = target.model.lower()
+        record = book.latest.get((model, target.case))
+        profile = book.latest.get((model, _PROFILES.get(target.case, "")))
+        if target.metric != "output_tok_s" or (record is None and profile is None):
+            continue
+        metrics = {} if record is None else record.metrics
+        idle = None if profile is None else profile.metrics.get("idle_percent")
+        if idle is None and not set(metrics) & set(_UTILIZATION):
+            continue
+        cells = [percent(metrics.get(name), name) for name in _UTILIZATION]
+        rows.append([target.model, target.label, *cells, percent(idle, "idle_percent")])
+    header = ["model", "case", *_UTILIZATION.values(), "idle between kernels (profile)"]
+    return table(header, rows) if rows else "Not measured yet.\n"
+
+
+def percent(value: float | None, name: str) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.1f} %" if name.endswith("percent") else f"{value:.1f}"
+
+
+def switches(book: Book) -> str:
+    """Each model's cases with one optimization off at a time."""
+    parts = []
+    for model, records in book.switches.items():
+        lines = ablation.lines(records)
+        if not lines:
+            continue
+        name = next((t.model for t in TARGETS if t.model.lower() == model), model)
+        parts.append(f"### {name}, one thing off at a time\n\n{ablation.markdown(lines)}")
+        parts.append(f"![Speed without each optimization]({IMAGES}/{picture(model)})\n")
+    return "\n".join(parts) or "Not measured yet.\n"
+
+
+def picture(model: str) -> str:
+    return f"ablation-{model}.png"
+
+
+def starts(book: Book) -> str:
+    """Seconds from the command to the first token, and where they go."""
+    rows = []
+    for model in dict.fromkeys(target.model for target in TARGETS):
+        for case, name in (("startup", "warm"), ("startup-cold", "empty")):
+            record = book.latest.get((model.lower(), case))
+            if record is not None:
+                values = [record.metrics.get(m) for m in ("first_token_s", *startup.PHASES)]
+                rows.append([model, name, *("–" if v is None else f"{v:.1f}" for v in values)])
+    header = ["model", "kernel cache", "first token, s"]
+    header += [phase.removesuffix("_s") for phase in startup.PHASES]
+    return table(header, rows) if rows else "Not measured yet.\n"
+
+
+TABLES = {
+    "cases": cases,
+    "engines": engines,
+    "utilization": utilization,
+    "ablation": switches,
+    "start": starts,
+}
+
+
+# -- pages -------------------------------------------------------------------------------------
+
+
+def splice(page: str, book: Book) -> str:
+    """The page with each marked table renewed. Raises ValueError if it has none."""
+    found = 0
+    for name, make in TABLES.items():
+        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        page, count = pattern.subn(lambda _: begin + make(book) + end, page)  # noqa: B023
+        found += count
+    if not found:
+        raise ValueError(f"the page marks no place for any of: {', '.join(TABLES)}")
+    return page
+
+
+def draw(book: Book, folder: Path) -> None:
+    """The pictures that `switches` refers to."""
+    from quire.bench import plots
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for model, records in book.switches.items():
+        if ablation.lines(records):
+            plots.switches(records, folder / picture(model))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--write", type=Path, action="append", help="a page with markers", default=[]
+    )
+    parser.add_argument("--plots", type=Path, help="a folder for pictures")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="a folder of *.jsonl")
+    parser.add_argument("--card", default=CARD)
+    options = parser.parse_args()
+    book = make_book(load(options.results), load_peers(), options.card)
+    for path in options.write:
+        path.write_text(splice(path.read_text(), book))
+    if options.plots:
+        draw(book, options.plots)
+    if not options.write:
+        print("\n".join(make(book) for make in TABLES.values()))
+
+
+if __name__ == "__main__":
+    main()

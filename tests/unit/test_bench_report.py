@@ -1,0 +1,219 @@
+"""The report's tables out of records, and the parts of the table on a GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import gpu_table
+import report
+from quire.bench.cases import parse_case
+from quire.bench.record import BenchRecord
+from quire.models import load_config, spec_from_config
+from report import Book, Peer, make_book
+from targets import CARD, TARGETS, Target, reach
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = [
+    Peer("A", "1", CARD, "setup a", {("qwen3-0.6b", "nano", "output_tok_s"): 20_000.0}),
+    Peer(
+        "B",
+        "2",
+        CARD,
+        "setup b",
+        {
+            ("qwen3-0.6b", "nano", "output_tok_s"): 25_000.0,
+            ("qwen3-0.6b", "ttft", "ttft_512_ms"): 8.0,
+        },
+    ),
+]
+
+
+def record(
+    case: str,
+    metrics: dict[str, float],
+    settings: dict[str, object] | None = None,
+    *,
+    model: str = "Qwen3-0.6B",
+    date: str = "2026-02-01T00:00:00+00:00",
+    card: str = CARD,
+) -> BenchRecord:
+    return BenchRecord(
+        case=case,
+        model=model,
+        card=card,
+        versions={"torch": "2.11.0", "triton": "3.6.0"},
+        commit="abc",
+        date=date,
+        metrics=metrics,
+        settings=settings or {},
+    )
+
+
+def row(table: str, *start: str) -> list[str]:
+    """The cells of the one row that begins so."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    (found,) = [cells for cells in rows if tuple(cells[: len(start)]) == start]
+    return found
+
+
+def book(*records: BenchRecord) -> Book:
+    return make_book(records, PEERS)
+
+
+def test_the_latest_plain_record_counts() -> None:
+    later = "2026-03-01T00:00:00+00:00"
+    made = book(
+        record("nano", {"output_tok_s": 2.0}, date=later),
+        record("nano", {"output_tok_s": 1.0}, model="qwen3-0.6b"),
+        record("nano", {"output_tok_s": 3.0}, {"scale": 0.5}, date="2027"),
+        record("nano", {"output_tok_s": 4.0}, {"max_num_seqs": 8}, date="2027"),
+        record("nano", {"output_tok_s": 5.0}, {"engine": "vllm"}, date="2027"),
+        record("nano", {"output_tok_s": 6.0}, card="another", date="2027"),
+    )
+    assert made.figure("Qwen3-0.6B", "nano", "output_tok_s") == 2.0
+    assert made.figure("Qwen3-0.6B", "b1", "output_tok_s") is None
+
+
+def test_cases_against_peers_and_targets() -> None:
+    table = report.cases(
+        book(
+            record("nano", {"output_tok_s": 30_000.0}),
+            record("ttft", {"ttft_512_ms": 4.0, "ttft_2048_ms": 7.0}),
+            record("nano-penalized", {"output_tok_s": 27_000.0}),
+            record("b1", {"output_tok_s": 196.0}, model="qwen3-8b"),
+        )
+    )
+    assert row(table, "Qwen3-0.6B", "nano")[2:] == [
+        *("25,000 (B)", "≥ 26,500 tok/s", "30,000", "1.20 ×", "reached (+13 %)", "~33,000"),
+    ]
+    assert row(table, "Qwen3-0.6B", "TTFT 512")[2:] == [
+        *("8 (B)", "≤ 3 ms", "4", "2.00 ×", "-25 %", "~1"),
+    ]
+    assert row(table, "Qwen3-0.6B", "TTFT 2048")[6] == "reached (+0 %)"
+    # Its target is a share of nano's figure, not of nano's target.
+    assert row(table, "Qwen3-0.6B", "nano-penalized")[3:5] == ["≥ 28,500 tok/s", "27,000"]
+    # A longer run stands in, and says so.
+    assert row(table, "Qwen3-8B", "b1 (256 out)")[4] == "196 ¹"
+    assert "¹ with 512 output tokens." in table
+    assert row(table, "Llama-2-7B", "b64")[2:7] == ["–", "≥ 5,200 tok/s", "–", "–", "–"]
+    assert f"{CARD}, torch 2.11.0, triton 3.6.0, 2026-02-01, commit abc." in table
+
+
+def test_without_records() -> None:
+    assert f"There are no records of {CARD} yet." in report.cases(book())
+    for name in ("utilization", "ablation", "start"):
+        assert report.TABLES[name](book()) == "Not measured yet.\n"
+
+
+def test_other_engines_side_by_side() -> None:
+    table = report.engines(book(record("nano", {"output_tok_s": 30_000.0})))
+    header = ["model", "case", "A 1", "B 2", "Quire"]
+    assert row(table, "model") == header
+    assert row(table, "Qwen3-0.6B", "nano, tok/s")[2:] == ["20,000", "25,000", "30,000"]
+    assert row(table, "Qwen3-0.6B", "TTFT 512, ms")[2:] == ["–", "8", "–"]
+    assert "- B 2: setup b." in table
+
+
+def test_utilization_and_start() -> None:
+    metrics = {"output_tok_s": 1.0, "mean_batch": 63.94, "bandwidth_percent": 41.23}
+    made = book(
+        record("b64", {**metrics, "cpu_overhead_percent": 0.5}),
+        record("breakdown_64", {"idle_percent": 1.5}),
+        record("startup", {"first_token_s": 8.04, "import_s": 5.5}),
+    )
+    cells = row(report.utilization(made), "Qwen3-0.6B", "b64")
+    assert cells[2:] == ["63.9", "41.2 %", "–", "0.5 %", "–", "–", "1.5 %"]
+    assert row(report.starts(made), "Qwen3-0.6B", "warm")[2:5] == ["8.0", "–", "5.5"]
+
+
+def test_switches_of_each_model() -> None:
+    made = book(
+        record("ablation:b1", {"output_tok_s": 9.0}, {"off": ""}, date="2026-01"),
+        record("ablation:b1", {"output_tok_s": 10.0}, {"off": "", "scale": 1.0}),
+        record("ablation:b1", {"output_tok_s": 4.0}, {"off": "pdl", "disable": ["pdl"]}),
+    )
+    table = report.switches(made)
+    assert row(table, "b1") == ["b1", "10 tok/s", "4 (-60 %)"]
+    assert "### Qwen3-0.6B, one thing off at a time" in table
+    assert "(images/ablation-qwen3-0.6b.png)" in table
+
+
+def test_only_what_is_between_markers_changes() -> None:
+    page = "a\n<!-- start:begin -->\nold\n<!-- start:end -->\nb \\1\n"
+    assert report.splice(page, book()) == page.replace("old", "Not measured yet.")
+    with pytest.raises(ValueError, match="marks no place"):
+        report.splice("nothing", book())
+
+
+def test_committed_pages_have_a_place_for_every_table() -> None:
+    pages = (ROOT / "docs" / "performance.md", ROOT / "bench" / "vs_vllm.md")
+    text = "".join(page.read_text() for page in pages)
+    made = make_book(report.load(), report.load_peers())
+    for name, table in report.TABLES.items():
+        assert text.count(f"<!-- {name}:begin -->\n") == 1
+        assert table(made) in report.splice(text, made)
+
+
+def test_targets_are_sound() -> None:
+    keys = [(target.model, target.case, target.metric) for target in TARGETS]
+    assert len(set(keys)) == len(keys)
+    for target in TARGETS:
+        if target.case != "startup":
+            assert parse_case(target.case)
+        if target.reach is not None and target.floor is not None:
+            assert target.ratio(target.floor, target.reach) > 1
+    assert reach("Qwen3-8B", "b1-256") == 245
+    with pytest.raises(KeyError):
+        reach("Qwen3-0.6B", "nano-penalized")
+
+
+def test_units_and_ratios() -> None:
+    wait = Target("m", "TTFT 512", "ttft", "ttft_512_ms", 3)
+    rate = Target("m", "b1", "b1", "output_tok_s", 3)
+    start = Target("m", "", "startup", "first_token_s", 3)
+    assert [t.unit for t in (wait, rate, start)] == ["ms", "tok/s", "s"]
+    assert (wait.ratio(2, 4), rate.ratio(2, 4), start.ratio(2, 4)) == (2, 0.5, 2)
+    assert math.isclose(wait.ratio(3, 3), 1)
+
+
+def test_parts_of_the_table() -> None:
+    folder = ROOT / "bench" / "configs" / "qwen2.5-1.5b"
+    cases, start, cold, switches = gpu_table.parts_of(folder)
+    flags = cases.arguments
+    given = [flags[i + 1] for i, word in enumerate(flags) if word == "--case"]
+    assert given == [
+        *("nano", "b64", "b1", "ttft", "64x64x16", "64x64x1024", "64x512x1024", "16x8192x128"),
+    ]
+    assert flags[:2] == ("throughput", str(folder))
+    assert (start.name, cold.name) == ("qwen2.5-1.5b:start", "qwen2.5-1.5b:cold")
+    assert switches.arguments.count("--case") == 3
+    unknown = gpu_table.parts_of(Path("/x/some-model"))[0]
+    assert [w for w in unknown.arguments if w in gpu_table.OTHERS] == list(gpu_table.OTHERS)
+    with pytest.raises(SystemExit, match=r"no such part: zzz; there are qwen2.5-1.5b:cases"):
+        gpu_table.chosen([cases], ["zzz"])
+    assert gpu_table.slug("NVIDIA H200") == "h200"
+
+
+@pytest.mark.parametrize("model", gpu_table.MODELS)
+def test_committed_configs_are_the_models(model: str) -> None:
+    spec = spec_from_config(load_config(ROOT / "bench" / "configs" / model))
+    layers, hidden, vocab = {
+        "qwen3-0.6b": (28, 1024, 151936),
+        "qwen2.5-1.5b": (28, 1536, 151936),
+        "qwen3-8b": (36, 4096, 151936),
+        "llama-2-7b": (32, 4096, 32000),
+    }[model]
+    assert (spec.num_layers, spec.hidden_size, spec.vocab_size) == (layers, hidden, vocab)
+    assert str(spec.dtype) == "torch.bfloat16"
+
+
+def test_peers_file_names_versions_and_card() -> None:
+    engines = json.loads((report.RESULTS / "peers.json").read_text())["engines"]
+    assert [(e["name"], e["version"], e["card"]) for e in engines] == [
+        ("vLLM", "0.26.0", CARD),
+        ("SGLang", "0.5.16", CARD),
+    ]
