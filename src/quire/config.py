@@ -65,6 +65,10 @@ class EngineArgs:
         "Embeddings: the last token's hidden state, or the mean over all. auto: as the model's "
         "1_Pooling/config.json says, else last.",
     )
+    structured_outputs_timeout: float = _setting(
+        10.0, "Seconds that compiling a request's schema or grammar may take."
+    )
+    structured_outputs_cache: int = _setting(128, "Compiled schemas and grammars to keep.")
     tensor_parallel_size: int = _setting(1, "GPUs that share each layer.")
     skip_tokenizer_init: bool = _setting(False, "Serve token ids only; load no tokenizer.")
 
@@ -86,6 +90,13 @@ class EngineArgs:
             )
         if self.kv_cache_gb is not None and not self.kv_cache_gb > 0.0:
             raise ConfigError(f"kv_cache_gb must be > 0, got {self.kv_cache_gb}", "kv_cache_gb")
+        _at_least("structured_outputs_cache", self.structured_outputs_cache, 1)
+        if not 0.0 < self.structured_outputs_timeout <= 3600.0:
+            raise ConfigError(
+                "structured_outputs_timeout must be in (0, 3600], got "
+                f"{self.structured_outputs_timeout}",
+                "structured_outputs_timeout",
+            )
         if not self.priority_weight >= 0.0:
             raise ConfigError(
                 f"priority_weight must be >= 0, got {self.priority_weight}", "priority_weight"

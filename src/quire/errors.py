@@ -58,5 +58,20 @@ class RefusedError(RequestError):
     """A feature refused to admit the request (see `scheduler.feature.Feature.admit`)."""
 
 
+class GrammarError(RequestError):
+    """A schema, regular expression or grammar cannot be enforced. `pointer` is the JSON pointer of
+    the keyword that is to blame, where there is one."""
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = "structured_outputs",
+        code: str | None = "invalid_grammar",
+        pointer: str | None = None,
+    ) -> None:
+        super().__init__(message, param, code)
+        self.pointer = pointer
+
+
 class EngineDeadError(QuireError):
     """The engine stopped; nothing can be served until it is started again."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from quire.config import EngineArgs
-from quire.engine.builder import build_core, resolve
+from quire.engine.builder import build_compiler, build_core, resolve
 from quire.engine.core import EngineStats
 from quire.engine.embedding import NO_TOKENS, finish, pooling_of
 from quire.engine.interrupts import interrupts_held
@@ -75,7 +75,10 @@ class LLM:
         self._tokenizer = None
         if config.tokenizer_path is not None:
             self._tokenizer = Tokenizer.from_path(config.tokenizer_path)
-        self._core = build_core(config)
+        self._compiler = None
+        if self._tokenizer is not None:
+            self._compiler = build_compiler(config)
+        self._core = build_core(config, compiler=self._compiler)
         self._count = 0
 
     # -- what users call -----------------------------------------------------------------------
@@ -223,6 +226,8 @@ class LLM:
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         text, given = _read_prompt(prompt)
         ids = prompt_ids(given, params, self.config, self._tokenizer)
+        if params.structured_outputs is not None and self._compiler is not None:
+            self._compiler.check(params.structured_outputs)
         self._count += 1
         listed = ids.tolist()
         outputs = [CompletionOutput(index) for index in range(params.n)]
@@ -256,14 +261,22 @@ class LLM:
         self, jobs: list[_Job], advance: Callable[[], None], let_interrupt: Callable[[], None]
     ) -> None:
         left = len(jobs)
+        job: _Job
         followed = any(job.followed for job in jobs)
         while left:
             let_interrupt()
             progress = self._core.step()
+            for request, _ in self._core.take_unfit():
+                job = request.state["job"]
+                if self._close(job, request):
+                    left -= 1
+                    advance()
             if progress is None:
-                raise RequestError("the engine has requests that it cannot run")
+                if left and not self._core.waits:
+                    raise RequestError("the engine has requests that it cannot run")
+                continue
             for item in _worth_a_look(progress, followed):
-                job: _Job = item.request.state["job"]
+                job = item.request.state["job"]
                 if self._look(job, item) and not job.open:
                     left -= 1
                     job.output.finished = True
@@ -294,6 +307,17 @@ class LLM:
         if job.about_prompt is not None:
             job.output.prompt_logprobs = job.about_prompt.entries
         return True
+
+    def _close(self, job: _Job, request: Request) -> bool:
+        """Ends a completion that failed, with what it has; whether that ended the job."""
+        reader = job.readers[request.sample_index]
+        if reader.finished:
+            return False
+        tokens = () if job.followed else request.output.tolist()
+        _add(job.output.outputs[request.sample_index], reader.feed(tokens, (), "error"))
+        job.open -= 1
+        job.output.finished = not job.open
+        return job.output.finished
 
     def _drain(self) -> None:
         while self._core.has_work():

@@ -14,6 +14,7 @@ from quire.errors import ConfigError, ModelError
 from quire.pooling import PoolingFeature
 from quire.pooling.hook import Pooler
 from quire.pooling_params import Pooling
+from quire.structured import Compiler, CompilerConfig, GrammarFeature
 
 _GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "steps_in_flight": 2}
 _CPU_DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "steps_in_flight": 1}
@@ -63,10 +64,32 @@ def resolve(args: EngineArgs) -> EngineConfig:
     )
 
 
-def build_core(config: EngineConfig, progress: Progress | None = None) -> EngineCore:
-    """An engine with its weights loaded, in this process."""
+def build_core(
+    config: EngineConfig, progress: Progress | None = None, compiler: Compiler | None = None
+) -> EngineCore:
+    """An engine with its weights loaded, in this process. compiler: one to share with it."""
     executor = InProcessExecutor(config, progress, [Pooler()])
-    return EngineCore(config, executor, [PoolingFeature()])
+    grammars = None
+    if config.tokenizer_path is not None:
+        grammars = GrammarFeature(compiler or build_compiler(config), config.scheduler.max_num_seqs)
+    return EngineCore(config, executor, [PoolingFeature()], grammars)
+
+
+def build_compiler(config: EngineConfig, *, cached: int | None = None) -> Compiler:
+    """What compiles grammars for the model's vocabulary; begins with what all of them share.
+    cached: of compiled grammars, instead of the setting."""
+    if config.tokenizer_path is None:
+        raise ConfigError("grammars need a tokenizer", "skip_tokenizer_init")
+    file = Path(config.tokenizer_path) / "tokenizer.json"
+    limits = CompilerConfig(
+        timeout=config.args.structured_outputs_timeout,
+        cached=cached or config.args.structured_outputs_cache,
+    )
+    compiler = Compiler(
+        lambda: file.read_text("utf-8"), config.vocab_size, config.eos_token_ids, limits
+    )
+    compiler.warm_up()
+    return compiler
 
 
 def _or(value: int | None, default: int) -> int:

@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 
 from quire.config import EngineArgs, EngineConfig
+from quire.engine.builder import build_compiler
 from quire.engine.core import EngineStats
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.inbox import Inbox
@@ -40,10 +41,11 @@ from quire.engine.messages import (
 from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError, QuireError, RequestError
 from quire.plan import Int32
 from quire.pooling_params import PoolingParams
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.structured import Compiler
 
 __all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
 
@@ -54,6 +56,9 @@ _LONG_TEXT = 2000
 """Characters of a prompt that are tokenized off the event loop."""
 
 _STOP_SECONDS = 5.0
+
+_CHECKED_GRAMMARS = 16
+"""Compiled grammars to keep here, where they are only checked."""
 
 
 class EngineClient:
@@ -76,6 +81,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[EngineStats]] = {}
         self._call_ids = itertools.count()
         self._reader: asyncio.Task[None] | None = None
+        self._compiler: Compiler | None = None
         self._died = asyncio.Event()
         self._closed = False
 
@@ -136,6 +142,7 @@ class EngineClient:
         self.tokenizer = None
         if path is not None:
             self.tokenizer = await asyncio.to_thread(Tokenizer.from_path, path)
+            self._compiler = build_compiler(self.config, cached=_CHECKED_GRAMMARS)
         self.alive = True
         self._reader = asyncio.create_task(self._read())
 
@@ -174,6 +181,8 @@ class EngineClient:
                     await asyncio.wait_for(self._died.wait(), _STOP_SECONDS)
             if self._process.poll() is None:
                 self._process.kill()
+        if self._compiler is not None:
+            self._compiler.shutdown()
         self._socket.close(linger=0)
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -208,6 +217,8 @@ class EngineClient:
             ids = await asyncio.to_thread(prompt_ids, prompt, params, self.config, self.tokenizer)
         else:
             ids = prompt_ids(prompt, params, self.config, self.tokenizer)
+        if params.structured_outputs is not None:
+            await self.check_grammar(params.structured_outputs)
         self._check_alive()
         handle, inbox = self._register(request_id, params.n)
         try:
@@ -313,6 +324,14 @@ class EngineClient:
             )
         finally:
             self._unregister(request_id, handle, 1)
+
+    async def check_grammar(self, params: StructuredOutputsParams) -> None:
+        """Compiles a grammar, off the event loop. Raises RequestError where it is unfit."""
+        if self._compiler is None:
+            raise RequestError(
+                "structured outputs need a tokenizer, which was not loaded", "structured_outputs"
+            )
+        await asyncio.to_thread(self._compiler.check, params)
 
     def _register(self, request_id: str, n: int) -> tuple[int, Inbox]:
         if request_id in self._handles:

@@ -14,12 +14,20 @@ from quire.outputs import RequestTimes
 from quire.plan import Int32, StepPlan
 from quire.pooling import POOLING
 from quire.pooling_params import Pooling
-from quire.request import Request
+from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler, StepProgress
+from quire.structured import GrammarFeature
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """An odd constant near 2**64 / golden ratio: multiples of it spread over all 64-bit words."""
+
+
+_PATIENCE = 1e-3
+"""Seconds to wait for masks before a step is planned without the rows that wait for them. A mask
+takes a small part of that; a step without them costs the device more."""
+_IDLE = 5e-3
+"""Seconds to wait for a grammar when there is nothing else to do."""
 
 
 class EngineStats(msgspec.Struct):
@@ -52,17 +60,25 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, features: Sequence[Feature] = ()
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        features: Sequence[Feature] = (),
+        grammars: GrammarFeature | None = None,
     ) -> None:
         self.config = config
         self._executor = executor
         self.capacity = executor.start()
+        self._grammars = grammars
+        if grammars is not None:
+            features = [*features, grammars]
         self.scheduler = Scheduler(config.scheduler, self.capacity, features)
         self._siblings: dict[str, list[Request]] = {}
         self._seeds = 0
         self._steps = self._prompt_tokens = self._generation_tokens = 0
         # Running, but still without a token: few, and the only ones whose times change.
         self._tokenless: list[Request] = []
+        self._unfit: list[tuple[Request, RequestError]] = []
         self.failed = False
 
     def add(
@@ -88,6 +104,8 @@ class EngineCore:
             raise RequestError(
                 "'priority' needs an engine with scheduling_policy=priority", param="priority"
             )
+        if params.structured_outputs is not None and self._grammars is None:
+            raise RequestError("this engine has no grammars", "structured_outputs")
         seed = self._next_seed() if params.seed is None else params.seed
         requests: list[Request] = []
         arrival = time.monotonic()
@@ -154,22 +172,61 @@ class EngineCore:
             raise
 
     def _step(self) -> StepProgress | None:
-        scheduler, executor = self.scheduler, self._executor
+        scheduler, executor, grammars = self.scheduler, self._executor, self._grammars
+        if grammars is not None:
+            self._wake(grammars, 0.0)
         while scheduler.num_in_flight < self.config.scheduler.steps_in_flight:
+            if grammars is not None:
+                alone = grammars.num_waiting >= scheduler.num_running
+                self._release_heads(grammars, None if alone else _PATIENCE)
             plan = scheduler.plan()
             if plan is None:
                 break
+            if grammars is not None:
+                grammars.begin()
             executor.submit(plan)
             self._steps += 1
             self._note_starts(plan)
         if not scheduler.num_in_flight:
+            if grammars is not None and grammars.parked:
+                self._wake(grammars, _IDLE)
             return None
+        if grammars is not None:
+            self._release_heads(grammars, None, scheduler.oldest_in_flight)
         progress = scheduler.update(executor.collect())
+        if grammars is not None:
+            grammars.begin()
         self._generation_tokens += int(progress.n_tokens.sum())
         self._note_times(progress)
         for place in progress.finished:
             self._forget_ended(progress.requests[place].request_id.rpartition("/")[0])
         return progress
+
+    def _wake(self, grammars: GrammarFeature, patience: float) -> None:
+        """Queues the requests whose grammars are there, and ends those that cannot have theirs."""
+        for request_id in grammars.compiled(patience):
+            self.scheduler.wake(request_id)
+        for request, error in grammars.failures():
+            if self.scheduler.abort(request.request_id, FinishReason.ERROR) is not None:
+                self._unfit.append((request, error))
+                self._forget_ended(request.request_id.rpartition("/")[0])
+
+    def _release_heads(
+        self, grammars: GrammarFeature, patience: float | None, last: int | None = None
+    ) -> None:
+        """Hands the executor the masks that are there; see `GrammarFeature.take`."""
+        for inputs in grammars.take(patience, last):
+            self._executor.submit_head(inputs)
+
+    def take_unfit(self) -> list[tuple[Request, RequestError]]:
+        """Requests that had to end by an error of their own, each told once."""
+        unfit, self._unfit = self._unfit, []
+        return unfit
+
+    @property
+    def waits(self) -> bool:
+        """Whether requests are parked until their grammar is compiled: a step may bring nothing."""
+        return self._grammars is not None and self._grammars.parked
 
     def _note_starts(self, plan: StepPlan) -> None:
         now = time.monotonic()
@@ -210,4 +267,6 @@ class EngineCore:
         if not self.failed:
             for request_id in list(self._siblings):
                 self.abort(request_id)
+        if self._grammars is not None:
+            self._grammars.shutdown()
         self._executor.shutdown()

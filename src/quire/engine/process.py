@@ -145,6 +145,8 @@ class EngineProcess:
 
     def _step(self) -> None:
         progress = self.core.step()
+        for request, error in self.core.take_unfit():
+            self._send(Refused(request.state["handle"], Failure.of(error)))
         if progress is None or not len(progress):
             return
         message = outputs(progress)

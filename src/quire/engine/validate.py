@@ -34,8 +34,10 @@ def prompt_ids(
     _in_vocabulary("logit_bias", params.logit_bias or (), config)
     if params.stop and tokenizer is None:
         raise RequestError("stop strings need a tokenizer, which was not loaded", "stop")
-    if params.structured_outputs is not None:
-        raise RequestError("this engine has no grammars", "structured_outputs")
+    if params.structured_outputs is not None and tokenizer is None:
+        raise RequestError(
+            "structured outputs need a tokenizer, which was not loaded", "structured_outputs"
+        )
     limit = config.scheduler.max_model_len
     if len(ids) >= limit:
         raise PromptTooLongError(len(ids), limit)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from quire.errors import RequestError
-from quire.plan import Int32, RowFlag, StepPlan, Transfer, int32
+from quire.plan import Admit, Int32, RowFlag, StepPlan, Transfer, int32
 from quire.request import Request
 
 
@@ -41,6 +41,10 @@ class Feature:
     def lookahead(self, request: Request, room: int) -> int:
         """How many draft tokens to book for a generating request's next row, at most `room`."""
         return 0
+
+    def hold(self) -> Int32:
+        """Lanes, int32 [n], whose next token the step about to be planned must leave out."""
+        return int32([])
 
     def plan(self, builder: PlanBuilder) -> None:
         """Add to a step whose rows are settled."""
@@ -75,6 +79,11 @@ class PlanBuilder:
     @property
     def step_id(self) -> int:
         return self._plan.step_id
+
+    @property
+    def admits(self) -> list[Admit]:
+        """The requests that take their lanes in this step."""
+        return self._plan.admits
 
     @property
     def lanes(self) -> Int32:

@@ -27,11 +27,13 @@ class RunningSet:
         blocks: BlockManager,
         key: Callable[[Request], Key],
         lookaheads: Sequence[Callable[[Request, int], int]],
+        holds: Sequence[Callable[[], Int32]] = (),
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._key = key
         self._lookaheads = lookaheads
+        self._holds = holds
         self.lanes = LaneTable(config.max_num_seqs, config.max_model_len)
         self.entries: list[Entry] = []
         self._prompts: list[Entry] = []
@@ -101,6 +103,10 @@ class RunningSet:
         eligible = room > 0
         if self._config.lag > 1 and not settled:
             eligible &= lanes.ready_step[rows.lanes] <= step_id
+        for hold in self._holds:
+            left_out = hold()
+            if len(left_out):
+                eligible &= ~np.isin(rows.lanes, left_out)
         if not eligible.all():
             rows, room = rows.select(np.nonzero(eligible)[0]), room[eligible]
         budget = self._config.max_num_batched_tokens

@@ -67,7 +67,13 @@ class Scheduler:
         key = key_function(config)
         self._waiting = WaitingSet(key, overridden(features, "ready"))
         self._prompts_planned: list[Request] = []
-        self._running = RunningSet(config, self.blocks, key, overridden(features, "lookahead"))
+        self._running = RunningSet(
+            config,
+            self.blocks,
+            key,
+            overridden(features, "lookahead"),
+            overridden(features, "hold"),
+        )
         self._lanes = self._running.lanes
         self._admission = Admission(
             config,
@@ -113,7 +119,7 @@ class Scheduler:
         if request is not None:
             self._waiting.wake(request)
 
-    def abort(self, request_id: str) -> Request | None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
         """End a request wherever it stands. None if there is none of that id (any more)."""
         request = self._requests.get(request_id)
         if request is None:
@@ -123,7 +129,7 @@ class Scheduler:
         else:
             self._waiting.remove(request, RequestStatus.FINISHED)
             self._release(request)
-        self._finish(request, FinishReason.ABORT)
+        self._finish(request, reason)
         return request
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
@@ -349,6 +355,11 @@ class Scheduler:
     def num_in_flight(self) -> int:
         """Steps planned whose results have not come."""
         return len(self._in_flight)
+
+    @property
+    def oldest_in_flight(self) -> int:
+        """The step whose result comes next; there must be one."""
+        return self._in_flight[0].step_id
 
     def has_work(self) -> bool:
         """Whether any request is unfinished or any step in flight."""

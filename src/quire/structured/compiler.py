@@ -1,0 +1,208 @@
+"""Compiled grammars for one tokenizer, kept for those who ask again."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from quire.errors import GrammarError
+from quire.sampling_params import StructuredOutputsParams
+from quire.structured.grammar import compilable
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+# Work, not time: the same grammar is fit or not on every machine. Some seconds at the very most.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=2_000_000,
+    step_lexer_fuel=400_000,
+    step_max_items=100_000,
+    max_lexer_states=50_000,
+    max_grammar_size=250_000,
+    verbose_errors=False,
+)
+_KEPT_VERDICTS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilerConfig:
+    """threads: grammars compiled at once. timeout: seconds for one, waiting included. cached:
+    grammars to keep."""
+
+    threads: int = 2
+    timeout: float = 10.0
+    cached: int = 128
+
+
+class Cache(Generic[K, V]):
+    """The `size` most recently used values. Its owner locks."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def get(self, key: K) -> V | None:
+        if key in self._values:
+            self._values.move_to_end(key)
+            return self._values[key]
+        return None
+
+    def put(self, key: K, value: V) -> None:
+        self._values[key] = value
+        self._values.move_to_end(key)
+        while len(self._values) > self._size:
+            self._values.popitem(last=False)
+
+    def discard(self, key: K) -> None:
+        self._values.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class Compiler:
+    """Compiles on threads of its own. Thread-safe.
+
+    Args:
+        tokenizer: gives the text of a `tokenizer.json`. Called once, on a thread.
+        vocab_size: of the model; masks have as many bits, rounded up to whole words.
+        eos_token_ids: what a grammar allows where the text may end.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Callable[[], str],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        config: CompilerConfig | None = None,
+    ) -> None:
+        self.config = config or CompilerConfig()
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._text = tokenizer
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="grammar")
+        self._tokenizer: Future[LLTokenizer] | None = None
+        self._compiled: Cache[bytes, Future[LLMatcher]] = Cache(self.config.cached)
+        self._verdicts: Cache[bytes, tuple[GrammarError | None]] = Cache(_KEPT_VERDICTS)
+
+    def warm_up(self) -> None:
+        """Begins to build what all grammars share, which for a large vocabulary takes a second."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._pool.submit(self._build_tokenizer)
+
+    def _build_tokenizer(self) -> LLTokenizer:
+        if not self.eos_token_ids:
+            raise GrammarError("the model has no end-of-sequence token to end a text with")
+        try:
+            built = LLTokenizer(self._text(), eos_token=list(self.eos_token_ids))
+            if built.vocab_size < self.vocab_size:
+                built = LLTokenizer(
+                    self._text(), n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids)
+                )
+        except ValueError as error:
+            raise GrammarError(
+                f"the model's tokenizer is of a kind that grammars cannot be used with: {error}"
+            ) from None
+        return built
+
+    @property
+    def tokenizer_vocab(self) -> int:
+        """The tokenizer's size, once something was compiled."""
+        return 0 if self._tokenizer is None else self._tokenizer.result().vocab_size
+
+    # -- compiling -----------------------------------------------------------------------------
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Compiles a grammar to see that it can be; blocks, so call it from a thread.
+
+        Raises:
+            GrammarError: it cannot, or takes too long.
+        """
+        key = _key(params)
+        with self._lock:
+            known = self._verdicts.get(key)
+        if known is None:
+            known = (self._verdict(params),)
+            with self._lock:
+                self._verdicts.put(key, known)
+        if known[0] is not None:
+            raise _copy(known[0])
+
+    def _verdict(self, params: StructuredOutputsParams) -> GrammarError | None:
+        try:
+            self.compile(params).result(self.config.timeout)
+        except TimeoutError:
+            raise self.too_slow() from None  # no verdict: the machine may only have been busy
+        except GrammarError as error:
+            return error
+        return None
+
+    def too_slow(self) -> GrammarError:
+        return GrammarError(
+            f"The grammar took longer than {self.config.timeout:g} seconds to compile.",
+            code="grammar_timeout",
+        )
+
+    def compile(self, params: StructuredOutputsParams) -> Future[LLMatcher]:
+        """The grammar at its start, which others may be given too: `deep_copy` it before use. The
+        future may raise GrammarError."""
+        self.warm_up()
+        key = _key(params)
+        with self._lock:
+            found = self._compiled.get(key)
+            if found is None:
+                found = self._pool.submit(self._compile, params)
+                self._compiled.put(key, found)
+        return found
+
+    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+        try:
+            return self._compiled_now(params)
+        except BaseException:
+            with self._lock:
+                self._compiled.discard(_key(params))
+            raise
+
+    def _compiled_now(self, params: StructuredOutputsParams) -> LLMatcher:
+        if self._tokenizer is None:
+            raise GrammarError("the tokenizer was not loaded")
+        matcher = LLMatcher(
+            self._tokenizer.result(), compilable(params), log_level=0, limits=_LIMITS
+        )
+        if not matcher.is_error():
+            # The first mask is the dearest, and copies share what was found for it.
+            matcher.compute_bitmask()
+        warnings = [] if matcher.is_error() else matcher.get_grammar_warnings()
+        if matcher.is_error() or warnings:
+            reason = "; ".join(warnings) or matcher.get_error()
+            raise GrammarError(
+                f"The grammar cannot be enforced: {reason[:500]}",
+                f"structured_outputs.{_kind(params)}",
+            )
+        return matcher
+
+    def shutdown(self) -> None:
+        """Does not wait for what is being compiled. Idempotent."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _key(params: StructuredOutputsParams) -> bytes:
+    return msgspec.msgpack.encode(params)
+
+
+def _kind(params: StructuredOutputsParams) -> str:
+    return next(name for name in params.__struct_fields__ if getattr(params, name))
+
+
+def _copy(error: GrammarError) -> GrammarError:
+    """Raised anew: a traceback grows with every raise."""
+    return GrammarError(str(error), error.param, error.code, error.pointer)

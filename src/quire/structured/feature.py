@@ -1,0 +1,232 @@
+"""Requests with a grammar, as the scheduler and the engine's loop see them.
+
+A request is parked until its grammar is compiled. From then on its sampling rows are GATED: the
+step's body is launched like any other, and the rows' heads wait for masks, which are built on other
+threads while the body runs. A mask needs all tokens before it, so a request whose row waits for its
+mask is left out of further steps; every other request goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher
+
+from quire.errors import GrammarError, RequestError
+from quire.plan import HeadInputs, Int32, RowFlag, int32
+from quire.request import Request
+from quire.scheduler import Feature, PlanBuilder
+from quire.structured.compiler import Compiler
+from quire.structured.masks import MaskBuilder, Row, Walk
+
+_NAME = "structured"
+_NO_LANES = int32([])
+_FOREVER = 2**31 - 1
+
+
+@dataclass(slots=True)
+class _Gated:
+    """A step whose gated rows wait. needs: how many tokens must be known for each row's mask."""
+
+    step_id: int
+    requests: list[Request]
+    lanes: Int32
+    generations: list[int]
+    needs: list[int]
+    walks: list[Walk] = field(default_factory=list)
+    masks: Future[Int32] | None = None
+
+    def alive(self, i: int) -> bool:
+        request = self.requests[i]
+        return request.lane == self.lanes[i] and request.generation == self.generations[i]
+
+
+class GrammarFeature(Feature):
+    """Belongs to the engine's thread, like the scheduler that calls it.
+
+    The engine's loop calls `compiled` for what has become of parked requests, `begin` when tokens
+    have come and before it launches a step, and `take` for the masks.
+    """
+
+    def __init__(self, compiler: Compiler, num_lanes: int) -> None:
+        self._compiler = compiler
+        self._masks = MaskBuilder(compiler.vocab_size)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._gated = np.zeros(num_lanes, dtype=bool)
+        self._waiting: deque[_Gated] = deque()
+        self._parked: dict[str, tuple[Request, float]] = {}
+        self._done: deque[tuple[str, Walk, LLMatcher | None, GrammarError | None]] = deque()
+        self._news = threading.Event()
+        self._failures: list[tuple[Request, RequestError]] = []
+
+    # -- what the scheduler asks ---------------------------------------------------------------
+
+    def admit(self, request: Request) -> RequestError | None:
+        asked, params = request.params.structured_outputs, request.params
+        if asked is None:
+            return None
+        walk = Walk(position=request.prompt_len, sent=request.prompt_len)
+        eos = self._compiler.eos_token_ids
+        if params.ignore_eos:
+            walk.forbidden, walk.until = eos, _FOREVER
+        elif params.min_tokens:
+            walk.forbidden = (*eos, *params.stop_token_ids)
+            walk.until = request.prompt_len + params.min_tokens
+        request.state[_NAME] = walk
+        # The masks see to both: a grammar that is complete ends the text.
+        request.params = msgspec.structs.replace(params, min_tokens=0, ignore_eos=False)
+        self._parked[request.request_id] = request, time.monotonic() + self._compiler.config.timeout
+        self._compiler.compile(asked).add_done_callback(
+            partial(self._on_compiled, request.request_id, walk)
+        )
+        return None
+
+    def _on_compiled(self, name: str, walk: Walk, done: Future[LLMatcher]) -> None:
+        """On whichever thread."""
+        try:
+            self._done.append((name, walk, done.result().deep_copy(), None))
+        except GrammarError as error:
+            self._done.append((name, walk, None, error))
+        except BaseException as error:
+            reason = GrammarError(f"The grammar could not be compiled ({type(error).__name__}).")
+            self._done.append((name, walk, None, reason))
+        self._news.set()
+
+    def ready(self, request: Request) -> bool:
+        walk = request.state.get(_NAME)
+        return walk is None or walk.matcher is not None
+
+    def hold(self) -> Int32:
+        """The lanes whose next token waits for a mask."""
+        if not self._waiting:
+            return _NO_LANES
+        return np.concatenate([step.lanes for step in self._waiting])
+
+    def plan(self, builder: PlanBuilder) -> None:
+        for admit in builder.admits:
+            self._gated[admit.lane] = admit.params.structured_outputs is not None
+        samples = (builder.flags & RowFlag.SAMPLE) != 0
+        rows = np.flatnonzero(self._gated[builder.lanes] & samples)
+        if not len(rows):
+            return
+        builder.gate(rows.tolist())
+        requests = [builder.requests[row] for row in rows.tolist()]
+        self._waiting.append(
+            _Gated(
+                builder.step_id,
+                requests,
+                builder.lanes[rows],
+                [request.generation for request in requests],
+                [request.planned for request in requests],
+            )
+        )
+
+    def release(self, request: Request) -> bool:
+        if _NAME in request.state:
+            self._parked.pop(request.request_id, None)
+            if request.lane >= 0:
+                self._gated[request.lane] = False
+        return False
+
+    # -- what the engine's loop asks: compiling ------------------------------------------------
+
+    @property
+    def parked(self) -> bool:
+        """Whether some requests wait for nothing but their grammar."""
+        return bool(self._parked)
+
+    def compiled(self, patience: float = 0.0) -> list[str]:
+        """The requests that are ready since the last call, to be woken; waits up to `patience`
+        seconds for news."""
+        if not self._parked and not self._done:
+            return []
+        if patience and not self._done:
+            self._news.wait(patience)
+        self._news.clear()
+        ready = []
+        while self._done:
+            name, walk, matcher, error = self._done.popleft()
+            if name not in self._parked or self._parked[name][0].state[_NAME] is not walk:
+                continue
+            request, _ = self._parked.pop(name)
+            if error is not None:
+                self._failures.append((request, error))
+                continue
+            walk.matcher = matcher
+            ready.append(name)
+        self._give_up_late()
+        return ready
+
+    def _give_up_late(self) -> None:
+        now = time.monotonic()
+        for name in [name for name, (_, limit) in self._parked.items() if limit < now]:
+            self._failures.append((self._parked.pop(name)[0], self._compiler.too_slow()))
+
+    def failures(self) -> list[tuple[Request, RequestError]]:
+        """Requests that must end, each told once."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    # -- what the engine's loop asks: masks ----------------------------------------------------
+
+    def begin(self) -> None:
+        """Starts on the masks of every step whose tokens are all known."""
+        for step in self._waiting:
+            if step.masks is None and all(
+                request.known >= need or not step.alive(i)
+                for i, (request, need) in enumerate(zip(step.requests, step.needs, strict=True))
+            ):
+                rows = [self._row(step, i) for i in range(len(step.requests))]
+                vocab = self._compiler.tokenizer_vocab
+                step.masks = self._thread.submit(self._masks.build, rows, vocab)
+
+    def _row(self, step: _Gated, i: int) -> Row:
+        if not step.alive(i):
+            return Row(None)
+        request = step.requests[i]
+        walk: Walk = request.state[_NAME]
+        tokens = request.tokens.view(walk.sent).tolist()
+        walk.sent += len(tokens)
+        return Row(walk, tokens)
+
+    def take(self, patience: float | None, last: int | None = None) -> list[HeadInputs]:
+        """The masks that are there, of steps up to `last`; waits up to `patience` seconds (None:
+        as long as it takes) for those that are being built."""
+        started = [
+            step
+            for step in self._waiting
+            if step.masks is not None and (last is None or step.step_id <= last)
+        ]
+        if not started:
+            return []
+        wait([step.masks for step in started if step.masks is not None], patience)
+        taken = []
+        for step in started:
+            if step.masks is not None and step.masks.done():
+                taken.append(HeadInputs(step.step_id, step.masks.result()))
+                self._waiting.remove(step)
+                self._note_failures(step)
+        return taken
+
+    def _note_failures(self, step: _Gated) -> None:
+        for i, request in enumerate(step.requests):
+            error = request.state[_NAME].error
+            if error is not None and step.alive(i):
+                self._failures.append((request, error))
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that wait for their masks."""
+        return sum(len(step.requests) for step in self._waiting)
+
+    def shutdown(self) -> None:
+        """Idempotent."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._compiler.shutdown()

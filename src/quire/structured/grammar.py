@@ -1,0 +1,153 @@
+"""What a request asks for, as a grammar of llguidance's. Pure: no tokenizer, no model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from llguidance import LLMatcher, grammar_from
+
+from quire.errors import GrammarError
+from quire.sampling_params import StructuredOutputsParams
+from quire.structured.json_schema import enforceable
+
+MAX_BYTES = 512 * 1024
+"""Of a schema, expression or grammar, or of all choices together."""
+MAX_REGEX_BYTES = 64 * 1024
+MAX_CHOICES = 10_000
+
+# Models that are free to put white space anywhere may never stop doing so.
+_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+_NO_SPACE = r"[^\s\S]"
+# Without \uXXXX a name cannot be written in two ways, one of which a grammar would not know.
+_ESCAPES = 'nrbtf\\"'
+
+_GBNF_RULE = re.compile(r"^\s*[A-Za-z0-9_-]+\s*::=", re.MULTILINE)
+# What may hold a "%json" that is none comes first: comments, strings, expressions, special tokens.
+_LARK_TOKEN = re.compile(
+    r"""(?://|\#)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|<[^>\s]*>|(?P<schema>%json\b)"""
+    r"""|\[[^\]]*\b(?P<attribute>temperature|stop)\s*=""",
+)
+
+
+def compilable(params: StructuredOutputsParams) -> str:
+    """The grammar, as llguidance takes it.
+
+    Raises:
+        GrammarError: it is malformed or too large, or holds what cannot be enforced. `param` names
+            the field, `pointer` the keyword of a schema.
+    """
+    for name, build in _KINDS.items():
+        value = getattr(params, name)
+        if value or isinstance(value, str):
+            try:
+                return build(value)
+            except GrammarError as error:
+                param = f"structured_outputs.{name}"
+                raise GrammarError(str(error), param, error.code, error.pointer) from None
+            except RecursionError:
+                raise GrammarError(
+                    "It is nested too deeply.", f"structured_outputs.{name}", "grammar_too_large"
+                ) from None
+    raise GrammarError("nothing is asked for")
+
+
+def _check_size(text: str, limit: int = MAX_BYTES) -> None:
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > limit:
+        raise GrammarError(
+            f"It has {size} bytes, at most {limit} are allowed.", code="grammar_too_large"
+        )
+
+
+def _json(schema: str) -> str:
+    _check_size(schema)
+    try:
+        parsed = json.loads(schema, parse_constant=_no_constant)
+    except ValueError as error:
+        raise GrammarError(f"The schema is not valid JSON: {error}.", code="invalid_json") from None
+    return _of_schema(parsed)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _of_schema(schema: Any) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(_with_options(enforceable(schema))))
+
+
+def _with_options(schema: dict[str, Any]) -> dict[str, Any]:
+    own = schema.pop("x-guidance", {})
+    space = _SPACE if own.get("whitespace_flexible", True) else None
+    options: dict[str, Any] = {"json_allowed_escapes": _ESCAPES}
+    if space is None:
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = space
+    return {**schema, "x-guidance": options}
+
+
+def _json_object(_: bool) -> str:
+    return _of_schema({"type": "object"})
+
+
+def _regex(pattern: str) -> str:
+    _check_size(pattern, MAX_REGEX_BYTES)
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def _choice(choices: tuple[str, ...]) -> str:
+    if len(choices) > MAX_CHOICES:
+        raise GrammarError(
+            f"There are {len(choices)} choices, at most {MAX_CHOICES} are allowed.",
+            code="grammar_too_large",
+        )
+    if any(not isinstance(choice, str) for choice in choices):
+        raise GrammarError("The choices must be strings.")
+    lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    _check_size(lark)
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def _grammar(text: str) -> str:
+    _check_size(text)
+    if _GBNF_RULE.search(text):
+        try:
+            return grammar_from("gbnf", text)
+        except ValueError as error:
+            raise GrammarError(str(error)) from None
+    return LLMatcher.grammar_from_lark(_checked_lark(text))
+
+
+def _checked_lark(text: str) -> str:
+    """The grammar with its embedded schemas made enforceable, like any other schema."""
+    out, done = [], 0
+    decoder = json.JSONDecoder(parse_constant=_no_constant)
+    at = 0
+    while (found := _LARK_TOKEN.search(text, at)) is not None:
+        at = found.end()
+        if found["attribute"]:
+            raise GrammarError(f"A rule's attribute '{found['attribute']}' cannot be enforced.")
+        if not found["schema"]:
+            continue
+        start = at + len(text[at:]) - len(text[at:].lstrip())
+        try:
+            schema, end = decoder.raw_decode(text, start)
+        except ValueError as error:
+            raise GrammarError(f"The schema after '%json' is not valid JSON: {error}.") from None
+        prepared = json.dumps(_with_options(enforceable(schema)))
+        out += [text[done:start], prepared]
+        done = at = end
+    return "".join([*out, text[done:]])
+
+
+_KINDS: dict[str, Callable[[Any], str]] = {
+    "json": _json,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+}

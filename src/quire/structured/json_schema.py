@@ -1,0 +1,356 @@
+"""Which JSON Schemas can be enforced, and how they are put to llguidance.
+
+llguidance ignores what it does not know and differs from the standard in a few places, where a
+document that its grammar lets through would be invalid. Here every keyword is either enforced, an
+annotation, or refused with its JSON pointer; those few places are written in other words, or
+refused as well. What comes out is a schema of draft 2020-12.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+from quire.errors import GrammarError
+from quire.structured.disjoint import disjoint
+from quire.structured.patterns import FORMATS, translate, unwritable
+
+MAX_DEPTH = 64
+"""Schemas within schemas."""
+MAX_PROPERTIES = 5000
+"""Properties and pattern properties, in all."""
+MAX_VALUES = 20_000
+"""Values of enumerations and names required, in all."""
+EXACT = 2**53
+"""Beyond this not every integer is a double, which is what bounds are compared as."""
+
+Json = Any
+_DRAFTS = ("draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12")
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "example", "deprecated", "readOnly",
+     "writeOnly", "$comment", "discriminator"}
+)  # fmt: skip
+_X_GUIDANCE = "x-guidance"
+
+
+def enforceable(schema: Json) -> dict[str, Json]:
+    """The schema as llguidance enforces it to the letter.
+
+    Raises:
+        GrammarError: it is malformed, too large, or says what cannot be enforced; with the pointer
+            of the keyword.
+    """
+    reader = _Reader(schema)
+    done = reader.schema(schema, "#", 0)
+    reader.check_references(done)
+    return done if isinstance(done, dict) else ({} if done else {"not": {}})
+
+
+def refuse(pointer: str, why: str, code: str = "unsupported_schema") -> GrammarError:
+    return GrammarError(f"Invalid schema at '{pointer}': {why}.", code=code, pointer=pointer)
+
+
+def _within(pointer: str, name: str | int) -> str:
+    return f"{pointer}/{str(name)[:200].replace('~', '~0').replace('/', '~1')}"
+
+
+def _resolve(schema: Json, pointer: str) -> Json:
+    """What a pointer ('#/...') leads to, or None."""
+    for step in pointer.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, dict):
+            schema = schema.get(name)
+        elif isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
+            schema = schema[int(name)]
+        else:
+            return None
+    return schema
+
+
+class _Reader:
+    """One walk over a schema. `places` are all schemas met, in their new words, by their old
+    pointers."""
+
+    def __init__(self, root: Json) -> None:
+        self.root = root
+        self.places: dict[str, Json] = {}
+        self.references: list[tuple[str, str]] = []
+        self.properties = self.values = 0
+
+    def schema(self, schema: Json, at: str, depth: int) -> Json:
+        """One schema, in its new words."""
+        if isinstance(schema, bool):
+            self.places[at] = schema
+            if not schema and at == "#":
+                raise refuse(at, "nothing is valid against it", "invalid_schema")
+            return schema
+        if not isinstance(schema, dict):
+            raise refuse(at, "a schema is an object, true or false", "invalid_schema")
+        if depth > MAX_DEPTH:
+            raise refuse(at, f"it is nested more than {MAX_DEPTH} deep", "schema_too_large")
+        out: dict[str, Json] = {}
+        self.places[at] = out
+        for name, value in schema.items():
+            if name in _ANNOTATIONS or (name.startswith("x-") and name != _X_GUIDANCE):
+                continue
+            read = _KEYWORDS.get(name)
+            if read is None:
+                raise refuse(_within(at, name), f"the keyword '{name[:100]}' cannot be enforced")
+            read(self, out, name, value, at, depth)
+        rest = out.pop("additionalItems", None)
+        if rest is not None and isinstance(schema.get("items"), list):
+            out["items"] = rest
+        self._check_min_properties(schema, at)
+        return out
+
+    # -- keywords: each puts into `out` what is to be enforced ---------------------------------
+
+    def dialect(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        known = isinstance(value, str) and any(draft in value for draft in _DRAFTS)
+        if at != "#" or not known or "json-schema.org" not in value:
+            raise refuse(
+                _within(at, name), "it must be draft 4, 6, 7, 2019-09 or 2020-12, at the root"
+            )
+
+    def identifier(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        if at != "#":
+            raise refuse(_within(at, name), "only the root may have one")
+
+    def option(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        allowed = isinstance(value, dict) and set(value) <= {"whitespace_flexible"}
+        if at != "#" or not allowed or not all(isinstance(v, bool) for v in value.values()):
+            raise refuse(_within(at, name), "only 'whitespace_flexible' may be set, at the root")
+        out[name] = value
+
+    def typed(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        types = value if isinstance(value, list) else [value]
+        if not types or any(not isinstance(t, str) or t not in _TYPES for t in types):
+            raise refuse(_within(at, name), f"known are {', '.join(_TYPES)}", "invalid_schema")
+        out[name] = value
+
+    def text(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        if not isinstance(value, str):
+            raise refuse(_within(at, name), "it must be a string", "invalid_schema")
+        out[name] = value
+
+    def subschema(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        out[name] = self.schema(value, _within(at, name), depth + 1)
+
+    def subschemas(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        # Other keywords may have added to `allOf`; the user's own stay where references seek them.
+        out[name] = [*self._list(name, value, at, depth), *out.get(name, ())]
+
+    def _list(self, name: str, value: Json, at: str, depth: int) -> list[Json]:
+        here = _within(at, name)
+        if not isinstance(value, list) or not value:
+            raise refuse(here, "it must be a non-empty list of schemas", "invalid_schema")
+        return [self.schema(s, _within(here, i), depth + 1) for i, s in enumerate(value)]
+
+    def one_of(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        """Where no document can match two of the options, it is the same as `anyOf`."""
+        options = self._list(name, value, at, depth)
+        if disjoint(value, self.root):
+            self.also(out, {"anyOf": options})
+        else:
+            raise refuse(
+                _within(at, name),
+                "its options must exclude each other in a way that can be seen: by type, or by a "
+                "required property with different 'const' values. Use 'anyOf'",
+            )
+
+    def also(self, out: dict[str, Json], more: dict[str, Json]) -> None:
+        out["allOf"] = [*out.get("allOf", ()), more]
+
+    def items(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        """As a list it is what became `prefixItems`."""
+        if isinstance(value, list):
+            if "prefixItems" in out:
+                raise refuse(_within(at, name), "it cannot be a list beside 'prefixItems'")
+            out["prefixItems"] = self._list(name, value, at, depth) if value else []
+        else:
+            self.subschema(out, name, value, at, depth)
+
+    def prefix(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        dialect = self.root.get("$schema", "2020-12") if isinstance(self.root, dict) else ""
+        if name in out or "2020-12" not in dialect:
+            raise refuse(_within(at, name), "it needs draft 2020-12, and no list as 'items'")
+        out[name] = self._list(name, value, at, depth)
+
+    def named(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        here = _within(at, name)
+        if not isinstance(value, dict):
+            raise refuse(here, "it must be an object of schemas", "invalid_schema")
+        self.properties += len(value)
+        if self.properties > MAX_PROPERTIES:
+            raise refuse(
+                here, f"there are more than {MAX_PROPERTIES} properties", "schema_too_large"
+            )
+        out[name] = {k: self.schema(s, _within(here, k), depth + 1) for k, s in value.items()}
+
+    def own(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        self.named(out, name, value, at, depth)
+        for key in value:
+            self._check_text(key, _within(_within(at, name), key))
+
+    def _check_text(self, text: str, at: str) -> None:
+        if unwritable(text):
+            raise refuse(at, "control characters without an escape of their own cannot be enforced")
+
+    def by_pattern(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        self.named(out, name, value, at, depth)
+        here = _within(at, name)
+        out[name] = {self._pattern(k, _within(here, k)): s for k, s in out[name].items()}
+        if len(out[name]) < len(value):
+            raise refuse(here, "two of its patterns mean the same")
+
+    def _pattern(self, pattern: Json, at: str) -> str:
+        if not isinstance(pattern, str):
+            raise refuse(at, "it must be a string", "invalid_schema")
+        try:
+            return translate(pattern)
+        except GrammarError as error:
+            raise refuse(at, f"the pattern {pattern[:100]!r} cannot be enforced: {error}") from None
+
+    def pattern(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        out[name] = self._pattern(value, _within(at, name))
+
+    def format(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        if not isinstance(value, str) or value not in FORMATS:
+            raise refuse(
+                _within(at, name),
+                f"the format {str(value)[:100]!r} cannot be enforced; known are "
+                f"{', '.join(FORMATS)}",
+            )
+        patterns, longest = FORMATS[value]
+        for pattern in patterns:
+            self.also(out, {"pattern": f"^(?:{pattern})$"})
+        if longest is not None:
+            self.also(out, {"maxLength": longest})
+
+    def names(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        here = _within(at, name)
+        if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
+            raise refuse(here, "it must be a list of names", "invalid_schema")
+        self._count(len(value), here)
+        for i, item in enumerate(value):
+            self._check_text(item, _within(here, i))
+        out[name] = value
+
+    def enumeration(
+        self, out: dict[str, Json], name: str, value: Json, at: str, depth: int
+    ) -> None:
+        here = _within(at, name)
+        if not isinstance(value, list) or not value:
+            raise refuse(here, "it must be a non-empty list", "invalid_schema")
+        self._count(len(value), here)
+        for i, item in enumerate(value):
+            self._check_value(item, _within(here, i), 0)
+        out[name] = value
+
+    def constant(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        self._check_value(value, _within(at, name), 0)
+        out[name] = value
+
+    def _count(self, values: int, at: str) -> None:
+        self.values += values
+        if self.values > MAX_VALUES:
+            raise refuse(at, f"there are more than {MAX_VALUES} values", "schema_too_large")
+
+    def _check_value(self, value: Json, at: str, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise refuse(at, f"it is nested more than {MAX_DEPTH} deep", "schema_too_large")
+        if isinstance(value, (dict, list)):
+            self._count(len(value), at)
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, part in parts:
+                self._check_text(str(key), at)
+                self._check_value(part, _within(at, key), depth + 1)
+        elif isinstance(value, str):
+            self._check_text(value, at)
+        elif isinstance(value, int) and abs(value) > EXACT:
+            raise refuse(at, "integers beyond 2**53 cannot be enforced")
+
+    def bound(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        here = _within(at, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise refuse(here, "it must be a number", "invalid_schema")
+        if not math.isfinite(value) or abs(value) > EXACT:
+            raise refuse(here, "bounds beyond 2**53 cannot be enforced")
+        if name == "multipleOf" and value <= 0:
+            raise refuse(here, "it must be greater than 0", "invalid_schema")
+        out[name] = value
+
+    def count(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        whole = isinstance(value, float) and value.is_integer()
+        if isinstance(value, bool) or not (isinstance(value, int) or whole) or value < 0:
+            raise refuse(_within(at, name), "it must be an integer of at least 0", "invalid_schema")
+        if value > EXACT:
+            raise refuse(_within(at, name), "it is too large to be enforced")
+        out[name] = int(value)
+
+    def unique(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        if value is not False:
+            raise refuse(_within(at, name), "the keyword 'uniqueItems' cannot be enforced")
+
+    def reference(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        here = _within(at, name)
+        if not isinstance(value, str) or not value.startswith("#"):
+            raise refuse(here, "only references within the schema ('#...') can be enforced")
+        if value == "#" or value.startswith("#/"):
+            self.references.append((unquote(value), here))
+        out[name] = value
+
+    # -- afterwards ----------------------------------------------------------------------------
+
+    def check_references(self, done: Json) -> None:
+        """What a reference points to must have been read as a schema, and stand there still, so
+        that nothing is enforced that was not looked at."""
+        for target, at in self.references:
+            place = self.places.get(target)
+            if place is None or _resolve(done, target) is not place:
+                raise refuse(at, f"a reference to '{target[:200]}' cannot be enforced")
+
+    def _check_min_properties(self, schema: dict[str, Json], at: str) -> None:
+        """Names that are not listed may come twice in a document, and then count once only."""
+        least = schema.get("minProperties", 0)
+        if least > 1 and least > len(set(schema.get("required", ()))):
+            raise refuse(
+                _within(at, "minProperties"),
+                "more than 1 can be enforced only where as many are 'required'",
+            )
+
+
+_KEYWORDS: dict[str, Callable[[_Reader, dict[str, Json], str, Json, str, int], None]] = {
+    **dict.fromkeys(("anyOf", "allOf"), _Reader.subschemas),
+    **dict.fromkeys(("$defs", "definitions"), _Reader.named),
+    **dict.fromkeys(
+        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), _Reader.bound
+    ),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        _Reader.count,
+    ),
+    "$anchor": _Reader.text,
+    "$id": _Reader.identifier,
+    "$ref": _Reader.reference,
+    "$schema": _Reader.dialect,
+    "additionalItems": _Reader.subschema,
+    "additionalProperties": _Reader.subschema,
+    "const": _Reader.constant,
+    "enum": _Reader.enumeration,
+    "format": _Reader.format,
+    "items": _Reader.items,
+    "oneOf": _Reader.one_of,
+    "pattern": _Reader.pattern,
+    "patternProperties": _Reader.by_pattern,
+    "prefixItems": _Reader.prefix,
+    "properties": _Reader.own,
+    "required": _Reader.names,
+    "type": _Reader.typed,
+    "uniqueItems": _Reader.unique,
+    _X_GUIDANCE: _Reader.option,
+}
+"""How each keyword is read."""

@@ -1,0 +1,119 @@
+"""One request's way through its grammar, and the masks of many at once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import consume_token_par, fill_next_token_bitmask_par
+
+from quire.errors import GrammarError
+from quire.plan import Int32
+
+_MOST_THREADS = 16
+
+
+@dataclass(slots=True, eq=False)
+class Walk:
+    """Where a request stands in its grammar. The engine's thread owns `sent`, the one that builds
+    masks the rest.
+
+    matcher: None until it is compiled. sent: how many of the request's tokens, its prompt's
+        included, the engine has handed over. position: how many the matcher is past.
+    forbidden: tokens that may not come before `until` tokens are there, unless nothing else may:
+        ends that the user wants to see ignored, for a while (`min_tokens`) or for good.
+    error: the grammar failed; the request must end.
+    """
+
+    position: int
+    sent: int
+    matcher: LLMatcher | None = None
+    forbidden: tuple[int, ...] = ()
+    until: int = 0
+    error: GrammarError | None = None
+
+
+@dataclass(slots=True)
+class Row:
+    """A mask to be built: for which walk, after which tokens it has not seen yet. walk None: the
+    row's request is gone, so any token will do."""
+
+    walk: Walk | None
+    tokens: list[int] = field(default_factory=list)
+
+
+class MaskBuilder:
+    """Builds masks on threads of llguidance's own, without the interpreter's lock."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self._executor = LLExecutor(max(1, min(_MOST_THREADS, (cores or 2) - 1)))
+
+    def build(self, rows: list[Row], tokenizer_vocab: int) -> Int32:
+        """The rows' masks, int32 [rows, ceil(vocab / 32)]; those of walks that fail, which then say
+        so, allow everything. Raises nothing: a grammar must not end the engine."""
+        words = -(-self._vocab_size // 32)
+        wide = max(words, -(-tokenizer_vocab // 32))
+        masks: Int32 = np.full((len(rows), wide), -1, dtype=np.int32)
+        try:
+            self._fill(rows, masks)
+        except Exception as error:
+            masks[:] = -1
+            for row in rows:
+                if row.walk is not None:
+                    row.walk.error = GrammarError(f"The grammar failed ({type(error).__name__}).")
+        return masks if wide == words else np.ascontiguousarray(masks[:, :words])
+
+    def _fill(self, rows: list[Row], masks: Int32) -> None:
+        walks = [(row.walk, row.tokens, i) for i, row in enumerate(rows) if row.walk is not None]
+        self._advance([(walk, tokens) for walk, tokens, _ in walks])
+        fit = [
+            (walk, walk.matcher, i)
+            for walk, _, i in walks
+            if walk.matcher is not None and walk.error is None
+        ]
+        if fit:  # llguidance refuses empty lists
+            fill_next_token_bitmask_par(self._executor, [(m, i) for _, m, i in fit], masks)
+        for walk, matcher, i in fit:
+            if matcher.is_error() or not masks[i].any():
+                walk.error = _failed(matcher)
+            elif walk.position < walk.until:
+                _forbid(masks[i], walk.forbidden)
+        for walk, _, i in walks:
+            if walk.error is not None:
+                masks[i] = -1
+
+    def _advance(self, walks: list[tuple[Walk, list[int]]]) -> None:
+        """Every matcher takes in what its request has got since."""
+        single = []
+        for walk, tokens in walks:
+            walk.position += len(tokens)
+            if walk.matcher is None or walk.error is not None:
+                continue
+            if len(tokens) == 1:
+                single.append((walk, walk.matcher, tokens[0]))
+            elif tokens and not walk.matcher.consume_tokens(tokens):
+                walk.error = _failed(walk.matcher)
+        if not single:
+            return
+        taken = consume_token_par(self._executor, [(m, token) for _, m, token in single])
+        for (walk, matcher, _), good in zip(single, taken, strict=True):
+            if not good:
+                walk.error = _failed(matcher)
+
+
+def _failed(matcher: LLMatcher) -> GrammarError:
+    reason = matcher.get_error()[:300] or "no token can follow"
+    return GrammarError(f"The grammar cannot be followed any further: {reason}")
+
+
+def _forbid(mask: Int32, tokens: tuple[int, ...]) -> None:
+    """Takes tokens out of a mask int32 [words], unless nothing would be left."""
+    kept = mask.copy()
+    for token in tokens:
+        kept[token >> 5] &= ~np.int32(np.uint32(1 << (token & 31)).view(np.int32))
+    if kept.any():
+        mask[:] = kept

@@ -1,0 +1,283 @@
+"""JSON Schema's regular expressions, which are ECMAScript's, in the syntax of Rust's `regex`.
+
+The two look alike and differ where it hurts: `.`, `\\s` and `\\w` mean other sets, `[a&&b]` and
+`\\z` other things altogether. So a pattern is read by ECMAScript's rules (ECMA-262, 22.2, Unicode
+mode with the harmless escapes of Annex B) and written out anew; what Rust has no words for is
+refused.
+"""
+
+from __future__ import annotations
+
+import re
+
+from quire.errors import GrammarError
+
+_SPACE = (
+    r"\t\n\x0B\x0C\r\x20\u{A0}\u{1680}\u{2000}-\u{200A}\u{2028}\u{2029}\u{202F}\u{205F}\u{3000}"
+    r"\u{FEFF}"
+)
+_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACE}
+_CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
+_NO_LINE_END = r"[^\n\r\u{2028}\u{2029}]"
+_UNWRITABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+# Of a set that holds nothing else, llguidance would make no character at all.
+_WRITABLE = r"&&[^\x00-\x07\x0B\x0E-\x1F\x7F]"
+_REPEAT = re.compile(r"\{[0-9]{1,6}(?:,(?:[0-9]{1,6})?)?\}")
+_PROPERTY = re.compile(r"[pP]\{[A-Za-z_]{1,40}(?:=[A-Za-z_]{1,40})?\}")
+_GROUP_NAME = re.compile(r"\?P?<[A-Za-z_][A-Za-z0-9_]{0,99}>")
+_HEX = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
+_LOW = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+
+
+def translate(pattern: str) -> str:
+    """Raises GrammarError, without a place, where the pattern cannot be enforced."""
+    return _Translator(pattern).run()
+
+
+def unwritable(text: str) -> bool:
+    """Whether a JSON string could hold the text only with escapes (\\uXXXX) that are not used."""
+    return _UNWRITABLE.search(text) is not None
+
+
+def _literal(code: int) -> str:
+    char = chr(code)
+    if unwritable(char):
+        raise GrammarError(f"the control character U+{code:04X} cannot be enforced")
+    return char if char.isascii() and char.isalnum() else f"\\u{{{code:X}}}"
+
+
+def _member(code: int) -> str:
+    """Of a class."""
+    return f"\\u{{{code:X}}}"
+
+
+class _Translator:
+    def __init__(self, pattern: str) -> None:
+        self.text = pattern
+        self.at = 0
+        self.out: list[str] = []
+
+    def run(self) -> str:
+        open_groups, repeatable = 0, False
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char in "*+?{" and self._repeat(repeatable):
+                repeatable = False
+                continue
+            self.at += 1
+            repeatable = char not in "^$|("
+            if char == "(":
+                self._group()
+                open_groups += 1
+            elif char == ")":
+                open_groups -= 1
+                if open_groups < 0:
+                    raise GrammarError("it has a ')' without a '('")
+                self.out.append(")")
+            elif char in "^$|":
+                self.out.append(char)
+            elif char == ".":
+                self.out.append(f"[{_NO_LINE_END}{_WRITABLE}]")
+            elif char == "[":
+                self._class()
+            elif char == "\\":
+                self.out.append(self._escape())
+            else:
+                self.out.append(_literal(ord(char)))
+        if open_groups:
+            raise GrammarError("it has a '(' without a ')'")
+        return "".join(self.out)
+
+    def _repeat(self, repeatable: bool) -> bool:
+        """A quantifier at this place, if there is one. Greedy or not makes no difference to what
+        matches."""
+        found = _REPEAT.match(self.text, self.at)
+        if found is None and self.text[self.at] == "{":
+            raise GrammarError("it has a '{' that is no quantifier; write '\\{' for the character")
+        if not repeatable:
+            raise GrammarError(f"nothing to repeat at character {self.at}")
+        quantifier = found.group() if found else self.text[self.at]
+        self.at += len(quantifier)
+        if self.text[self.at : self.at + 1] == "?":
+            self.at += 1
+        self.out.append(quantifier)
+        return True
+
+    def _group(self) -> None:
+        rest = self.text[self.at : self.at + 120]
+        named = _GROUP_NAME.match(rest)
+        if named:
+            self.at += named.end()
+        elif rest.startswith("?:"):
+            self.at += 2
+        elif rest.startswith(("?=", "?!", "?<=", "?<!")):
+            raise GrammarError("lookahead and lookbehind cannot be enforced")
+        elif rest.startswith("?"):
+            raise GrammarError(f"a group that begins with '({rest[:2]}' cannot be enforced")
+        self.out.append("(?:")
+
+    def _escape(self) -> str:
+        """What follows a backslash, outside of a class."""
+        char = self.text[self.at : self.at + 1]
+        if char in _CLASSES:
+            self.at += 1
+            return f"[[{_CLASSES[char]}]{_WRITABLE}]"
+        if char.lower() in _CLASSES and char:
+            self.at += 1
+            return f"[[^{_CLASSES[char.lower()]}]{_WRITABLE}]"
+        if char in "bB" and char:
+            raise GrammarError("word boundaries cannot be enforced")
+        found = _PROPERTY.match(self.text, self.at)
+        if found:
+            self.at = found.end()
+            return f"[\\{found.group()}{_WRITABLE}]"
+        return _literal(self._code())
+
+    def _code(self) -> int:
+        """The code point that an escape stands for."""
+        char = self.text[self.at : self.at + 1]
+        found = _HEX.match(self.text, self.at)
+        if found:
+            self.at = found.end()
+            return self._whole(int(next(x for x in found.groups() if x is not None), 16))
+        self.at += 1
+        if char in _CONTROLS:
+            return _CONTROLS[char]
+        if char == "0" and not self.text[self.at : self.at + 1].isdecimal():
+            return 0
+        if char == "c" and re.match("[A-Za-z]", self.text[self.at : self.at + 1]):
+            self.at += 1
+            return ord(self.text[self.at - 1]) % 32
+        if not char:
+            raise GrammarError("it ends in a backslash")
+        if char.isdecimal() or char == "k":
+            raise GrammarError("backreferences cannot be enforced")
+        if char.isalpha() or char == "_":
+            raise GrammarError(f"the escape '\\{char}' is not ECMAScript's, or cannot be enforced")
+        return ord(char)
+
+    def _whole(self, code: int) -> int:
+        """A pair of surrogates is one code point, half of one is none."""
+        if 0xD800 <= code < 0xDC00:
+            low = _LOW.match(self.text, self.at)
+            if low:
+                self.at = low.end()
+                return 0x10000 + ((code - 0xD800) << 10) + int(low.group(1), 16) - 0xDC00
+        if 0xD800 <= code < 0xE000 or code > 0x10FFFF:
+            raise GrammarError(f"U+{code:X} is not a character")
+        return code
+
+    def _class(self) -> None:
+        negated = self.text[self.at : self.at + 1] == "^"
+        self.at += negated
+        items: list[str] = []
+        while True:
+            if self.at >= len(self.text):
+                raise GrammarError("it has a '[' without a ']'")
+            if self.text[self.at] == "]":
+                self.at += 1
+                break
+            items.append(self._class_item())
+        if items:
+            self.out.append(f"[[{'^' if negated else ''}{''.join(items)}]{_WRITABLE}]")
+        elif negated:
+            self.out.append(rf"[[\x00-\u{{10FFFF}}]{_WRITABLE}]")
+        else:
+            raise GrammarError("'[]' matches nothing")
+
+    def _class_item(self) -> str:
+        low = self._class_atom()
+        # A dash at the end is itself; after a set, or before one, it would be ambiguous.
+        if self.text[self.at : self.at + 1] != "-" or self.text[self.at + 1 : self.at + 2] == "]":
+            return _member(low) if isinstance(low, int) else low
+        self.at += 1
+        if self.at >= len(self.text):
+            raise GrammarError("it has a '[' without a ']'")
+        high = self._class_atom()
+        if isinstance(low, str) or isinstance(high, str):
+            raise GrammarError("a range in a class needs characters on both sides of the '-'")
+        if low > high:
+            raise GrammarError("a range in a class is out of order")
+        return f"{_member(low)}-{_member(high)}"
+
+    def _class_atom(self) -> int | str:
+        """A code point, or a set as Rust writes it."""
+        char = self.text[self.at]
+        self.at += 1
+        if char != "\\":
+            return ord(char)
+        following = self.text[self.at : self.at + 1]
+        if following == "b":
+            self.at += 1
+            return 8
+        if following and (following.lower() in _CLASSES or _PROPERTY.match(self.text, self.at)):
+            return self._escape()
+        return self._code()
+
+
+# -- formats -----------------------------------------------------------------------------------
+
+_YEAR_MONTH_DAY = (
+    "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+_CLOCK = (
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?"
+    r"(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+# No "--" in the third and fourth place: such labels must decode as punycode (RFC 5890).
+_HOST_LABEL = (
+    "(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,2}[A-Za-z0-9])?"
+    "|[A-Za-z0-9][A-Za-z0-9-](?:[A-Za-z0-9][A-Za-z0-9-]|-[A-Za-z0-9])"
+    "[A-Za-z0-9-]{0,58}[A-Za-z0-9])"
+)
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"(?:{_BYTE}\.){{3}}{_BYTE}"
+_H = "[0-9A-Fa-f]{1,4}"
+_IPV6 = "(?:{})".format(
+    "|".join(
+        [f"(?:{_H}:){{7}}{_H}", "::"]
+        # `before` groups, "::", `after` groups; at most seven of both.
+        + [
+            (f"{_H}(?::{_H}){{{before - 1}}}" if before else "")
+            + "::"
+            + (f"(?:{_H}:){{0,{6 - before}}}{_H}" if before < 7 else "")
+            for before in range(7)
+        ]
+        + [f"{_H}(?::{_H}){{0,6}}::"]
+    )
+)
+_PCHAR = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
+_AUTHORITY = (
+    r"(?:(?:[A-Za-z0-9._~!$&'()*+,;=:-]|%[0-9A-Fa-f]{2})*@)?"
+    rf"(?:\[{_IPV6}\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{{2}})*)(?::[0-9]*)?"
+)
+_URI = (
+    rf"[A-Za-z][A-Za-z0-9+.-]*:(?://{_AUTHORITY}(?:/{_PCHAR}*)*|/(?:{_PCHAR}+(?:/{_PCHAR}*)*)?"
+    rf"|{_PCHAR}+(?:/{_PCHAR}*)*)?(?:\?(?:{_PCHAR}|[/?])*)?(?:#(?:{_PCHAR}|[/?])*)?"
+)
+_DURATION = (
+    "P(?:(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
+    "(?:T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S))?"
+    "|T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)|[0-9]+W)"
+)
+
+FORMATS: dict[str, tuple[tuple[str, ...], int | None]] = {
+    "date": ((_YEAR_MONTH_DAY,), None),
+    "time": ((_CLOCK,), None),
+    "date-time": ((f"{_YEAR_MONTH_DAY}[Tt]{_CLOCK}",), None),
+    "duration": ((_DURATION,), None),
+    "email": ((rf"{_ATOM}(?:\.{_ATOM})*@{_LABEL}(?:\.{_LABEL})*", "[^@]{1,64}@[^@]*"), 254),
+    "hostname": ((rf"{_HOST_LABEL}(?:\.{_HOST_LABEL})*",), 253),
+    "ipv4": ((_IPV4,), None),
+    "ipv6": ((_IPV6,), None),
+    "uri": ((_URI,), None),
+    "uuid": (("[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}",), None),
+}
+"""Regular expressions (in Rust's syntax) that the whole of a string matches, all of them, and its
+greatest length. They describe a subset of the format: RFC 3339 without leap seconds, RFC 5321
+without quoted local parts and address literals, RFC 1123 without internationalized labels, RFC 4291
+without embedded IPv4."""

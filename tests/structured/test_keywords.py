@@ -1,0 +1,269 @@
+"""Every keyword: valid documents can be written, invalid ones never, the rest is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from quire.errors import GrammarError
+from quire.structured.json_schema import enforceable
+from tests.structured.conftest import Accepts, of_schema
+
+STR, INT, ANY = {"type": "string"}, {"type": "integer"}, {"type": "object"}
+CLOSED = {"type": "object", "additionalProperties": False}
+TREE = {
+    "$defs": {
+        "node": CLOSED
+        | {
+            "properties": {
+                "v": INT,
+                "kids": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+            },
+            "required": ["v"],
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+
+
+def tagged(tag: str, **properties: Any) -> dict[str, Any]:
+    return CLOSED | {
+        "properties": {"kind": {"const": tag}, **properties},
+        "required": ["kind", *properties],
+    }
+
+
+# name, schema, documents that must be accepted, documents that must not.
+CASES: list[tuple[str, Any, list[str], list[str]]] = [
+    ("true", True, ["1", '"a"', "[]", '{"a": null}'], ["", "a", "{", "1 2", "nul"]),
+    ("type null", {"type": "null"}, ["null"], ["0", '"null"', "false"]),
+    ("type boolean", {"type": "boolean"}, ["true", "false"], ["1", '"true"', "True"]),
+    ("type integer", INT, ["0", "-3", "120"], ["1.5", "01", "+1", "1e2", '"1"', "--1", "-"]),
+    ("type number", {"type": "number"}, ["0", "-1.5", "2e3"], ["01", ".5", "1.", "NaN", '"1"']),
+    ("type string", STR, ['""', '"a\\n\\"b"', '"é😀"'], ["a", "'a'", '"\n"', '"\\x"', '"a']),
+    ("type array", {"type": "array"}, ["[]", "[1, [2]]"], ["{}", "[1,]", "[,1]", "[1 2]"]),
+    ("type object", ANY, ["{}", '{"a": {"b": []}}'], ["[]", '{"a"}', '{"a":1,}', "{a:1}"]),
+    ("type list", {"type": ["integer", "null"]}, ["1", "null"], ['"1"', "1.5", "true"]),
+    ("enum", {"enum": ["a", 2, None, {"b": [1]}]},
+     ['"a"', "2", "null", '{"b": [1]}'], ['"b"', "3", "false", '{"b": [2]}', "{}"]),
+    ("const", {"const": "x/\"y"}, ['"x/\\"y"'], ['"x"', "null"]),
+    ("const number", {"const": 1.5}, ["1.5"], ["1", "1.25", "15"]),
+    ("const null", {"const": None}, ["null"], ["0", '""']),
+    ("minimum", INT | {"minimum": -2}, ["-2", "0", "99999"], ["-3", "-20"]),
+    ("maximum", INT | {"maximum": 17}, ["17", "-5000", "9"], ["18", "100"]),
+    ("exclusive", INT | {"exclusiveMinimum": 1, "exclusiveMaximum": 4}, ["2", "3"], ["1", "4"]),
+    ("number range", {"type": "number", "minimum": 0.5, "maximum": 1.5},
+     ["0.5", "1", "1.25", "1.5"], ["0.4", "0", "1.51", "2", "-1", "10"]),
+    ("number exclusive", {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+     ["0.1", "0.99"], ["0", "1", "0.0", "1.0", "-0.5"]),
+    ("multipleOf", INT | {"multipleOf": 3}, ["0", "9", "-3", "12"], ["1", "10", "-4"]),
+    ("bounds leave others", {"minimum": 5}, ["5", '"a"', "null"], ["4", "4.9"]),
+    ("minLength", STR | {"minLength": 2}, ['"ab"', '"é😀"', '"\\n\\n"'], ['""', '"a"', '"😀"', '"\\n"']),
+    ("maxLength", STR | {"maxLength": 2}, ['""', '"ab"', '"😀😀"', '"\\n\\n"'], ['"abc"', '"\\n\\n\\n"']),
+    ("pattern", STR | {"pattern": "^a+b?$"}, ['"a"', '"aab"'], ['""', '"b"', '"abb"', '"ca"']),
+    ("pattern searches", STR | {"pattern": "b"}, ['"b"', '"abc"'], ['"a"', '""']),
+    ("pattern dot", STR | {"pattern": "^.$"}, ['"a"', '"😀"'], ['"\\n"', '"\\r"', '"ab"']),
+    ("pattern classes", STR | {"pattern": r"^[\w-]+\.\d{2,3}$"}, ['"a-b.12"'], ['"a.1"', '"a.1234"']),
+    ("pattern of control characters", STR | {"pattern": r"^a[\x00-\x1f]b$"}, ['"a\\nb"'],
+     ['"ab"', '"a\\u0001b"', '"a\x01b"']),
+    ("pattern without control characters", STR | {"pattern": r"^[^\x00-\x1f]$"}, ['"a"', '"é"'],
+     ['"\\n"', '""']),
+    ("pattern and lengths", STR | {"pattern": "^a*$", "minLength": 1, "maxLength": 3},
+     ['"a"', '"aaa"'], ['""', '"aaaa"', '"b"']),
+    ("format with pattern", STR | {"format": "date", "pattern": "^2"}, ['"2024-02-29"'],
+     ['"1999-01-01"', '"2023-02-29"', '"2x"']),
+    ("items", {"type": "array", "items": INT}, ["[]", "[1, 2]"], ['["a"]', "[1.5]", "[1, null]"]),
+    ("items false", {"type": "array", "items": False}, ["[]"], ["[1]"]),
+    ("prefixItems", {"type": "array", "prefixItems": [INT, STR], "items": False},
+     ["[]", "[1]", '[1, "a"]'], ['["a"]', '[1, "a", 2]', "[1, 2]"]),
+    ("items as list", {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array",
+                       "items": [INT], "additionalItems": STR},
+     ["[]", "[1]", '[1, "a"]'], ['["a"]', "[1, 2]"]),
+    ("additionalItems alone", {"type": "array", "items": INT, "additionalItems": False},
+     ["[1, 2]"], ['["a"]']),
+    ("minItems", {"type": "array", "items": INT, "minItems": 2}, ["[1, 2]", "[1,2,3]"], ["[]", "[1]"]),
+    ("maxItems", {"type": "array", "items": INT, "maxItems": 1}, ["[]", "[1]"], ["[1, 2]"]),
+    ("properties", ANY | {"properties": {"a": INT, "b": STR}},
+     ["{}", '{"a": 1}', '{"a": 1, "b": "x", "c": []}'],
+     ['{"a": "x"}', '{"b": 1}', '{"a": 1, "\\u0061": "x"}', '{"\\u0061": "x"}', '{"a":1,"a":"x"}']),
+    ("required", ANY | {"required": ["z"], "properties": {"a": INT}},
+     ['{"z": 1}', '{"a": 1, "z": 1}'], ["{}", '{"a": 1}', '{"y": 1}']),
+    ("additionalProperties false", CLOSED | {"properties": {"a": INT}}, ["{}", '{"a": 1}'],
+     ['{"b": 1}', '{"a": 1, "b": 2}', '{"a ": 1}']),
+    ("additionalProperties schema", ANY | {"properties": {"a": STR}, "additionalProperties": INT},
+     ['{"a": "x", "b": 1}', '{"b": 1}'], ['{"a": 1}', '{"b": "x"}', '{"\\u0061": 1}']),
+    ("patternProperties", CLOSED | {"patternProperties": {"^n_": INT}},
+     ["{}", '{"n_1": 1, "n_2": 2}'], ['{"n_1": "x"}', '{"m": 1}', '{"\\u006e_1": "x"}']),
+    ("minProperties", ANY | {"minProperties": 1}, ['{"a": 1}'], ["{}"]),
+    ("maxProperties", ANY | {"maxProperties": 1}, ["{}", '{"a": 1}'], ['{"a": 1, "b": 2}']),
+    ("names to be escaped", CLOSED | {"properties": {'q"/\t': INT}, "required": ['q"/\t']},
+     ['{"q\\"/\\t": 1}'], ["{}", '{"q": 1}']),
+    ("anyOf", {"anyOf": [INT, STR | {"maxLength": 1}]}, ["1", '"a"'], ['"ab"', "1.5", "null"]),
+    ("anyOf beside", INT | {"anyOf": [{"minimum": 5}, {"maximum": 2}]}, ["5", "2"], ["3", '"a"']),
+    ("allOf", {"allOf": [INT, {"minimum": 2}, {"maximum": 4}]}, ["2", "4"], ["1", "5", '"a"']),
+    ("allOf objects", {"allOf": [ANY | {"properties": {"a": INT}, "required": ["a"]},
+                                 ANY | {"properties": {"b": STR}, "required": ["b"]}]},
+     ['{"a": 1, "b": "x"}'], ['{"a": 1}', '{"a": "x", "b": "x"}', "{}"]),
+    ("oneOf types", {"oneOf": [INT, STR]}, ["1", '"a"'], ["null", "1.5"]),
+    ("oneOf tags", {"oneOf": [tagged("a", x=INT), tagged("b", y=STR)]},
+     ['{"kind": "a", "x": 1}', '{"kind": "b", "y": "z"}'],
+     ['{"kind": "a", "y": "z"}', '{"kind": "c"}', '{"kind": "b", "x": 1}']),
+    ("oneOf tags by reference", {"$defs": {"A": tagged("a"), "B": tagged("b")},
+                                 "discriminator": {"propertyName": "kind"},
+                                 "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]},
+     ['{"kind": "a"}', '{"kind": "b"}'], ['{"kind": "c"}', "{}"]),
+    ("$ref", TREE, ['{"v": 1}', '{"v": 1, "kids": [{"v": 2, "kids": []}]}'],
+     ["{}", '{"v": 1, "kids": [{}]}', '{"v": 1, "kids": [{"v": "x"}]}']),
+    ("$ref to the root", ANY | {"properties": {"next": {"$ref": "#"}}, "additionalProperties": False},
+     ["{}", '{"next": {"next": {}}}'], ['{"next": 1}', '{"next": {"x": {}}}']),
+    ("$ref beside", {"$defs": {"n": INT}, "$ref": "#/$defs/n", "minimum": 3}, ["3"], ["2", '"a"']),
+    ("$ref with escapes", {"$defs": {"a/b~c%": INT}, "$ref": "#/$defs/a~1b~0c%25"}, ["3"], ['"a"']),
+    ("$ref into properties", {"properties": {"a": INT, "b": {"$ref": "#/properties/a"}},
+                              "type": "object", "additionalProperties": False},
+     ['{"b": 1}'], ['{"b": "x"}']),
+    ("$ref into allOf", {"format": "date", "allOf": [STR, {"minLength": 1}],
+                         "$defs": {"s": {"$ref": "#/allOf/0"}}}, ['"2020-01-01"'], ["1", '"x"']),
+    ("$anchor", {"$defs": {"n": INT | {"$anchor": "num"}}, "$ref": "#num"}, ["3"], ['"a"']),
+    ("definitions", {"definitions": {"n": INT}, "$ref": "#/definitions/n"}, ["3"], ['"a"']),
+    ("annotations", INT | {"title": "t", "description": "d", "default": "x", "examples": ["y"],
+                           "deprecated": True, "readOnly": True, "writeOnly": False,
+                           "$comment": "c", "x-own": 1, "$id": "https://example.com/s",
+                           "$schema": "https://json-schema.org/draft/2020-12/schema"},
+     ["1"], ['"x"', '"y"']),
+    ("uniqueItems false", {"type": "array", "uniqueItems": False, "items": INT}, ["[1, 1]"], ["[null]"]),
+    ("compact", ANY | {"x-guidance": {"whitespace_flexible": False}, "properties": {"a": INT},
+                       "additionalProperties": False}, ['{"a":1}'], ['{"a": 1}', '{ }']),
+    ("white space is bounded", ANY, ["{" + " " * 40 + "}"], ["{" + " " * 41 + "}", " {}", "{} "]),
+]  # fmt: skip
+
+FORMATS: list[tuple[str, list[str], list[str]]] = [
+    ("date", ["2024-02-29", "2000-02-29", "1999-12-31"],
+     ["2023-02-29", "1900-02-29", "2024-04-31", "2024-13-01", "2024-1-1", "2024-01-01T00:00:00Z"]),
+    ("time", ["00:00:00Z", "23:59:59.123+05:30", "12:00:00z"],
+     ["24:00:00Z", "12:60:00Z", "12:00:60Z", "12:00:00", "12:00:00+24:00", "1:00:00Z"]),
+    ("date-time", ["2024-02-29T12:00:00Z", "1985-04-12t23:20:50.52-01:00"],
+     ["2023-02-29T12:00:00Z", "2024-01-01", "2024-01-01 00:00:00Z", "2024-01-01T24:00:00Z"]),
+    ("duration", ["P1Y2M3DT4H5M6S", "PT5M", "P4W", "P1M"], ["P", "PT", "P1S", "1Y", "P1W2D", "P1YT"]),
+    ("email", ["a@b", "a.b+c@x-y.example"],
+     ["a", "@b", "a@", "a..b@c", ".a@b", "a@-b", "a@b..c", "a b@c", f"{'a' * 65}@b"]),
+    ("hostname", ["a", "a-b.example", "a" * 63, "a--b"],
+     ["", "-a", "a-", "a..b", "a_b", "a" * 64, "xn--x", ".a", "a.", ".".join(["a" * 60] * 5)]),
+    ("ipv4", ["0.0.0.0", "255.249.199.9"], ["256.0.0.1", "1.2.3", "01.2.3.4", "1.2.3.4.5"]),
+    ("ipv6", ["::", "::1", "1::", "1:2:3:4:5:6:7:8", "fe80::1:2", "1:2:3:4:5:6:7::"],
+     [":", ":::", "1::2::3", "1:2:3:4:5:6:7", "1:2:3:4:5:6:7:8:9", "12345::", "::1:2:3:4:5:6:7:8",
+      "1:2:3:4:5:6:7::8:9", "1:2:3:4:5:6:7:", "g::"]),
+    ("uri", ["http://a.b/c?d=e#f", "urn:x:y", "mailto:a@b", "https://[::1]:80/", "a:"],
+     ["a", "//a", "/a", "http://a b", "http://a/%zz", "1a:b", "http://[::1", "http://a:b/"]),
+    ("uuid", ["2eb8aa08-AA98-11ea-b4aa-73b441d16380"],
+     ["2eb8aa08aa9811eab4aa73b441d16380", "2eb8aa08-aa98-11ea-b4aa-73b441d1638",
+      "2eb8aa08-aa98-11ea-b4ga-73b441d16380"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
+def test_keyword(accepts: Accepts, schema: Any, valid: list[str], invalid: list[str]) -> None:
+    params = of_schema(schema)
+    for text in valid:
+        jsonschema.validate(json.loads(text), schema)
+        assert accepts(params, text), text
+    for text in invalid:
+        assert not accepts(params, text), text
+
+
+@pytest.mark.parametrize(("name", "valid", "invalid"), FORMATS, ids=[f[0] for f in FORMATS])
+def test_format(accepts: Accepts, name: str, valid: list[str], invalid: list[str]) -> None:
+    params = of_schema(STR | {"format": name})
+    for text in valid:
+        assert accepts(params, json.dumps(text)), text
+    for text in invalid:
+        assert not accepts(params, json.dumps(text)), text
+    other = of_schema({"format": name})
+    assert accepts(other, "12")
+    assert not accepts(other, json.dumps(invalid[-1]))
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    *((name, {"properties": {"a": {name: value}}}, f"#/properties/a/{name}") for name, value in {
+        "not": {}, "if": {}, "then": {}, "else": {}, "contains": {}, "minContains": 1,
+        "maxContains": 1, "uniqueItems": True, "propertyNames": {}, "dependentRequired": {},
+        "dependentSchemas": {}, "dependencies": {}, "unevaluatedItems": False,
+        "unevaluatedProperties": False, "contentEncoding": "base64", "contentMediaType": "a/b",
+        "contentSchema": {}, "$dynamicRef": "#a", "$dynamicAnchor": "a", "$recursiveRef": "#",
+        "$recursiveAnchor": True, "$vocabulary": {}, "nullable": True, "maxLenght": 3, "id": "a",
+        "format": "regex", "$id": "b", "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "x-guidance": {},
+    }.items()),
+    ("format of a number", {"type": "integer", "format": "int32"}, "#/format"),
+    ("format unknown", {"format": "unknown"}, "#/format"),
+    ("other dialect", {"$schema": "https://example.com/mine"}, "#/$schema"),
+    ("lenient", {"x-guidance": {"lenient": True}}, "#/x-guidance"),
+    ("coerced", {"x-guidance": {"coerce_one_of": True}}, "#/x-guidance"),
+    ("remote $ref", {"$ref": "https://example.com/s"}, "#/$ref"),
+    ("$ref to nothing", {"$ref": "#/$defs/a"}, "#/$ref"),
+    ("$ref to what is no schema", {"default": {"not": {}}, "$ref": "#/default"}, "#/$ref"),
+    ("$ref into oneOf", {"oneOf": [INT, STR], "$defs": {"a": {"$ref": "#/oneOf/0"}}}, "#/$defs/a/$ref"),
+    ("oneOf that overlaps", {"oneOf": [STR, STR | {"maxLength": 2}]}, "#/oneOf"),
+    ("oneOf of integer and number", {"oneOf": [INT, {"type": "number"}]}, "#/oneOf"),
+    ("oneOf with equal tags", {"oneOf": [tagged("a"), tagged("a", x=INT)]}, "#/oneOf"),
+    ("oneOf of equal constants", {"oneOf": [{"const": 1}, {"const": 1.0}]}, "#/oneOf"),
+    ("minProperties", {"type": "object", "minProperties": 2}, "#/minProperties"),
+    ("prefixItems before its time",
+     {"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [INT]}, "#/prefixItems"),
+    ("large bound", {"minimum": 2**53 + 1}, "#/minimum"),
+    ("boolean bound", {"minimum": 1, "exclusiveMinimum": True}, "#/exclusiveMinimum"),
+    ("large constant", {"const": [2**53 + 1]}, "#/const/0"),
+    ("multipleOf 0", {"multipleOf": 0}, "#/multipleOf"),
+    ("negative count", {"minLength": -1}, "#/minLength"),
+    ("lookahead", {"pattern": "(?=a)"}, "#/pattern"),
+    ("lookahead in a name", {"patternProperties": {"a/(?!b)": {}}},
+     "#/patternProperties/a~1(?!b)"),
+    ("unknown type", {"type": "strnig"}, "#/type"),
+    ("empty enum", {"enum": []}, "#/enum"),
+    ("empty anyOf", {"anyOf": []}, "#/anyOf"),
+    ("no schema", {"properties": {"a": 1}}, "#/properties/a"),
+    ("false", False, "#"),
+    ("control character in a constant", {"const": {"a": "b\0"}}, "#/const/a"),
+    ("control character in a value", {"enum": ["\x7f"]}, "#/enum/0"),
+    ("control character in a name", {"properties": {"a\x1f": {}}}, "#/properties/a\x1f"),
+    ("control character that is required", {"required": ["a\x01"]}, "#/required/0"),
+    ("control character in a pattern", {"pattern": r"a\x01"}, "#/pattern"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED]
+)
+def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, pointer: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        enforceable(schema)
+    assert caught.value.pointer == pointer
+    assert f"'{pointer}'" in str(caught.value)
+
+
+def nested(depth: int) -> Any:
+    schema: Any = INT
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        nested(80),
+        nested(100_000),
+        {"properties": {f"p{i}": {} for i in range(6000)}},
+        {"enum": list(range(30_000))},
+        {"const": [[0] * 15_000] * 2},
+    ],
+    ids=["deep", "deeper than any parser", "properties", "values", "values of a constant"],
+)
+def test_size_limits(schema: Any) -> None:
+    with pytest.raises(GrammarError) as caught:
+        enforceable(schema)
+    assert caught.value.code == "schema_too_large"
