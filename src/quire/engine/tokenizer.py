@@ -88,6 +88,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | Int32, skip_special_tokens: bool = True) -> str:
         return str(self.hub.decode([int(id) for id in ids], skip_special_tokens))
 
+    def piece(self, id: int) -> str | None:
+        """A token as the vocabulary writes it, None if there is none."""
+        piece = self.hub.id_to_token(id)
+        return None if piece is None else str(piece)
+
     def token_text(self, id: int) -> str:
         """A token alone as text; bytes that are no whole character become U+FFFD."""
         return str(self.hub.decode([id], skip_special_tokens=False))

@@ -18,6 +18,7 @@ from quire.server.auth import RequireKey
 from quire.server.chat import chat_completions
 from quire.server.completions import completions, generate
 from quire.server.convert import model_defaults
+from quire.server.embeddings import embeddings
 from quire.server.engine_metrics import EngineMetrics
 from quire.server.error_shapes import handle_error
 from quire.server.openai_responses.routes import (
@@ -32,6 +33,7 @@ from quire.server.openai_responses.store import ResponseStore
 from quire.server.responses import ModelCard, ModelList
 from quire.server.sse import ClientGoneError, json_answer
 from quire.server.state import ServerState, state_of
+from quire.server.tokens import detokenize, tokenize
 
 if TYPE_CHECKING:
     from quire.engine.client import EngineClient
@@ -74,6 +76,9 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route(f"{one}/input_items", list_input_items, methods=["GET"])
     app.add_api_route("/v1/messages", create_message, methods=["POST"])
     app.add_api_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
+    app.add_api_route("/v1/embeddings", embeddings, methods=["POST"])
+    app.add_api_route("/tokenize", tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", detokenize, methods=["POST"])
     app.add_api_route("/generate", generate, methods=["POST"])
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", show_model, methods=["GET"])

@@ -47,6 +47,7 @@ from quire.server.state import ServerState, new_id, state_of
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
+    from quire.server.tokens import TokenizeRequest
 
 
 async def chat_completions(request: Request) -> Response:
@@ -70,6 +71,8 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
     kwargs = dict(body.chat_template_kwargs or {})
     if body.documents:
         kwargs["documents"] = body.documents
+    if body.verbosity not in (None, "medium"):
+        kwargs["verbosity"] = body.verbosity
     return Dialogue(
         messages=template_messages(body.messages),
         params=_params(state, body),
@@ -106,6 +109,11 @@ def _check(body: ChatRequest) -> None:
             "'max_tokens' and 'max_completion_tokens' are two names of one setting; they differ.",
             param="max_tokens",
         )
+    check_conversation(body)
+
+
+def check_conversation(body: ChatRequest | TokenizeRequest) -> None:
+    """What all that renders messages must heed."""
     if body.continue_final_message:
         if body.add_generation_prompt:
             raise ApiError(
@@ -113,7 +121,7 @@ def _check(body: ChatRequest) -> None:
                 "'continue_final_message' and 'add_generation_prompt' exclude each other.",
                 param="continue_final_message",
             )
-        if body.messages[-1].role != "assistant":
+        if body.messages is None or body.messages[-1].role != "assistant":
             raise ApiError(
                 400,
                 "'continue_final_message' needs a last message of the assistant.",

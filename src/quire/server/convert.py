@@ -80,18 +80,18 @@ def sampling_params(
     )
 
 
-def prompts_of(value: Any) -> list[Prompt]:
-    """OpenAI's four ways to write `prompt`, as a list of strings or of token-id lists."""
+def prompts_of(value: Any, param: str = "prompt", most: int = MAX_COMPLETIONS) -> list[Prompt]:
+    """OpenAI's four ways to write `prompt` or `input`: a list of strings or of token-id lists."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
         if _is_ids(value):
             return [value]
-        if len(value) > MAX_COMPLETIONS:
+        if len(value) > most:
             raise ApiError(
                 400,
-                f"At most {MAX_COMPLETIONS} prompts are allowed, got {len(value)}.",
-                param="prompt",
+                f"At most {most} of '{param}' are allowed, got {len(value)}.",
+                param=param,
                 code="invalid_value",
             )
         if all(
@@ -100,9 +100,9 @@ def prompts_of(value: Any) -> list[Prompt]:
             return value
     raise ApiError(
         400,
-        "Invalid value for 'prompt': it must be a string, a list of token ids (integers from 0 to "
-        "2147483647), or a non-empty list of either.",
-        param="prompt",
+        f"Invalid value for '{param}': it must be a string, a list of token ids (integers from 0 "
+        "to 2147483647), or a non-empty list of either.",
+        param=param,
         code="invalid_value",
     )
 

@@ -48,6 +48,13 @@ class ServerMetrics:
     def count_error(self, status: int) -> None:
         self.errors.labels(str(status)).inc()
 
+    def count_prompt(self, tokens: int, cached: int, queued: float) -> None:
+        """queued: seconds until its first step."""
+        self.prompt_tokens.inc(tokens)
+        self.prompt_len.observe(tokens)
+        self.cached_tokens.inc(cached)
+        self.queued.observe(queued)
+
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
@@ -67,10 +74,9 @@ class RequestClock:
         now = time.perf_counter()
         metrics, index, count = self.metrics, update.index, len(update.token_ids)
         if update.prompt_token_ids is not None:
-            metrics.prompt_tokens.inc(len(update.prompt_token_ids))
-            metrics.prompt_len.observe(len(update.prompt_token_ids))
-            metrics.cached_tokens.inc(update.num_cached_tokens)
-            metrics.queued.observe(update.queued)
+            metrics.count_prompt(
+                len(update.prompt_token_ids), update.num_cached_tokens, update.queued
+            )
         if count:
             metrics.output_tokens.inc(count)
             if index in self.last:

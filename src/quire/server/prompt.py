@@ -71,7 +71,7 @@ def _variables(tokenizer: Tokenizer, dialogue: Dialogue, with_tools: bool) -> di
             raise ApiError(
                 400,
                 f"'{name[:100]}' has no effect: the model's chat template does not use it.",
-                param="documents" if name == "documents" else fields[name],
+                param=name if name in ("documents", "verbosity") else fields[name],
                 code="unsupported_parameter",
             )
     return variables

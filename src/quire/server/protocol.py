@@ -132,6 +132,7 @@ class GenerateRequest(SamplingFields):
 class ChatRequest(SamplingFields):
     """`/v1/chat/completions`. `metadata` comes back with the answer. `prompt_cache_key` is an
     identifier, as `user` is: the prefix cache needs no key, and there is one server to route to.
+    `verbosity` is for templates that take it; medium is OpenAI's word for none.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -147,6 +148,7 @@ class ChatRequest(SamplingFields):
     metadata: Metadata | None = None
     prompt_cache_key: Name | None = None
     service_tier: Literal["auto", "default"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(parse_tool_choice)] = None
     parallel_tool_calls: bool | None = None
