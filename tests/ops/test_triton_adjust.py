@@ -38,10 +38,9 @@ def admitted(device: str, length: int) -> Sampler:
     ]
     plan = StepPlan(0, none, none, none, none, admits=admits)
     upload = Staging(torch.device(device), 2).begin()
-    finishes = state.stage(plan, upload), sampler.stage(plan, upload)
+    state.stage(plan, upload)
+    sampler.stage(plan, upload)
     upload.send()
-    for finish in finishes:
-        finish()
     return sampler
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.ops.triton.batch import expand_batch, finish_rows
+from quire.ops.triton.batch import expand_batch, finish_rows, scatter
 
 
 def test_expand_batch(kernel_device: str) -> None:
@@ -50,7 +50,8 @@ def test_finish_moves_lanes_and_says_why_rows_end(kernel_device: str) -> None:
     position = ints(4, 10, 0, 7)
     tokens = torch.zeros(4, 16, dtype=torch.int32, device=kernel_device)
     stops = ints([5, 6, -1], [5, -1, -1], [-1, -1, -1], [5, -1, -1])
-    reason = finish_rows(
+    counts = torch.zeros(4, 12, dtype=torch.int32, device=kernel_device)
+    results = finish_rows(
         lanes=ints(3, 0, 1, 2, -1),
         query_start=ints(0, 1, 2, 3, 8, 8),
         samples=ints(1, 1, 1, 0, 0),
@@ -60,10 +61,34 @@ def test_finish_moves_lanes_and_says_why_rows_end(kernel_device: str) -> None:
         max_total=ints(16, 12, 16, 16),
         min_total=ints(6, 0, 0, 0),
         stops=stops,
+        counts=counts,
     )
+    assert counts.nonzero().tolist() == [[0, 6], [1, 9], [3, 5]]
+    assert counts.sum() == 6
     # A stop; a stop that comes too early; the longest length; mid-prompt; padding.
-    assert reason.tolist()[:4] == [1, 0, 2, 0]
+    assert results[0].tolist()[:4] == [5, 6, 9, -1]
+    assert results[1].tolist()[:4] == [1, 0, 2, 0]
     assert position.tolist() == [5, 11, 5, 8]
     assert [tokens[lane, at].item() for lane, at in ((3, 8), (0, 5), (1, 11), (2, 5))] == [
         *(5, 6, 9, 0)
     ]
+
+
+def test_scatter_writes_words_where_they_belong(kernel_device: str) -> None:
+    ints = torch.zeros(70, 50, dtype=torch.int32, device=kernel_device)
+    floats = torch.zeros(33, device=kernel_device)
+    where = torch.randperm(3500, generator=torch.Generator().manual_seed(0))[:1500]
+    places = where.to(kernel_device)
+    values = torch.arange(1500, dtype=torch.int32, device=kernel_device) + 1
+    more = torch.tensor([0.5, -2.0], device=kernel_device)
+    scatter(
+        torch.cat(
+            [ints.data_ptr() + 4 * places, floats.data_ptr() + 4 * places.new_tensor([3, 32])]
+        ),
+        torch.cat([values, more.view(torch.int32)]),
+    )
+    want = torch.zeros_like(ints).view(-1)
+    want[places] = values
+    assert torch.equal(ints.view(-1), want)
+    assert floats[[3, 32]].tolist() == [0.5, -2.0]
+    assert floats.count_nonzero() == 2

@@ -31,10 +31,9 @@ def make(
     ]
     plan = StepPlan(0, none, none, none, none, admits=admits)
     upload = Staging(device, 2).begin()
-    finishes = state.stage(plan, upload), sampler.stage(plan, upload)
+    state.stage(plan, upload)
+    sampler.stage(plan, upload)
     upload.send()
-    for finish in finishes:
-        finish()
     return sampler
 
 

@@ -33,7 +33,7 @@ class Pooler(Hook):
         plan, hidden = step.plan, step.hidden
         if COLUMN not in plan.writes:
             return
-        if hidden is None or step.stop_reason is None:
+        if hidden is None:
             raise QuireError("vectors are pooled after the body")
         row_of = {lane: row for row, lane in enumerate(plan.lanes.tolist())}
         ends = np.cumsum(plan.q_len)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.layers.batch import ForwardBatch, GroupBatch
-from quire.plan import BlockAppends, Int32, KVGroup, StepPlan, int32
-from quire.runner.staging import Upload
+from quire.plan import Admit, Int32, KVGroup, StepPlan, int32
+from quire.runner.staging import Array, Upload
 from quire.runner.step import LogitRows, Step
-
-Finish = Callable[[], Any]
-"""Work on the device that waits for the upload."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
-    """A per-lane column [lanes, *shape] that starts as `fill`."""
+    """A per-lane column [lanes, *shape] that starts as `fill`; int32 or float32 if plans write to
+    it."""
 
     name: str
     shape: tuple[int, ...] = ()
@@ -72,66 +69,39 @@ class BatchState:
 
     # -- what changes between steps ------------------------------------------------------------
 
-    def stage(self, plan: StepPlan, upload: Upload) -> Finish:
-        """Adds the plan's changes of lanes and tables to the upload."""
-        finishes = [
-            self._stage_admits(plan, upload),
-            *(
-                self._stage_appends(self.tables[i], appends, upload)
-                for i, appends in enumerate(plan.block_appends)
-                if len(appends.ids)
-            ),
-            *(
-                self._stage_write(self.columns[name], lanes, values, upload)
-                for name, (lanes, values) in plan.writes.items()
-            ),
-        ]
-        return lambda: [finish() for finish in finishes]
+    def stage(self, plan: StepPlan, upload: Upload) -> None:
+        """Adds the plan's changes of lanes, tables and features' columns to the upload."""
+        if plan.admits:
+            self._stage_admits(plan.admits, upload)
+        for table, appends in zip(self.tables, plan.block_appends, strict=False):
+            if len(appends.ids):
+                places = _ragged(appends.lanes, appends.starts, appends.counts, table.shape[1])
+                upload.put(table, places, appends.ids)
+        for name, (lanes, values) in plan.writes.items():
+            column = self.columns[name]
+            kind = np.float32 if column.dtype == torch.float32 else np.int32
+            self.put(upload, column, lanes, values.astype(kind))
 
-    def _stage_admits(self, plan: StepPlan, upload: Upload) -> Finish:
-        admits = plan.admits
-        if not admits:
-            return _nothing
+    @staticmethod
+    def put(upload: Upload, column: Tensor, lanes: Int32, values: Array) -> None:
+        """The column's whole lines of `lanes` int32 [n]; values [n, ...] in the column's type."""
+        width = column[0].numel()
+        places = lanes.astype(np.int64)[:, None] * width + np.arange(width)
+        upload.put(column, places.reshape(-1), values)
+
+    def _stage_admits(self, admits: Sequence[Admit], upload: Upload) -> None:
         lanes = int32([admit.lane for admit in admits])
-        self.bound[lanes] = [admit.computed for admit in admits]
-        values = int32(
-            [
-                (a.computed, a.prompt_len, a.prompt_len + a.params.min_tokens, a.max_total)
-                for a in admits
-            ]
-        )
+        computed = int32([admit.computed for admit in admits])
+        prompts = int32([admit.prompt_len for admit in admits])
+        least = int32([admit.params.min_tokens for admit in admits])
+        self.bound[lanes] = computed
+        upload.put(self.position, lanes, computed)
+        upload.put(self.prompt_len, lanes, prompts)
+        upload.put(self.min_total, lanes, prompts + least)
+        upload.put(self.max_total, lanes, int32([admit.max_total for admit in admits]))
         lengths = int32([len(admit.tokens) for admit in admits])
         places = _ragged(lanes, np.zeros_like(lanes), lengths, self.max_len)
-        keys = [
-            upload.add(x)
-            for x in (lanes, values, places, np.concatenate([a.tokens for a in admits]))
-        ]
-
-        def finish() -> None:
-            rows, ints, where, tokens = (upload[key] for key in keys)
-            self.tokens.view(-1)[where.long()] = tokens
-            columns = self.position, self.prompt_len, self.min_total, self.max_total
-            for i, column in enumerate(columns):
-                column[rows.long()] = ints[:, i]
-
-        return finish
-
-    def _stage_appends(self, table: Tensor, appends: BlockAppends, upload: Upload) -> Finish:
-        places = _ragged(appends.lanes, appends.starts, appends.counts, table.shape[1])
-        where, ids = upload.add(places), upload.add(appends.ids)
-
-        def finish() -> None:
-            table.view(-1)[upload[where].long()] = upload[ids]
-
-        return finish
-
-    def _stage_write(self, column: Tensor, lanes: Int32, values: Int32, upload: Upload) -> Finish:
-        where, what = upload.add(lanes), upload.add(values)
-
-        def finish() -> None:
-            column[upload[where].long()] = upload[what].view(-1, *column.shape[1:]).to(column.dtype)
-
-        return finish
+        upload.put(self.tokens, places, np.concatenate([admit.tokens for admit in admits]))
 
     # -- the step's batch ----------------------------------------------------------------------
 
@@ -210,12 +180,8 @@ class BatchState:
             self.tokens.view(-1)[where] = tokens
 
 
-def _nothing() -> None:
-    return None
-
-
-def _ragged(rows: Int32, starts: Int32, counts: Int32, stride: int) -> Int32:
+def _ragged(rows: Int32, starts: Int32, counts: Int32, stride: int) -> Array:
     """Flat places of `counts[i]` entries of line `rows[i]` from column `starts[i]` on."""
     ends = np.cumsum(counts)
     base = rows.astype(np.int64) * stride + starts - (ends - counts)
-    return int32(np.repeat(base, counts) + np.arange(ends[-1] if len(ends) else 0))
+    return np.repeat(base, counts) + np.arange(ends[-1] if len(ends) else 0)

@@ -68,12 +68,11 @@ class Body:
 
 @dataclass(frozen=True)
 class Head:
-    """tokens, reason: int32 [R]. logits: [R, vocab] as the model gave them, where the head keeps
-    them. Overwritten by the next replay, as a body's."""
+    """results: int32 [2, R], tokens and stop reasons. logits: [R, vocab] as the model gave them,
+    where the head keeps them. Overwritten by the next replay, as a body's."""
 
     graph: torch.cuda.CUDAGraph
-    tokens: Tensor
-    reason: Tensor
+    results: Tensor
     logits: Tensor | None
 
 
@@ -142,9 +141,9 @@ class StepGraphs:
         self._bodies[tokens, rows] = Body(graph, batch, hidden)
 
     def _capture_head(self, rows: int, kind: HeadKind) -> None:
-        graph, (tokens, reason) = self._captured(lambda: self._head(rows, kind))
+        graph, results = self._captured(lambda: self._head(rows, kind))
         kept = self._logits[:rows] if kind is HeadKind.ADJUST else None
-        self._heads[rows, kind] = Head(graph, tokens, reason, kept)
+        self._heads[rows, kind] = Head(graph, results, kept)
 
     def _captured(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         work()  # compiles kernels, which must not happen within a capture
@@ -183,7 +182,7 @@ class StepGraphs:
         self._last[:rows].copy_(last)
         return batch, hidden
 
-    def _head(self, rows: int, kind: HeadKind) -> tuple[Tensor, Tensor]:
+    def _head(self, rows: int, kind: HeadKind) -> Tensor:
         state, sampler = self._state, self._sampler
         lanes, starts = self._lanes[:rows], self._starts[: rows + 1]
         logits = self._model.scores(self._last[:rows])
@@ -206,7 +205,7 @@ class StepGraphs:
             sample_index=sampler.ints[:, 3],
             truncate=kind >= HeadKind.TRUNCATE,
         )
-        reason = finish_rows(
+        return finish_rows(
             lanes,
             starts,
             self._samples[:rows],
@@ -218,7 +217,6 @@ class StepGraphs:
             stops=sampler.stops,
             counts=sampler.adjust.counts if adjusts else None,
         )
-        return tokens, reason
 
     def _adjusted(self, logits: Tensor, lanes: Tensor, length: Tensor) -> Tensor:
         sampler = self._sampler

@@ -147,9 +147,9 @@ class ModelRunner:
         """The step as graphs; its head too, unless a row wants more of it than they give."""
         upload = self._staging.begin()
         inputs = upload.add(graphs.pack(plan))
-        change = self._stage(plan, upload)
+        copies = self._stage(plan, upload)
         upload.send()
-        change()
+        self._copy_blocks(copies, upload)
         graphs.inputs.copy_(upload[inputs])
         first = self.state.grow(plan)
         body = graphs.body(plan)
@@ -167,8 +167,7 @@ class ModelRunner:
     def _replay_head(self, graphs: StepGraphs, step: Step, kind: HeadKind) -> None:
         plan = step.plan
         head = graphs.head(plan, kind)
-        step.tokens = head.tokens[: plan.num_rows]
-        step.stop_reason = head.reason[: plan.num_rows]
+        step.results = head.results
         wanted = self.sampler.logprobs[plan.lanes]
         asked = np.flatnonzero((wanted >= 0) & ((plan.flags & RowFlag.SAMPLE) != 0))
         if head.logits is not None and len(asked):
@@ -216,36 +215,29 @@ class ModelRunner:
 
     def _apply(self, plan: StepPlan) -> Step:
         upload = self._staging.begin()
-        change = self._stage(plan, upload)
+        copies = self._stage(plan, upload)
         build = self.state.expand(plan, upload)
         upload.send()
-        change()
+        self._copy_blocks(copies, upload)
         step = build()
         for hook in self.hooks:
             hook.before_body(step)
         return step
 
-    def _stage(self, plan: StepPlan, upload: Upload) -> Callable[[], None]:
-        """Adds the plan's changes to the upload; the result carries them out once it is sent."""
-        state = self.state.stage(plan, upload)
-        sampler = self.sampler.stage(plan, upload)
-        copies = self._stage_copies(plan, upload)
-
-        def change() -> None:
-            state()
-            sampler()
-            for group, src, dst in copies:
-                self.cache.copy_blocks(group, upload[src].long(), upload[dst].long())
-
-        return change
-
-    @staticmethod
-    def _stage_copies(plan: StepPlan, upload: Upload) -> list[tuple[int, int, int]]:
+    def _stage(self, plan: StepPlan, upload: Upload) -> list[tuple[int, int, int]]:
+        """Adds the plan's changes to the upload. Returns its block copies: group, and where the
+        upload holds sources and destinations."""
+        self.state.stage(plan, upload)
+        self.sampler.stage(plan, upload)
         return [
             (group, upload.add(copies.src), upload.add(copies.dst))
             for group, copies in enumerate(plan.copies)
             if len(copies.src)
         ]
+
+    def _copy_blocks(self, copies: list[tuple[int, int, int]], upload: Upload) -> None:
+        for group, src, dst in copies:
+            self.cache.copy_blocks(group, upload[src].long(), upload[dst].long())
 
     def _body(self, step: Step) -> None:
         if step.plan.num_rows:
@@ -255,8 +247,8 @@ class ModelRunner:
 
     def _start_results(self, step: Step) -> None:
         rows = step.plan.num_rows
-        step.tokens = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
-        step.stop_reason = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        step.results = torch.zeros(2, rows, dtype=torch.int32, device=self.device)
+        step.tokens.fill_(-1)
 
     def _logits(self, step: Step, tokens: Int32) -> Tensor:
         """float32 [n, vocab] of the hidden states at places `tokens` of the batch."""
@@ -272,7 +264,7 @@ class ModelRunner:
 
     def _head(self, step: Step, rows: Int32, mask: Tensor | None) -> None:
         """Samples `rows`, int32 on the host, and moves their lanes on."""
-        if not len(rows) or step.tokens is None or step.stop_reason is None:
+        if not len(rows):
             return
         places = step.logit_rows.token[step.logit_rows.last[rows]]
         logits = self._logits(step, places)
@@ -335,7 +327,7 @@ class ModelRunner:
 
     def _read_back(self, step: Step) -> None:
         """Starts the copies to the host that `collect` will wait for."""
-        step.tokens, step.stop_reason = self._to_host(step.tokens), self._to_host(step.stop_reason)
+        step.results = self._to_host(step.results)
         for part in (*step.logprobs, *step.prompt_logprobs):
             for name in ("positions", "ids", "values", "ranks"):
                 setattr(part, name, self._to_host(getattr(part, name)))
@@ -363,15 +355,13 @@ class ModelRunner:
             gpu_us = step.started.elapsed_time(step.done) * 1e3
         else:
             gpu_us = (step.done - step.started) * 1e6
-        tokens, reason, pooled = step.tokens, step.stop_reason, step.pooled
-        if tokens is None or reason is None:
-            raise QuireError("the step has not run")
+        pooled = step.pooled
         sampled = (step.plan.flags & RowFlag.SAMPLE) != 0
         return StepResult(
             step_id=step.plan.step_id,
-            tokens=tokens.numpy().reshape(-1, 1),
+            tokens=step.tokens.numpy().reshape(-1, 1),
             n_tokens=int32(sampled),
-            stop_reason=reason.numpy(),
+            stop_reason=step.stop_reason.numpy(),
             logprobs=join(step.logprobs),
             prompt_logprobs=join(step.prompt_logprobs),
             pooled=None if pooled is None else Pooled(pooled.rows, pooled.values.numpy()),

@@ -39,7 +39,8 @@ class Step:
     batch: what the model sees. first: int32 [R] on the host, each row's first position; exact for
     PROMPT rows. lanes: int64 [R], and position: int32 [R], each lane's position after the step; not
     needed, and absent, where a graph runs the head.
-    hidden: [T, width] once the body has run. tokens, stop_reason: int32 [R], filled by the head.
+    hidden: [T, width] once the body has run. results: int32 [2, >= R], tokens and stop reasons,
+    filled by the head.
     waits: the head of GATED rows is still to be released.
     """
 
@@ -50,14 +51,23 @@ class Step:
     lanes: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     position: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     hidden: Tensor | None = None
-    tokens: Tensor | None = None
-    stop_reason: Tensor | None = None
+    results: Tensor = field(default_factory=lambda: torch.empty(2, 0, dtype=torch.int32))
     logprobs: list[DeviceLogprobs] = field(default_factory=list)
     prompt_logprobs: list[DeviceLogprobs] = field(default_factory=list)
     pooled: DevicePooled | None = None
     waits: bool = False
     done: Any = None
     started: Any = None
+
+    @property
+    def tokens(self) -> Tensor:
+        """int32 [R]."""
+        return self.results[0, : self.plan.num_rows]
+
+    @property
+    def stop_reason(self) -> Tensor:
+        """int32 [R]."""
+        return self.results[1, : self.plan.num_rows]
 
     def sampled_rows(self, *, gated: bool) -> Int32:
         """The rows that sample, those that wait for the host or those that do not, int32."""

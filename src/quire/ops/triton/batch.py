@@ -108,7 +108,7 @@ def expand_batch(
 @triton.jit
 def _finish(
     lanes_ptr, query_start_ptr, samples_ptr, sampled_ptr, position_ptr, tokens_ptr, max_total_ptr,
-    min_total_ptr, stops_ptr, reason_ptr, counts_ptr, tokens_stride, max_len, stops_stride, width,
+    min_total_ptr, stops_ptr, results_ptr, counts_ptr, tokens_stride, max_len, stops_stride, width,
     vocab, STOPS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -122,9 +122,11 @@ def _finish(
     position = tl.load(position_ptr + lane) + length
     tl.store(position_ptr + lane, position)
     if tl.load(samples_ptr + row) == 0:
-        tl.store(reason_ptr + row, 0)
+        tl.store(results_ptr + row, -1)
+        tl.store(results_ptr + tl.num_programs(0) + row, 0)
         return
     token = tl.load(sampled_ptr + row)
+    tl.store(results_ptr + row, token)
     at = tl.minimum(position, max_len - 1)
     tl.store(tokens_ptr + lane * tokens_stride + at, token)
     if COUNT:
@@ -136,7 +138,8 @@ def _finish(
     hit = tl.max((stop == token).to(tl.int32), 0) > 0
     hit = hit & (total > tl.load(min_total_ptr + lane))
     long = total >= tl.load(max_total_ptr + lane)
-    tl.store(reason_ptr + row, tl.where(hit, 1, tl.where(long, 2, 0)))
+    reason = tl.where(hit, 1, tl.where(long, 2, 0))
+    tl.store(results_ptr + tl.num_programs(0) + row, reason)
 
 
 def finish_rows(
@@ -159,17 +162,33 @@ def finish_rows(
     has no new token. sampled: int32 [N]. position, max_total, min_total: int32 [lanes]; position is
     advanced. tokens: int32 [lanes, max_len], gets the sampled token at the new position. stops:
     int32 [lanes, S], ids that end a lane, padded with -1. counts: int32 [lanes, vocab], where the
-    sampled token's entry grows by 2, or None. Returns a `StopReason` per row, int32 [N].
+    sampled token's entry grows by 2, or None. Returns int32 [2, N]: the tokens, -1 where there is
+    none, and a `StopReason` per row; undefined for padding.
     """
     rows, device = lanes.shape[0], lanes.device
-    reason = torch.zeros(rows, dtype=torch.int32, device=device)
+    results = torch.empty(2, rows, dtype=torch.int32, device=device)
     use_pdl = traits(device).pdl if pdl is None else pdl
     width = stops.shape[1]
     _finish[(rows,)](
-        lanes, query_start, samples, sampled, position, tokens, max_total, min_total, stops, reason,
-        stops if counts is None else counts, tokens.stride(0), tokens.shape[1], stops.stride(0),
-        width, 0 if counts is None else counts.shape[1],
+        lanes, query_start, samples, sampled, position, tokens, max_total, min_total, stops,
+        results, stops if counts is None else counts, tokens.stride(0), tokens.shape[1],
+        stops.stride(0), width, 0 if counts is None else counts.shape[1],
         STOPS=triton.next_power_of_2(width), COUNT=counts is not None, PDL=use_pdl,
         **options(use_pdl, num_warps=1),
     )  # fmt: skip
-    return reason
+    return results
+
+
+@triton.jit
+def _scatter(addresses_ptr, values_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    to = tl.load(addresses_ptr + at, mask=inside, other=0).to(tl.pointer_type(tl.int32))
+    tl.store(to, tl.load(values_ptr + at, mask=inside, other=0), mask=inside)
+
+
+def scatter(addresses: Tensor, values: Tensor) -> None:
+    """Writes each of values int32 [n] to its address int64 [n], a word of the same device's memory.
+    That addresses are valid, and differ, is the caller's word."""
+    n = values.shape[0]
+    _scatter[(triton.cdiv(n, _BLOCK),)](addresses, values, n, BLOCK=_BLOCK, num_warps=4)

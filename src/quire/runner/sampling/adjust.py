@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.plan import Admit, Int32, int32
-from quire.runner.batch_state import BatchState, ColumnSpec, Finish
-from quire.runner.staging import Upload
+from quire.runner.batch_state import BatchState, ColumnSpec
+from quire.runner.staging import Array, Upload
 from quire.sampling_params import MAX_BIAS_ENTRIES
 
 
@@ -32,58 +32,20 @@ class Adjustments:
 
     # -- parameters ----------------------------------------------------------------------------
 
-    def stage(self, admits: Sequence[Admit], upload: Upload) -> Finish:
-        finishes = [self._stage_counts(admits, upload), self._stage_bias(admits, upload)]
-        return lambda: [finish() for finish in finishes]
-
-    def _stage_counts(self, admits: Sequence[Admit], upload: Upload) -> Finish:
-        penalized = [admit for admit in admits if admit.params.penalizes]
-        if not penalized:
-            return lambda: None
-        found = [_counted(admit) for admit in penalized]
-        lanes = int32([admit.lane for admit in penalized])
-        rows = np.repeat(lanes, [len(ids) for ids, _ in found])
-        keys = [
-            upload.add(x)
-            for x in (
-                lanes,
-                rows,
-                np.concatenate([ids for ids, _ in found]),
-                np.concatenate([counts for _, counts in found]),
-            )
-        ]
-
-        def finish() -> None:
-            own, where, ids, counts = (upload[key] for key in keys)
-            self.counts.index_fill_(0, own.long(), 0)
-            self.counts[where.long(), ids.long()] = counts
-
-        return finish
-
-    def _stage_bias(self, admits: Sequence[Admit], upload: Upload) -> Finish:
-        biases = [admit.params.logit_bias or {} for admit in admits]
-        sizes = [len(bias) for bias in biases]
+    def stage(self, admits: Sequence[Admit], upload: Upload) -> None:
         lanes = int32([admit.lane for admit in admits])
-        rows, columns = np.repeat(lanes, sizes), [np.arange(size) for size in sizes]
-        keys = [upload.add(lanes), upload.add(int32(sizes))]
-        if any(sizes):
-            values = [value for bias in biases for value in bias.values()]
-            keys += [
-                upload.add(rows),
-                upload.add(int32(np.concatenate(columns))),
-                upload.add(int32([id for bias in biases for id in bias])),
-                upload.add(np.asarray(values, dtype=np.float32)),
-            ]
-
-        def finish() -> None:
-            own, number, *entries = (upload[key] for key in keys)
-            self.num_bias[own.long()] = number
-            if entries:
-                place = entries[0].long(), entries[1].long()
-                self.bias_ids[place] = entries[2]
-                self.bias_values[place] = entries[3]
-
-        return finish
+        upload.put(self.num_bias, lanes, int32([len(a.params.logit_bias or ()) for a in admits]))
+        for admit in admits:
+            if admit.params.logit_bias:
+                places = admit.lane * MAX_BIAS_ENTRIES + np.arange(len(admit.params.logit_bias))
+                upload.put(self.bias_ids, places, int32(list(admit.params.logit_bias)))
+                values = np.asarray(list(admit.params.logit_bias.values()), dtype=np.float32)
+                upload.put(self.bias_values, places, values)
+            if admit.params.penalizes:
+                # Before the upload's writes, on the same stream.
+                self.counts[admit.lane].zero_()
+                ids, counts = _counted(admit)
+                upload.put(self.counts, admit.lane * self.counts.shape[1] + ids, counts)
 
     # -- logits, op by op ----------------------------------------------------------------------
 
@@ -121,10 +83,10 @@ class Adjustments:
         self.counts[place] = self.counts[place] + 2
 
 
-def _counted(admit: Admit) -> tuple[Int32, Int32]:
+def _counted(admit: Admit) -> tuple[Array, Int32]:
     """The distinct tokens of a request, and their entries in `Adjustments.counts`."""
     ids, where = np.unique(admit.tokens, return_inverse=True)
     counts = np.zeros(len(ids), dtype=np.int32)
     counts[where[: admit.prompt_len]] = 1
     np.add.at(counts, where[admit.prompt_len :], 2)
-    return int32(ids), counts
+    return ids.astype(np.int64), counts

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.plan import Admit, Int32, StepPlan, StopReason, int32
-from quire.runner.batch_state import BatchState, ColumnSpec, Finish
+from quire.runner.batch_state import BatchState, ColumnSpec
 from quire.runner.sampling import random, truncate
 from quire.runner.sampling.adjust import Adjustments
 from quire.runner.staging import Upload
@@ -61,30 +61,23 @@ class Sampler:
 
     # -- parameters ----------------------------------------------------------------------------
 
-    def stage(self, plan: StepPlan, upload: Upload) -> Finish:
+    def stage(self, plan: StepPlan, upload: Upload) -> None:
         """Adds the parameters of admitted requests to the upload."""
         admits = plan.admits
         if not admits:
-            return lambda: None
+            return
         stops = [self._stop_ids(admit.params) for admit in admits]
         self._widen(max(len(ids) for ids in stops))
         width = self.stops.shape[1]
-        lanes = upload.add(int32([admit.lane for admit in admits]))
-        floats = upload.add(np.asarray([_floats(a.params) for a in admits], dtype=np.float32))
-        ints = upload.add(int32([_ints(admit) for admit in admits]))
-        ends = upload.add(int32([ids + [-1] * (width - len(ids)) for ids in stops]))
-        adjust = self.adjust.stage(admits, upload)
+        lanes = int32([admit.lane for admit in admits])
+        floats = np.asarray([_floats(a.params) for a in admits], dtype=np.float32)
+        self.state.put(upload, self.floats, lanes, floats)
+        self.state.put(upload, self.ints, lanes, int32([_ints(admit) for admit in admits]))
+        ends = int32([ids + [-1] * (width - len(ids)) for ids in stops])
+        self.state.put(upload, self.stops, lanes, ends)
+        self.adjust.stage(admits, upload)
         for admit, ids in zip(admits, stops, strict=True):
             self._note(admit, bool(ids))
-
-        def finish() -> None:
-            where = upload[lanes].long()
-            self.floats[where] = upload[floats]
-            self.ints[where] = upload[ints]
-            self.stops[where] = upload[ends]
-            adjust()
-
-        return finish
 
     def _stop_ids(self, params: SamplingParams) -> list[int]:
         eos = () if params.ignore_eos else self.eos
