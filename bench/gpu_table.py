@@ -4,9 +4,10 @@
     python bench/gpu_table.py FOLDER ... --list       # the parts, for those folders' models
     python bench/gpu_table.py --part qwen3-8b:cases   # one part; it ends within ten minutes
 
-Weights are random: a folder needs no more than its config.json. A model whose folder is named as
-one of the targets' gets their cases, any other one `nano`, `b64`, `b1` and `ttft`. Records are
-appended to RESULTS/CARD_throughput.jsonl, _startup.jsonl and _ablation.jsonl.
+Weights are random: a folder needs no more than its config.json. With --scratch FOLDER, checkpoints
+are written there, to time starts from files as well. A model whose folder is named as one of the
+targets' gets their cases, any other one `nano`, `b64`, `b1` and `ttft`. Records are appended to
+RESULTS/CARD_throughput.jsonl, _startup.jsonl and _ablation.jsonl.
 """
 
 from __future__ import annotations
@@ -31,26 +32,35 @@ _DUMMY = ("--load-format", "dummy", "--skip-tokenizer-init")
 
 @dataclass(frozen=True)
 class Part:
-    """One run of `quire bench`; `file` is what its records' file is called after the card."""
+    """One run of `quire bench`. file: what its records' file is called after the card. config: the
+    folder of which a checkpoint must be there, made of random weights if need be."""
 
     name: str
     arguments: tuple[str, ...]
     file: str
+    config: Path | None = None
 
 
-def parts_of(folder: Path) -> list[Part]:
-    """What there is to run for a model: its cases; its start, warm and cold; its switches."""
+def parts_of(folder: Path, scratch: Path | None = None) -> list[Part]:
+    """What there is to run for a model: its cases; its start, warm and cold; its switches; and its
+    start from files, if there is a place for them."""
     model = folder.name
     path = (str(folder), *_DUMMY)
     known = [t.case for t in TARGETS if t.model.lower() == model.lower() and t.case != "startup"]
     cases = tuple(dict.fromkeys(known or OTHERS))
     steady = tuple(case for case in cases if case.startswith(("b1", "b64", "ttft")))
-    return [
+    parts = [
         Part(f"{model}:cases", ("throughput", *path, *_each("--case", cases)), "throughput"),
         Part(f"{model}:start", ("startup", *path), "startup"),
         Part(f"{model}:cold", ("startup", *path, "--cold", "--repeat", "1"), "startup"),
         Part(f"{model}:switches", ("ablation", *path, *_each("--case", steady)), "ablation"),
     ]
+    if scratch is not None:
+        files = (str(scratch / model), "--skip-tokenizer-init")
+        parts.append(Part(f"{model}:files", ("startup", *files), "startup", folder))
+        cold = ("startup", *files, "--cold", "--repeat", "1")
+        parts.append(Part(f"{model}:files-cold", cold, "startup", folder))
+    return parts
 
 
 def _each(flag: str, values: Sequence[str]) -> tuple[str, ...]:
@@ -62,6 +72,12 @@ def run(part: Part, results: Path, card: str) -> bool:
     file = results / f"{slug(card)}_{part.file}.jsonl"
     command = [sys.executable, "-m", "quire", "bench", *part.arguments, "--output", str(file)]
     print(f"== {part.name}", flush=True)
+    if part.config is not None:
+        checkpoint = Path(part.arguments[1])
+        if not (checkpoint / "config.json").exists():
+            from random_checkpoint import write
+
+            write(part.config, checkpoint)
     try:
         return subprocess.run(command, timeout=LIMIT).returncode == 0
     except subprocess.TimeoutExpired:
@@ -98,12 +114,15 @@ def main() -> int:
     parser.add_argument("models", type=Path, nargs="*", default=default, help="model folders")
     parser.add_argument("--results", type=Path, default=report.RESULTS)
     parser.add_argument("--part", action="append", default=[], help="only this part (repeatable)")
+    parser.add_argument("--scratch", type=Path, help="a folder for checkpoints of random weights")
     parser.add_argument("--list", action="store_true", help="print the parts' names and stop")
     options = parser.parse_args()
     absent = [str(folder) for folder in options.models if not (folder / "config.json").is_file()]
     if absent:
         raise SystemExit(f"no config.json in: {', '.join(absent)}")
-    parts = [part for folder in options.models for part in parts_of(folder.resolve())]
+    parts = [
+        part for folder in options.models for part in parts_of(folder.resolve(), options.scratch)
+    ]
     if options.list:
         print("\n".join(part.name for part in parts))
         return 0

@@ -12,6 +12,7 @@ counts, if it was made at full size with the engine's own settings.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -268,12 +269,15 @@ def starts(book: Book) -> str:
     """Seconds from the command to the first token, and where they go."""
     rows = []
     for model in dict.fromkeys(target.model for target in TARGETS):
-        for case, name in (("startup", "warm"), ("startup-cold", "empty")):
+        for load_format, cold in itertools.product(("dummy", "auto"), (False, True)):
+            case = startup.case_name(load_format, cold=cold)
             record = book.latest.get((model.lower(), case))
             if record is not None:
                 values = [record.metrics.get(m) for m in ("first_token_s", *startup.PHASES)]
-                rows.append([model, name, *("–" if v is None else f"{v:.1f}" for v in values)])
-    header = ["model", "kernel cache", "first token, s"]
+                cells = ["–" if value is None else f"{value:.1f}" for value in values]
+                weights = "random" if load_format == "dummy" else "files"
+                rows.append([model, weights, "empty" if cold else "warm", *cells])
+    header = ["model", "weights", "kernel cache", "first token, s"]
     header += [phase.removesuffix("_s") for phase in startup.PHASES]
     return table(header, rows) if rows else "Not measured yet.\n"
 

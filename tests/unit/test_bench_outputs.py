@@ -14,7 +14,7 @@ from quire.bench import ablation, outputs, plots, startup
 from quire.bench.outputs import Outputs
 from quire.bench.record import BenchRecord, read_jsonl
 from quire.config import EngineArgs
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
 
 
 def record(case: str, settings: dict[str, object] | None = None, **metrics: float) -> BenchRecord:
@@ -174,11 +174,23 @@ def test_startup_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "o.jsonl"
     bench("startup", "--cold", "--repeat", "1", "--output", str(file))
     (found,) = read_jsonl(file)
-    assert found.case == "startup-cold"
+    assert found.case == "startup-files-cold"
     total = found.metrics["first_token_s"]
     assert total == pytest.approx(sum(found.metrics[name] for name in startup.PHASES))
 
 
 def test_a_start_that_fails_says_why() -> None:
+    command = startup.command({"max_model_len": 99999999})
     with pytest.raises(ConfigError, match="max_model_len=99999999 is more than"):
-        startup.measure({"max_model_len": 99999999}, cold=True, repeat=1, timeout=120)
+        startup.measure(command, cold=True, repeat=1, timeout=120)
+
+
+def test_a_start_that_takes_too_long_is_ended() -> None:
+    command = [sys.executable, "-c", "import time; print('{', flush=True); time.sleep(600)"]
+    with pytest.raises(QuireError, match="no token within 1 seconds"):
+        startup.measure(command, cold=True, repeat=1, timeout=1)
+
+
+def test_names_of_starts() -> None:
+    assert startup.case_name("dummy", cold=False) == "startup"
+    assert startup.case_name("auto", cold=True) == "startup-files-cold"

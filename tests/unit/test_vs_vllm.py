@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import sys
 import types
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 import vs_vllm
-from quire.bench import record
+from quire.bench import record, startup
 from quire.bench.cases import NAMED
 from quire.bench.record import read_jsonl
 
@@ -98,6 +99,38 @@ def test_same_work_as_quire(tmp_path: Path, fake_vllm: type[FakeLLM]) -> None:
     assert nano.metrics["output_tokens"] == work.output_tokens
     assert free.metrics["requests"] == 2
     assert set(ttft.metrics) == {"ttft_512_ms", "ttft_2048_ms"}
+
+
+def test_start_in_fresh_processes(
+    monkeypatch: pytest.MonkeyPatch, fake_vllm: type[FakeLLM], tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+
+    def measure(command: list[str], **options: Any) -> dict[str, Any]:
+        asked.append((command, options))
+        return {"first_token_s": 70.0, "device": "cuda"}
+
+    monkeypatch.setattr(vs_vllm.startup, "measure", measure)
+    file = tmp_path / "o.jsonl"
+    arguments = ["m", "--case", "startup", "--repeat", "1", "--output", str(file)]
+    assert vs_vllm.main(arguments) == 0
+    ((command, options),) = asked
+    assert command[2:] == [*arguments, "--first-token"]
+    assert command[1].endswith("vs_vllm.py")
+    assert (options["cold"], options["repeat"]) == (False, 1)
+    (found,) = read_jsonl(file)
+    assert (found.case, found.metrics) == ("startup", {"first_token_s": 70.0})
+    assert fake_vllm.made == []
+
+
+def test_what_a_start_says(capsys: pytest.CaptureFixture[str], fake_vllm: type[FakeLLM]) -> None:
+    assert vs_vllm.main(["m", "--first-token"]) == 0
+    moments = json.loads(capsys.readouterr().out)
+    found = startup.phases(moments, moments["started"], moments["first_token"])
+    assert found["first_token_s"] == pytest.approx(sum(found[name] for name in startup.PHASES))
+    ((prompts, params),) = fake_vllm.made[0].calls
+    assert len(prompts[0]["prompt_token_ids"]) == 16
+    assert params[0].given["max_tokens"] == 1
 
 
 def test_a_short_answer_is_no_measurement(fake_vllm: type[FakeLLM]) -> None:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.errors import ConfigError, QuireError
@@ -19,33 +19,40 @@ PHASES = ("python_s", "import_s", "weights_s", "capture_s", "rest_s", "generate_
 `generate`. They add up to `first_token_s`."""
 
 
-Settings = Mapping[str, Any]
+def command(settings: Mapping[str, Any]) -> list[str]:
+    """Starts Quire with these fields of `EngineArgs`."""
+    return [sys.executable, "-m", "quire.bench.first_token", json.dumps(settings)]
 
 
-def measure(settings: Settings, *, cold: bool, repeat: int, timeout: float) -> dict[str, Any]:
+def case_name(load_format: str, *, cold: bool) -> str:
+    """Random weights are what other engines' figures are for, so they are the plain case."""
+    name = "startup" if load_format == "dummy" else "startup-files"
+    return name + "-cold" if cold else name
+
+
+def measure(command: Sequence[str], *, cold: bool, repeat: int, timeout: float) -> dict[str, Any]:
     """The best of `repeat` starts: its phases and `first_token_s`, and the `device`.
 
-    settings: fields of `EngineArgs`. cold: each start has an empty kernel cache; otherwise one that
-    is not counted fills it before. timeout: seconds for one start.
+    command: starts an engine as `quire.bench.first_token` does. cold: each start has an empty
+    kernel cache; otherwise one that is not counted fills it before. timeout: seconds for one start.
 
     Raises:
         ConfigError: the engine refuses the settings.
         QuireError: it failed, or took too long.
     """
     if not cold:
-        _start(settings, dict(os.environ), timeout)
+        _start(command, dict(os.environ), timeout)
     runs = []
     for _ in range(repeat):
         with tempfile.TemporaryDirectory(prefix="quire-cold-") as folder:
             environment = dict(os.environ)
             if cold:
                 environment["TRITON_CACHE_DIR"] = folder
-            runs.append(_start(settings, environment, timeout))
+            runs.append(_start(command, environment, timeout))
     return min(runs, key=lambda run: run["first_token_s"])
 
 
-def _start(settings: Settings, environment: dict[str, str], timeout: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "quire.bench.first_token", json.dumps(settings)]
+def _start(command: Sequence[str], environment: dict[str, str], timeout: float) -> dict[str, Any]:
     began = time.monotonic()
     with (
         tempfile.TemporaryFile("w+") as errors,

@@ -106,9 +106,10 @@ def start(engine: EngineArgs, *, cold: bool, repeat: int, timeout: float, output
     """Starts engines in processes of their own; this one stays off the device."""
     outputs.check()
     fields = {**_given(engine), "enable_prefix_caching": False}
-    name = "startup-cold" if cold else "startup"
+    name = startup.case_name(engine.load_format, cold=cold)
     typer.echo(f"running {name} ...", err=True)
-    metrics = startup.measure(fields, cold=cold, repeat=repeat, timeout=timeout)
+    command = startup.command(fields)
+    metrics = startup.measure(command, cold=cold, repeat=repeat, timeout=timeout)
     device = metrics.pop("device")
     # Only now: to ask the device its name takes some of its memory.
     record = _record(name, metrics, _resolve(_given(engine)), {"repeat": repeat}, device)
