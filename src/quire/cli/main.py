@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +13,7 @@ from quire.cli.bench_commands import app as bench
 from quire.cli.settings import SamplingArgs, with_settings
 from quire.config import EngineArgs
 from quire.errors import ConfigError, EngineDeadError, ModelError, QuireError, RequestError
-from quire.server.args import ServerArgs
+from quire.server.args import ApiArgs, ServerArgs
 
 app = typer.Typer(
     name="quire",
@@ -95,6 +96,38 @@ def generate(
     from quire.cli.generate import generate as run
 
     run(prompt, engine, sampling, as_chat=as_chat)
+
+
+@app.command("run-batch")
+@with_settings(EngineArgs, ApiArgs, positional=False)
+def run_batch(
+    source: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="Requests, one JSON object per line.")
+    ],
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="OUTPUT", help="Outcomes; what it holds already is not run again."),
+    ],
+    *,
+    engine: EngineArgs,
+    api: ApiArgs,
+    error_file: Annotated[
+        Path | None,
+        typer.Option("--error-file", "-o", help="Failures go here instead of to OUTPUT."),
+    ] = None,
+    max_concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=100_000, help="Requests under way at once. Default: 2 x --max-num-seqs."
+        ),
+    ] = None,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format. Run it again to go on after a kill."""
+    from quire.cli.run_batch import run_batch as run
+    from quire.server.batch.run import Batch
+
+    batch = Batch(source=source, target=target, errors=error_file)
+    run(engine, api, batch, max_concurrency)
 
 
 @app.command()

@@ -16,16 +16,9 @@ def _setting(default: Any, help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerArgs:
-    """What a user may set of the server."""
+class ApiArgs:
+    """What a user may set of how requests are read and answered."""
 
-    host: str = _setting(
-        "127.0.0.1", "Address to listen on. 0.0.0.0 is every interface: then set --api-key too."
-    )
-    port: int = _setting(8000, "Port to listen on; 0 takes a free one.")
-    api_key: tuple[str, ...] = _setting(
-        (), "Accept this bearer key (may be repeated). Every route but /health then asks for one."
-    )
     served_model_name: str | None = _setting(None, "Name of the model in the API.")
     generation_config: Literal["auto", "none"] = _setting(
         "auto", "auto: requests default to the sampling settings the model ships with."
@@ -40,6 +33,44 @@ class ServerArgs:
         "auto", "How the model sets its reasoning apart. auto: as its chat template says."
     )
     max_body_mb: float = _setting(16.0, "Largest request body, in MB.")
+
+    def __post_init__(self) -> None:
+        self._positive("max_body_mb")
+        self._one_of("generation_config", "tool_call_parser", "reasoning_parser")
+        if self.chat_template is not None and not Path(self.chat_template).is_file():
+            raise ConfigError(f"chat_template: no file {self.chat_template!r}", "chat_template")
+
+    def _positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0.0):
+                raise ConfigError(f"{name} must be > 0, got {value}", name)
+
+    def _one_of(self, *names: str) -> None:
+        hints = get_type_hints(type(self))
+        for name in names:
+            allowed = get_args(hints[name])
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}", name
+                )
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * 1e6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs(ApiArgs):
+    """What a user may set of the server."""
+
+    host: str = _setting(
+        "127.0.0.1", "Address to listen on. 0.0.0.0 is every interface: then set --api-key too."
+    )
+    port: int = _setting(8000, "Port to listen on; 0 takes a free one.")
+    api_key: tuple[str, ...] = _setting(
+        (), "Accept this bearer key (may be repeated). Every route but /health then asks for one."
+    )
     response_store_size: int = _setting(
         1000, "Responses of /v1/responses to keep for later requests; 0 keeps none."
     )
@@ -52,6 +83,7 @@ class ServerArgs:
     access_log: bool = _setting(False, "Log every request.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}", "port")
         if self.response_store_size < 0:
@@ -59,22 +91,7 @@ class ServerArgs:
                 f"response_store_size must be >= 0, got {self.response_store_size}",
                 "response_store_size",
             )
-        for name in ("max_body_mb", "drain_timeout", "response_store_mb", "response_store_hours"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0.0):
-                raise ConfigError(f"{name} must be > 0, got {value}", name)
+        self._positive("drain_timeout", "response_store_mb", "response_store_hours")
+        self._one_of("log_level")
         if any(not key or not key.isascii() or " " in key for key in self.api_key):
             raise ConfigError("an api_key must be non-empty ASCII without spaces", "api_key")
-        if self.chat_template is not None and not Path(self.chat_template).is_file():
-            raise ConfigError(f"chat_template: no file {self.chat_template!r}", "chat_template")
-        hints = get_type_hints(type(self))
-        for name in ("generation_config", "tool_call_parser", "reasoning_parser", "log_level"):
-            allowed = get_args(hints[name])
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}", name
-                )
-
-    @property
-    def max_body_bytes(self) -> int:
-        return int(self.max_body_mb * 1e6)

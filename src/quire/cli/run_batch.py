@@ -1,0 +1,84 @@
+"""`quire run-batch`: a file of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from quire.cli.progress import progress_bar
+from quire.config import EngineArgs
+from quire.server.args import ApiArgs, ServerArgs
+from quire.server.batch.run import Batch, Counts
+
+_FAILED, _STOPPED = 1, 130
+
+
+def run_batch(engine: EngineArgs, api: ApiArgs, batch: Batch, concurrency: int | None) -> None:
+    """Runs what is not done yet. The status is 0 where every line has an answer, 1 where one
+    failed, 130 where Ctrl-C ended it."""
+    batch.check()
+    console = Console(stderr=True)
+    try:
+        with asyncio.Runner() as runner:
+            counts = runner.run(_run(engine, api, batch, concurrency, console))
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command goes on where this one was", err=True)
+        raise typer.Exit(_STOPPED) from None
+    earlier = f", {counts.before} of them earlier" if counts.before else ""
+    typer.echo(f"{counts.done} lines done{earlier}; {counts.failed} failed", err=True)
+    if counts.failed:
+        raise typer.Exit(_FAILED)
+
+
+async def _run(
+    engine: EngineArgs, api: ApiArgs, batch: Batch, concurrency: int | None, console: Console
+) -> Counts:
+    from dataclasses import replace
+
+    from quire.engine.client import EngineClient
+    from quire.server.app import build_app
+
+    with progress_bar(console) as on_progress:
+        client = await EngineClient.launch(engine, on_progress)
+    try:
+        # Nobody fetches a response from here later.
+        app = build_app(client, ServerArgs(**vars(api), response_store_size=0))
+        # As many wait as run, so that the engine never waits for this process.
+        most = concurrency or 2 * client.config.scheduler.max_num_seqs
+        batch = replace(batch, concurrency=most, max_body=api.max_body_bytes)
+        with _bar(console) as on_count:
+            return await batch.run(app, on_count)
+    finally:
+        await client.shutdown()
+
+
+@contextlib.contextmanager
+def _bar(console: Console) -> Iterator[Callable[[Counts], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    progress = Progress(
+        TextColumn("Requests"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[failed]} failed"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    task = progress.add_task("", total=None, failed=0)
+    with progress:
+        yield lambda counts: progress.update(
+            task, completed=counts.done, total=counts.total, failed=counts.failed
+        )

@@ -1,0 +1,167 @@
+"""The lines of batch files: what comes in, what goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from quire.errors import ConfigError
+from quire.server.state import new_id
+
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+MAX_ID = 512
+
+_AROUND = 8192
+"""Bytes of a line beside its body."""
+
+
+class BatchRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """One line of the input."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class BatchResponse(msgspec.Struct):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class BatchError(msgspec.Struct, omit_defaults=True):
+    """Why a line was not run. line: its number, from 1, where its id does not tell it apart."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class BatchOutcome(msgspec.Struct):
+    """One line of the output."""
+
+    id: str
+    custom_id: str | None
+    response: BatchResponse | None
+    error: BatchError | None
+
+    @property
+    def failed(self) -> bool:
+        return self.response is None or self.response.status_code != 200
+
+
+Key = str | int
+"""What tells outcomes apart: the custom id, or the line's number where that is no use."""
+
+
+@dataclass(slots=True)
+class Line:
+    """A line of the input: a request, or what is wrong with it."""
+
+    number: int
+    custom_id: str | None
+    request: BatchRequest | None = None
+    error: BatchError | None = None
+
+    @property
+    def key(self) -> Key:
+        if self.custom_id is None or (self.error is not None and self.error.line is not None):
+            return self.number
+        return self.custom_id
+
+
+def refused(line: Line) -> BatchOutcome:
+    return BatchOutcome(new_id("batch_req", "_"), line.custom_id, None, line.error)
+
+
+def read_lines(path: Path, max_body: int) -> Iterator[Line]:
+    """The requests of a file, one at a time; empty lines are skipped. `max_body`: bytes.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    seen: set[str] = set()
+    try:
+        with path.open("rb") as file:
+            for number, data in _bounded(file, max_body + _AROUND):
+                yield _parse(number, data, seen)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", "input") from None
+
+
+def _bounded(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
+    """(number, line) for each that is not empty; None stands for one that is too long."""
+    number = 0
+    while data := file.readline(limit):
+        number += 1
+        if len(data) == limit and not data.endswith(b"\n"):
+            while rest := file.readline(limit):
+                if rest.endswith(b"\n"):
+                    break
+            yield number, None
+        elif data.strip():
+            yield number, data
+
+
+def _parse(number: int, data: bytes | None, seen: set[str]) -> Line:
+    if data is None:
+        return _bad(number, "line_too_long", "it is longer than a request may be.")
+    try:
+        request = msgspec.json.decode(data, type=BatchRequest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = "invalid_request" if isinstance(error, msgspec.ValidationError) else "invalid_json"
+        return _bad(number, f"{what}_line", f"it is no batch request: {error}.")
+    custom_id = request.custom_id
+    if not 0 < len(custom_id) <= MAX_ID:
+        why = f"'custom_id' must have 1 to {MAX_ID} characters."
+        return _bad(number, "invalid_custom_id", why, "custom_id")
+    if custom_id in seen:
+        why = f"the custom_id {custom_id[:100]!r} was in an earlier line."
+        return _bad(number, "duplicate_custom_id", why, "custom_id", custom_id)
+    seen.add(custom_id)
+    line = Line(number, custom_id, request)
+    if request.method != "POST":
+        line.error = BatchError(
+            "invalid_method", f"'method' must be POST, not {request.method[:40]!r}.", "method"
+        )
+    elif request.url not in ROUTES:
+        line.error = BatchError(
+            "invalid_url",
+            f"'url' must be one of {', '.join(ROUTES)}, not {request.url[:100]!r}.",
+            "url",
+        )
+    else:
+        line.error = _check_body(request.body)
+    return line
+
+
+def _bad(
+    number: int, code: str, why: str, param: str | None = None, custom_id: str | None = None
+) -> Line:
+    return Line(number, custom_id, error=BatchError(code, f"Line {number}: {why}", param, number))
+
+
+class _Peek(msgspec.Struct):
+    """Fields that have no meaning in a batch."""
+
+    stream: bool | None = None
+    background: bool | None = None
+
+
+def _check_body(body: msgspec.Raw) -> BatchError | None:
+    try:
+        peek = msgspec.json.decode(body, type=_Peek)
+    except msgspec.ValidationError as error:
+        return BatchError("invalid_body", f"'body': {error}.", "body")
+    for name in ("stream", "background"):
+        if getattr(peek, name):
+            return BatchError(
+                "unsupported_parameter", f"'{name}' is not available in batches.", f"body.{name}"
+            )
+    return None

@@ -1,0 +1,167 @@
+"""Runs a file of requests against the application, in this process and without a port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp
+
+from quire.errors import ConfigError, EngineDeadError
+from quire.server.batch.lines import (
+    BatchOutcome,
+    BatchRequest,
+    BatchResponse,
+    Line,
+    read_lines,
+    refused,
+)
+from quire.server.batch.outcomes import OutcomeFile
+from quire.server.state import new_id
+
+
+@dataclass(slots=True)
+class Counts:
+    """Lines of a batch. before: of `done`, those of earlier runs. failed: of all that are done."""
+
+    total: int = 0
+    done: int = 0
+    before: int = 0
+    failed: int = 0
+
+
+OnCount = Callable[[Counts], None]
+"""Told after each line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A file of requests and where its outcomes go; failures to `errors`, if that is given.
+
+    concurrency: requests under way at once. max_body: bytes.
+    """
+
+    source: Path
+    target: Path
+    errors: Path | None = None
+    concurrency: int = 256
+    max_body: int = 16_000_000
+
+    def check(self) -> None:
+        """Raises ConfigError: the files are not three different ones, or there is no input."""
+        if not self.source.is_file():
+            raise ConfigError(f"no file {self.source}", "input")
+        paths = [path.resolve() for path in (self.source, self.target, self.errors) if path]
+        if len(set(paths)) < len(paths):
+            raise ConfigError("input, output and error file must be different files", "output")
+
+    async def run(self, app: ASGIApp, on_count: OnCount) -> Counts:
+        """Runs what is not done yet.
+
+        Raises:
+            ConfigError: one of the files is wrong.
+            EngineDeadError: the engine stopped. What is done is written; the rest can be run again.
+        """
+        self.check()
+        with ExitStack() as stack:
+            target = stack.enter_context(OutcomeFile(self.target))
+            errors = target
+            if self.errors is not None:
+                errors = stack.enter_context(OutcomeFile(self.errors))
+            runner = _Runner(app, target, errors, on_count)
+            runner.counts.total = sum(1 for _ in self._lines())
+            await runner.run(self._lines(), self.concurrency)
+            return runner.counts
+
+    def _lines(self) -> Iterator[Line]:
+        return read_lines(self.source, self.max_body)
+
+
+class _Runner:
+    def __init__(
+        self, app: ASGIApp, target: OutcomeFile, errors: OutcomeFile, on_count: OnCount
+    ) -> None:
+        self.app = app
+        self.target = target
+        self.errors = errors
+        self.on_count = on_count
+        self.known = target.done | errors.done
+        self.counts = Counts(failed=target.failed)
+        if errors is not target:
+            self.counts.failed += errors.failed
+
+    async def run(self, lines: Iterator[Line], concurrency: int) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(concurrency):
+                    tasks.create_task(self._work(lines))
+        except* EngineDeadError as group:
+            raise group.exceptions[0] from None
+
+    async def _work(self, lines: Iterator[Line]) -> None:
+        for line in lines:
+            if line.key in self.known:
+                self.counts.before += 1
+            else:
+                self._write(await self._outcome(line))
+            self.counts.done += 1
+            self.on_count(self.counts)
+
+    async def _outcome(self, line: Line) -> BatchOutcome:
+        if line.error is not None or line.request is None:
+            return refused(line)
+        status, body = await call(self.app, line.request)
+        if status == 503:
+            raise EngineDeadError("the engine has stopped; run the same command again to go on")
+        response = BatchResponse(status, new_id("req", "_"), msgspec.Raw(body))
+        return BatchOutcome(new_id("batch_req", "_"), line.custom_id, response, None)
+
+    def _write(self, outcome: BatchOutcome) -> None:
+        self.counts.failed += outcome.failed
+        (self.errors if outcome.failed else self.target).write(outcome)
+
+
+async def call(app: ASGIApp, request: BatchRequest) -> tuple[int, bytes]:
+    """The status and body of the answer."""
+    data = bytes(request.body)
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": "http",
+        "path": request.url,
+        "raw_path": request.url.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "client": None,
+        "server": None,
+    }
+    messages = iter([{"type": "http.request", "body": data, "more_body": False}])
+    status, parts = 500, []
+
+    async def receive() -> Any:
+        message = next(messages, None)
+        if message is not None:
+            return message
+        return await asyncio.Event().wait()  # this client stays
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.append(message.get("body", b""))
+
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        if not parts:  # the application answers errors, then raises them for its server's log
+            raise
+    return status, b"".join(parts)
