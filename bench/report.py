@@ -217,6 +217,7 @@ _UTILIZATION = {
     "mean_batch": "mean batch",
     "bandwidth_percent": "bandwidth",
     "mfu_percent": "MFU",
+    "bound_percent": "of the bound",
     "cpu_overhead_percent": "CPU overhead",
     "kv_utilization_percent": "KV utilization",
     "kv_utilization_reserved_percent": "KV, room for the longest",

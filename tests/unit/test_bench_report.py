@@ -126,7 +126,7 @@ def test_utilization_and_start() -> None:
         record("startup", {"first_token_s": 8.04, "import_s": 5.5}),
     )
     cells = row(report.utilization(made), "Qwen3-0.6B", "b64")
-    assert cells[2:] == ["63.9", "41.2 %", "–", "0.5 %", "–", "–", "1.5 %"]
+    assert cells[2:] == ["63.9", "41.2 %", "–", "–", "0.5 %", "–", "–", "1.5 %"]
     assert row(report.starts(made), "Qwen3-0.6B")[1:6] == [
         *("random", "warm", "8.0", "–", "5.5"),
     ]

@@ -86,13 +86,17 @@ def run() -> list[SeenStep]:
 
 
 def test_totals_of_a_run() -> None:
-    totals = sum_up(run(), 10.0, WORK, [GROUP], max_model_len=10)
+    totals = sum_up(run(), 10.0, WORK, [GROUP], 10, Ceilings(1000.0, 100.0, "measured"))
     assert (totals.steps, totals.rows) == (3, 5)
     assert totals.gpu_seconds == pytest.approx(0.6)
     # Weights and head three times; 11 tokens' embeddings and KV written; KV read: 3+2, 4+5, 2.
     assert totals.bytes == 3 * 1100 + 11 * 2 + (11 + 5 + 9 + 2) * 4
     # Pairs: 6 + 3, 4 + (3 + 4 + 5), 3.
     assert totals.flops == 11 * 10 + 4 * 7 + (9 + 16 + 3) * 3
+    # At 1000 bytes/s and 100 FLOP/s all three steps are bound by bytes.
+    assert totals.bound_seconds == pytest.approx(totals.bytes / 1000)
+    fewer = sum_up(run(), 10.0, WORK, [GROUP], 10, Ceilings(1e9, 1.0, "measured"))
+    assert fewer.bound_seconds == pytest.approx(totals.flops)
     # Stored tokens 5, 9, 7, for 1, 1 and 2 seconds; a token is 4 bytes, a block 16.
     assert totals.stored == pytest.approx(4 * (5 + 9 + 2 * 7) / 4)
     assert totals.allocated == pytest.approx(16 * (2 + 3 + 2 * 3) / 4)
@@ -100,16 +104,16 @@ def test_totals_of_a_run() -> None:
 
 
 def test_totals_of_nothing() -> None:
-    totals = sum_up([], 0.0, WORK, [GROUP], 10)
-    assert totals == StepTotals(0, 0, 0, 0, 0, 0, 0, 0)
+    totals = sum_up([], 0.0, WORK, [GROUP], 10, None)
+    assert totals == StepTotals(0, 0, 0, 0, 0, 0, 0, 0, 0)
     assert step_metrics(totals, 1.0, None) == {"steps": 0, "mean_batch": 0}
 
 
 def test_windows_keep_no_more_than_their_width() -> None:
     group = KVGroup(layers=(0,), kind="window", window=3, tokens_per_block=4, block_bytes=16)
-    totals = sum_up(run()[:1], 10.0, WORK, [group], 10)
+    totals = sum_up(run()[:1], 10.0, WORK, [group], 10, None)
     assert totals.stored == 4 * (3 + 2)
-    totals = sum_up(run()[:2], 11.0, WORK, [group], 10)
+    totals = sum_up(run()[:2], 11.0, WORK, [group], 10, None)
     assert totals.stored == 4 * (3 + 3)
 
 
@@ -120,6 +124,7 @@ def test_metrics_of_totals() -> None:
         gpu_seconds=1.5,
         bytes=4e12,
         flops=7e13,
+        bound_seconds=1.2,
         stored=3,
         allocated=4,
         reserved=30,
@@ -132,6 +137,7 @@ def test_metrics_of_totals() -> None:
             "cpu_overhead_percent": 25,
             "bandwidth_percent": 50,
             "mfu_percent": 5,
+            "bound_percent": 60,
             "kv_utilization_percent": 75,
             "kv_utilization_reserved_percent": 10,
         }

@@ -53,7 +53,7 @@ class Case:
 
     def positions(self, scale: float = 1.0) -> int:
         """The longest sequence that it may need."""
-        return scaled(self.input_len, scale) + scaled(self.output_len, scale, 2)
+        return scaled(self.input_len, scale) + self._output(scale)
 
     def workload(self, vocab_size: int, scale: float = 1.0) -> Workload:
         """The requests. `scale` shrinks their number and lengths.
@@ -74,7 +74,11 @@ class Case:
             return Workload(prompts, [draw.randint(low, high) for _ in prompts], self.sampling)
         length = scaled(self.input_len, scale)
         prompts = [random_prompt(draw, length, vocab_size) for _ in range(rows)]
-        return Workload(prompts, [scaled(self.output_len, scale, 2)] * rows, self.sampling)
+        return Workload(prompts, [self._output(scale)] * rows, self.sampling)
+
+    def _output(self, scale: float) -> int:
+        """A case that decodes still does so when it is scaled down."""
+        return scaled(self.output_len, scale, least=min(2, self.output_len))
 
 
 TTFT = Case("ttft", 0, 0, 0)

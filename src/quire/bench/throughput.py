@@ -63,12 +63,13 @@ class QuireEngine:
 
     def account(self, began: float, seconds: float) -> Metrics:
         steps = self.trace.take()
-        totals = sum_up(steps, began, self._work, self._groups, self.max_model_len)
+        totals = sum_up(steps, began, self._work, self._groups, self.max_model_len, self._limits)
         return step_metrics(totals, seconds, self._limits)
 
 
 def step_metrics(totals: StepTotals, seconds: float, limits: Ceilings | None) -> Metrics:
-    """cpu_overhead_percent: the share of the time in which no step was on the device."""
+    """cpu_overhead_percent: the share of the time in which no step was on the device.
+    bound_percent: how much of the time the device's ceilings alone would have taken."""
     metrics: Metrics = {"steps": totals.steps, "mean_batch": totals.rows / max(1, totals.steps)}
     if totals.gpu_seconds:
         idle = 1.0 - totals.gpu_seconds / seconds
@@ -76,6 +77,7 @@ def step_metrics(totals: StepTotals, seconds: float, limits: Ceilings | None) ->
     if limits is not None:
         metrics["bandwidth_percent"] = percent_of(totals.bytes, seconds, limits.memory)
         metrics["mfu_percent"] = percent_of(totals.flops, seconds, limits.matmul)
+        metrics["bound_percent"] = 100.0 * totals.bound_seconds / seconds
     if totals.allocated:
         metrics["kv_utilization_percent"] = 100.0 * totals.stored / totals.allocated
         metrics["kv_utilization_reserved_percent"] = 100.0 * totals.stored / totals.reserved

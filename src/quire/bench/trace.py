@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quire.bench.ceilings import Ceilings
 from quire.bench.work import ModelWork
 from quire.executor import Capacity, Executor
 from quire.plan import HeadInputs, Int32, KVGroup, RowFlag, StepPlan, StepResult
@@ -86,16 +87,22 @@ def watch(llm: LLM) -> StepTrace:
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """Of one run. rows: in all steps together. gpu_seconds: from each step's first launch to its
-    end, on the device. stored, allocated: KV bytes that hold tokens, and that were given out for
-    them, averaged over time. reserved: what would have been given out if every running request had
-    room for the longest sequence."""
+    """Of one run.
+
+    rows: in all steps together. gpu_seconds: from each step's first launch to its end, on the
+    device. bound_seconds: what the device's ceilings allow at best, each step by the slower of its
+    bytes and its FLOPs; 0 where they are not known.
+    stored, allocated: KV bytes that hold tokens, and that were given out for them, averaged over
+    time. reserved: what would have been given out if every running request had room for the longest
+    sequence.
+    """
 
     steps: int
     rows: int
     gpu_seconds: float
     bytes: float
     flops: float
+    bound_seconds: float
     stored: float
     allocated: float
     reserved: float
@@ -129,16 +136,19 @@ def sum_up(
     work: ModelWork,
     groups: Sequence[KVGroup],
     max_model_len: int,
+    limits: Ceilings | None,
 ) -> StepTotals:
     """Of the steps of a run that began at `began` (`time.perf_counter`) with no request running."""
     lanes, before = _Lanes(steps), began
     weights, stored, allocated, reserved = [], [], [], []
-    bytes_ = flops = 0.0
+    bytes_ = flops = bound = 0.0
     per_token = [group.block_bytes / group.tokens_per_block for group in groups]
     for step in steps:
         first = lanes.apply(step)
         more = work.of_step(first, step.plan.q_len, int(step.plan.n_logits.sum()))
         bytes_, flops = bytes_ + more[0], flops + more[1]
+        if limits is not None:
+            bound += max(more[0] / limits.memory, more[1] / limits.matmul)
         weights.append(max(0.0, step.collected - before))
         before = step.collected
         stored.append(_stored(lanes.positions, groups, per_token))
@@ -152,6 +162,7 @@ def sum_up(
         gpu_seconds=sum(step.gpu_us for step in steps) / 1e6,
         bytes=bytes_,
         flops=flops,
+        bound_seconds=bound,
         stored=average(stored),
         allocated=average(allocated),
         reserved=average(reserved),
