@@ -9,6 +9,11 @@ from typing import Any, Literal
 
 from quire.errors import ConfigError
 
+OPTIMIZATIONS = ("graphs", "overlap", "fusions", "skinny", "pdl")
+"""What `EngineArgs.disable` knows. graphs: CUDA graphs. overlap: launching a step before the last
+one is read. fusions: norms, activations and residuals inside linear layers. skinny: our kernels for
+linear layers of few rows. pdl: programmatic dependent launch."""
+
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
@@ -69,6 +74,14 @@ class EngineArgs:
         10.0, "Seconds that compiling a request's schema or grammar may take."
     )
     structured_outputs_cache: int = _setting(128, "Compiled schemas and grammars to keep.")
+    deterministic: bool = _setting(
+        False,
+        "Make results depend on the request alone, to the bit: not on the batch, on chunking, "
+        "preemption or prefix hits. Slower; needs a GPU.",
+    )
+    disable: tuple[str, ...] = _setting(
+        (), f"Optimization to switch off, to measure its worth: {', '.join(OPTIMIZATIONS)}."
+    )
     tensor_parallel_size: int = _setting(1, "GPUs that share each layer.")
     skip_tokenizer_init: bool = _setting(False, "Serve token ids only; load no tokenizer.")
 
@@ -101,6 +114,8 @@ class EngineArgs:
             raise ConfigError(
                 f"priority_weight must be >= 0, got {self.priority_weight}", "priority_weight"
             )
+        for name in self.disable:
+            _one_of("disable", name, OPTIMIZATIONS)
         _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _one_of("pooling", self.pooling, ("auto", "last", "mean"))
@@ -170,3 +185,8 @@ class EngineConfig:
     hidden_size: int = 0
     pooling: Literal["last", "mean"] = "last"
     matryoshka: tuple[int, ...] | None = None
+
+    @property
+    def eager(self) -> bool:
+        """Whether kernels are launched one by one."""
+        return self.args.enforce_eager or "graphs" in self.args.disable

@@ -38,6 +38,14 @@ def resolve(args: EngineArgs) -> EngineConfig:
         tokenizer = resolve_model_path(args.tokenizer, None)
     defaults = _CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS
     picked = {name: _or(getattr(args, name), default) for name, default in defaults.items()}
+    if "overlap" in args.disable:
+        picked["steps_in_flight"] = 1
+    if args.deterministic and device == "cpu":
+        raise ConfigError(
+            "deterministic needs a GPU: PyTorch's CPU kernels sum in an order that depends on the "
+            "batch",
+            "deterministic",
+        )
     scheduler = SchedulerConfig(
         **picked,
         max_model_len=_max_model_len(args.max_model_len, spec.max_positions),

@@ -44,10 +44,12 @@ BACKENDS = (
 @dataclass(frozen=True, eq=False)
 class Policy:
     """backend: the name of the one to prefer, or auto. deterministic: results may depend on the
-    request alone, not on what else is in the batch."""
+    request alone, not on what else is in the batch. disabled: optimizations not to use, see
+    `config.OPTIMIZATIONS`."""
 
     backend: str = "auto"
     deterministic: bool = False
+    disabled: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         names = [backend.name for backend in BACKENDS]
@@ -69,6 +71,10 @@ def use_policy(policy: Policy) -> Iterator[None]:
         yield
     finally:
         _policy.reset(token)
+
+
+def current_policy() -> Policy:
+    return _policy.get()
 
 
 def choose(op: str, device: torch.device) -> Callable[..., Any]:

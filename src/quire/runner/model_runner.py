@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire import ops
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.executor import Capacity
@@ -56,6 +57,9 @@ class ModelRunner:
         self._steps: deque[Step] = deque()
         self._graphs: StepGraphs | None = None
         self._staging = Staging(self.device, config.scheduler.steps_in_flight + 1)
+        self._policy = ops.Policy(
+            deterministic=config.args.deterministic, disabled=frozenset(config.args.disable)
+        )
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -129,6 +133,10 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> None:
         """Launches a step; its GATED rows wait for `submit_head`."""
         _check(plan)
+        with ops.use_policy(self._policy):
+            self._steps.append(self._launch(plan))
+
+    def _launch(self, plan: StepPlan) -> Step:
         started = self._mark()
         if self._graphs is not None and not plan.gated and self._graphs.fits(plan):
             step = self._replay(self._graphs, plan)
@@ -141,7 +149,7 @@ class ModelRunner:
         step.waits = plan.gated
         if not step.waits:
             self._read_back(step)
-        self._steps.append(step)
+        return step
 
     def _replay(self, graphs: StepGraphs, plan: StepPlan) -> Step:
         """The step as graphs; its head too, unless a row wants more of it than they give."""
@@ -200,7 +208,8 @@ class ModelRunner:
         upload = self._staging.begin()
         key = upload.add(inputs.mask)
         upload.send()
-        self._head(step, rows, upload[key])
+        with ops.use_policy(self._policy):
+            self._head(step, rows, upload[key])
         step.waits = False
         self._read_back(step)
 

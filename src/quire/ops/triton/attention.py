@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from quire.ops.choose import current_policy
 from quire.ops.triton.attention_kernels import attend_long, attend_short, combine
 from quire.ops.triton.attention_schedule import Schedule, schedule
 from quire.ops.triton.launch import DeviceTraits, options, traits
@@ -26,6 +27,7 @@ _FILLED = 3
 """Programs per multiprocessor from which on short rows are not cut into parts."""
 _ONE_WAVE = 5
 """Programs per multiprocessor that run at once, with one KV tile in flight each."""
+_MANY = 1 << 30
 _SHORT_TILE = 64
 """If all rows of a bucket fit a tile of this many queries, no launch for long rows is needed."""
 
@@ -60,6 +62,11 @@ class AttentionTuning:
 
 
 DEFAULT = AttentionTuning()
+FIXED = AttentionTuning(fixed=True)
+
+
+def _tuning() -> AttentionTuning:
+    return FIXED if current_policy().deterministic else DEFAULT
 
 
 def decode_tiles(
@@ -104,9 +111,10 @@ def attention_schedule(
     dtype: torch.dtype,
     max_q_len: int,
     window: int | None = None,
-    tuning: AttentionTuning = DEFAULT,
+    tuning: AttentionTuning | None = None,
 ) -> Schedule:
     """See `ops.attention_schedule`."""
+    tuning = tuning or _tuning()
     card = traits(seq_lens.device)
     group, rows = heads // kv_heads, seq_lens.shape[0]
     width = _width(dtype, card, tuning)
@@ -164,7 +172,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     scratch: Mapping[str, Any] | None = None,
-    tuning: AttentionTuning = DEFAULT,
+    tuning: AttentionTuning | None = None,
 ) -> Tensor:
     """Causal attention of each row's last `q_len` positions over its `seq_len` stored ones.
 
@@ -177,6 +185,7 @@ def paged_attention(
     if absent. Returns [T, heads, D]; rows of padding are undefined.
     """
     del q_lens, max_seq_len
+    tuning = tuning or _tuning()
     card = traits(q.device)
     tokens, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
@@ -202,10 +211,11 @@ def paged_attention(
         },
         pdl,
     )
-    long_tiles = tuning.prefill or prefill_tiles(tokens * heads, head_dim, width, card)
     if tuning.fixed:
+        long_tiles = tuning.prefill or prefill_tiles(_MANY, head_dim, width, card)
         launch.long_rows(long_tiles, shortest=1, one_loop=True)
         return out
+    long_tiles = tuning.prefill or prefill_tiles(tokens * heads, head_dim, width, card)
     made = (scratch or {}).get("schedule")
     early = made is not None and pdl
     plan = made or attention_schedule(

@@ -32,7 +32,16 @@ from quire.ops.triton.gemv import gemv
 from quire.ops.triton.launch import traits
 from quire.ops.triton.skinny_gemm import MAX_SPLIT_TILES, Workspace, skinny_gemm
 
-__all__ = ["LinearArgs", "RMSNorm", "choose", "precompile", "prepare", "run", "small_linear"]
+__all__ = [
+    "LinearArgs",
+    "RMSNorm",
+    "choose",
+    "precompile",
+    "prepare",
+    "run",
+    "run_fixed",
+    "small_linear",
+]
 
 
 @functools.cache
@@ -41,9 +50,7 @@ def _card(index: int | None) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(shape: Shape, device: torch.device, deterministic: bool) -> GemmPlan:
-    if deterministic:
-        return fixed_plan(shape)
+def _choose(shape: Shape, device: torch.device) -> GemmPlan:
     index = None
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
@@ -61,9 +68,9 @@ def default_workspace(device: torch.device) -> Workspace:
     return _workspace(device, threading.get_ident())
 
 
-def choose(args: LinearArgs, *, deterministic: bool = False) -> GemmPlan:
+def choose(args: LinearArgs) -> GemmPlan:
     """The plan for a layer; cheap after the first call of a shape."""
-    return _choose(shape_of(args), args.x.device, deterministic)
+    return _choose(shape_of(args), args.x.device)
 
 
 def _check(args: LinearArgs) -> None:
@@ -141,15 +148,23 @@ def precompile(launches: Iterable[Launch], workers: int) -> None:
 
 def small_linear(
     args: LinearArgs, *, rms_norm: Callable[[Tensor, RMSNorm], Tensor],
-    out_dtype: torch.dtype | None = None, deterministic: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | None:  # fmt: skip
     """y = act(norm(x) @ weight^T + bias) + residual, or None where cuBLAS is faster.
 
     rms_norm: the norm as a kernel of its own, used where fusing it costs more than it saves.
     """
-    plan = choose(args, deterministic=deterministic)
+    plan = choose(args)
     if plan.kernel == "torch":
         return None
     if args.norm is not None and plan.norm == "separate":
         args = replace(args, x=rms_norm(args.x, args.norm), norm=None)
     return run(args, plan, out_dtype=out_dtype)
+
+
+def run_fixed(args: LinearArgs, *, rms_norm: Callable[[Tensor, RMSNorm], Tensor]) -> Tensor:
+    """As `small_linear` for any number of rows, by a plan that depends on none: a row's result is
+    the same to the bit, whatever else is in the batch."""
+    if args.norm is not None:
+        args = replace(args, x=rms_norm(args.x, args.norm), norm=None)
+    return run(args, fixed_plan(shape_of(args)))

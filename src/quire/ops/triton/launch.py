@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import triton
 
+from quire.ops.choose import current_policy
+
 
 @dataclass(frozen=True)
 class DeviceTraits:
@@ -37,7 +39,7 @@ INTERPRETED = DeviceTraits((0, 0), 4, 1 << 30, pdl=False, bf16=False)
 
 
 @functools.cache
-def _cuda_traits(index: int) -> DeviceTraits:
+def _cuda_traits(index: int, pdl: bool) -> DeviceTraits:
     properties = torch.cuda.get_device_properties(index)
     limits = triton.runtime.driver.active.utils.get_device_properties(index)
     capability = (properties.major, properties.minor)
@@ -45,15 +47,17 @@ def _cuda_traits(index: int) -> DeviceTraits:
         capability=capability,
         num_sms=properties.multi_processor_count,
         shared_memory=limits["max_shared_mem"],
-        pdl=capability >= (9, 0),
+        pdl=pdl and capability >= (9, 0),
         bf16=capability >= (8, 0),
     )
 
 
 def traits(device: torch.device) -> DeviceTraits:
+    """Of a device, under the current policy."""
     if device.type != "cuda":
         return INTERPRETED
-    return _cuda_traits(device.index if device.index is not None else torch.cuda.current_device())
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return _cuda_traits(index, "pdl" not in current_policy().disabled)
 
 
 def options(pdl: bool, **rest: Any) -> dict[str, Any]:

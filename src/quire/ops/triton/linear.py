@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.choose import current_policy
 from quire.ops.triton.activation import gelu, silu_and_mul
-from quire.ops.triton.gemm import LinearArgs, RMSNorm, small_linear
+from quire.ops.triton.gemm import LinearArgs, RMSNorm, run_fixed, small_linear
 from quire.ops.triton.gemm_table import BUCKETS
 from quire.ops.triton.norm import rms_norm
 
@@ -21,7 +22,16 @@ def linear(
     act: str | None,
 ) -> Tensor:
     """See `ops.linear`."""
-    if len(x) <= BUCKETS[-1]:
+    policy = current_policy()
+    if policy.deterministic:
+        scale = None if norm is None else RMSNorm(*norm)
+        args = LinearArgs(x, weight, bias, scale, residual, act)
+        return run_fixed(args, rms_norm=_normed)
+    if "fusions" in policy.disabled and (norm or act or residual is not None):
+        if norm is not None:
+            x = rms_norm(x, *norm)
+        return _finish(linear(x, weight, bias, None, None, None), residual, act)
+    if len(x) <= BUCKETS[-1] and "skinny" not in policy.disabled:
         scale = None if norm is None else RMSNorm(*norm)
         args = LinearArgs(x, weight, bias, scale, residual, act)
         out = small_linear(args, rms_norm=_normed)
@@ -32,7 +42,10 @@ def linear(
     if act is None and residual is not None and bias is None:
         # In place: otherwise the residual is copied to where the result goes first.
         return torch.addmm(residual, x, weight.t(), out=residual)
-    out = F.linear(x, weight, bias)
+    return _finish(F.linear(x, weight, bias), residual, act)
+
+
+def _finish(out: Tensor, residual: Tensor | None, act: str | None) -> Tensor:
     if act == "silu_and_mul":
         out = silu_and_mul(out)
     elif act is not None:

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.choose import current_policy
 from quire.ops.triton.launch import options, traits
 
 
@@ -140,7 +141,9 @@ def qk_norm_rope_store(
     if tokens == 0:
         return out
     rotary = dim - dim % 2 if cos_sin is None else cos_sin.shape[-1]
-    width = heads_per_program or (4 if tokens < 128 else 8)
+    # How many heads lie together decides how the sum over one is spread over threads.
+    few = tokens < 128 and not current_policy().deterministic
+    width = heads_per_program or (4 if few else 8)
     groups = triton.cdiv(heads, width) + 2 * triton.cdiv(kv_heads, width)
     use_pdl = traits(qkv.device).pdl if pdl is None else pdl
     angles = positions if cos_sin is None else cos_sin
