@@ -36,20 +36,14 @@ class Turns:
             self.messages.append({"role": "user", "content": text})
 
     def reasoning(self, text: str) -> None:
-        message = self._assistant()
-        if message["content"] or "tool_calls" in message:
-            message = self._new_assistant()
-        message["reasoning_content"] = message.get("reasoning_content", "") + text
+        self._add("reasoning_content", text)
 
     def assistant(self, text: str) -> None:
-        message = self._assistant()
-        if "tool_calls" in message:
-            message = self._new_assistant()
-        between = _BETWEEN if message["content"] and text else ""
-        message["content"] = message["content"] + between + text
+        self._add("content", text)
 
     def call(self, id: str, name: str, arguments: str, param: str) -> None:
-        """`arguments`: the text of a JSON object."""
+        """`arguments`: the text of a JSON object; empty is one without members."""
+        arguments = arguments or "{}"
         if not _is_object(arguments):
             raise RequestError(
                 f"'{param}': its arguments are not the text of a JSON object.", param=param
@@ -79,13 +73,14 @@ class Turns:
         return self.messages[-1]["role"] if self.messages else None
 
     def _assistant(self) -> dict[str, Any]:
-        if self._last == "assistant":
-            return self.messages[-1]
-        return self._new_assistant()
-
-    def _new_assistant(self) -> dict[str, Any]:
-        self.messages.append({"role": "assistant", "content": ""})
+        if self._last != "assistant":
+            self.messages.append({"role": "assistant", "content": ""})
         return self.messages[-1]
+
+    def _add(self, name: str, text: str) -> None:
+        message = self._assistant()
+        before = message.get(name)
+        message[name] = before + _BETWEEN + text if before and text else (before or "") + text
 
 
 def _is_object(text: str) -> bool:

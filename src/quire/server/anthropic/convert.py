@@ -84,7 +84,6 @@ def tools_of(tools: list[Tool] | None) -> list[dict[str, Any]]:
 
 
 def tool_choice_of(body: CountTokensRequest) -> ToolChoice:
-    """Raises RequestError where a named tool is not there."""
     choice = body.tool_choice
     if choice is None:
         return ToolChoice()

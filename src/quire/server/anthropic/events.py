@@ -38,12 +38,16 @@ class MessageWriter:
         self._emit("message_start", message=self.message)
 
     def text(self, text: str) -> None:
+        if not text:
+            return
         if not isinstance(self._block, Text):
             self._open(Text())
         self._delta("text_delta", text=text)
         self._texts.append(text)
 
     def thinking(self, text: str) -> None:
+        if not text:
+            return
         if not isinstance(self._block, Thinking):
             self._open(Thinking())
         if self._show_thinking:

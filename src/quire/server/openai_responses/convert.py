@@ -86,13 +86,14 @@ def _resolved(item: Item | ItemReference, place: int, store: ResponseStore) -> I
     return item
 
 
-def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The conversation as chat templates take it."""
+def messages_of(body: PromptFields, items: Sequence[Item]) -> list[dict[str, Any]]:
+    """The conversation as chat templates take it. The last of `items` are the body's own."""
     turns = Turns("input")
-    if instructions is not None:
-        turns.system(instructions)
-    for place, item in enumerate(items):
-        where = f"input[{place}].call_id"
+    if body.instructions is not None:
+        turns.system(body.instructions)
+    earlier = len(items) - len(body.input)
+    for place, item in enumerate(items, -earlier):
+        where = f"input[{place}].call_id" if place >= 0 else "previous_response_id"
         if isinstance(item, FunctionCall):
             turns.call(item.call_id, item.name, item.arguments, where)
         elif isinstance(item, FunctionCallOutput):
@@ -121,7 +122,7 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
         variables["verbosity"] = body.text.verbosity
     logprobs = isinstance(body, CreateRequest) and LOGPROBS in (body.include or ())
     dialogue = Dialogue(
-        messages=messages_of(body.instructions, items),
+        messages=messages_of(body, items),
         params=_params(state, body) if isinstance(body, CreateRequest) else SamplingParams(),
         tools=[_tool(tool) for tool in body.tools or ()],
         tool_choice=_tool_choice(body.tool_choice),

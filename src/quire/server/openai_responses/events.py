@@ -82,6 +82,8 @@ class ResponseWriter:
         self._in_part("response.output_text.delta", delta=text, logprobs=_without_bytes(logprobs))
 
     def reasoning(self, text: str) -> None:
+        if not text:
+            return
         if not isinstance(self._item, Reasoning):
             self._open(Reasoning(new_id("rs", "_"), "in_progress", []), ReasoningText())
         self._texts.append(text)
