@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,24 @@ def test_prefill(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
         extra_body={"continue_final_message": True},
     )
     assert ask(claude, messages=begun).content[0].text == chat.choices[0].message.content
+
+
+def test_structured_output(claude: anthropic.Anthropic) -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"name": {"enum": ["small", "large"]}, "rank": {"enum": [1, 2, 3]}},
+        "required": ["name", "rank"],
+        "additionalProperties": False,
+        # The tiny model would fill pages with spaces, if it were let.
+        "x-guidance": {"whitespace_flexible": False},
+    }
+    format: Any = {"type": "json_schema", "schema": schema}
+    message = ask(claude, output_config={"format": format}, max_tokens=60)
+    assert message.stop_reason == "end_turn"
+    assert json.loads(message.content[0].text).keys() == {"name", "rank"}
+    config: Any = {"format": {"type": "json_schema", "schema": {"not": {}}}}
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config.format.schema: .*#/not"):
+        ask(claude, output_config=config)
 
 
 def test_full_context_is_its_own_reason(claude: anthropic.Anthropic) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
+from pydantic import BaseModel, ConfigDict
 
 from tests.server.schema import conforms, sse
 from tests.server.server_process import MODEL, Server
@@ -157,6 +158,42 @@ def test_fields_of_the_other_routes(client: openai.OpenAI) -> None:
         ask(client, temperature=1.2, extra_body={"seed": seed}).output_text for seed in (7, 7, 8)
     ]
     assert seeded[0] == seeded[1] != seeded[2]
+
+
+class Size(BaseModel):
+    # The tiny model would fill pages with spaces, if it were let.
+    model_config = ConfigDict(json_schema_extra={"x-guidance": {"whitespace_flexible": False}})
+
+    name: Literal["small", "large"]
+    rank: Literal[1, 2, 3]
+
+
+def test_structured_output(client: openai.OpenAI) -> None:
+    parsed = client.responses.parse(
+        model=MODEL, input="How large?", text_format=Size, max_output_tokens=200, temperature=0
+    )
+    assert isinstance(parsed.output_parsed, Size)
+    assert parsed.text.format.type == "json_schema"  # type: ignore[union-attr]
+    with client.responses.stream(
+        model=MODEL, input="How large?", text_format=Size, max_output_tokens=200, temperature=0
+    ) as stream:
+        final = stream.get_final_response()
+    assert isinstance(final.output_parsed, Size)
+
+
+def test_a_schema_that_cannot_be_enforced(server: Server, client: openai.OpenAI) -> None:
+    text: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="#/not") as error:
+            ask(client, text=text, stream=stream)
+        assert error.value.param == "text.format.schema"
+    response = ask(client, text=text, background=True)
+    server.wait_for(
+        lambda: client.responses.retrieve(response.id).status == "failed", "the response"
+    )
+    failed = client.responses.retrieve(response.id)
+    assert failed.error.code == "invalid_prompt"  # type: ignore[union-attr]
+    assert "#/not" in failed.error.message  # type: ignore[union-attr]
 
 
 def test_conversation_by_id_is_the_conversation_by_items(client: openai.OpenAI) -> None:

@@ -7,7 +7,7 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.anthropic.convert import dialogue_of
+from quire.server.anthropic.convert import dialogue_of, names_of
 from quire.server.anthropic.errors import error_body
 from quire.server.anthropic.events import MessageWriter, write_event
 from quire.server.anthropic.objects import (
@@ -32,15 +32,6 @@ from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
 from quire.server.state import ServerState, new_id, state_of
 from quire.server.thinking import BudgetedReply, reasoning_tokens
 
-# Fields as chat completions name them, to their names here.
-_NAMES = {
-    "continue_final_message": "messages",
-    "reasoning_effort": "output_config.effort",
-    "structured_outputs": "output_config.format.schema",
-    ".function.parameters": ".input_schema",
-    ".function": "",
-}
-
 VERSIONS = ("2023-06-01", "2026-10-21")
 """They differ in what they refuse: the newer one knows no temperature, top_k and top_p. They are
 taken in both, as models here have them."""
@@ -49,9 +40,13 @@ taken in both, as models here have them."""
 async def create_message(request: Request) -> Response:
     state = state_of(request)
     body = await _read(request, state, MessagesRequest)
-    with renaming(_NAMES):
-        dialogue = await asyncio.to_thread(dialogue_of, state, body)
-        prepared = await prepare(state, dialogue)
+    with renaming(names_of(body)):
+        return await _answer(request, body)
+
+
+async def _answer(request: Request, body: MessagesRequest) -> Response:
+    state = state_of(request)
+    prepared = await prepare(state, await asyncio.to_thread(dialogue_of, state, body))
     reply: Reply | BudgetedReply = prepared
     if body.budget is not None:
         reply = BudgetedReply(state, prepared, body.budget)
@@ -73,7 +68,7 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     state = state_of(request)
     body = await _read(request, state, CountTokensRequest)
-    with renaming(_NAMES):
+    with renaming(names_of(body)):
         ids = await count(state, await asyncio.to_thread(dialogue_of, state, body))
     return json_answer(TokenCount(len(ids)), {"request-id": new_id("req", "_")})
 

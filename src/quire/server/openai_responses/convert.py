@@ -56,6 +56,20 @@ _SAMPLING = (
 )
 
 
+def names_of(body: PromptFields) -> dict[str, str]:
+    """Fields as chat completions and the engine name them, to their names here."""
+    formatted = body.text is not None and body.text.format is not None
+    return {
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "structured_outputs.json": "text.format.schema",
+        # A grammar is made here of a format beside tools or thinking, or of tools alone.
+        "structured_outputs.grammar": "text.format.schema" if formatted else "tools",
+        "structured_outputs": "text.format",
+        ".function": "",
+    }
+
+
 def items_of(body: PromptFields, store: ResponseStore) -> tuple[Item, ...]:
     """All that the response answers: the turns before, then the input, each with an id.
 
@@ -116,10 +130,11 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
     if effort == "none" and "reasoning_effort" not in known:
         variables |= thinking_switch(state, known, on=False, param="reasoning.effort")
         effort = None
-    if body.text is not None and body.text.verbosity is not None:
-        if "verbosity" not in known:
-            raise unsupported("text.verbosity", "has no place in the model's chat template")
-        variables["verbosity"] = body.text.verbosity
+    verbosity = body.text.verbosity if body.text is not None else None
+    if verbosity is not None and "verbosity" in known:
+        variables["verbosity"] = verbosity
+    elif verbosity not in (None, "medium"):
+        raise unsupported("text.verbosity", "has no place in the model's chat template")
     logprobs = isinstance(body, CreateRequest) and LOGPROBS in (body.include or ())
     dialogue = Dialogue(
         messages=messages_of(body, items),

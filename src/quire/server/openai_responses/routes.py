@@ -14,6 +14,7 @@ from quire.server.openai_responses.answer import ResponseAnswer, Watch
 from quire.server.openai_responses.convert import (
     dialogue_of,
     items_of,
+    names_of,
     response_of,
     stores,
     turns_in,
@@ -29,17 +30,9 @@ from quire.server.reply import count, prepare
 from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
 from quire.server.state import ServerState, state_of
 
-# Fields as chat completions name them, to their names here.
-_NAMES = {
-    "messages": "input",
-    "reasoning_effort": "reasoning.effort",
-    "structured_outputs": "text.format.schema",
-    ".function": "",
-}
-
 
 async def create_response(request: Request) -> Response:
-    state, store = state_of(request), store_of(request)
+    state = state_of(request)
     body = await read_body(request, CreateRequest, state.args.max_body_bytes)
     state.check_alive()
     state.check_model(body.model)
@@ -50,17 +43,23 @@ async def create_response(request: Request) -> Response:
             "(response_store_size is 0).",
             param="background",
         )
-    items = items_of(body, store)
-    with renaming(_NAMES):
-        dialogue = await _fitted(state, body, items)
-        reply = await prepare(state, dialogue)
+    items = items_of(body, store_of(request))
+    with renaming(names_of(body)):
+        return await _answer(request, body, items)
+
+
+async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]) -> Response:
+    state = state_of(request)
+    dialogue = await _fitted(state, body, items)
+    reply = await prepare(state, dialogue)
     record = Record(ResponseWriter(response_of(state, body, dialogue)), items)
     answer = ResponseAnswer(
         reply,
         record,
-        store if stores(state, body) else None,
+        store_of(request) if stores(state, body) else None,
         tokenizer=state.tokenizer("input"),
         top_logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
+        names=names_of(body),
     )
     obfuscate = body.stream_options is not None and body.stream_options.include_obfuscation
     if body.background:
@@ -88,7 +87,7 @@ async def count_input_tokens(request: Request) -> Response:
     state.check_alive()
     state.check_model(body.model)
     items = items_of(body, store_of(request))
-    with renaming(_NAMES):
+    with renaming(names_of(body)):
         ids = await count(state, await _fitted(state, body, items))
     return json_answer(InputTokens(len(ids)))
 
