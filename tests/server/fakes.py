@@ -13,7 +13,8 @@ import numpy as np
 from quire.engine.template_traits import TemplateTraits
 from quire.errors import EngineDeadError, QuireError
 from quire.outputs import Logprob
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.structured.grammar import compilable
 
 
 @dataclass
@@ -48,6 +49,9 @@ class FakeClient:
             model_name="fake", model_path="/nowhere", scheduler=SimpleNamespace(max_model_len=64)
         )
     )
+
+    async def check_grammar(self, params: StructuredOutputsParams) -> None:
+        compilable(params)
 
     async def generate(
         self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any

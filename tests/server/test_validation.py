@@ -19,7 +19,6 @@ from tests.server.inprocess import PROMPT, assert_error, connect, post, run
         ("nonsense", 1, "unknown_parameter"),
         ("temprature", 0.1, "unknown_parameter"),
         ("tools", [{"type": "function"}], None),
-        ("response_format", {"type": "json_object"}, "unsupported_parameter"),
         ("audio", {"voice": "x"}, "unsupported_parameter"),
         ("modalities", ["text", "audio"], "unsupported_parameter"),
         ("store", True, "unsupported_parameter"),

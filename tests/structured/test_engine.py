@@ -182,7 +182,7 @@ def test_what_cannot_be_enforced_is_refused_before_anything_runs(llm: LLM) -> No
     bad = asks({"type": "object", "properties": {"a": {"not": {}}}})
     with pytest.raises(GrammarError, match="#/properties/a/not") as caught:
         llm.generate(PROMPTS[:2], [PLAIN[0], bad], use_tqdm=False)
-    assert caught.value.param == "structured_outputs.json"
+    assert caught.value.param == "structured_outputs"
     for params in (structured(regex="("), structured(grammar="start: x"), structured(json="{"),
                    structured(grammar="a ::= ("), structured(regex=r"a\b")):  # fmt: skip
         with pytest.raises(GrammarError):

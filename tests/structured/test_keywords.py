@@ -9,6 +9,9 @@ import jsonschema
 import pytest
 
 from quire.errors import GrammarError
+from quire.sampling_params import StructuredOutputsParams
+from quire.structured import Compiler
+from quire.structured.grammar import compilable
 from quire.structured.json_schema import enforceable
 from tests.structured.conftest import Accepts, of_schema
 
@@ -136,7 +139,8 @@ CASES: list[tuple[str, Any, list[str], list[str]]] = [
     ("uniqueItems false", {"type": "array", "uniqueItems": False, "items": INT}, ["[1, 1]"], ["[null]"]),
     ("compact", ANY | {"x-guidance": {"whitespace_flexible": False}, "properties": {"a": INT},
                        "additionalProperties": False}, ['{"a":1}'], ['{"a": 1}', '{ }']),
-    ("white space is bounded", ANY, ["{" + " " * 40 + "}"], ["{" + " " * 41 + "}", " {}", "{} "]),
+    ("white space is bounded", ANY, ["{  }", "{\n" + " " * 32 + "}", "{\r\n}"],
+     ["{   }", "{\n" + " " * 33 + "}", "{\n\n}", " {}", "{} "]),
 ]  # fmt: skip
 
 FORMATS: list[tuple[str, list[str], list[str]]] = [
@@ -201,8 +205,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("format of a number", {"type": "integer", "format": "int32"}, "#/format"),
     ("format unknown", {"format": "unknown"}, "#/format"),
     ("other dialect", {"$schema": "https://example.com/mine"}, "#/$schema"),
-    ("lenient", {"x-guidance": {"lenient": True}}, "#/x-guidance"),
-    ("coerced", {"x-guidance": {"coerce_one_of": True}}, "#/x-guidance"),
+    ("lenient", {"x-guidance": {"lenient": True}}, "#/x-guidance/lenient"),
+    ("coerced", {"x-guidance": {"coerce_one_of": True}}, "#/x-guidance/coerce_one_of"),
+    ("separator", {"x-guidance": {"item_separator": ";"}}, "#/x-guidance/item_separator"),
     ("remote $ref", {"$ref": "https://example.com/s"}, "#/$ref"),
     ("$ref to nothing", {"$ref": "#/$defs/a"}, "#/$ref"),
     ("$ref to what is no schema", {"default": {"not": {}}, "$ref": "#/default"}, "#/$ref"),
@@ -243,6 +248,50 @@ def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, pointer: str) -
         enforceable(schema)
     assert caught.value.pointer == pointer
     assert f"'{pointer}'" in str(caught.value)
+
+
+def test_schemas_in_grammars(accepts: Accepts) -> None:
+    def of(schema: Any) -> StructuredOutputsParams:
+        return StructuredOutputsParams(grammar=f'start: "x" %json {json.dumps(schema)} "y"')
+
+    assert accepts(of(STR | {"format": "date"}), 'x"2024-02-29"y')
+    assert not accepts(of(STR | {"format": "date"}), 'x"2023-02-29"y')
+    with pytest.raises(GrammarError) as caught:
+        compilable(of({"properties": {"a": {"not": {}}}}))
+    assert caught.value.pointer == "#/properties/a/not"
+    lenient = {
+        "x-guidance": {"lenient": True, "whitespace_flexible": False, "item_separator": ", "},
+        "type": "array",
+        "uniqueItems": True,
+        "items": {"oneOf": [INT, INT | {"minimum": 3}], "not": {"const": 1}},
+    }
+    assert accepts(of(lenient), "x[1, 2]y")
+    assert not accepts(of(lenient), "x[1,2]y")
+    assert not accepts(of(lenient), 'x["a"]y')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: "%json {"  # %json {\n// %json {',
+        "start: /%json x/",
+        "start: <|im_start|> <|im_end|>",
+        '%llguidance {}\nstart: "a" ["b"]',
+        'root ::= "a" ("b" | "c")*',
+    ],
+)
+def test_grammars_that_only_look_as_if_they_held_schemas(compiler: Compiler, text: str) -> None:
+    compiler.check(StructuredOutputsParams(grammar=text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['start[temperature=0.5]: /a/', 'start[capture, stop="b"]: /a/', "start: %json {", "start: x",
+     "root ::= (", "start: @other", "start: %json 5"],
+)  # fmt: skip
+def test_grammars_that_cannot_be_enforced(compiler: Compiler, text: str) -> None:
+    with pytest.raises(GrammarError):
+        compiler.check(StructuredOutputsParams(grammar=text))
 
 
 def nested(depth: int) -> Any:

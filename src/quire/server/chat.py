@@ -26,7 +26,7 @@ from quire.server.dialogue import (
     ToolCallDelta,
     ToolChoice,
 )
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, renaming
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol import ChatRequest
 from quire.server.reply import Reply, prepare
@@ -44,6 +44,7 @@ from quire.server.responses import (
 )
 from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
 from quire.server.state import ServerState, new_id, state_of
+from quire.server.structured import structured_field
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
@@ -58,7 +59,9 @@ async def chat_completions(request: Request) -> Response:
     tokenizer = state.tokenizer("messages")
     check_fan_out(1, body.n)
     _check(body)
-    reply = await prepare(state, _dialogue(state, body))
+    dialogue = _dialogue(state, body)
+    with renaming({"structured_outputs": structured_field(body)}):
+        reply = await prepare(state, dialogue)
     writer = ChatWriter(state, tokenizer, body, reply)
     if not body.stream:
         answers = await unless_gone(request.receive, reply.whole())

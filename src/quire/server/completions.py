@@ -22,6 +22,7 @@ from quire.server.protocol import CompletionRequest, GenerateRequest
 from quire.server.responses import CompletionChoice, CompletionLogprobs, Envelope, GenerateAnswer
 from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
 from quire.server.state import ServerState, new_id, state_of
+from quire.server.structured import check_structured, structured_field
 
 
 async def completions(request: Request) -> Response:
@@ -32,11 +33,13 @@ async def completions(request: Request) -> Response:
     prompts = prompts_of(body.prompt)
     check_fan_out(len(prompts), max(body.n or 1, body.best_of or 1))
     _check(state, body, prompts)
+    params = _params(state, body)
+    await check_structured(state, params, structured_field(body))
     generation = Generation(
         state.client,
         state.metrics,
         await _with_suffix(state, body.suffix, prompts),
-        _params(state, body),
+        params,
         request_id=new_id("cmpl"),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
@@ -238,6 +241,7 @@ async def generate(request: Request) -> Response:
         max_tokens=body.max_tokens,
         detokenize=state.client.tokenizer is not None,
     )
+    await check_structured(state, params, structured_field(body))
     generation = Generation(
         state.client,
         state.metrics,

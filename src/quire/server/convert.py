@@ -11,6 +11,7 @@ from quire.errors import RequestError
 from quire.sampling_params import SamplingParams
 from quire.server.errors import ApiError
 from quire.server.protocol import SamplingFields
+from quire.server.structured import structured_outputs
 
 logger = logging.getLogger("quire.server")
 
@@ -76,7 +77,12 @@ def sampling_params(
     if request.logit_bias:
         fields["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
     return SamplingParams(
-        **fields, n=n or 1, max_tokens=max_tokens, logprobs=logprobs, detokenize=detokenize
+        **fields,
+        n=n or 1,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        detokenize=detokenize,
+        structured_outputs=structured_outputs(request),
     )
 
 

@@ -19,6 +19,7 @@ from quire.server.strict import (
     TemplateKwargs,
     drop_unused,
 )
+from quire.server.structured import StructuredFields
 
 MAX_STOP = 64
 MAX_MESSAGES = 4096
@@ -38,7 +39,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": ({"mode": "implicit"},),
     "prompt_cache_retention": ("in_memory",),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "tool_choice": ("none",),
@@ -64,7 +64,7 @@ class StreamOptions(Strict):
         return self
 
 
-class SamplingFields(Strict):
+class SamplingFields(StructuredFields):
     """Shared by all generating routes. Null or absent means the model's default (see
     `ServerArgs.generation_config`), then `SamplingParams`'s.
 

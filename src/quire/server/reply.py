@@ -15,6 +15,7 @@ from quire.server.prompt import RenderedPrompt, render_prompt
 from quire.server.reader import ChoiceReader, plain_events
 from quire.server.responses import CompletionDetails, Usage
 from quire.server.state import ServerState
+from quire.server.structured import check_structured
 from quire.server.tools import callable_tools, check_tools, constrained, one_call
 
 if TYPE_CHECKING:
@@ -29,7 +30,10 @@ async def prepare(state: ServerState, dialogue: Dialogue) -> Reply:
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
     prompt = await asyncio.to_thread(render_prompt, tokenizer, dialogue)
-    return Reply(state, tokenizer, dialogue, prompt)
+    reply = Reply(state, tokenizer, dialogue, prompt)
+    asked = dialogue.params.structured_outputs is not None
+    await check_structured(state, reply.params, "structured_outputs" if asked else "tools")
+    return reply
 
 
 async def count(state: ServerState, dialogue: Dialogue) -> list[int]:
@@ -56,11 +60,12 @@ class Reply:
         if format.reasoning is not None:
             self._begins_open = format.reasoning.begins_open(prompt.text)
         read = bool(self._tools) or format.reasoning is not None
+        self.params = self._params()
         self._generation = Generation(
             state.client,
             state.metrics,
             [prompt.token_ids],
-            self._params(),
+            self.params,
             request_id=dialogue.request_id,
             priority=dialogue.priority,
             cache_salt=dialogue.cache_salt,

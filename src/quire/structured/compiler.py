@@ -184,10 +184,7 @@ class Compiler:
         warnings = [] if matcher.is_error() else matcher.get_grammar_warnings()
         if matcher.is_error() or warnings:
             reason = "; ".join(warnings) or matcher.get_error()
-            raise GrammarError(
-                f"The grammar cannot be enforced: {reason[:500]}",
-                f"structured_outputs.{_kind(params)}",
-            )
+            raise GrammarError(f"The grammar cannot be enforced: {reason[:500]}")
         return matcher
 
     def shutdown(self) -> None:
@@ -197,10 +194,6 @@ class Compiler:
 
 def _key(params: StructuredOutputsParams) -> bytes:
     return msgspec.msgpack.encode(params)
-
-
-def _kind(params: StructuredOutputsParams) -> str:
-    return next(name for name in params.__struct_fields__ if getattr(params, name))
 
 
 def _copy(error: GrammarError) -> GrammarError:

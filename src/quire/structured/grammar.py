@@ -18,9 +18,9 @@ MAX_BYTES = 512 * 1024
 MAX_REGEX_BYTES = 64 * 1024
 MAX_CHOICES = 10_000
 
-# Models that are free to put white space anywhere may never stop doing so.
-_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-_NO_SPACE = r"[^\s\S]"
+# Room for a space or an indented line. Models that are free to put white space anywhere, and as
+# much as they like, may never stop doing so.
+_SPACE = r"[\x20\x09]{1,2}|\x0D?\x0A[\x20\x09]{0,32}"
 # Without \uXXXX a name cannot be written in two ways, one of which a grammar would not know.
 _ESCAPES = 'nrbtf\\"'
 
@@ -36,21 +36,16 @@ def compilable(params: StructuredOutputsParams) -> str:
     """The grammar, as llguidance takes it.
 
     Raises:
-        GrammarError: it is malformed or too large, or holds what cannot be enforced. `param` names
-            the field, `pointer` the keyword of a schema.
+        GrammarError: it is malformed or too large, or holds what cannot be enforced; `pointer` is
+            that of a schema's keyword.
     """
     for name, build in _KINDS.items():
         value = getattr(params, name)
         if value or isinstance(value, str):
             try:
                 return build(value)
-            except GrammarError as error:
-                param = f"structured_outputs.{name}"
-                raise GrammarError(str(error), param, error.code, error.pointer) from None
             except RecursionError:
-                raise GrammarError(
-                    "It is nested too deeply.", f"structured_outputs.{name}", "grammar_too_large"
-                ) from None
+                raise GrammarError("It is nested too deeply.", code="grammar_too_large") from None
     raise GrammarError("nothing is asked for")
 
 
@@ -80,13 +75,14 @@ def _of_schema(schema: Any) -> str:
 
 
 def _with_options(schema: dict[str, Any]) -> dict[str, Any]:
-    own = schema.pop("x-guidance", {})
-    space = _SPACE if own.get("whitespace_flexible", True) else None
-    options: dict[str, Any] = {"json_allowed_escapes": _ESCAPES}
-    if space is None:
-        options["whitespace_flexible"] = False
+    """A schema with llguidance's own options: those that it gives, and ours."""
+    own = schema.get("x-guidance", {})
+    options = {name: own[name] for name in ("item_separator", "key_separator") if name in own}
+    options["json_allowed_escapes"] = _ESCAPES
+    if own.get("whitespace_flexible", True):
+        options["whitespace_pattern"] = _SPACE
     else:
-        options["whitespace_pattern"] = space
+        options["whitespace_flexible"] = False
     return {**schema, "x-guidance": options}
 
 
@@ -138,7 +134,7 @@ def _checked_lark(text: str) -> str:
             schema, end = decoder.raw_decode(text, start)
         except ValueError as error:
             raise GrammarError(f"The schema after '%json' is not valid JSON: {error}.") from None
-        prepared = json.dumps(_with_options(enforceable(schema)))
+        prepared = json.dumps(_with_options(enforceable(schema, may_be_lenient=True)))
         out += [text[done:start], prepared]
         done = at = end
     return "".join([*out, text[done:]])

@@ -9,6 +9,7 @@ refused as well. What comes out is a schema of draft 2020-12.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
@@ -34,22 +35,28 @@ _ANNOTATIONS = frozenset(
      "writeOnly", "$comment", "discriminator"}
 )  # fmt: skip
 _X_GUIDANCE = "x-guidance"
+_SEPARATORS = {
+    "item_separator": re.compile("[ \t\r\n]*,[ \t\r\n]*"),
+    "key_separator": re.compile("[ \t\r\n]*:[ \t\r\n]*"),
+}
+_UNSUPPORTED = "unsupported_schema"
 
 
-def enforceable(schema: Json) -> dict[str, Json]:
-    """The schema as llguidance enforces it to the letter.
+def enforceable(schema: Json, *, may_be_lenient: bool = False) -> dict[str, Json]:
+    """The schema as llguidance enforces it to the letter. may_be_lenient: what cannot be enforced
+    is left out if the schema says so (`"x-guidance": {"lenient": true}`).
 
     Raises:
         GrammarError: it is malformed, too large, or says what cannot be enforced; with the pointer
             of the keyword.
     """
-    reader = _Reader(schema)
+    reader = _Reader(schema, may_be_lenient)
     done = reader.schema(schema, "#", 0)
     reader.check_references(done)
     return done if isinstance(done, dict) else ({} if done else {"not": {}})
 
 
-def refuse(pointer: str, why: str, code: str = "unsupported_schema") -> GrammarError:
+def refuse(pointer: str, why: str, code: str = _UNSUPPORTED) -> GrammarError:
     return GrammarError(f"Invalid schema at '{pointer}': {why}.", code=code, pointer=pointer)
 
 
@@ -74,8 +81,11 @@ class _Reader:
     """One walk over a schema. `places` are all schemas met, in their new words, by their old
     pointers."""
 
-    def __init__(self, root: Json) -> None:
+    def __init__(self, root: Json, may_be_lenient: bool) -> None:
         self.root = root
+        self.may_be_lenient = may_be_lenient
+        options = root.get(_X_GUIDANCE) if may_be_lenient and isinstance(root, dict) else None
+        self.lenient = isinstance(options, dict) and options.get("lenient") is True
         self.places: dict[str, Json] = {}
         self.references: list[tuple[str, str]] = []
         self.properties = self.values = 0
@@ -96,10 +106,12 @@ class _Reader:
         for name, value in schema.items():
             if name in _ANNOTATIONS or (name.startswith("x-") and name != _X_GUIDANCE):
                 continue
-            read = _KEYWORDS.get(name)
-            if read is None:
-                raise refuse(_within(at, name), f"the keyword '{name[:100]}' cannot be enforced")
-            read(self, out, name, value, at, depth)
+            try:
+                read = _KEYWORDS.get(name, _Reader.unknown)
+                read(self, out, name, value, at, depth)
+            except GrammarError as error:
+                if not self.lenient or error.code != _UNSUPPORTED:
+                    raise
         rest = out.pop("additionalItems", None)
         if rest is not None and isinstance(schema.get("items"), list):
             out["items"] = rest
@@ -107,6 +119,9 @@ class _Reader:
         return out
 
     # -- keywords: each puts into `out` what is to be enforced ---------------------------------
+
+    def unknown(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        raise refuse(_within(at, name), f"the keyword '{name[:100]}' cannot be enforced")
 
     def dialect(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         known = isinstance(value, str) and any(draft in value for draft in _DRAFTS)
@@ -120,9 +135,19 @@ class _Reader:
             raise refuse(_within(at, name), "only the root may have one")
 
     def option(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        allowed = isinstance(value, dict) and set(value) <= {"whitespace_flexible"}
-        if at != "#" or not allowed or not all(isinstance(v, bool) for v in value.values()):
-            raise refuse(_within(at, name), "only 'whitespace_flexible' may be set, at the root")
+        here = _within(at, name)
+        if at != "#" or not isinstance(value, dict):
+            raise refuse(here, "it is an object of options at the root", "invalid_schema")
+        for option, setting in value.items():
+            switch = option == "whitespace_flexible" or (
+                option == "lenient" and self.may_be_lenient
+            )
+            separator = _SEPARATORS.get(option)
+            fits = isinstance(setting, str) and separator and separator.fullmatch(setting)
+            if not (switch and isinstance(setting, bool)) and not fits:
+                raise refuse(
+                    _within(here, option), "this option cannot be set so", "invalid_schema"
+                )
         out[name] = value
 
     def typed(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
@@ -152,7 +177,7 @@ class _Reader:
     def one_of(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         """Where no document can match two of the options, it is the same as `anyOf`."""
         options = self._list(name, value, at, depth)
-        if disjoint(value, self.root):
+        if self.lenient or disjoint(value, self.root):
             self.also(out, {"anyOf": options})
         else:
             raise refuse(
