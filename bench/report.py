@@ -2,7 +2,7 @@
 
     python bench/report.py                               # print all tables
     python bench/report.py --write docs/performance.md   # renew those that a page has markers for
-    python bench/report.py --plots docs/images           # draw the pictures, too
+    python bench/report.py --plots ...                   # draw docs/images first (matplotlib)
 
 A page marks the place of a table by `<!-- NAME:begin -->` and `<!-- NAME:end -->`; names are
 cases, engines, utilization, ablation and start. Of each case, model and card the latest record
@@ -24,7 +24,7 @@ from quire.bench.record import BenchRecord, read_jsonl
 from targets import CARD, TARGETS, Target
 
 RESULTS = Path(__file__).resolve().parent / "results"
-IMAGES = "images"
+IMAGES = RESULTS.parents[1] / "docs" / "images"
 _PLAIN = {
     "model", "load_format", "skip_tokenizer_init", "enable_prefix_caching", "scale", "repeat",
     "dtype", "ceilings", "sweep", "rows", "input_len",
@@ -258,7 +258,8 @@ def switches(book: Book) -> str:
             continue
         name = next((t.model for t in TARGETS if t.model.lower() == model), model)
         parts.append(f"### {name}, one thing off at a time\n\n{ablation.markdown(lines)}")
-        parts.append(f"![Speed without each optimization]({IMAGES}/{picture(model)})\n")
+        if (IMAGES / picture(model)).exists():
+            parts.append(f"![Speed without each optimization]({IMAGES.name}/{picture(model)})\n")
     return "\n".join(parts) or "Not measured yet.\n"
 
 
@@ -308,14 +309,14 @@ def splice(page: str, book: Book) -> str:
     return page
 
 
-def draw(book: Book, folder: Path) -> None:
+def draw(book: Book) -> None:
     """The pictures that `switches` refers to."""
     from quire.bench import plots
 
-    folder.mkdir(parents=True, exist_ok=True)
+    IMAGES.mkdir(parents=True, exist_ok=True)
     for model, records in book.switches.items():
         if ablation.lines(records):
-            plots.switches(records, folder / picture(model))
+            plots.switches(records, IMAGES / picture(model))
 
 
 def main() -> None:
@@ -323,15 +324,15 @@ def main() -> None:
     parser.add_argument(
         "--write", type=Path, action="append", help="a page with markers", default=[]
     )
-    parser.add_argument("--plots", type=Path, help="a folder for pictures")
+    parser.add_argument("--plots", action="store_true", help="draw the pictures of docs/images")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a folder of *.jsonl")
     parser.add_argument("--card", default=CARD)
     options = parser.parse_args()
     book = make_book(load(options.results), load_peers(), options.card)
+    if options.plots:
+        draw(book)
     for path in options.write:
         path.write_text(splice(path.read_text(), book))
-    if options.plots:
-        draw(book, options.plots)
     if not options.write:
         print("\n".join(make(book) for make in TABLES.values()))
 
