@@ -42,8 +42,8 @@ class Part:
 
 
 def parts_of(folder: Path, scratch: Path | None = None) -> list[Part]:
-    """What there is to run for a model: its cases; its start, warm and cold; its switches; and its
-    start from files, if there is a place for them."""
+    """What there is to run for a model: its cases; its start, warm and cold; its switches; what
+    deterministic results cost; and its start from files, if there is a place for them."""
     model = folder.name
     path = (str(folder), *_DUMMY)
     known = [t.case for t in TARGETS if t.model.lower() == model.lower() and t.case != "startup"]
@@ -55,6 +55,8 @@ def parts_of(folder: Path, scratch: Path | None = None) -> list[Part]:
         Part(f"{model}:cold", ("startup", *path, "--cold", "--repeat", "1"), "startup"),
         Part(f"{model}:switches", ("ablation", *path, *_each("--case", steady)), "ablation"),
     ]
+    decided = (*path, "--deterministic", *_each("--case", steady))
+    parts.append(Part(f"{model}:deterministic", ("throughput", *decided), "throughput"))
     if scratch is not None:
         files = (str(scratch / model), "--skip-tokenizer-init")
         parts.append(Part(f"{model}:files", ("startup", *files), "startup", folder))

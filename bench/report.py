@@ -5,8 +5,8 @@
     python bench/report.py --plots ...                   # draw docs/images first (matplotlib)
 
 A page marks the place of a table by `<!-- NAME:begin -->` and `<!-- NAME:end -->`; names are
-cases, engines, utilization, ablation and start. Of each case, model and card the latest record
-counts, if it was made at full size with the engine's own settings.
+cases, engines, utilization, ablation, deterministic and start. Of each case, model and card the
+latest record counts, if it was made at full size with the engine's own settings.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ class Peer:
 @dataclass(frozen=True)
 class Book:
     """What is known of one card. latest: (model in small letters, case) to record. switches: per
-    model, the records of its latest ablations."""
+    model, the records of its latest ablations. deterministic: as `latest`, with that setting on."""
 
     card: str
     latest: dict[tuple[str, str], BenchRecord]
     switches: dict[str, list[BenchRecord]] = field(default_factory=dict)
     peers: Sequence[Peer] = ()
+    deterministic: dict[tuple[str, str], BenchRecord] = field(default_factory=dict)
 
     def figure(self, model: str, case: str, metric: str) -> float | None:
         record = self.latest.get((model.lower(), case))
@@ -81,6 +82,7 @@ class Book:
 def make_book(records: Iterable[BenchRecord], peers: Sequence[Peer], card: str = CARD) -> Book:
     latest: dict[tuple[str, str], BenchRecord] = {}
     off: dict[tuple[str, str, str], BenchRecord] = {}
+    deterministic: dict[tuple[str, str], BenchRecord] = {}
     for record in sorted(records, key=lambda record: record.date):
         settings, model = record.settings, record.model.lower()
         if record.card != card or settings.get("scale", 1.0) != 1.0 or "engine" in settings:
@@ -89,10 +91,12 @@ def make_book(records: Iterable[BenchRecord], peers: Sequence[Peer], card: str =
             off[model, record.case, settings["off"]] = record
         elif set(settings) <= _PLAIN:
             latest[model, record.case] = record
+        elif set(settings) - _PLAIN == {"deterministic"}:
+            deterministic[model, record.case] = record
     switches: dict[str, list[BenchRecord]] = {}
     for (model, _, _), record in off.items():
         switches.setdefault(model, []).append(record)
-    return Book(card, latest, switches, peers)
+    return Book(card, latest, switches, peers, deterministic)
 
 
 def load(folder: Path = RESULTS) -> list[BenchRecord]:
@@ -267,6 +271,22 @@ def picture(model: str) -> str:
     return f"ablation-{model}.png"
 
 
+def deterministic(book: Book) -> str:
+    """What bit-identical results cost, in every case that was run both ways."""
+    rows = []
+    for target in TARGETS:
+        record = book.deterministic.get((target.model.lower(), target.case))
+        plain = book.figure(target.model, target.case, target.metric)
+        figure = None if record is None else record.metrics.get(target.metric)
+        if figure is None or plain is None:
+            continue
+        both = [f"{shown(value, target)} {target.unit}" for value in (plain, figure)]
+        cost = f"{100 * (target.ratio(figure, plain) - 1):+.0f} %"
+        rows.append([target.model, target.label, *both, cost])
+    header = ("model", "case", "plain", "deterministic", "speed")
+    return table(header, rows) if rows else "Not measured yet.\n"
+
+
 def starts(book: Book) -> str:
     """Seconds from the command to the first token, and where they go."""
     rows = []
@@ -289,6 +309,7 @@ TABLES = {
     "engines": engines,
     "utilization": utilization,
     "ablation": switches,
+    "deterministic": deterministic,
     "start": starts,
 }
 

@@ -13,7 +13,7 @@ import pytest
 from quire.bench import ablation, outputs, plots, startup
 from quire.bench.outputs import Outputs
 from quire.bench.record import BenchRecord, read_jsonl
-from quire.config import EngineArgs
+from quire.config import OPTIMIZATIONS, EngineArgs
 from quire.errors import ConfigError, QuireError
 
 
@@ -84,10 +84,11 @@ def test_ablation_table() -> None:
 
 
 def test_switches_become_settings() -> None:
-    for name in ("graphs", "overlap"):
-        changed = EngineArgs(**ablation.without({"seed": 3}, name))
-        assert changed.seed == 3
-        assert changed != EngineArgs(seed=3)
+    for name in OPTIMIZATIONS:
+        assert EngineArgs(**ablation.without({"seed": 3}, name)) == EngineArgs(
+            seed=3, disable=(name,)
+        )
+    assert ablation.without({"disable": ("pdl",)}, "graphs")["disable"] == ("pdl", "graphs")
     with pytest.raises(ConfigError, match=r"unknown switch 'x'; known are graphs, overlap"):
         ablation.without({}, "x")
 

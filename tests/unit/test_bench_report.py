@@ -105,7 +105,7 @@ def test_cases_against_peers_and_targets() -> None:
 
 def test_without_records() -> None:
     assert f"There are no records of {CARD} yet." in report.cases(book())
-    for name in ("utilization", "ablation", "start"):
+    for name in ("utilization", "ablation", "deterministic", "start"):
         assert report.TABLES[name](book()) == "Not measured yet.\n"
 
 
@@ -148,6 +148,19 @@ def test_switches_of_each_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "(images/ablation-qwen3-0.6b.png)" in report.switches(made)
 
 
+def test_cost_of_deterministic_results() -> None:
+    made = book(
+        record("b1", {"output_tok_s": 1000.0}),
+        record("ttft", {"ttft_512_ms": 4.0}),
+        record("b1", {"output_tok_s": 900.0}, {"deterministic": True, "scale": 1.0}),
+        record("ttft", {"ttft_512_ms": 5.0}, {"deterministic": True}),
+    )
+    table = report.deterministic(made)
+    assert row(table, "Qwen3-0.6B", "b1")[2:] == ["1,000 tok/s", "900 tok/s", "-10 %"]
+    assert row(table, "Qwen3-0.6B", "TTFT 512")[2:] == ["4 ms", "5 ms", "-20 %"]
+    assert made.figure("Qwen3-0.6B", "b1", "output_tok_s") == 1000.0
+
+
 def test_only_what_is_between_markers_changes() -> None:
     page = "a\n<!-- start:begin -->\nold\n<!-- start:end -->\nb \\1\n"
     assert report.splice(page, book()) == page.replace("old", "Not measured yet.")
@@ -188,7 +201,7 @@ def test_units_and_ratios() -> None:
 
 def test_parts_of_the_table() -> None:
     folder = ROOT / "bench" / "configs" / "qwen2.5-1.5b"
-    cases, start, cold, switches = gpu_table.parts_of(folder)
+    cases, start, cold, switches, decided = gpu_table.parts_of(folder)
     flags = cases.arguments
     given = [flags[i + 1] for i, word in enumerate(flags) if word == "--case"]
     assert given == [
@@ -196,7 +209,8 @@ def test_parts_of_the_table() -> None:
     ]
     assert flags[:2] == ("throughput", str(folder))
     assert (start.name, cold.name) == ("qwen2.5-1.5b:start", "qwen2.5-1.5b:cold")
-    assert switches.arguments.count("--case") == 3
+    assert switches.arguments.count("--case") == decided.arguments.count("--case") == 3
+    assert "--deterministic" in decided.arguments
     unknown = gpu_table.parts_of(Path("/x/some-model"))[0]
     assert [w for w in unknown.arguments if w in gpu_table.OTHERS] == list(gpu_table.OTHERS)
     with pytest.raises(SystemExit, match=r"no such part: zzz; there are qwen2.5-1.5b:cases"):

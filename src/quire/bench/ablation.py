@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.record import BenchRecord
-from quire.config import EngineArgs
+from quire.config import OPTIMIZATIONS
 from quire.errors import ConfigError
 
-SWITCHES = {
-    "graphs": "CUDA graphs",
-    "overlap": "steps in flight",
-    "fusions": "fused kernels",
-    "skinny": "skinny GEMMs",
-    "pdl": "programmatic dependent launch",
-}
 PREFIX = "ablation:"
 """Before the case's name in records; `settings["off"]` says what was off, "" for nothing."""
-
-_WITHOUT_FIELD: dict[str, dict[str, Any]] = {
-    "graphs": {"enforce_eager": True},
-    "overlap": {"steps_in_flight": 1},
-}
 
 
 def without(fields: Mapping[str, Any], switch: str) -> dict[str, Any]:
     """The engine's settings with `switch` off as well. Raises ConfigError for an unknown one."""
-    if switch not in SWITCHES:
-        raise ConfigError(f"unknown switch {switch!r}; known are {', '.join(SWITCHES)}", "off")
-    if "disable" in {field.name for field in dataclasses.fields(EngineArgs)}:
-        return {**fields, "disable": (*fields.get("disable", ()), switch)}
-    if switch not in _WITHOUT_FIELD:
-        raise ConfigError(f"this version of Quire cannot switch {switch} off", "off")
-    return {**fields, **_WITHOUT_FIELD[switch]}
+    if switch not in OPTIMIZATIONS:
+        raise ConfigError(f"unknown switch {switch!r}; known are {', '.join(OPTIMIZATIONS)}", "off")
+    return {**fields, "disable": (*fields.get("disable", ()), switch)}
 
 
 def figures(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -44,7 +28,7 @@ def figures(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("ttft_")}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Line:
     """One figure with everything on, and without each switch. speed: of the run without it, as a
     share of that with everything on."""
@@ -81,7 +65,7 @@ def lines(records: Sequence[BenchRecord]) -> list[Line]:
 
 def markdown(table: Sequence[Line]) -> str:
     """A row per figure: with everything on, then how fast without each switch."""
-    switches = [name for name in SWITCHES if any(name in line.off for line in table)]
+    switches = [name for name in OPTIMIZATIONS if any(name in line.off for line in table)]
     rows = ["| case | everything on | " + " | ".join(f"without {s}" for s in switches) + " |"]
     rows.append("| --- " * (2 + len(switches)) + "|")
     for line in table:

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.bench import ablation, startup
 from quire.bench.record import BenchRecord
+from quire.config import OPTIMIZATIONS
 
 _RATE = "output tokens/s"
 _TIMES = {"ttft": "first token", "itl": "between tokens", "e2e": "whole answer"}
@@ -81,14 +82,14 @@ def switches(records: Sequence[BenchRecord], path: Path) -> None:
     """Speed without each optimization, beside everything on, as one group of bars per case."""
     table = ablation.lines(records)
     figure, (panel,) = _panels(1, _title(records), width=9.0)
-    shown = [name for name in ablation.SWITCHES if any(name in line.off for line in table)]
+    shown = [name for name in OPTIMIZATIONS if any(name in line.off for line in table)]
     width = 0.8 / max(1, len(shown))
     for place, switch in enumerate(shown):
         at = [i + place * width for i in range(len(table))]
         speeds = [
             100 * line.speed(switch) if switch in line.off else float("nan") for line in table
         ]
-        panel.bar(at, speeds, width, label=f"without {ablation.SWITCHES[switch]}")
+        panel.bar(at, speeds, width, label=f"without {switch}")
     panel.axhline(100, color="black", linewidth=0.8)
     middle = (len(shown) - 1) * width / 2
     panel.set_xticks([i + middle for i in range(len(table))], [line.label for line in table])

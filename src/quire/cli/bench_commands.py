@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quire.cli.settings import with_settings
-from quire.config import EngineArgs
+from quire.config import OPTIMIZATIONS, EngineArgs
 
 app = typer.Typer(help="Measure Quire.", no_args_is_help=True)
 
@@ -152,7 +152,7 @@ def ablation(
     off: Annotated[
         list[str] | None,
         typer.Option(
-            help="graphs, overlap, fusions, skinny or pdl (may be repeated). Default: all of them."
+            help=f"One of {', '.join(OPTIMIZATIONS)} (may be repeated). Default: all of them."
         ),
     ] = None,
     scale: Scale = 1.0,
@@ -163,14 +163,13 @@ def ablation(
     png: Png = None,
 ) -> None:
     """Measure what each optimization brings, by switching it off."""
-    from quire.bench.ablation import SWITCHES
     from quire.bench.outputs import Outputs
     from quire.cli import bench
 
     bench.ablation(
         engine,
         cases=case or _DEFAULT_CASES,
-        off=list(dict.fromkeys(off or SWITCHES)),
+        off=list(dict.fromkeys(off or OPTIMIZATIONS)),
         scale=scale,
         repeat=repeat,
         outputs=Outputs(output, csv, markdown, png),
