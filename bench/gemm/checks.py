@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.ops.triton import gemm
 from quire.ops.triton.gemm_plan import GATED, GemmPlan, LinearArgs, RMSNorm
+from quire.ops.triton.launch import compiling
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 PLANS = (
@@ -71,7 +72,9 @@ def check_combinations(device: torch.device, workers: int) -> Iterator[str]:
     outs = [torch.full((a.x.shape[0], a.n), float("nan"), dtype=a.x.dtype, device=device)
             for _, a in cases]  # fmt: skip
     launches = [gemm.prepare(a, plan, out) for (plan, a), out in zip(cases, outs, strict=True)]
-    gemm.precompile(launches, workers)
+    with compiling(workers):
+        for launch in launches:
+            launch.run()
     for (plan, args), out in zip(cases, outs, strict=True):
         label = f"{plan.as_json()} {args.x.dtype} norm={args.norm is not None} act={args.act}"
         try:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 
 from quire.plan import HeadInputs, KVGroup, StepPlan, StepResult
+
+OnProgress = Callable[[str, int, int], None]
+"""Told how far a start is: "weights", bytes loaded and in total; "graphs", captured and in total."""
 
 
 class Capacity(msgspec.Struct, frozen=True):

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from quire.cli.progress import OnProgress
 from quire.config import EngineArgs
 from quire.errors import ConfigError, EngineDeadError, QuireError, RequestError
+from quire.executor import OnProgress
 
 Messages = list[dict[str, str]]
 Answer = Generator[str, None, None]

@@ -1,35 +1,37 @@
-"""A bar for loading weights."""
+"""A bar for what an engine does before it is ready."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, TextColumn
 
-OnProgress = Callable[[int, int], None]
-"""Called with bytes done and bytes in total."""
+from quire.executor import OnProgress
+
+_TITLES = {"weights": "Loading weights", "graphs": "Capturing CUDA graphs"}
 
 
 @contextlib.contextmanager
 def progress_bar(console: Console) -> Iterator[OnProgress]:
-    """A callback that draws a bar, which goes away when all is loaded. Nothing is drawn where
-    there is no terminal."""
+    """A callback that draws a bar, which goes away when all is done. Nothing is drawn where there
+    is no terminal."""
     progress = Progress(
-        TextColumn("Loading weights"),
+        TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        TextColumn("{task.fields[amount]}"),
         console=console,
         transient=True,
         disable=not console.is_terminal,
     )
-    task = progress.add_task("load", total=None)
+    task = progress.add_task("", total=None, amount="")
 
-    def update(done: int, total: int) -> None:
+    def update(what: str, done: int, total: int) -> None:
         progress.start()
-        progress.update(task, completed=done, total=total)
+        amount = f"{decimal(done)} of {decimal(total)}" if what == "weights" else f"{done}/{total}"
+        progress.update(task, description=_TITLES[what], completed=done, total=total, amount=amount)
         if done >= total:
             progress.stop()
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.engine.executors import InProcessExecutor, Progress
+from quire.engine.executors import InProcessExecutor
 from quire.errors import ConfigError, ModelError
+from quire.executor import OnProgress
 from quire.pooling import PoolingFeature
 from quire.pooling.hook import Pooler
 from quire.pooling_params import Pooling
@@ -73,7 +74,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
 
 
 def build_core(
-    config: EngineConfig, progress: Progress | None = None, compiler: Compiler | None = None
+    config: EngineConfig, progress: OnProgress | None = None, compiler: Compiler | None = None
 ) -> EngineCore:
     """An engine with its weights loaded, in this process. compiler: one to share with it."""
     executor = InProcessExecutor(config, progress, [Pooler()])

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import zmq
 import zmq.asyncio
@@ -42,15 +42,13 @@ from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import EngineDeadError, QuireError, RequestError
+from quire.executor import OnProgress
 from quire.plan import Int32
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.structured import Compiler
 
 __all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
-
-OnProgress = Callable[[int, int], None]
-"""Told the bytes loaded and the bytes in total."""
 
 _LONG_TEXT = 2000
 """Characters of a prompt that are tokenized off the event loop."""
@@ -130,9 +128,9 @@ class EngineClient:
         while True:
             message = await self._receive()
             match message:
-                case Loading(done, total):
+                case Loading(what, done, total):
                     if on_progress is not None:
-                        on_progress(done, total)
+                        on_progress(what, done, total)
                 case Ready(config):
                     self.config = config
                     break

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.executor import Capacity
+from quire.executor import Capacity, OnProgress
 from quire.plan import HeadInputs, StepPlan, StepResult
 from quire.runner import Hook, ModelRunner
-
-Progress = Callable[[int, int], None]
-"""Told the bytes loaded and the bytes in total."""
 
 
 class InProcessExecutor:
@@ -20,7 +17,7 @@ class InProcessExecutor:
     def __init__(
         self,
         config: EngineConfig,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
         hooks: Sequence[Hook] = (),
     ) -> None:
         self._runner = ModelRunner(config, progress, hooks)

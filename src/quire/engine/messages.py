@@ -82,8 +82,9 @@ ToEngine = Start | AddRequest | AbortRequest | GetStats | Shutdown
 
 
 class Loading(msgspec.Struct, tag=True):
-    """Bytes of weights loaded, and in total."""
+    """See `OnProgress`."""
 
+    what: str
     done: int
     total: int
 

@@ -74,12 +74,12 @@ class EngineProcess:
             raise QuireError("the engine was not told what to load")
         last = 0.0
 
-        def progress(done: int, total: int) -> None:
+        def progress(what: str, done: int, total: int) -> None:
             nonlocal last
             now = time.monotonic()
             if done >= total or now - last > 0.05:
                 last = now
-                self._send(Loading(done, total))
+                self._send(Loading(what, done, total))
 
         config = resolve(start.args)
         self._core = build_core(config, progress)

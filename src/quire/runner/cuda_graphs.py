@@ -8,6 +8,7 @@ one small input buffer: each row's lane, where its tokens begin, and whether it 
 from __future__ import annotations
 
 import bisect
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,6 +21,8 @@ from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models import Decoder
 from quire.ops.triton.adjust import adjust
 from quire.ops.triton.batch import expand_batch, finish_rows
+from quire.ops.triton.gemm_table import BUCKETS
+from quire.ops.triton.launch import compiling
 from quire.ops.triton.sampling import sample
 from quire.plan import Int32, RowFlag, StepPlan
 from quire.runner.batch_state import BatchState
@@ -34,6 +37,10 @@ Progress = Callable[[int, int], None]
 
 FEW_ROWS = 8
 """Mixed steps of so few rows have graphs of their own: rows of padding are not free."""
+
+
+_MIXED_KINDS = (16, 32, 64, 128, 256, 512, 2048)
+"""Token counts of mixed steps that between them run every kernel such steps have."""
 
 
 def decode_buckets(lanes: int) -> list[int]:
@@ -111,6 +118,7 @@ class StepGraphs:
     def capture(self, progress: Progress | None = None) -> None:
         """Captures every bucket, largest first, so that the smaller ones fit in its memory."""
         self.inputs.copy_(torch.from_numpy(self._idle()))
+        self._compile()
         work = [*self._planned_bodies(), *self._planned_heads()]
         for done, capture in enumerate(work):
             if progress is not None:
@@ -119,6 +127,22 @@ class StepGraphs:
         if progress is not None:
             progress(len(work), len(work))
         torch.cuda.synchronize(self._state.device)
+
+    def _compile(self) -> None:
+        """Compiles on all cores what the captures need, which they would do one by one: a pass
+        over one body and head of each size that has kernels of its own, launching none."""
+        sizes = sorted({_at_least(self._decode_sizes, min(m, self.max_rows)) for m in BUCKETS})
+        mixed = sorted(
+            {_at_least(self._mixed_sizes, min(m, self.max_tokens)) for m in _MIXED_KINDS}
+        )
+        with compiling(os.cpu_count() or 1):
+            for size in reversed(sizes):
+                self._body(size, size, decode=True)
+                for kind in HeadKind:
+                    self._head(size, kind)
+            for tokens in mixed:
+                for rows in {self._most(tokens), min(FEW_ROWS, self._most(tokens))}:
+                    self._body(tokens, rows, decode=False)
 
     def _planned_bodies(self) -> Iterator[Callable[[], None]]:
         for tokens in reversed(self._mixed_sizes):

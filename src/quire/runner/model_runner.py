@@ -5,6 +5,7 @@ Nothing here waits for the device but `collect`. On a CPU the same code runs as 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from quire import ops
 from quire.config import EngineConfig
 from quire.errors import QuireError
-from quire.executor import Capacity
+from quire.executor import Capacity, OnProgress
 from quire.models import Decoder, build_model, load_config, load_weights, spec_from_config
 from quire.plan import HeadInputs, Int32, Pooled, RowFlag, StepPlan, StepResult, int32
 from quire.runner import memory
@@ -33,9 +34,6 @@ from quire.runner.step import DeviceLogprobs, LogitRows, Step, join
 if TYPE_CHECKING:  # Triton is needed only where graphs are
     from quire.runner.cuda_graphs import StepGraphs
 
-Progress = Callable[[int, int], None]
-"""Told the bytes loaded and the bytes in total."""
-
 _HEAD_ELEMENTS = 1 << 26
 """Logits computed at once for a prompt's log-probabilities."""
 
@@ -46,7 +44,7 @@ class ModelRunner:
     def __init__(
         self,
         config: EngineConfig,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
         hooks: Sequence[Hook] = (),
     ) -> None:
         self.config = config
@@ -73,7 +71,7 @@ class ModelRunner:
             Path(self.config.model_path),
             load_format=self.config.args.load_format,
             seed=self.config.args.seed,
-            progress=self._progress,
+            progress=self._told("weights"),
         )
         groups = self.model.kv_groups(self.config.block_size)
         limits = self.config.scheduler
@@ -108,7 +106,10 @@ class ModelRunner:
             self.sampler,
             self.config.scheduler.max_num_batched_tokens,
         )
-        self._graphs.capture()
+        self._graphs.capture(self._told("graphs"))
+
+    def _told(self, what: str) -> Callable[[int, int], None] | None:
+        return None if self._progress is None else functools.partial(self._progress, what)
 
     def _cache_budget(self, model: Decoder) -> int | None:
         if self.device.type != "cuda":

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.triton.launch import options, traits
+from quire.ops.triton.launch import launch, options, traits
 
 _SILU, _GELU_TANH, _GELU_ERF = 0, 1, 2
 
@@ -53,7 +53,7 @@ def _run(x: Tensor, kind: int, gated: bool, pdl: bool | None) -> Tensor:
     # Few rows: narrow blocks, to spread over the card; many: wide ones, to amortize the launch.
     block = min(triton.next_power_of_2(width), 1024 if rows.shape[0] <= 64 else 4096)
     use_pdl = traits(x.device).pdl if pdl is None else pdl
-    _activation[(rows.shape[0], triton.cdiv(width, block))](
+    launch(_activation, (rows.shape[0], triton.cdiv(width, block)))(
         rows, out, width, rows.stride(0), BLOCK=block, KIND=kind, GATED=gated, PDL=use_pdl,
         **options(use_pdl, num_warps=min(max(block // 256, 1), 8)),
     )  # fmt: skip

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.triton.launch import options, traits
+from quire.ops.triton.launch import launch, options, traits
 
 _TILE = 2048
 
@@ -94,7 +94,7 @@ def adjust(
     out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
     use_pdl = traits(logits.device).pdl if pdl is None else pdl
     if rows:
-        _adjust[(rows, triton.cdiv(vocab, _TILE))](
+        launch(_adjust, (rows, triton.cdiv(vocab, _TILE)))(
             logits, out, lanes, length, repetition, presence, frequency, counts, num_bias,
             bias_ids, bias_values, stops, min_total,
             vocab, logits.stride(0), repetition.stride(0), bias_ids.stride(0), stops.stride(0),

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.ops.choose import current_policy
 from quire.ops.triton.attention_kernels import attend_long, attend_short, combine
 from quire.ops.triton.attention_schedule import Schedule, schedule
-from quire.ops.triton.launch import DeviceTraits, options, traits
+from quire.ops.triton.launch import DeviceTraits, launch, options, traits
 
 _LOG2E = math.log2(math.e)
 _FILLED = 3
@@ -255,7 +255,7 @@ class _Launch:
             parts = num_items * kv_heads * tiles.m
             partial = torch.empty(parts * head_dim, dtype=torch.float32, device=q.device)
             lse = torch.empty(parts, dtype=torch.float32, device=q.device)
-        attend_short[(kv_heads, num_items)](
+        launch(attend_short, (kv_heads, num_items))(
             *self.tensors[:3], out, partial, lse, plan.items, table, *self._numbers(),
             BM=tiles.m, BN=plan.tile_n, PDL=pdl, PREFETCH=prefetch, PARTS=plan.parts,
             **self.constants,
@@ -265,7 +265,7 @@ class _Launch:
             return
         group = int(self.constants["GROUP"])
         queries = min(longest * group, tiles.m)
-        combine[(num_rows, kv_heads, queries)](
+        launch(combine, (num_rows, kv_heads, queries))(
             partial, lse, out, plan.items, plan.rows, num_rows, *out.stride()[:2],
             GROUP=group, HEAD_DIM=head_dim, D_PAD=self.constants["D_PAD"], BM=tiles.m,
             PDL=self.pdl, **options(self.pdl, num_warps=2),
@@ -277,7 +277,7 @@ class _Launch:
         tokens, heads, _ = q.shape
         kv_heads, rows = k_cache.shape[1], seq_lens.shape[0]
         most = tokens * (heads // kv_heads) // tiles.m + rows
-        attend_long[(kv_heads, most)](
+        launch(attend_long, (kv_heads, most))(
             *self.tensors, rows, *self._numbers(), BM=tiles.m, BN=tiles.n, SHORTEST=shortest,
             ONE_LOOP=one_loop, PDL=self.pdl, **self.constants,
             **options(self.pdl, num_warps=tiles.warps, num_stages=tiles.stages),

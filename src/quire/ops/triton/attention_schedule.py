@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.triton.launch import options
+from quire.ops.triton.launch import launch, options
 
 _OWN = 8
 _AT_ONCE = 256
@@ -153,7 +153,7 @@ def schedule(
     items = torch.empty(num_items, 8, dtype=torch.int32, device=device)
     rows = torch.empty(2, num_rows, dtype=torch.int32, device=device)
     at_once = min(_AT_ONCE, max(32, triton.next_power_of_2(num_rows)))
-    _schedule[(triton.cdiv(num_rows, _OWN),)](
+    launch(_schedule, (triton.cdiv(num_rows, _OWN),))(
         query_start, seq_lens, items, rows, num_rows, num_items, max(spare, 1), longest,
         window or 0, min_tiles, most_parts if spare else 1,
         BN=tile_n, OWN=_OWN, AT_ONCE=at_once, ONCE=num_rows <= at_once,

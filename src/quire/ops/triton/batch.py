@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.triton.launch import options, traits
+from quire.ops.triton.launch import launch, options, traits
 
 _BLOCK = 1024
 
@@ -95,7 +95,7 @@ def expand_batch(
         blocks = triton.cdiv(max_seq_len, page)
         slots, own = empty(num_tokens, dtype=torch.int64), empty(rows, blocks)
         chunks = triton.cdiv(max(num_tokens, blocks), _BLOCK)
-        _expand[(rows + 1, chunks)](
+        launch(_expand, (rows + 1, chunks))(
             lanes, query_start, position, tokens, table, ids, positions, seq_lens, slots, own,
             rows, num_tokens, blocks, tokens.stride(0), table.stride(0),
             PAGE=page, FIRST=index == 0, BLOCK=_BLOCK, PDL=use_pdl,
@@ -169,7 +169,7 @@ def finish_rows(
     results = torch.empty(2, rows, dtype=torch.int32, device=device)
     use_pdl = traits(device).pdl if pdl is None else pdl
     width = stops.shape[1]
-    _finish[(rows,)](
+    launch(_finish, (rows,))(
         lanes, query_start, samples, sampled, position, tokens, max_total, min_total, stops,
         results, stops if counts is None else counts, tokens.stride(0), tokens.shape[1],
         stops.stride(0), width, 0 if counts is None else counts.shape[1],
@@ -191,4 +191,4 @@ def scatter(addresses: Tensor, values: Tensor) -> None:
     """Writes each of values int32 [n] to its address int64 [n], a word of the same device's memory.
     That addresses are valid, and differ, is the caller's word."""
     n = values.shape[0]
-    _scatter[(triton.cdiv(n, _BLOCK),)](addresses, values, n, BLOCK=_BLOCK, num_warps=4)
+    launch(_scatter, (triton.cdiv(n, _BLOCK),))(addresses, values, n, BLOCK=_BLOCK, num_warps=4)

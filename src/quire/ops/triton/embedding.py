@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.triton.launch import options, traits
+from quire.ops.triton.launch import launch, options, traits
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def embedding(ids: Tensor, table: Tensor, start: int = 0, *, pdl: bool | None = 
         return out
     block = min(triton.next_power_of_2(width), 2048)
     use_pdl = traits(ids.device).pdl if pdl is None else pdl
-    _embed[(ids.shape[0], triton.cdiv(width, block))](
+    launch(_embed, (ids.shape[0], triton.cdiv(width, block)))(
         ids, table, out, width, start, entries, table.stride(0), BLOCK=block, PDL=use_pdl,
         **options(use_pdl, num_warps=min(max(block // 256, 1), 8)),
     )  # fmt: skip

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from triton import AsyncCompileMode
 
 from quire.errors import ConfigError
 from quire.ops.triton.gemm_plan import (
@@ -36,7 +34,6 @@ __all__ = [
     "LinearArgs",
     "RMSNorm",
     "choose",
-    "precompile",
     "prepare",
     "run",
     "run_fixed",
@@ -136,14 +133,6 @@ def run(
     if out.numel():
         prepare(args, plan, out, workspace=workspace, pdl=pdl).run()
     return out
-
-
-def precompile(launches: Iterable[Launch], workers: int) -> None:
-    """Compile for many launches at once, on threads (most of a compile holds no lock). What fails
-    to compile raises when it is launched."""
-    with ThreadPoolExecutor(workers) as pool, AsyncCompileMode(pool, ignore_errors=True):
-        for launch in launches:
-            launch.compile()
 
 
 def small_linear(

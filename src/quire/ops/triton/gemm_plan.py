@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from quire.ops.triton.launch import launch
+
 GATED = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "gelu_tanh"}
 """Activations of a layer whose weight stacks gate rows on up rows: act(gate) * up."""
 PLAIN = ("silu", "gelu", "gelu_tanh", "relu")
@@ -129,7 +131,7 @@ def shape_of(args: LinearArgs) -> Shape:
 
 
 class Launch(NamedTuple):
-    """A kernel launch that is yet to happen, or only to be compiled for."""
+    """A kernel launch that is yet to happen."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -137,7 +139,4 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def run(self) -> None:
-        self.kernel[self.grid](*self.args, **self.options)
-
-    def compile(self) -> None:
-        self.kernel.warmup(*self.args, grid=self.grid, **self.options)
+        launch(self.kernel, self.grid)(*self.args, **self.options)

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.ops.triton import activation, gemm, norm
 from quire.ops.triton.gemm_plan import TORCH, GemmPlan, Launch, LinearArgs, NormMode, RMSNorm, Shape
 from quire.ops.triton.gemm_table import GemmTable, bucket, key_of
-from quire.ops.triton.launch import traits
+from quire.ops.triton.launch import compiling, traits
 from quire.ops.triton.skinny_gemm import Workspace
 
 COLD_BYTES = 256 << 20
@@ -271,7 +271,9 @@ def tune(
     tuner = Tuner(device, dtype)
     wanted = (shape._replace(dtype=dtype) for shape in shapes if bucket(shape.m))
     unique = list({key_of(shape): shape for shape in wanted}.values())
-    gemm.precompile(tuner.launches(unique), workers)
+    with compiling(workers):
+        for launch in tuner.launches(unique):
+            launch.run()
     table = GemmTable(torch.cuda.get_device_name(device))
     for shape in unique:
         if time.monotonic() > end:

@@ -9,12 +9,17 @@ is complete: before its own wait it may read weights and the step's metadata, no
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
+from triton import AsyncCompileMode
 
 from quire.ops.choose import current_policy
 
@@ -63,3 +68,25 @@ def traits(device: torch.device) -> DeviceTraits:
 def options(pdl: bool, **rest: Any) -> dict[str, Any]:
     """Launch keywords; `launch_pdl` is named only where it applies (the interpreter lacks it)."""
     return {**rest, "launch_pdl": True} if pdl else rest
+
+
+_compiling: ContextVar[bool] = ContextVar("quire_compiling", default=False)
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """`kernel[grid]`; within `compiling`, what compiles for the same arguments and runs nothing."""
+    if _compiling.get():
+        return functools.partial(kernel.warmup, grid=grid)
+    return kernel[grid]
+
+
+@contextlib.contextmanager
+def compiling(workers: int) -> Iterator[None]:
+    """Launches within the block only compile, many at once, and are done when it ends. What fails
+    to compile raises when it is launched."""
+    token = _compiling.set(True)
+    try:
+        with ThreadPoolExecutor(workers) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            yield
+    finally:
+        _compiling.reset(token)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.triton.launch import options, traits
+from quire.ops.triton.launch import launch, options, traits
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def _run(
     add = rows if residual is None else residual.reshape(-1, width)
     block = triton.next_power_of_2(width)
     use_pdl = traits(x.device).pdl if pdl is None else pdl
-    _norm[(rows.shape[0],)](
+    launch(_norm, (rows.shape[0],))(
         rows, add, rows if weight is None else weight, rows if bias is None else bias, out, total,
         width, eps, rows.stride(0), add.stride(0),
         BLOCK=block, CENTER=center, RESIDUAL=residual is not None, WEIGHT=weight is not None,

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.choose import current_policy
-from quire.ops.triton.launch import options, traits
+from quire.ops.triton.launch import launch, options, traits
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def qk_norm_rope_store(
     groups = triton.cdiv(heads, width) + 2 * triton.cdiv(kv_heads, width)
     use_pdl = traits(qkv.device).pdl if pdl is None else pdl
     angles = positions if cos_sin is None else cos_sin
-    _qk_norm_rope_store[(tokens, groups)](
+    launch(_qk_norm_rope_store, (tokens, groups))(
         qkv, out, k_cache, v_cache, positions, slots, angles,
         qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, eps,
         *qkv.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.ops.triton.launch import options, traits
+from quire.ops.triton.launch import launch, options, traits
 from quire.ops.triton.sampling_kernels import SUB, logprob_rows, logprob_tiles, pick, scan
 
 _TILE = 2048
@@ -66,11 +66,11 @@ def sample(
     columns = (lanes, position, temperature, top_k, top_p, min_p, seed, sample_index)
     strides = (logits.stride(0), temperature.stride(0), top_k.stride(0))
     shared = {"TILE": _TILE, "TRUNCATE": truncate, "FAST": device.type == "cuda", "PDL": use_pdl}
-    scan[(rows, tiles)](
+    launch(scan, (rows, tiles))(
         logits, *columns, best, entry, peaks, sums, vocab, *strides, draw, **shared,
         **options(use_pdl, num_warps=4),
     )  # fmt: skip
-    pick[(rows,)](
+    launch(pick, (rows,))(
         logits, *columns, best, entry, peaks, sums, stretch, found, tokens, vocab, *strides, draw,
         tiles, subs, TILES_PAD=triton.next_power_of_2(tiles),
         SUBS_PAD=triton.next_power_of_2(subs), CAP=cap, AT_ONCE=16, **shared,
@@ -94,11 +94,11 @@ def token_logprobs(
     peak, total = torch.empty((2, rows, tiles), dtype=torch.float32, device=device)
     rank = torch.empty((rows, tiles), dtype=torch.int32, device=device)
     use_pdl = traits(device).pdl if pdl is None else pdl
-    logprob_tiles[(rows, tiles)](
+    launch(logprob_tiles, (rows, tiles))(
         logits, tokens, peak, total, rank, vocab, logits.stride(0), TILE=_TILE, PDL=use_pdl,
         **options(use_pdl, num_warps=4),
     )  # fmt: skip
-    logprob_rows[(rows,)](
+    launch(logprob_rows, (rows,))(
         logits, tokens, peak, total, rank, value, own_rank, logits.stride(0), tiles,
         TILES_PAD=triton.next_power_of_2(tiles), PDL=use_pdl, **options(use_pdl, num_warps=1),
     )  # fmt: skip
