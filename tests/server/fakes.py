@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from quire.engine.embedding import Embedding
 from quire.engine.template_traits import TemplateTraits
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError, QuireError, RequestError
 from quire.outputs import Logprob
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.structured.grammar import compilable
 
@@ -86,6 +88,11 @@ class FakeClient:
             if not ended:
                 self.aborted.append(request_id)
 
+    async def embed(self, prompt: Any, params: PoolingParams, **_: Any) -> Embedding:
+        if params.dimensions not in (None, 4):
+            raise RequestError("four dimensions", param="dimensions")
+        return Embedding(np.full(4, 0.5, dtype=np.float32), [1, 2, 3])
+
     async def stats(self) -> Any:
         raise EngineDeadError("no statistics")
 
@@ -108,6 +115,9 @@ class PlainTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Any:
         return np.array([min(ord(char), 2**31 - 1) for char in text], dtype=np.int32)
+
+    def piece(self, id: int) -> str | None:
+        return chr(id) if id < 0x110000 else None
 
     def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))

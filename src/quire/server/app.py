@@ -30,6 +30,7 @@ from quire.server.openai_responses.routes import (
     list_input_items,
 )
 from quire.server.openai_responses.store import ResponseStore
+from quire.server.openapi import openapi
 from quire.server.responses import ModelCard, ModelList
 from quire.server.sse import ClientGoneError, json_answer
 from quire.server.state import ServerState, state_of
@@ -43,7 +44,7 @@ _SCRAPE_TIMEOUT = 5.0
 
 def build_app(client: EngineClient, args: ServerArgs) -> FastAPI:
     """An application that serves a launched engine. It does not own the engine's life."""
-    # Bodies are read by `read_body`, FastAPI cannot describe them: no generated documentation.
+    # Bodies are read by `read_body`, FastAPI cannot describe them: `openapi.py` does.
     app = FastAPI(title="Quire", version=__version__, redirect_slashes=False, openapi_url=None)
     defaults = model_defaults(client.config.model_path) if args.generation_config == "auto" else {}
     state = ServerState(client, args, defaults)
@@ -82,6 +83,7 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/generate", generate, methods=["POST"])
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", show_model, methods=["GET"])
+    app.add_api_route("/openapi.json", openapi, methods=["GET"])
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/metrics", metrics, methods=["GET"])
 

@@ -162,7 +162,7 @@ class ChatWriter:
         )
         self.begun: set[int] = set()
 
-    def answer(self, answers: list[Answer]) -> Envelope:
+    def answer(self, answers: list[Answer]) -> Envelope[Any]:
         choices = []
         for answer in answers:
             choice = ChatChoice(
@@ -203,7 +203,7 @@ class ChatWriter:
             choice.token_ids = event.token_ids
         return choice
 
-    def _envelope(self, kind: str, choices: Any, usage: Any) -> Envelope:
+    def _envelope(self, kind: str, choices: Any, usage: Any) -> Envelope[Any]:
         tier = self.body.service_tier
         return Envelope(
             self.reply.request_id,

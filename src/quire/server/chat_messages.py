@@ -95,7 +95,7 @@ class Message(Strict):
     def _refuse_unsupported(cls, data: Any) -> Any:
         return drop_unused(data, _UNSUPPORTED_IN_MESSAGE)
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
     @classmethod
     def _one_part(cls, content: Any) -> Any:
         return [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -171,6 +171,9 @@ class _AllowedTools(Strict):
 class _Allowed(Strict):
     type: Literal["allowed_tools"]
     allowed_tools: _AllowedTools
+
+
+ToolChoiceParam = Literal["auto", "none", "required"] | _NamedTool | _Allowed
 
 
 def parse_tool_choice(value: Any) -> Any:

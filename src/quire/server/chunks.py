@@ -22,7 +22,7 @@ class ChunkWriter:
     def __init__(
         self,
         options: StreamOptions | None,
-        envelope: Callable[[list[Any], Any], Envelope],
+        envelope: Callable[[list[Any], Any], Envelope[Any]],
         usage: Callable[[], Usage],
     ) -> None:
         options = options or StreamOptions()

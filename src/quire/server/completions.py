@@ -160,7 +160,9 @@ class CompletionWriter:
             self.generation.completion_tokens = 0
         return self.generation.usage
 
-    def envelope(self, choices: list[CompletionChoice], usage: Any = UNSET) -> Envelope:
+    def envelope(
+        self, choices: list[CompletionChoice], usage: Any = UNSET
+    ) -> Envelope[CompletionChoice]:
         return Envelope(
             self.generation.request_id,
             "text_completion",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from pydantic import Field
@@ -19,7 +19,7 @@ from quire.server.convert import Prompt, prompts_of
 from quire.server.errors import ApiError
 from quire.server.sse import json_answer, unless_gone
 from quire.server.state import ServerState, new_id, state_of
-from quire.server.strict import INT32_MAX, Name, Strict
+from quire.server.strict import INT32_MAX, Name, Strict, TextsOrIds
 
 if TYPE_CHECKING:
     from quire.engine.embedding import Embedding
@@ -30,7 +30,7 @@ MAX_INPUTS = 2048
 class EmbeddingRequest(Strict):
     """`input`: a string, token ids, or a list of either."""
 
-    input: Any
+    input: TextsOrIds
     model: Name | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, le=INT32_MAX)

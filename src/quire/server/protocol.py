@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from quire.errors import RequestError
-from quire.server.chat_messages import Message, Tool, parse_tool_choice
+from quire.server.chat_messages import Message, Tool, ToolChoiceParam, parse_tool_choice
 from quire.server.dialogue import ToolChoice
 from quire.server.strict import (
     INT32_MAX,
@@ -17,6 +17,7 @@ from quire.server.strict import (
     Name,
     Strict,
     TemplateKwargs,
+    TextsOrIds,
     drop_unused,
 )
 from quire.server.structured import StructuredFields
@@ -102,7 +103,7 @@ class SamplingFields(StructuredFields):
         refused = {name: v for name, v in _UNSUPPORTED.items() if name not in cls.model_fields}
         return drop_unused(data, refused)
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=list[str] | str | None)
     @classmethod
     def _one_stop(cls, stop: Any) -> Any:
         return [stop] if isinstance(stop, str) else stop
@@ -112,7 +113,7 @@ class CompletionRequest(SamplingFields):
     """`/v1/completions`. `prompt`: a string, token ids, or a list of either. `suffix` "" is none,
     as at OpenAI."""
 
-    prompt: Any
+    prompt: TextsOrIds
     suffix: str | None = None
     max_tokens: Count | None = None
     n: int | None = Field(None, ge=1, le=128)
@@ -125,7 +126,7 @@ class CompletionRequest(SamplingFields):
 class GenerateRequest(SamplingFields):
     """`/generate`: one prompt, one text."""
 
-    prompt: Any
+    prompt: TextsOrIds
     max_tokens: Count | None = None
 
 
@@ -150,7 +151,10 @@ class ChatRequest(SamplingFields):
     service_tier: Literal["auto", "default"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[ToolChoice | None, BeforeValidator(parse_tool_choice)] = None
+    tool_choice: Annotated[
+        ToolChoice | None,
+        BeforeValidator(parse_tool_choice, json_schema_input_type=ToolChoiceParam | None),
+    ] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None
     include_reasoning: bool | None = None

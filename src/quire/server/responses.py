@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
+
+Choice = TypeVar("Choice")
 
 PromptLogprobs = list[dict[str, Any] | None]
 
@@ -128,14 +130,14 @@ class ChatChunkChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class Envelope(msgspec.Struct):
+class Envelope(msgspec.Struct, Generic[Choice]):
     """A whole answer or one chunk of a stream. service_tier, metadata: where they were given."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[CompletionChoice] | list[ChatChoice] | list[ChatChunkChoice]
+    choices: list[Choice]
     usage: Usage | UnsetType | None = UNSET
     service_tier: str | UnsetType = UNSET
     system_fingerprint: str | UnsetType = UNSET

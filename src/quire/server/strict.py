@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from quire.errors import RequestError
 
@@ -62,6 +62,22 @@ def _short(metadata: dict[str, str]) -> dict[str, str]:
 
 
 Metadata = Annotated[dict[str, str], Field(max_length=16), AfterValidator(_short)]
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}}
+TextsOrIds = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {**_IDS, "minItems": 1},
+                {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, _IDS]}},
+            ]
+        }
+    ),
+]
+"""A string, token ids, or a list of either: read by `convert.prompts_of`."""
 
 
 class Strict(BaseModel):

@@ -57,7 +57,7 @@ class ToolResultBlock(_Block):
     content: Texts = Field(default_factory=list)
     is_error: bool | None = None
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=Any)
     @classmethod
     def _one_block(cls, content: Any) -> Any:
         return _texts(content)
@@ -101,8 +101,10 @@ def _parse_text_block(data: Any) -> Any:
     return _parse(data, {"text": TextBlock})
 
 
-AnyBlock = Annotated[Block, PlainValidator(_parse_block)]
-TextBlockOnly = Annotated[TextBlock, PlainValidator(_parse_text_block)]
+AnyBlock = Annotated[Block, PlainValidator(_parse_block, json_schema_input_type=Block)]
+TextBlockOnly = Annotated[
+    TextBlock, PlainValidator(_parse_text_block, json_schema_input_type=TextBlock)
+]
 Texts = Annotated[list[TextBlockOnly], Field(max_length=MAX_BLOCKS)]
 
 ToolResultBlock.model_rebuild()
@@ -114,7 +116,7 @@ class MessageParam(Strict):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[AnyBlock], Field(max_length=MAX_BLOCKS)]
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[AnyBlock])
     @classmethod
     def _one_block(cls, content: Any) -> Any:
         return _texts(content)

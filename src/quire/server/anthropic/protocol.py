@@ -134,7 +134,7 @@ class CountTokensRequest(Strict):
     def _refuse_unsupported(cls, data: Any) -> Any:
         return drop_unused(data, _UNSUPPORTED)
 
-    @field_validator("system", mode="before")
+    @field_validator("system", mode="before", json_schema_input_type=str | Texts | None)
     @classmethod
     def _one_block(cls, system: Any) -> Any:
         return _parse_system(system)

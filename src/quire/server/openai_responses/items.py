@@ -118,7 +118,7 @@ class FunctionCallOutput(_Item):
     output: Parts
     name: Name | None = None
 
-    @field_validator("output", mode="before")
+    @field_validator("output", mode="before", json_schema_input_type=str | Parts)
     @classmethod
     def _one_part(cls, output: Any) -> Any:
         return _parts(output, "input_text")
@@ -183,7 +183,9 @@ def parse_item(data: Any) -> Any:
     return model.model_validate(data)
 
 
-InputItem = Annotated[Item | ItemReference, PlainValidator(parse_item)]
+InputItem = Annotated[
+    Item | ItemReference, PlainValidator(parse_item, json_schema_input_type=Item | ItemReference)
+]
 
 
 def shown(item: Item) -> dict[str, Any]:

@@ -97,7 +97,13 @@ def _parse_tool_choice(choice: Any) -> Any:
     )
 
 
-ToolChoice = Annotated[str | NamedTool | AllowedTools, PlainValidator(_parse_tool_choice)]
+ToolChoice = Annotated[
+    str | NamedTool | AllowedTools,
+    PlainValidator(
+        _parse_tool_choice,
+        json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | AllowedTools,
+    ),
+]
 
 
 class TextFormat(Strict):
@@ -160,7 +166,7 @@ class PromptFields(Strict):
     def _refuse_unsupported(cls, data: Any) -> Any:
         return drop_unused(data, _UNSUPPORTED)
 
-    @field_validator("input", mode="before")
+    @field_validator("input", mode="before", json_schema_input_type=str | list[InputItem])
     @classmethod
     def _one_message(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -238,7 +244,7 @@ class CreateRequest(PromptFields):
             )
         return tier
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=list[str] | str | None)
     @classmethod
     def _one_stop(cls, stop: Any) -> Any:
         return [stop] if isinstance(stop, str) else stop

@@ -1,0 +1,184 @@
+"""`/openapi.json`: what the routes take and give, from the types that they are made of."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire import __version__
+from quire.server import responses
+from quire.server.anthropic import errors as anthropic_errors
+from quire.server.anthropic import objects as anthropic
+from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from quire.server.auth import PUBLIC_PATHS
+from quire.server.embeddings import EmbeddingList, EmbeddingRequest
+from quire.server.error_shapes import is_anthropic
+from quire.server.errors import ErrorBody
+from quire.server.openai_responses import objects as openai
+from quire.server.openai_responses.protocol import CreateRequest, PromptFields
+from quire.server.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from quire.server.sse import json_answer
+from quire.server.state import state_of
+from quire.server.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+
+_REFERENCE = "#/components/schemas/"
+_ASKED = "Request."
+"""Before the names of what clients send, which may be those of what they get."""
+
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """answer: a type, or a media type for what is no JSON. stream: the media type of what comes
+    with `stream`. query: the schemas of query parameters."""
+
+    method: str
+    path: str
+    summary: str
+    body: type[BaseModel] | None = None
+    answer: Any = None
+    stream: str | None = None
+    query: Mapping[str, Schema] = field(default_factory=dict)
+
+
+_EVENTS = "text/event-stream"
+_EVENT: Schema = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+_FLAG: Schema = {"type": "string", "enum": ["true", "false"]}
+_ONE = "/v1/responses/{response_id}"
+
+ROUTES = (
+    Route("post", "/v1/completions", "Complete text", CompletionRequest,
+          responses.Envelope[responses.CompletionChoice],
+          _EVENTS),
+    Route("post", "/v1/chat/completions", "Answer a conversation", ChatRequest,
+          responses.Envelope[responses.ChatChoice], _EVENTS),
+    Route("post", "/v1/embeddings", "Turn texts into vectors", EmbeddingRequest, EmbeddingList),
+    Route("post", "/v1/responses", "Create a response", CreateRequest, openai.Response, _EVENTS),
+    Route("post", "/v1/responses/input_tokens", "Count the tokens of a response's prompt",
+          PromptFields, openai.InputTokens),
+    Route("get", _ONE, "A stored response", None, openai.Response, _EVENTS,
+          {"stream": _FLAG, "include_obfuscation": _FLAG,
+           "starting_after": {"type": "integer", "minimum": -1}}),
+    Route("delete", _ONE, "Forget a response", None, openai.Deleted),
+    Route("post", f"{_ONE}/cancel", "End a background response", None, openai.Response),
+    Route("get", f"{_ONE}/input_items", "What a response answered", None, openai.ItemList, None,
+          {"after": {"type": "string"}, "order": {"type": "string", "enum": ["asc", "desc"]},
+           "limit": {"type": "integer", "minimum": 1, "maximum": 100}}),
+    Route("post", "/v1/messages", "Answer a conversation, as Anthropic's API does",
+          MessagesRequest, anthropic.Message, _EVENTS),
+    Route("post", "/v1/messages/count_tokens", "Count the tokens of a conversation",
+          CountTokensRequest, anthropic.TokenCount),
+    Route("get", "/v1/models", "The served model, as a list", None, responses.ModelList),
+    Route("get", "/v1/models/{model}", "The served model", None, responses.ModelCard),
+    Route("post", "/tokenize", "Text or a conversation to tokens", TokenizeRequest, Tokenized),
+    Route("post", "/detokenize", "Tokens to text", DetokenizeRequest, Detokenized),
+    Route("post", "/generate", "Complete one prompt", GenerateRequest, responses.GenerateAnswer,
+          "text/plain"),
+    Route("get", "/health", "Whether the engine lives", None, dict[str, str]),
+    Route("get", "/metrics", "Prometheus metrics", None, "text/plain"),
+    Route("get", "/openapi.json", "This document", None, dict[str, Any]),
+)  # fmt: skip
+
+
+async def openapi(request: Request) -> Response:
+    keys = bool(state_of(request).args.api_key)
+    return json_answer(await asyncio.to_thread(document, keys))
+
+
+@functools.cache
+def document(keys: bool) -> Schema:
+    """OpenAPI 3.1. keys: requests need one."""
+    asked, requests = _request_schemas()
+    given, answers = _answer_schemas()
+    paths: Schema = {}
+    for route in ROUTES:
+        operation = _operation(route, asked, given)
+        if keys and route.path not in PUBLIC_PATHS:
+            operation["security"] = _security(route.path)
+        paths.setdefault(route.path, {})[route.method] = operation
+    components: Schema = {"schemas": requests | answers}
+    if keys:
+        components["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": __version__},
+        "paths": paths,
+        "components": components,
+    }
+
+
+def _security(path: str) -> list[Schema]:
+    either: list[Schema] = [{"bearer": []}]
+    return [*either, {"x-api-key": []}] if is_anthropic(path) else either
+
+
+def _request_schemas() -> tuple[dict[type[BaseModel], Schema], Schema]:
+    """By model, a reference; and the schemas that are referred to."""
+    models: list[type[BaseModel]] = [route.body for route in ROUTES if route.body is not None]
+    found, shared = models_json_schema(
+        [(model, "validation") for model in models], ref_template=f"{_REFERENCE}{_ASKED}{{model}}"
+    )
+    schemas = {f"{_ASKED}{name}": schema for name, schema in shared["$defs"].items()}
+    return {model: found[model, "validation"] for model in models}, schemas
+
+
+def _answer_schemas() -> tuple[dict[Any, Schema], Schema]:
+    types = [route.answer for route in ROUTES if not isinstance(route.answer, str)]
+    types += [ErrorBody, anthropic_errors.ErrorBody]
+    found, schemas = msgspec.json.schema_components(types, ref_template=f"{_REFERENCE}{{name}}")
+    return dict(zip(types, found, strict=True)), schemas
+
+
+def _operation(
+    route: Route, asked: dict[type[BaseModel], Schema], given: dict[Any, Schema]
+) -> Schema:
+    media = route.answer if isinstance(route.answer, str) else "application/json"
+    text = {"schema": {"type": "string"}}
+    content: Schema = {media: text if route.answer == media else {"schema": given[route.answer]}}
+    if route.stream is not None:
+        content[route.stream] = {"schema": _EVENT} if route.stream == _EVENTS else text
+    shape = anthropic_errors.ErrorBody if is_anthropic(route.path) else ErrorBody
+    failure = {"application/json": {"schema": given[shape]}}
+    operation: Schema = {
+        "summary": route.summary,
+        "operationId": f"{route.method}{route.path}".translate(_PLAIN),
+        "responses": {
+            "200": {"description": "The answer", "content": content},
+            "4XX": {"description": "The request is at fault", "content": failure},
+            "5XX": {"description": "The server is at fault", "content": failure},
+        },
+    }
+    if route.body is not None:
+        body = {"application/json": {"schema": asked[route.body]}}
+        operation["requestBody"] = {"required": True, "content": body}
+    parameters = [
+        {"name": name.strip("{}"), "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in route.path.split("/")
+        if name.startswith("{")
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()
+    ]
+    if parameters:
+        operation["parameters"] = parameters
+    return operation
+
+
+_PLAIN = str.maketrans({"/": "_", "{": None, "}": None, ".": "_"})

@@ -1,0 +1,68 @@
+"""`/openapi.json`, and the routes held to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from quire.server.app import build_app
+from quire.server.args import ServerArgs
+from quire.server.openapi import ROUTES, document
+from tests.server.fakes import FakeClient, PlainTokenizer
+from tests.server.inprocess import connect, run
+
+schemathesis = pytest.importorskip("schemathesis")
+from schemathesis import checks  # noqa: E402
+
+APP = build_app(
+    FakeClient(tokenizer=PlainTokenizer()),  # type: ignore[arg-type]
+    ServerArgs(generation_config="none"),
+)
+SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
+
+
+def test_every_route_is_described() -> None:
+    served = {
+        (method.lower(), route.path.replace(":path", ""))
+        for route in APP.routes
+        for method in route.methods or ()  # type: ignore[attr-defined]
+        if method != "HEAD"
+    }
+    assert served == {(route.method, route.path) for route in ROUTES}
+
+
+def test_the_document() -> None:
+    async def go(**options: Any) -> Any:
+        async with connect(FakeClient(), **options) as http:
+            return await http.get("/openapi.json")
+
+    answer = run(go())
+    assert answer.status_code == 200
+    assert answer.json()["openapi"] == "3.1.0"
+    assert "security" not in answer.json()["paths"]["/v1/completions"]["post"]
+    assert run(go(args=ServerArgs(api_key=("k",)))).status_code == 401
+    paths = document(True)["paths"]
+    assert paths["/v1/completions"]["post"]["security"] == [{"bearer": []}]
+    assert paths["/v1/messages"]["post"]["security"] == [{"bearer": []}, {"x-api-key": []}]
+    assert "security" not in paths["/health"]["get"]
+
+
+@SCHEMA.parametrize()
+@settings(
+    max_examples=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+def test_nothing_is_the_servers_fault(case: Any) -> None:
+    """No 5xx, and answers of the shapes, statuses and types that are promised."""
+    case.call_and_validate(
+        checks=[
+            checks.not_a_server_error,
+            checks.status_code_conformance,
+            checks.content_type_conformance,
+            checks.response_schema_conformance,
+        ]
+    )
