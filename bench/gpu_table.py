@@ -7,14 +7,16 @@
 Weights are random: a folder needs no more than its config.json. With --scratch FOLDER, checkpoints
 are written there, to time starts from files as well. A model whose folder is named as one of the
 targets' gets their cases, any other one `nano`, `b64`, `b1` and `ttft`. Records are appended to
-RESULTS/CARD_throughput.jsonl, _startup.jsonl and _ablation.jsonl.
+RESULTS/CARD_throughput.jsonl, _startup.jsonl, _ablation.jsonl and _breakdown.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from targets import TARGETS
 HERE = Path(__file__).resolve().parent
 MODELS = ("qwen3-0.6b", "qwen2.5-1.5b", "qwen3-8b", "llama-2-7b")
 OTHERS = ("nano", "b64", "b1", "ttft")
+PROFILE = "breakdown"
 LIMIT = 590
 """Seconds a part may take."""
 _DUMMY = ("--load-format", "dummy", "--skip-tokenizer-init")
@@ -32,8 +35,9 @@ _DUMMY = ("--load-format", "dummy", "--skip-tokenizer-init")
 
 @dataclass(frozen=True)
 class Part:
-    """One run of `quire bench`. file: what its records' file is called after the card. config: the
-    folder of which a checkpoint must be there, made of random weights if need be."""
+    """One run of `quire bench`, or of a profile. file: what its records' file is called after the
+    card. config: the folder of which a checkpoint must be there, made of random weights if need
+    be."""
 
     name: str
     arguments: tuple[str, ...]
@@ -43,7 +47,8 @@ class Part:
 
 def parts_of(folder: Path, scratch: Path | None = None) -> list[Part]:
     """What there is to run for a model: its cases; its start, warm and cold; its switches; what
-    deterministic results cost; and its start from files, if there is a place for them."""
+    deterministic results cost; a profile; and its start from files, if there is a place for
+    them."""
     model = folder.name
     path = (str(folder), *_DUMMY)
     known = [t.case for t in TARGETS if t.model.lower() == model.lower() and t.case != "startup"]
@@ -57,6 +62,7 @@ def parts_of(folder: Path, scratch: Path | None = None) -> list[Part]:
     ]
     decided = (*path, "--deterministic", *_each("--case", steady))
     parts.append(Part(f"{model}:deterministic", ("throughput", *decided), "throughput"))
+    parts.append(Part(f"{model}:profile", (str(folder),), PROFILE))
     if scratch is not None:
         files = (str(scratch / model), "--skip-tokenizer-init")
         parts.append(Part(f"{model}:files", ("startup", *files), "startup", folder))
@@ -72,7 +78,6 @@ def _each(flag: str, values: Sequence[str]) -> tuple[str, ...]:
 def run(part: Part, results: Path, card: str) -> bool:
     """Whether it went well. Its records are kept as they come, so a late failure loses little."""
     file = results / f"{slug(card)}_{part.file}.jsonl"
-    command = [sys.executable, "-m", "quire", "bench", *part.arguments, "--output", str(file)]
     print(f"== {part.name}", flush=True)
     if part.config is not None:
         checkpoint = Path(part.arguments[1])
@@ -81,10 +86,26 @@ def run(part: Part, results: Path, card: str) -> bool:
 
             write(part.config, checkpoint)
     try:
-        return subprocess.run(command, timeout=LIMIT).returncode == 0
+        if part.file == PROFILE:
+            return profile(part, file)
+        command = ["-m", "quire", "bench", *part.arguments, "--output", str(file)]
+        return subprocess.run([sys.executable, *command], timeout=LIMIT).returncode == 0
     except subprocess.TimeoutExpired:
         print(f"{part.name} took more than {LIMIT} seconds", file=sys.stderr)
         return False
+
+
+def profile(part: Part, file: Path) -> bool:
+    """Runs the script that profiles, and takes over the records it leaves."""
+    script = HERE / "kernel_breakdown.py"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(script), *part.arguments]
+        environment = {**os.environ, "OUT": folder}
+        code = subprocess.run(command, timeout=LIMIT, env=environment).returncode
+        for left in Path(folder).glob("*.jsonl"):
+            with file.open("ab") as kept:
+                kept.write(left.read_bytes())
+    return code == 0
 
 
 def card_name() -> str:

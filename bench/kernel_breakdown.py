@@ -21,8 +21,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from quire import LLM, SamplingParams
+from quire.bench.cases import parse_case
 from quire.bench.record import append_jsonl, make_record
-from quire.bench.throughput import workload
 
 Span = tuple[str, int, int]
 """Kernel, start and end in ns."""
@@ -105,12 +105,12 @@ def decode_steps(llm: LLM, rows: int, prompt: int, steps: int) -> dict[str, floa
 
 def whole_case(llm: LLM, case: str) -> dict[str, float]:
     """One "step" is the whole case."""
-    prompts, lengths, temperature = workload(case, llm.config.vocab_size)
+    requests = parse_case(case).workload(llm.config.vocab_size)
     params = [
-        SamplingParams(max_tokens=n, temperature=temperature, ignore_eos=True, detokenize=False)
-        for n in lengths
+        SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, **requests.sampling)
+        for n in requests.lengths
     ]
-    work = lambda: llm.generate(prompts, params, use_tqdm=False)  # noqa: E731
+    work = lambda: llm.generate(requests.prompts, params, use_tqdm=False)  # noqa: E731
     work()
     return summary(profiled(llm, work, 1, None), 1)
 

@@ -5,8 +5,8 @@
     python bench/report.py --plots ...                   # draw docs/images first (matplotlib)
 
 A page marks the place of a table by `<!-- NAME:begin -->` and `<!-- NAME:end -->`; names are
-cases, engines, utilization, ablation, deterministic and start. Of each case, model and card the
-latest record counts, if it was made at full size with the engine's own settings.
+cases, engines, utilization, breakdown, ablation, deterministic and start. Of each case, model and
+card the latest record counts, if it was made at full size with the engine's own settings.
 """
 
 from __future__ import annotations
@@ -217,6 +217,8 @@ def engines(book: Book) -> str:
 
 _PROFILES = {"b1": "breakdown_1", "b1-256": "breakdown_1", "b64": "breakdown_64"}
 _PROFILES = {"b1": "breakdown_1", "b1-256": "breakdown_1", "b64": "breakdown_64"}
+_KERNELS = 6
+"""How many of a profile's kernels are shown."""
 _UTILIZATION = {
     "mean_batch": "mean batch",
     "bandwidth_percent": "bandwidth",
@@ -244,6 +246,30 @@ def utilization(book: Book) -> str:
         cells = [percent(metrics.get(name), name) for name in _UTILIZATION]
         rows.append([target.model, target.label, *cells, percent(idle, "idle_percent")])
     header = ["model", "case", *_UTILIZATION.values(), "idle between kernels (profile)"]
+    return table(header, rows) if rows else "Not measured yet.\n"
+
+
+def breakdown(book: Book) -> str:
+    """A decode step's device time, the kernels that take most of it first."""
+    rows = []
+    for model in dict.fromkeys(target.model for target in TARGETS):
+        for case in dict.fromkeys(_PROFILES.values()):
+            record = book.latest.get((model.lower(), case))
+            # Earlier profiles, without `launches`, charged kernels for waiting inside.
+            if record is None or "launches" not in record.metrics:
+                continue
+            step = record.metrics["step_us"]
+            shares = {
+                name.removesuffix("_us").strip(" _"): 100.0 * us / step
+                for name, us in record.metrics.items()
+                if name.endswith("_us") and name != "step_us" and not name.startswith("idle ")
+            }
+            longest = sorted(shares.items(), key=lambda item: -item[1])[:_KERNELS]
+            named = [f"`{name}` {share:.0f} %" for name, share in longest if share >= 1.0]
+            idle = percent(record.metrics["idle_percent"], "idle_percent")
+            count = case.removeprefix("breakdown_")
+            rows.append([model, count, f"{step:,.0f}", ", ".join(named), idle])
+    header = ("model", "rows", "step, µs", "kernels", "idle")
     return table(header, rows) if rows else "Not measured yet.\n"
 
 
@@ -308,6 +334,7 @@ TABLES = {
     "cases": cases,
     "engines": engines,
     "utilization": utilization,
+    "breakdown": breakdown,
     "ablation": switches,
     "deterministic": deterministic,
     "start": starts,

@@ -105,7 +105,7 @@ def test_cases_against_peers_and_targets() -> None:
 
 def test_without_records() -> None:
     assert f"There are no records of {CARD} yet." in report.cases(book())
-    for name in ("utilization", "ablation", "deterministic", "start"):
+    for name in ("utilization", "breakdown", "ablation", "deterministic", "start"):
         assert report.TABLES[name](book()) == "Not measured yet.\n"
 
 
@@ -130,6 +130,19 @@ def test_utilization_and_start() -> None:
     assert row(report.starts(made), "Qwen3-0.6B")[1:6] == [
         *("random", "warm", "8.0", "–", "5.5"),
     ]
+
+
+def test_breakdown_names_the_longest_kernels() -> None:
+    times = {f"_k{i}_us": float(i) for i in range(9)} | {"idle before _k1_us": 14.0}
+    whole = {"step_us": 50.0, "idle_percent": 28.0, "launches": 9.0}
+    cells = row(report.breakdown(book(record("breakdown_64", whole | times))), "Qwen3-0.6B")
+    assert cells[1:3] == ["64", "50"]
+    assert cells[3] == "`k8` 16 %, `k7` 14 %, `k6` 12 %, `k5` 10 %, `k4` 8 %, `k3` 6 %"
+    assert cells[4] == "28.0 %"
+    # A profile of the earlier kind is left out.
+    del whole["launches"]
+    made = book(record("breakdown_64", whole | times))
+    assert report.breakdown(made) == "Not measured yet.\n"
 
 
 def test_switches_of_each_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +214,7 @@ def test_units_and_ratios() -> None:
 
 def test_parts_of_the_table() -> None:
     folder = ROOT / "bench" / "configs" / "qwen2.5-1.5b"
-    cases, start, cold, switches, decided = gpu_table.parts_of(folder)
+    cases, start, cold, switches, decided, profile = gpu_table.parts_of(folder)
     flags = cases.arguments
     given = [flags[i + 1] for i, word in enumerate(flags) if word == "--case"]
     assert given == [
@@ -211,6 +224,7 @@ def test_parts_of_the_table() -> None:
     assert (start.name, cold.name) == ("qwen2.5-1.5b:start", "qwen2.5-1.5b:cold")
     assert switches.arguments.count("--case") == decided.arguments.count("--case") == 3
     assert "--deterministic" in decided.arguments
+    assert profile.arguments == (str(folder),)
     unknown = gpu_table.parts_of(Path("/x/some-model"))[0]
     assert [w for w in unknown.arguments if w in gpu_table.OTHERS] == list(gpu_table.OTHERS)
     with pytest.raises(SystemExit, match=r"no such part: zzz; there are qwen2.5-1.5b:cases"):
