@@ -1,0 +1,49 @@
+"""docs/api.md lists every field that the server takes, and every one of the official APIs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
+from openai.types.responses import response_create_params
+
+from quire.server.anthropic.protocol import MessagesRequest
+from quire.server.openai_responses.protocol import CreateRequest
+
+DOCS = Path(__file__).parents[2] / "docs" / "api.md"
+
+
+def fields_in(section: str) -> set[str]:
+    """Names in the first columns of a section's tables; `a.b` stands for `a` too."""
+    text = DOCS.read_text("utf-8")
+    body = re.split(rf"^## {section}$", text, flags=re.MULTILINE)[1]
+    body = re.split(r"^## ", body, flags=re.MULTILINE)[0]
+    cells = (line.split("|")[1] for line in body.splitlines() if line.startswith("| `"))
+    names = {name for cell in cells for name in re.findall(r"`\.?([a-z_.]+)`", cell)}
+    return names | {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("section", "taken", "official"),
+    [
+        ("Responses", CreateRequest, (response_create_params.ResponseCreateParamsStreaming,)),
+        (
+            "Messages",
+            MessagesRequest,
+            (
+                message_create_params.MessageCreateParamsStreaming,
+                message_count_tokens_params.MessageCountTokensParams,
+            ),
+        ),
+    ],
+)
+def test_every_field_is_listed(section: str, taken: type, official: tuple[type, ...]) -> None:
+    listed = fields_in(section)
+    assert listed
+    ours = set(taken.model_fields)  # type: ignore[attr-defined]
+    theirs = {name for kind in official for name in get_type_hints(kind)}
+    assert ours - listed == set()
+    assert theirs - listed == set()
