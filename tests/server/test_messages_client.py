@@ -173,8 +173,41 @@ def test_structured_output(claude: anthropic.Anthropic) -> None:
     assert message.stop_reason == "end_turn"
     assert json.loads(message.content[0].text).keys() == {"name", "rank"}
     config: Any = {"format": {"type": "json_schema", "schema": {"not": {}}}}
-    with pytest.raises(anthropic.BadRequestError, match=r"output_config.format.schema: .*#/not"):
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config.format.schema.*#/not"):
         ask(claude, output_config=config)
+
+
+CHOOSE: dict[str, Any] = {
+    "name": "choose",
+    "input_schema": {
+        "type": "object",
+        "properties": {"size": {"enum": ["small", "large"]}},
+        "required": ["size"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "choose"}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_that_must_be_used(claude: anthropic.Anthropic, choice: Any, stream: bool) -> None:
+    choice = {**choice, "disable_parallel_tool_use": True}
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 100,
+        "messages": HELLO,
+        "tools": [CHOOSE],
+        "tool_choice": choice,
+    }
+    if stream:
+        with claude.messages.stream(**options) as events:
+            message: Any = events.get_final_message()
+    else:
+        message = claude.messages.create(**options)
+    (use,) = message.content
+    assert (use.type, use.name) == ("tool_use", "choose")
+    assert use.input["size"] in ("small", "large")
+    assert message.stop_reason == "tool_use"
 
 
 def test_full_context_is_its_own_reason(claude: anthropic.Anthropic) -> None:

@@ -53,25 +53,21 @@ def unsupported(param: str, why: str = "is not supported by this server") -> Api
     return ApiError(400, f"'{param}' {why}.", param=param, code="unsupported_parameter")
 
 
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The error with another API's names: parts of the field's path are replaced by what `names`
-    maps them to."""
-    if error.param is None:
-        return error
-    param = error.param
-    for old, new in names.items():
-        param = param.replace(old, new)
-    message = str(error).replace(f"'{error.param}'", f"'{param}'")
-    return ApiError(error.status, message, param=param, code=error.code)
-
-
 @contextlib.contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors that name fields as chat completions do leave `renamed`."""
+    """Errors that name fields as chat completions do leave with the names of another API: parts of
+    the field's path are replaced by what `names` maps them to."""
     try:
         yield
     except (ApiError, RequestError) as error:
-        raise renamed(as_api_error(error), names) from None
+        api_error = as_api_error(error)
+        param = api_error.param
+        if param is None:
+            raise
+        for old, new in names.items():
+            param = param.replace(old, new)
+        message = str(error).replace(f"'{api_error.param}'", f"'{param}'")
+        raise ApiError(api_error.status, message, param=param, code=api_error.code) from None
 
 
 def as_api_error(error: BaseException) -> ApiError:

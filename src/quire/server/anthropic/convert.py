@@ -25,19 +25,14 @@ _BETWEEN = "\n\n"
 """Between blocks: they are separate pieces of text, which often do not end in a space."""
 
 
-def names_of(body: CountTokensRequest) -> dict[str, str]:
-    """Fields as chat completions and the engine name them, to their names here."""
-    formatted = body.output_config is not None and body.output_config.format is not None
-    schema = "output_config.format.schema"
-    return {
-        "continue_final_message": "messages",
-        "reasoning_effort": "output_config.effort",
-        "structured_outputs.json": schema,
-        # A grammar is made here of a format beside tools or thinking, or of tools alone.
-        "structured_outputs.grammar": schema if formatted else "tools",
-        ".function.parameters": ".input_schema",
-        ".function": "",
-    }
+NAMES = {
+    "continue_final_message": "messages",
+    "reasoning_effort": "output_config.effort",
+    "structured_outputs": "output_config.format.schema",
+    ".function.parameters": ".input_schema",
+    ".function": "",
+}
+"""Fields as chat completions name them, to their names here."""
 
 
 def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.anthropic.convert import dialogue_of, names_of
+from quire.server.anthropic.convert import NAMES, dialogue_of
 from quire.server.anthropic.errors import error_body
 from quire.server.anthropic.events import MessageWriter, write_event
 from quire.server.anthropic.objects import (
@@ -40,7 +40,7 @@ taken in both, as models here have them."""
 async def create_message(request: Request) -> Response:
     state = state_of(request)
     body = await _read(request, state, MessagesRequest)
-    with renaming(names_of(body)):
+    with renaming(NAMES):
         return await _answer(request, body)
 
 
@@ -68,7 +68,7 @@ async def _answer(request: Request, body: MessagesRequest) -> Response:
 async def count_tokens(request: Request) -> Response:
     state = state_of(request)
     body = await _read(request, state, CountTokensRequest)
-    with renaming(names_of(body)):
+    with renaming(NAMES):
         ids = await count(state, await asyncio.to_thread(dialogue_of, state, body))
     return json_answer(TokenCount(len(ids)), {"request-id": new_id("req", "_")})
 

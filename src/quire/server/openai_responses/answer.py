@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING
 
 from quire.outputs import Logprob
@@ -15,7 +15,7 @@ from quire.server.dialogue import (
     ToolCallBegin,
     ToolCallDelta,
 )
-from quire.server.errors import ApiError, as_api_error, renamed
+from quire.server.errors import ApiError, as_api_error
 from quire.server.logprobs import chat_logprobs
 from quire.server.metrics import ServerMetrics
 from quire.server.openai_responses.events import Sent
@@ -38,7 +38,7 @@ class ResponseAnswer:
     """Feeds what the model says to a writer.
 
     record: holds the response; it enters `store` (None: nobody will ask for it) when it is done.
-    top_logprobs: None gives no log-probabilities. names: of fields in errors, see `renamed`.
+    top_logprobs: None gives no log-probabilities.
     """
 
     def __init__(
@@ -49,14 +49,12 @@ class ResponseAnswer:
         *,
         tokenizer: Tokenizer,
         top_logprobs: int | None,
-        names: Mapping[str, str],
     ) -> None:
         self.reply = reply
         self.record = record
         self.store = store
         self.tokenizer = tokenizer
         self.top_logprobs = top_logprobs
-        self.names = names
         self.writer = record.writer
         self.begun = False
         self.cut = False
@@ -94,7 +92,7 @@ class ResponseAnswer:
         except Exception as error:
             api_error = as_api_error(error)
             metrics.count_error(api_error.status)
-            writer.fail(renamed(api_error, self.names))
+            writer.fail(api_error)
         finally:
             record.task = None
             self._tell()
@@ -111,7 +109,7 @@ class ResponseAnswer:
         return self.writer.take()
 
     def fail(self, error: ApiError) -> list[Sent]:
-        self.writer.fail(renamed(error, self.names))
+        self.writer.fail(error)
         return self.writer.take()
 
     def _tell(self) -> None:

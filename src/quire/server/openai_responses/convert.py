@@ -56,18 +56,13 @@ _SAMPLING = (
 )
 
 
-def names_of(body: PromptFields) -> dict[str, str]:
-    """Fields as chat completions and the engine name them, to their names here."""
-    formatted = body.text is not None and body.text.format is not None
-    return {
-        "messages": "input",
-        "reasoning_effort": "reasoning.effort",
-        "structured_outputs.json": "text.format.schema",
-        # A grammar is made here of a format beside tools or thinking, or of tools alone.
-        "structured_outputs.grammar": "text.format.schema" if formatted else "tools",
-        "structured_outputs": "text.format",
-        ".function": "",
-    }
+NAMES = {
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "structured_outputs": "text.format.schema",
+    ".function": "",
+}
+"""Fields as chat completions name them, to their names here."""
 
 
 def items_of(body: PromptFields, store: ResponseStore) -> tuple[Item, ...]:

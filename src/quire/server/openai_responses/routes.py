@@ -12,9 +12,9 @@ from quire.server.dialogue import Dialogue
 from quire.server.errors import ApiError, renaming
 from quire.server.openai_responses.answer import ResponseAnswer, Watch
 from quire.server.openai_responses.convert import (
+    NAMES,
     dialogue_of,
     items_of,
-    names_of,
     response_of,
     stores,
     turns_in,
@@ -44,7 +44,7 @@ async def create_response(request: Request) -> Response:
             param="background",
         )
     items = items_of(body, store_of(request))
-    with renaming(names_of(body)):
+    with renaming(NAMES):
         return await _answer(request, body, items)
 
 
@@ -59,7 +59,6 @@ async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]
         store_of(request) if stores(state, body) else None,
         tokenizer=state.tokenizer("input"),
         top_logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
-        names=names_of(body),
     )
     obfuscate = body.stream_options is not None and body.stream_options.include_obfuscation
     if body.background:
@@ -87,7 +86,7 @@ async def count_input_tokens(request: Request) -> Response:
     state.check_alive()
     state.check_model(body.model)
     items = items_of(body, store_of(request))
-    with renaming(names_of(body)):
+    with renaming(NAMES):
         ids = await count(state, await _fitted(state, body, items))
     return json_answer(InputTokens(len(ids)))
 
