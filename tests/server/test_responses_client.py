@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Literal
 
 import httpx
@@ -427,3 +428,13 @@ def test_bad_queries(server: Server, client: openai.OpenAI, query: str) -> None:
     answer = httpx.get(f"{server.url}/v1/responses/{id}?{query}", timeout=10)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] in query
+
+
+def test_a_signal_ends_what_runs_in_the_background(launch: Callable[..., Server]) -> None:
+    server = launch("--drain-timeout", "1")
+    client = server.client()
+    response = ask(client, background=True, max_output_tokens=1900)
+    server.wait_for(lambda: bool(client.responses.retrieve(response.id).output_text), "some text")
+    assert server.stop() == 0
+    assert "Traceback" not in "".join(server.output)
+    assert "never" not in "".join(server.output)

@@ -374,6 +374,35 @@ def test_messages_thinking_within_its_budget(claude: anthropic.Anthropic, engine
     assert message.usage.output_tokens > 1024
 
 
+@pytest.mark.parametrize(
+    ("template", "on", "why"),
+    [
+        ("{{ messages[-1].content }}", True, "not known to think"),
+        ("{{ messages[-1].content }}", False, None),
+        ("{{ messages[-1].content }}<think></think>", True, None),
+        ("{{ messages[-1].content }}<think></think>", False, "no switch"),
+        ("{{ messages[-1].content }}{{ thinking }}<think></think>", False, None),
+    ],
+)
+def test_thinking_is_up_to_the_template(template: str, on: bool, why: str | None) -> None:
+    engine = Speaker()
+    engine.tokenizer.use_template(template)
+    engine.say("Yes.", "Yes.")
+    with serve(engine) as running:
+        calls: list[Any] = [
+            lambda: tell(running.anthropic(), thinking={"type": "adaptive" if on else "disabled"})
+        ]
+        if not on:
+            calls.append(lambda: ask(running.openai(), reasoning={"effort": "none"}))
+        for call in calls:
+            if why is None:
+                assert call().id
+            else:
+                refused = (anthropic.BadRequestError, openai.BadRequestError)
+                with pytest.raises(refused, match=why):
+                    call()
+
+
 def test_messages_parse(claude: anthropic.Anthropic, engine: Speaker) -> None:
     class City(BaseModel):
         name: str

@@ -42,10 +42,10 @@ def thinking_switch(
         if name in known and thinks:
             return {name: on}
     if on and not thinks:
-        raise unsupported(param, "cannot be turned on: the model is not known to think")
+        raise unsupported(param, "asks for thinking, but this model is not known to think")
     if not on and thinks:
         raise unsupported(
-            param, "cannot be turned off: the model's chat template has no switch for thinking"
+            param, "asks for no thinking, but the model's chat template has no switch for it"
         )
     return {}
 
