@@ -84,6 +84,43 @@ def test_a_template_can_take_neither_all_time_nor_all_memory(source: str, what: 
         ChatTemplate(source, seconds=0.1).render([])
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in messages %}{% for b in messages %}{% for c in messages %}"
+        "{% endfor %}{% endfor %}{% endfor %}",
+        "{% for a in messages %}{% for b in messages %}{% for c in messages %}"
+        "{% set x = loop.index %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% for a in messages %}{{ f(n + 1) }}{% endfor %}{% endmacro %}{{ f(0) }}",
+    ],
+)
+def test_loops_over_what_was_given_end_in_time(source: str) -> None:
+    messages = [{"role": "user", "content": "x"}] * 2000
+    with pytest.raises(RequestError, match="too long|recursion"):
+        ChatTemplate(source, seconds=0.1).render(messages)
+
+
+def test_sums_have_a_limit() -> None:
+    source = (
+        "{% set ns = namespace(x='xxxxxxxxxxxxxxxx') %}"
+        "{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+    )
+    with pytest.raises(RequestError, match="too large"):
+        ChatTemplate(source).render([])
+
+
+def test_reasoning_has_two_names() -> None:
+    source = "{{ messages[0].thinking }}{{ messages[0].reasoning_content }}"
+    message = {"role": "assistant", "content": "", "reasoning_content": "a"}
+    assert ChatTemplate(source).render([message]) == "aa"
+
+
+def test_variables_are_those_that_are_looked_for() -> None:
+    source = "{% if enable_thinking %}{% set x = documents %}{% endif %}{{ messages }}"
+    assert {"enable_thinking", "documents"} <= ChatTemplate(source).variables
+    assert "reasoning_effort" not in ChatTemplate(source).variables
+
+
 def test_arithmetic_works() -> None:
     text = ChatTemplate("{{ 3 * 4 }} {{ 2 ** 10 }} {{ '=' * 5 }} {{ 1.5 * 2 }}").render([])
     assert text == "12 1024 ===== 3.0"

@@ -26,6 +26,10 @@ _DEADLINE = "deadline__"
 """The variable in which a rendering keeps the moment at which it must be done."""
 
 
+_FAILURES = (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError)
+"""Templates index, add and call whatever they are given."""
+
+
 class _Generation(Extension):
     """`{% generation %}` marks the assistant's words for training; it renders its body."""
 
@@ -129,14 +133,15 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise RequestError(
                 f"the chat template is not valid: {error}", "chat_template"
             ) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The rendered text. Absent `tools` and `documents` are None, as templates expect."""
-        context = {"tools": None, "documents": None, **variables, "messages": list(messages)}
+        named = [_with_thinking(message) for message in messages]
+        context = {"tools": None, "documents": None, **variables, "messages": named}
         context[_DEADLINE] = deadline = time.monotonic() + self._seconds
         size, parts = 0, []
         try:
@@ -149,10 +154,16 @@ class ChatTemplate:
                 parts.append(part)
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused: {error}", "messages") from error
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-            # Templates index and add whatever they are given.
+        except _FAILURES as error:
             raise RequestError(f"the chat template failed: {error}", "messages") from error
         return "".join(parts)
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Reasoning under the other name that templates know it by, too."""
+    if message.get("reasoning_content") is None:
+        return message
+    return {"thinking": message["reasoning_content"], **message}
 
 
 def load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

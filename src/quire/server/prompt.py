@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from quire.engine.template_traits import TemplateTraits
     from quire.engine.tokenizer import Tokenizer
 
+_MARK = "~end-of-what-is-to-be-continued~"
+
 
 @dataclass(slots=True)
 class RenderedPrompt:
@@ -24,7 +26,7 @@ def render_prompt(tokenizer: Tokenizer, dialogue: Dialogue) -> RenderedPrompt:
     """Applies the chat template and tokenizes its text. Runs in a thread.
 
     The template writes its special tokens itself, so the tokenizer must not add them again. To
-    continue the final message, what the template puts after that message's text is cut off.
+    continue the final message, what the template puts behind that message's text is cut off.
 
     Raises:
         ApiError, RequestError: the template does not take what the dialogue asks for.
@@ -35,9 +37,11 @@ def render_prompt(tokenizer: Tokenizer, dialogue: Dialogue) -> RenderedPrompt:
     if tools:
         variables["tools"] = tools
     add = dialogue.add_generation_prompt and not dialogue.continue_final_message
+    if dialogue.continue_final_message:
+        messages = _marked(messages)
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=add, **variables)
     if dialogue.continue_final_message:
-        text = _up_to_final(text, dialogue)
+        text = _up_to_mark(text)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
     return RenderedPrompt(text, ids)
 
@@ -115,15 +119,25 @@ def _with_calls(message: dict[str, Any], traits: TemplateTraits) -> dict[str, An
     return {**message, "content": content, "tool_calls": calls}
 
 
-def _up_to_final(text: str, dialogue: Dialogue) -> str:
-    final = (dialogue.messages[-1].get("content") or "").strip()
-    at = text.rfind(final)
-    if at < 0 or not final:
+def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With a mark behind the final message's text."""
+    final = messages[-1]
+    if not (final.get("content") or "").strip():
         raise ApiError(
             400,
-            "The chat template changes the final message, so it cannot be continued."
-            if final
-            else "The final message has no content to be continued.",
+            "'continue_final_message': the final message has no content to be continued.",
             param="continue_final_message",
         )
-    return text[: at + len(final)]
+    return [*messages[:-1], {**final, "content": f"{final['content']}{_MARK} "}]
+
+
+def _up_to_mark(text: str) -> str:
+    """Behind the mark is space, unless the template trims messages; then the text is trimmed."""
+    before, mark, behind = text.rpartition(_MARK)
+    if not mark:
+        raise ApiError(
+            400,
+            "'continue_final_message': the chat template leaves the final message out.",
+            param="continue_final_message",
+        )
+    return before if behind.startswith(" ") else before.rstrip()
