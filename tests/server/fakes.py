@@ -36,11 +36,12 @@ class Update:
 @dataclass
 class FakeClient:
     """Says `words`, waiting for `gate` before each but the first `free` ones. `error` comes after
-    the words instead of an end."""
+    the words instead of an end. Words are numbered for token ids, or with `encode` tokenized."""
 
     words: tuple[str, ...] = ("one", " two", " three")
     free: int = 1_000_000
     error: QuireError | None = None
+    encode: bool = False
     alive: bool = True
     tokenizer: Any = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -71,12 +72,13 @@ class FakeClient:
                     await self.gate.wait()
                 else:
                     await asyncio.sleep(0)
+                ids = self.tokenizer.encode(word, False).tolist() if self.encode else [i]
                 last = i == len(self.words) - 1 and self.error is None
                 yield Update(
                     0,
                     word,
-                    [i],
-                    None if params.logprobs is None else [{i: Logprob(-1.0, 1, word)}],
+                    ids,
+                    None if params.logprobs is None else [{j: Logprob(-1.0, 1, word)} for j in ids],
                     finish_reason="stop" if last else None,
                     prompt_token_ids=[1, 2, 3] if i == 0 else None,
                     prompt_logprobs=scored if i == 0 else None,

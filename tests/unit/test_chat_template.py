@@ -96,7 +96,7 @@ def test_a_template_can_take_neither_all_time_nor_all_memory(source: str, what: 
 )
 def test_loops_over_what_was_given_end_in_time(source: str) -> None:
     messages = [{"role": "user", "content": "x"}] * 2000
-    with pytest.raises(RequestError, match="too long|recursion"):
+    with pytest.raises(RequestError, match=r"too long|recursion"):
         ChatTemplate(source, seconds=0.1).render(messages)
 
 

@@ -72,10 +72,11 @@ def _variables(tokenizer: Tokenizer, dialogue: Dialogue, with_tools: bool) -> di
     known = tokenizer.template(with_tools).variables
     for name in variables:
         if name not in known:
+            param = name if name in ("documents", "verbosity") else fields[name]
             raise ApiError(
                 400,
-                f"'{name[:100]}' has no effect: the model's chat template does not use it.",
-                param=name if name in ("documents", "verbosity") else fields[name],
+                f"'{param}': the model's chat template does not use '{name[:100]}'.",
+                param=param,
                 code="unsupported_parameter",
             )
     return variables

@@ -37,8 +37,9 @@ def plain_events(piece: Piece, with_tokens: bool) -> list[Event]:
 class ChoiceReader:
     """Reads reasoning first, then tool calls, from one choice.
 
-    Tokens go with the first event that is made of text that came with or after them; where
-    reasoning ends within a piece they are told apart by the length of their bytes.
+    Tokens go with the first event that is made of text that came with or after them. Where
+    reasoning ends within a piece, they are told apart by its closing mark, or if that is no single
+    token by the length of their bytes.
 
     reasoning_tokens: how many tokens made up the reasoning block, its marks included.
     """
@@ -60,6 +61,7 @@ class ChoiceReader:
         self._one_call = one_call
         self._show_reasoning = show_reasoning
         self._with_tokens = with_tokens
+        self._close = None if think is None else tokenizer.added_tokens.get(think.close)
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
         self._calls = 0
@@ -123,7 +125,10 @@ class ChoiceReader:
         return answer
 
     def _tokens_in(self, piece: Piece, characters: int) -> int:
-        """How many of the piece's tokens its first characters are made of."""
+        """How many of the piece's tokens its first characters, which end with the block's closing
+        mark, are made of."""
+        if self._close in piece.token_ids:
+            return piece.token_ids.index(self._close) + 1
         left = len(piece.text[:characters].encode())
         for count, token in enumerate(piece.token_ids):
             if left <= 0:

@@ -41,6 +41,7 @@ class ThinkParser:
 
     def __init__(self, format: ReasoningFormat, begins_open: bool | None) -> None:
         self._format = format
+        self.close = format.close
         self._waiting = ""
         self._silent = True  # nothing of the reasoning was passed on yet
         self._place = {True: _Place.INSIDE, False: _Place.ANSWER, None: _Place.START}[begins_open]

@@ -1,0 +1,261 @@
+"""Grammars of calls accept what their parser reads, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import pytest
+from tokenizers import Tokenizer
+
+import quire
+from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.server.chat_format import ChatFormat
+from quire.server.dialogue import Dialogue, ToolChoice
+from quire.server.parsers.registry import REASONING_FORMATS, TOOL_PARSERS
+from quire.server.tools import constrained
+from tests.server.parsers.harness import TOOLS, read
+
+EMBEDDED = Path(quire.__file__).parent / "embedded" / "quire-tiny" / "tokenizer.json"
+SCHEMAS = {**TOOLS, "weather": {**TOOLS["weather"], "additionalProperties": False}}
+
+CALLS: dict[str, tuple[str, str, str]] = {
+    # one call; two; one whose arguments break the schema
+    "hermes": (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {"days": 3}}\n</tool_call>',
+    ),
+    "llama3_json": (
+        '{"name": "weather", "parameters": {"city": "Oslo", "unit": "C"}}',
+        '{"name": "weather", "parameters": {"city": "Oslo"}}; {"name": "now", "parameters": {}}',
+        '{"name": "weather", "parameters": {"city": "Oslo", "unit": "K"}}',
+    ),
+    "mistral": (
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]',
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}, '
+        '{"name": "now", "arguments": {}}]',
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": 7}}]',
+    ),
+    "pythonic": (
+        '[weather(city="Oslo", days=3)]',
+        '[weather(city="Oslo", unit="F"), now()]',
+        "[weather(days=3)]",
+    ),
+    "qwen3_xml": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo <b>\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+        "<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+        "<parameter=days>\nthree\n</parameter>\n</function>\n</tool_call>",
+    ),
+}
+
+
+@cache
+def tokenizers() -> tuple[Tokenizer, llguidance.LLTokenizer]:
+    text = EMBEDDED.read_text("utf-8")
+    return Tokenizer.from_str(text), llguidance.LLTokenizer(text)
+
+
+def added_tokens() -> Mapping[str, int]:
+    return {token.content: id for id, token in tokenizers()[0].get_added_tokens_decoder().items()}
+
+
+def accepts(params: SamplingParams, text: str) -> bool:
+    assert params.structured_outputs is not None
+    hub, tokenizer = tokenizers()
+    grammar = llguidance.LLMatcher.grammar_from_lark(params.structured_outputs.grammar)
+    matcher = llguidance.LLMatcher(tokenizer, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = hub.encode(text, add_special_tokens=False).ids
+    return bool(matcher.validate_tokens(ids) == len(ids) and _ends(matcher, ids))
+
+
+def _ends(matcher: llguidance.LLMatcher, ids: list[int]) -> bool:
+    matcher.consume_tokens(ids)
+    return matcher.is_accepting()
+
+
+def params_for(
+    parser: str | None,
+    choice: ToolChoice,
+    *,
+    strict: bool = False,
+    parallel: bool = True,
+    reasoning: str | None = None,
+    begins_open: bool | None = None,
+    wanted: StructuredOutputsParams | None = None,
+    schemas: Mapping[str, Any] = SCHEMAS,
+) -> SamplingParams:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
+        for name, schema in schemas.items()
+    ]
+    format = ChatFormat(
+        TOOL_PARSERS[parser] if parser else None,
+        REASONING_FORMATS[reasoning] if reasoning else None,
+        "",
+        frozenset(),
+    )
+    dialogue = Dialogue(
+        messages=[],
+        params=SamplingParams(structured_outputs=wanted),
+        tools=tools if parser else [],
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        request_id="r",
+    )
+    return constrained(dialogue, format, added_tokens(), begins_open)
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_required(parser: str) -> None:
+    one, two, wrong = CALLS[parser]
+    params = params_for(parser, ToolChoice("required"))
+    assert accepts(params, one)
+    assert accepts(params, two)
+    assert not accepts(params, wrong)
+    assert not accepts(params, "Hello.")
+    assert not accepts(params, "")
+    assert len(read(TOOL_PARSERS[parser], [one])) == 1
+    assert len(read(TOOL_PARSERS[parser], [two])) == 2
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_one_at_a_time(parser: str) -> None:
+    one, two, _ = CALLS[parser]
+    params = params_for(parser, ToolChoice("required"), parallel=False)
+    assert accepts(params, one)
+    assert not accepts(params, two)
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_named(parser: str) -> None:
+    one, two, _ = CALLS[parser]
+    params = params_for(parser, ToolChoice.named("weather"))
+    assert accepts(params, one)
+    assert not accepts(params, two)
+    assert not accepts(params_for(parser, ToolChoice.named("now")), one)
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_auto_is_free_unless_a_tool_is_strict(parser: str) -> None:
+    one, two, wrong = CALLS[parser]
+    assert params_for(parser, ToolChoice()).structured_outputs is None
+    assert params_for(parser, ToolChoice("none"), strict=True).structured_outputs is None
+    params = params_for(parser, ToolChoice(), strict=True)
+    assert accepts(params, "Hello, how are you? { [ <")
+    assert accepts(params, one)
+    assert accepts(params, two)
+    assert not accepts(params, wrong)
+
+
+def test_text_before_a_strict_call() -> None:
+    one, _, wrong = CALLS["hermes"]
+    params = params_for("hermes", ToolChoice(), strict=True)
+    assert accepts(params, f"I look.\n\n{one}")
+    assert not accepts(params, f"I look.\n\n{wrong}")
+
+
+def test_after_reasoning() -> None:
+    one, _, wrong = CALLS["hermes"]
+    choice = ToolChoice("required")
+    may = params_for("hermes", choice, reasoning="qwen3")
+    assert accepts(may, one)
+    assert accepts(may, f"<think>\nWhat is it? </\n</think>\n\n{one}")
+    assert not accepts(may, f"<think>\n</think>\n\n{wrong}")
+    must = params_for("hermes", choice, reasoning="qwen3", begins_open=True)
+    assert not accepts(must, one)
+    assert accepts(must, f"What is it?\n</think>\n\n{one}")
+    closed = params_for("hermes", choice, reasoning="qwen3", begins_open=False)
+    assert accepts(closed, one)
+    assert not accepts(closed, f"<think>\n</think>\n\n{one}")
+    text = params_for("hermes", choice, reasoning="mistral", begins_open=True)
+    assert accepts(text, f"What is it? [/TH\n[/THINK]{one}")  # a mark that is no token
+
+
+OUTPUTS = [
+    (StructuredOutputsParams(json='{"type": "integer"}'), "42", "no"),
+    (StructuredOutputsParams(json_object=True), '{"a": 1}', "[1]"),
+    (StructuredOutputsParams(regex="a/b+|c"), "a/bb", "a/"),
+    (StructuredOutputsParams(choice=("yes", 'n"o')), 'n"o', "maybe"),
+    (StructuredOutputsParams(grammar='start: a\na: "x" B\nB: /y+/'), "xyy", "x"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "good", "bad"), OUTPUTS)
+def test_structured_outputs_after_reasoning(
+    wanted: StructuredOutputsParams, good: str, bad: str
+) -> None:
+    alone = params_for(None, ToolChoice(), wanted=wanted)
+    assert alone.structured_outputs is wanted
+    closed = params_for(None, ToolChoice(), wanted=wanted, reasoning="qwen3", begins_open=False)
+    assert closed.structured_outputs is wanted
+    params = params_for(None, ToolChoice(), wanted=wanted, reasoning="qwen3")
+    assert accepts(params, good)
+    assert accepts(params, f"<think>hm</think>\n\n{good}")
+    assert not accepts(params, bad)
+    assert not accepts(params, f"<think>hm</think>\n\n{bad}")
+
+
+@pytest.mark.parametrize(("wanted", "good", "bad"), OUTPUTS)
+def test_structured_outputs_beside_tools(
+    wanted: StructuredOutputsParams, good: str, bad: str
+) -> None:
+    one, _, wrong = CALLS["hermes"]
+    params = params_for("hermes", ToolChoice(), wanted=wanted, strict=True)
+    assert accepts(params, good)
+    assert accepts(params, one)
+    assert not accepts(params, bad)
+    assert not accepts(params, wrong)
+    forced = params_for("hermes", ToolChoice("required"), wanted=wanted)
+    assert not accepts(forced, good)
+    assert accepts(forced, one)
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_schemas_with_definitions(parser: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"$ref": "#/$defs/small"}},
+        "required": ["n"],
+        "$defs": {"small": {"type": "integer", "minimum": 0, "maximum": 9}},
+    }
+    params = params_for(parser, ToolChoice("required"), schemas={"f": schema})
+    texts = {
+        "hermes": '<tool_call>\n{"name": "f", "arguments": {"n": %s}}\n</tool_call>',
+        "llama3_json": '{"name": "f", "parameters": {"n": %s}}',
+        "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"n": %s}}]',
+        "pythonic": "[f(n=%s)]",
+        "qwen3_xml": "<tool_call>\n<function=f>\n<parameter=n>\n%s\n</parameter>\n</function>\n"
+        "</tool_call>",
+    }
+    assert accepts(params, texts[parser] % 7)
+    assert not accepts(params, texts[parser] % 70)
+
+
+def test_keywords_that_cannot_be_enforced_are_errors_of_strict_tools_only() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    schema["properties"]["a"]["contains"] = {"type": "integer"}  # type: ignore[index]
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": []}}\n</tool_call>'
+    loose = params_for("hermes", ToolChoice("required"), schemas={"f": schema})
+    assert accepts(loose, text)
+    strict = params_for("hermes", ToolChoice("required"), schemas={"f": schema}, strict=True)
+    assert strict.structured_outputs is not None
+    grammar = llguidance.LLMatcher.grammar_from_lark(strict.structured_outputs.grammar)
+    assert llguidance.LLMatcher(tokenizers()[1], grammar).is_error()
+
+
+def test_names_and_keys_are_quoted() -> None:
+    schema = {"type": "object", "properties": {'a"b\\': {"type": "integer"}}}
+    params = params_for("hermes", ToolChoice("required"), schemas={"f": schema})
+    key = json.dumps('a"b\\')
+    assert accepts(params, f'<tool_call>\n{{"name": "f", "arguments": {{{key}: 1}}}}\n</tool_call>')
