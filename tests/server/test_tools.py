@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from quire.errors import ConfigError
+from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from tests.server.fakes import FakeClient
 from tests.server.scripted import MODEL, Scripted, scripted_engine, serve
@@ -80,16 +82,34 @@ def test_calls() -> None:
 
 
 def test_arguments_come_as_they_are_made() -> None:
+    """The engine goes on only once the beginning of the arguments is out."""
     engine = scripted_engine(*pieces(OSLO), free=18)
-    with serve(engine) as server:
-        seen = []
-        for chunk in ask(server, stream=True):
-            for call in chunk.choices[0].delta.tool_calls or ():
-                seen.append(call.function.arguments)
-            if "".join(seen):
-                server.open_gate()  # the rest was not needed for the beginning
-    assert len(seen) > 2
-    assert json.loads("".join(seen)) == {"city": "Oslo"}
+    body = {"messages": ASK, "tools": [WEATHER], "stream": True}
+    written: list[bytes] = []
+
+    async def receive() -> Any:
+        if not written:
+            written.append(b"")
+            return {"type": "http.request", "body": json.dumps(body).encode()}
+        return await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        written.append(message.get("body", b""))
+        if b'"arguments":"{' in message.get("body", b""):
+            engine.gate.set()
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    args = ServerArgs(generation_config="none")
+    app = build_app(engine, args)  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 30))
+    assert engine.gate.is_set()
+    assert b'"finish_reason":"tool_calls"' in b"".join(written)
 
 
 def test_only_calls_means_no_content() -> None:

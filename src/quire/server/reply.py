@@ -29,8 +29,11 @@ async def prepare(state: ServerState, dialogue: Dialogue) -> Reply:
     """A reply that is ready to start. Raises `ApiError` or `RequestError` naming the field."""
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
-    prompt = await asyncio.to_thread(render_prompt, tokenizer, dialogue)
-    reply = Reply(state, tokenizer, dialogue, prompt)
+
+    def prepared() -> Reply:
+        return Reply(state, tokenizer, dialogue, render_prompt(tokenizer, dialogue))
+
+    reply = await asyncio.to_thread(prepared)
     asked = dialogue.params.structured_outputs is not None
     await check_structured(state, reply.params, "structured_outputs" if asked else "tools")
     return reply

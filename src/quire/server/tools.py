@@ -8,12 +8,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from quire.errors import GrammarError
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.server.chat_format import ChatFormat
 from quire.server.dialogue import Dialogue
 from quire.server.errors import ApiError
 from quire.server.parsers.grammar import Rules
+from quire.structured.grammar import as_lark
+from quire.structured.json_schema import enforceable
 
+# What of a schema's root is enforced where arguments are written one by one.
+_OF_PROPERTIES = frozenset(
+    {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
+     "title", "description", "default", "examples", "$comment"}
+)  # fmt: skip
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
@@ -32,10 +40,10 @@ def check_tools(dialogue: Dialogue, format: ChatFormat) -> None:
         if name in names:
             raise _invalid(f"{param}.name", f"there are two tools with the name {name!r}.")
         names.add(name)
-        kind = parameters_of(tool).get("type")
-        if kind != "object":
+        schema = parameters_of(tool)
+        if schema["type"] != "object" or not isinstance(schema.get("properties", {}), dict):
             raise _invalid(
-                f"{param}.parameters", f"it must be a schema of type 'object', not {kind!r}."
+                f"{param}.parameters", "it must be a schema of type 'object', with 'properties'."
             )
     choice = dialogue.tool_choice
     unknown = sorted(set(choice.names or ()) - names)
@@ -104,11 +112,7 @@ def constrained(
     body = _body(rules, wanted)
     if calls and format.tool_parser is not None:
         parser = format.tool_parser
-        schemas = {
-            # Where no promise was made, a keyword that cannot be enforced is no error.
-            name: schema if name in strict else {**schema, "x-guidance": {"lenient": True}}
-            for name, schema in tools.items()
-        }
+        schemas = _schemas(dialogue, tools, parser.by_property)
         call = rules.add(parser.grammar(rules, schemas, parallel=not one_call(dialogue)))
         if must:
             body = call
@@ -124,6 +128,36 @@ def constrained(
     return replace(params, structured_outputs=StructuredOutputsParams(grammar=rules.grammar(body)))
 
 
+def _schemas(
+    dialogue: Dialogue, tools: Mapping[str, dict[str, Any]], by_property: bool
+) -> dict[str, dict[str, Any]]:
+    """What is to be enforced. Where no strictness was promised, a keyword that cannot be enforced
+    is left out; where it was, it is an error."""
+    schemas = {}
+    for place, tool in enumerate(dialogue.tools):
+        name = tool["function"]["name"]
+        if name not in tools:
+            continue
+        strict = bool(tool["function"].get("strict"))
+        schema = tools[name] if strict else {**tools[name], "x-guidance": {"lenient": True}}
+        param = f"tools[{place}].function.parameters"
+        try:
+            enforceable(schema, may_be_lenient=not strict)
+        except GrammarError as error:
+            raise ApiError(
+                400, f"Invalid value for '{param}': {error}", param=param, code=error.code
+            ) from None
+        other = sorted(schema.keys() - _OF_PROPERTIES) if strict and by_property else ()
+        if other:
+            raise _invalid(
+                param,
+                f"'{other[0][:100]}' cannot be enforced at its root in the format in which this "
+                "model calls tools.",
+            )
+        schemas[name] = schema
+    return schemas
+
+
 def _body(rules: Rules, wanted: StructuredOutputsParams | None) -> str:
     """Structured outputs as a part of a larger grammar."""
     if wanted is None:
@@ -135,5 +169,5 @@ def _body(rules: Rules, wanted: StructuredOutputsParams | None) -> str:
     if wanted.regex is not None:
         return rules.regex(wanted.regex)
     if wanted.grammar is not None:
-        return rules.add(f"%lark {{\n{wanted.grammar}\n}}")
+        return rules.add(f"%lark {{\n{as_lark(wanted.grammar)}\n}}")
     return rules.any_of(rules.literal(choice) for choice in wanted.choice)

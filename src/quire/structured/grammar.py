@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from llguidance import LLMatcher, grammar_from
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from quire.errors import GrammarError
 from quire.sampling_params import StructuredOutputsParams
@@ -110,12 +111,18 @@ def _choice(choices: tuple[str, ...]) -> str:
 
 def _grammar(text: str) -> str:
     _check_size(text)
-    if _GBNF_RULE.search(text):
-        try:
-            return grammar_from("gbnf", text)
-        except ValueError as error:
-            raise GrammarError(str(error)) from None
-    return LLMatcher.grammar_from_lark(_checked_lark(text))
+    return LLMatcher.grammar_from_lark(_checked_lark(as_lark(text)))
+
+
+def as_lark(text: str) -> str:
+    """A grammar in Lark or GBNF, in Lark. Raises GrammarError."""
+    if not _GBNF_RULE.search(text):
+        return text
+    try:
+        lark: str = any_to_lark(text)
+    except GbnfToLarkError as error:
+        raise GrammarError(f"The grammar is not valid GBNF: {error}") from None
+    return lark
 
 
 def _checked_lark(text: str) -> str:

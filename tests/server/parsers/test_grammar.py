@@ -16,8 +16,10 @@ import quire
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.server.chat_format import ChatFormat
 from quire.server.dialogue import Dialogue, ToolChoice
+from quire.server.errors import ApiError
 from quire.server.parsers.registry import REASONING_FORMATS, TOOL_PARSERS
 from quire.server.tools import constrained
+from quire.structured.grammar import compilable
 from tests.server.parsers.harness import TOOLS, read
 
 EMBEDDED = Path(quire.__file__).parent / "embedded" / "quire-tiny" / "tokenizer.json"
@@ -72,8 +74,7 @@ def added_tokens() -> Mapping[str, int]:
 def accepts(params: SamplingParams, text: str) -> bool:
     assert params.structured_outputs is not None
     hub, tokenizer = tokenizers()
-    grammar = llguidance.LLMatcher.grammar_from_lark(params.structured_outputs.grammar)
-    matcher = llguidance.LLMatcher(tokenizer, grammar)
+    matcher = llguidance.LLMatcher(tokenizer, compilable(params.structured_outputs))
     assert not matcher.is_error(), matcher.get_error()
     ids = hub.encode(text, add_special_tokens=False).ids
     return bool(matcher.validate_tokens(ids) == len(ids) and _ends(matcher, ids))
@@ -242,16 +243,55 @@ def test_schemas_with_definitions(parser: str) -> None:
     assert not accepts(params, texts[parser] % 70)
 
 
+UNENFORCEABLE = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "array", "contains": {"type": "integer"}},
+        "b": {"enum": [1, 2**60]},
+        "c": {"type": "integer", "not": {"const": 3}},
+    },
+    "required": ["a"],
+}
+
+
 def test_keywords_that_cannot_be_enforced_are_errors_of_strict_tools_only() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    schema["properties"]["a"]["contains"] = {"type": "integer"}  # type: ignore[index]
-    text = '<tool_call>\n{"name": "f", "arguments": {"a": []}}\n</tool_call>'
-    loose = params_for("hermes", ToolChoice("required"), schemas={"f": schema})
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": [], "c": 3}}\n</tool_call>'
+    schemas = {"f": UNENFORCEABLE}
+    loose = params_for("hermes", ToolChoice("required"), schemas=schemas)
     assert accepts(loose, text)
-    strict = params_for("hermes", ToolChoice("required"), schemas={"f": schema}, strict=True)
-    assert strict.structured_outputs is not None
-    grammar = llguidance.LLMatcher.grammar_from_lark(strict.structured_outputs.grammar)
-    assert llguidance.LLMatcher(tokenizers()[1], grammar).is_error()
+    assert not accepts(loose, text.replace('"a"', '"d"'))
+    assert not accepts(loose, text.replace("3", '"3"'))
+    with pytest.raises(ApiError, match="'contains' cannot be enforced") as error:
+        params_for("hermes", ToolChoice("required"), schemas=schemas, strict=True)
+    assert error.value.param == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize("parser", CALLS)
+@pytest.mark.parametrize(
+    "properties", [{"a": {"enum": 3}}, {"a": 3}, {"a": {"type": "float"}}, {"a": {"$defs": []}}]
+)
+def test_malformed_schemas_are_named(parser: str, properties: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": properties}
+    with pytest.raises(ApiError) as error:
+        params_for(parser, ToolChoice("required"), schemas={"f": schema})
+    assert error.value.param == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_what_a_schema_says_of_all_arguments_together(parser: str) -> None:
+    schemas = {"f": {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1}}
+    if not TOOL_PARSERS[parser].by_property:
+        params_for(parser, ToolChoice("required"), schemas=schemas, strict=True)
+        return
+    with pytest.raises(ApiError, match="'minProperties' cannot be enforced"):
+        params_for(parser, ToolChoice("required"), schemas=schemas, strict=True)
+
+
+def test_gbnf_after_reasoning() -> None:
+    wanted = StructuredOutputsParams(grammar='root ::= "x" [0-9]+')
+    params = params_for(None, ToolChoice(), wanted=wanted, reasoning="qwen3")
+    assert accepts(params, "<think>a</think>x12")
+    assert not accepts(params, "<think>a</think>y")
 
 
 def test_names_and_keys_are_quoted() -> None:

@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As templates write JSON. Fixed, as models that are unsure can write space for ever."""
-
+"""As templates write JSON."""
 _SPECIAL = frozenset(r".^$*+?()[]{}|\/")
 
 
@@ -37,8 +36,15 @@ class Rules:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         options = {**_SEPARATORS, **schema.get("x-guidance", {})}
-        text = json.dumps({**schema, "x-guidance": options})
-        return self.add(f"%json {text}")
+        return self.add(f"%json {json.dumps({**schema, 'x-guidance': options})}")
+
+    def property(self, schema: Mapping[str, Any], key: str) -> dict[str, Any]:
+        """The schema of a property, fit to stand alone."""
+        value = schema["properties"][key]
+        if not isinstance(value, Mapping):
+            value = {} if value else {"not": {}}
+        shared = ("$defs", "definitions", "x-guidance")
+        return {**{name: schema[name] for name in shared if name in schema}, **value}
 
     def any_of(self, choices: Iterable[str]) -> str:
         return self.add(" | ".join(choices))

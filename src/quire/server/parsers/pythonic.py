@@ -23,6 +23,7 @@ class PythonicParser(ToolParser):
     starts = ("<|python_start|>",)
     first = "["
     marks = ("<|python_end|>",)
+    by_property = True
     in_template = "func_name1("
 
     def calls(self) -> Reading:
@@ -111,11 +112,9 @@ def _keywords(rules: Rules, schema: Mapping[str, Any]) -> str:
     well. Built from the last one: `first` and `more` are what may come where none and where some
     have been written."""
     required = schema.get("required", ())
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     first = more = '""'
-    for key, value in reversed(schema.get("properties", {}).items()):
-        whole = {**definitions, **value} if isinstance(value, Mapping) else {}
-        pair = f"{rules.literal(f'{key}=')} {rules.json(whole)}"
+    for key in reversed(schema.get("properties", {})):
+        pair = f"{rules.literal(f'{key}=')} {rules.json(rules.property(schema, key))}"
         begun, going = f"{pair} {more}", f'", " {pair} {more}'
         if key not in required:
             begun, going = f"{begun} | {first}", f"{going} | {more}"

@@ -21,6 +21,7 @@ class Qwen3XmlParser(ToolParser):
     name = "qwen3_xml"
     starts = ("<tool_call>",)
     marks = ("</tool_call>",)
+    by_property = True
     in_template = "<function="
 
     def calls(self) -> Reading:
@@ -109,10 +110,9 @@ class Qwen3XmlParser(ToolParser):
 
 def _parameters(rules: Rules, schema: Mapping[str, Any]) -> str:
     """The properties in their order, each once."""
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parts = []
-    for key, value in schema.get("properties", {}).items():
-        whole = {**definitions, **value} if isinstance(value, Mapping) else {}
+    for key in schema.get("properties", {}):
+        whole = rules.property(schema, key)
         if whole.get("type") != "string":
             inner = f"{rules.json(whole)} {rules.literal(f'{chr(10)}{_END}')}"
         elif "enum" in whole:

@@ -71,6 +71,9 @@ class ToolParser:
     """Further text of the format that may be special tokens."""
     in_template: ClassVar[str] = ""
     """A chat template that contains this teaches the format."""
+    by_property: ClassVar[bool] = False
+    """Whether arguments are written one by one, so that what a schema says of all of them together
+    cannot be enforced."""
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self.tools = tools
