@@ -10,7 +10,7 @@ import msgspec
 from quire.plan import HeadInputs, KVGroup, StepPlan, StepResult
 
 OnProgress = Callable[[str, int, int], None]
-"""Told how far a start is: "weights", bytes loaded and in total; "graphs", captured and in total."""
+"""Told how far a start is: "weights", bytes loaded and in all; "graphs", captured and in all."""
 
 
 class Capacity(msgspec.Struct, frozen=True):

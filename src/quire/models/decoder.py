@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,6 +126,7 @@ class Decoder(nn.Module):
         self._workspace: dict[Any, Any] = {}
         self._group_windows = list(dict.fromkeys(sorted(windows, key=lambda w: w is not None)))
         self._layer_groups = [self._group_windows.index(window) for window in windows]
+        self._shallow = 1 + max(windows.index(window) for window in self._group_windows)
 
     def kv_groups(self, block_size: int) -> tuple[KVGroup, ...]:
         """Layers whose KV is booked together: those that see everything first, then one group per
@@ -152,10 +154,13 @@ class Decoder(nn.Module):
         low, high = ShardSpec(0).bounds(heads, self.group.rank, self.group.world)
         return high - low
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, kv: Sequence[tuple[Tensor, Tensor]], *, shallow: bool = False
+    ) -> Tensor:
         """Computes the batch's tokens and stores their KV.
 
-        kv: per layer, (k, v) cache views [blocks, kv_heads, block_size, head_dim].
+        kv: per layer, (k, v) cache views [blocks, kv_heads, block_size, head_dim]. shallow: only
+        the first layers, up to one of each kind, which is enough to compile for all.
         Returns the final normed hidden states [T, hidden] in the model's dtype.
         """
         for group_batch, window in zip(batch.groups, self._group_windows, strict=True):
@@ -164,7 +169,9 @@ class Decoder(nn.Module):
         x = self.embedding(batch.input_ids)
         if self.positions is not None:
             x = x.add_(self.positions(batch.positions))
-        for layer, cache, group in zip(self.layers, kv, self._layer_groups, strict=True):
+        depth = self._shallow if shallow else len(self.layers)
+        layers = zip(self.layers, kv, self._layer_groups, strict=True)
+        for layer, cache, group in itertools.islice(layers, depth):
             x = layer(x, batch, batch.groups[group], cache)
         hidden: Tensor = self.norm(x)
         return hidden

@@ -8,10 +8,11 @@ one small input buffer: each row's lane, where its tokens begin, and whether it 
 from __future__ import annotations
 
 import bisect
+import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models import Decoder
 from quire.ops.triton.adjust import adjust
 from quire.ops.triton.batch import expand_batch, finish_rows
-from quire.ops.triton.gemm_table import BUCKETS
 from quire.ops.triton.launch import compiling
 from quire.ops.triton.sampling import sample
 from quire.plan import Int32, RowFlag, StepPlan
@@ -29,18 +29,12 @@ from quire.runner.batch_state import BatchState
 from quire.runner.kv_cache import KVCache
 from quire.runner.sampling import HeadKind, Sampler
 
-T = TypeVar("T")
-
 Progress = Callable[[int, int], None]
 """Told the graphs captured and the graphs in total."""
 
 
 FEW_ROWS = 8
 """Mixed steps of so few rows have graphs of their own: rows of padding are not free."""
-
-
-_MIXED_KINDS = (16, 32, 64, 128, 256, 512, 2048)
-"""Token counts of mixed steps that between them run every kernel such steps have."""
 
 
 def decode_buckets(lanes: int) -> list[int]:
@@ -61,6 +55,14 @@ def _up_to(limit: int, sizes: list[int]) -> list[int]:
 def _at_least(sizes: list[int], wanted: int) -> int:
     """The smallest of the sorted sizes that holds `wanted`."""
     return sizes[bisect.bisect_left(sizes, wanted)]
+
+
+class Work(NamedTuple):
+    """A graph that is yet to be captured. run: what it does; shallow, it does each different thing
+    at least once. keep: gets the graph and what `run` gave."""
+
+    run: Callable[..., Any]
+    keep: Callable[[torch.cuda.CUDAGraph, Any], None]
 
 
 @dataclass(frozen=True)
@@ -117,66 +119,66 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> None:
         """Captures every bucket, largest first, so that the smaller ones fit in its memory."""
+        self._capture([*self._planned_bodies(), *self._planned_heads()], progress)
+
+    def _capture(self, works: Sequence[Work], progress: Progress | None = None) -> None:
         self.inputs.copy_(torch.from_numpy(self._idle()))
-        self._compile()
-        work = [*self._planned_bodies(), *self._planned_heads()]
-        for done, capture in enumerate(work):
+        # Kernels are compiled on all cores, then loaded by running once: neither may happen within
+        # a capture.
+        with compiling(os.cpu_count() or 1):
+            for work in works:
+                work.run(shallow=True)
+        for work in works:
+            work.run(shallow=True)
+        stream = torch.cuda.Stream(self._state.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        for done, work in enumerate(works):
             if progress is not None:
-                progress(done, len(work))
-            capture()
+                progress(done, len(works))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=self._pool)
+                try:
+                    out = work.run(shallow=False)
+                finally:
+                    graph.capture_end()
+            work.keep(graph, out)
         if progress is not None:
-            progress(len(work), len(work))
+            progress(len(works), len(works))
         torch.cuda.synchronize(self._state.device)
 
-    def _compile(self) -> None:
-        """Compiles on all cores what the captures need, which they would do one by one: a pass
-        over one body and head of each size that has kernels of its own, launching none."""
-        sizes = sorted({_at_least(self._decode_sizes, min(m, self.max_rows)) for m in BUCKETS})
-        mixed = sorted(
-            {_at_least(self._mixed_sizes, min(m, self.max_tokens)) for m in _MIXED_KINDS}
-        )
-        with compiling(os.cpu_count() or 1):
-            for size in reversed(sizes):
-                self._body(size, size, decode=True)
-                for kind in HeadKind:
-                    self._head(size, kind)
-            for tokens in mixed:
-                for rows in {self._most(tokens), min(FEW_ROWS, self._most(tokens))}:
-                    self._body(tokens, rows, decode=False)
-
-    def _planned_bodies(self) -> Iterator[Callable[[], None]]:
+    def _planned_bodies(self) -> Iterator[Work]:
         for tokens in reversed(self._mixed_sizes):
             for rows in sorted({self._most(tokens), min(FEW_ROWS, self._most(tokens))})[::-1]:
-                yield lambda t=tokens, r=rows: self._capture_body(t, r, decode=False)  # type: ignore[misc]
+                yield self._planned_body(tokens, rows, decode=False)
         for rows in reversed(self._decode_sizes):
-            yield lambda r=rows: self._capture_body(r, r, decode=True)  # type: ignore[misc]
+            yield self._planned_body(rows, rows, decode=True)
+
+    def _planned_body(self, tokens: int, rows: int, *, decode: bool) -> Work:
+        def keep(graph: torch.cuda.CUDAGraph, out: tuple[ForwardBatch, Tensor]) -> None:
+            self._bodies[tokens, rows] = Body(graph, *out)
+
+        return Work(functools.partial(self._body, tokens, rows, decode), keep)
+
+    def _planned_heads(self) -> Iterator[Work]:
+        for rows in reversed(self._decode_sizes):
+            for kind in HeadKind:
+                yield self._planned_head(rows, kind)
+
+    def _planned_head(self, rows: int, kind: HeadKind) -> Work:
+        def keep(graph: torch.cuda.CUDAGraph, results: Tensor) -> None:
+            kept = self._logits[:rows] if kind is HeadKind.ADJUST else None
+            self._heads[rows, kind] = Head(graph, results, kept)
+
+        return Work(lambda *, shallow: self._head(rows, kind), keep)
 
     def _most(self, tokens: int) -> int:
         """Rows that a mixed step of so many tokens can have: one of them has more than one."""
         return min(tokens - 1, self.max_rows)
 
-    def _planned_heads(self) -> Iterator[Callable[[], None]]:
-        for size in reversed(self._decode_sizes):
-            for kind in HeadKind:
-                yield lambda size=size, kind=kind: self._capture_head(size, kind)  # type: ignore[misc]
-
-    def _capture_body(self, tokens: int, rows: int, *, decode: bool) -> None:
-        graph, (batch, hidden) = self._captured(lambda: self._body(tokens, rows, decode))
-        self._bodies[tokens, rows] = Body(graph, batch, hidden)
-
-    def _capture_head(self, rows: int, kind: HeadKind) -> None:
-        graph, results = self._captured(lambda: self._head(rows, kind))
-        kept = self._logits[:rows] if kind is HeadKind.ADJUST else None
-        self._heads[rows, kind] = Head(graph, results, kept)
-
-    def _captured(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        work()  # compiles kernels, which must not happen within a capture
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = work()
-        return graph, out
-
-    def _body(self, tokens: int, rows: int, decode: bool) -> tuple[ForwardBatch, Tensor]:
+    def _body(
+        self, tokens: int, rows: int, decode: bool, shallow: bool
+    ) -> tuple[ForwardBatch, Tensor]:
         state = self._state
         starts = self._starts[: rows + 1]
         ids, positions, seq_lens, groups = expand_batch(
@@ -201,7 +203,7 @@ class StepGraphs:
             max_q_len=1 if decode else tokens,
             max_seq_len=state.max_len,
         )
-        hidden = self._model(batch, self._cache.layers)
+        hidden = self._model(batch, self._cache.layers, shallow=shallow)
         last = hidden if decode else hidden[(starts[1:] - 1).clamp_(min=0)]
         self._last[:rows].copy_(last)
         return batch, hidden
@@ -303,8 +305,6 @@ class StepGraphs:
     def _recapture_heads(self) -> None:
         """A request brought more stop tokens than there was room for: the table has moved."""
         held = self.inputs.clone()
-        self.inputs.copy_(torch.from_numpy(self._idle()))
-        for capture in self._planned_heads():
-            capture()
+        self._capture([*self._planned_heads()])
         self.inputs.copy_(held)
         self._stops = self._sampler.stops
