@@ -157,7 +157,6 @@ def test_errors_of_completions(client: openai.OpenAI, options: Any, param: str) 
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"store": True}, "store"),
         ({"metadata": {"a": "b" * 513}}, "metadata"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
         ({"metadata": {"a": 1}}, "metadata.a"),

@@ -21,7 +21,7 @@ from tests.server.inprocess import PROMPT, assert_error, connect, post, run
         ("tools", [{"type": "function"}], None),
         ("audio", {"voice": "x"}, "unsupported_parameter"),
         ("modalities", ["text", "audio"], "unsupported_parameter"),
-        ("store", True, "unsupported_parameter"),
+        ("store", 5, None),
         ("metadata", {"a": 5}, None),
         ("reasoning_effort", "high", "unsupported_parameter"),
         ("temperature", "hot", "invalid_value"),

@@ -16,6 +16,7 @@ from quire.server.anthropic.routes import count_tokens, create_message
 from quire.server.args import ServerArgs
 from quire.server.auth import RequireKey
 from quire.server.chat import chat_completions
+from quire.server.chat_store import ChatStore
 from quire.server.completions import completions, generate
 from quire.server.convert import model_defaults
 from quire.server.embeddings import embeddings
@@ -34,6 +35,13 @@ from quire.server.openapi import openapi
 from quire.server.responses import ModelCard, ModelList
 from quire.server.sse import ClientGoneError, json_answer
 from quire.server.state import ServerState, state_of
+from quire.server.stored_chats import (
+    delete_chat,
+    list_chats,
+    list_messages,
+    show_chat,
+    update_chat,
+)
 from quire.server.tokens import detokenize, tokenize
 
 if TYPE_CHECKING:
@@ -51,11 +59,13 @@ def build_app(client: EngineClient, args: ServerArgs) -> FastAPI:
     app.state.server = state
     app.state.metrics = state.metrics
     app.state.engine_metrics = EngineMetrics(state.metrics.registry)
-    app.state.response_store = ResponseStore(
+    limits = (
         args.response_store_size,
         round(args.response_store_mb * 1e6),
         args.response_store_hours * 3600.0,
     )
+    app.state.response_store = ResponseStore(*limits)
+    app.state.chat_store = ChatStore(*limits)
     _add_routes(app)
     for kind in (QuireError, HTTPException, Exception):
         app.add_exception_handler(kind, handle_error)
@@ -68,6 +78,12 @@ def build_app(client: EngineClient, args: ServerArgs) -> FastAPI:
 def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/v1/completions", completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
+    one = "/v1/chat/completions/{completion_id}"
+    app.add_api_route("/v1/chat/completions", list_chats, methods=["GET"])
+    app.add_api_route(one, show_chat, methods=["GET"])
+    app.add_api_route(one, update_chat, methods=["POST"])
+    app.add_api_route(one, delete_chat, methods=["DELETE"])
+    app.add_api_route(f"{one}/messages", list_messages, methods=["GET"])
     app.add_api_route("/v1/responses", create_response, methods=["POST"])
     app.add_api_route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"])
     one = "/v1/responses/{response_id}"

@@ -72,10 +72,10 @@ class ServerArgs(ApiArgs):
         (), "Accept this bearer key (may be repeated). Every route but /health then asks for one."
     )
     response_store_size: int = _setting(
-        1000, "Responses of /v1/responses to keep for later requests; 0 keeps none."
+        1000, "Responses, and chat completions, to keep for later requests; 0 keeps none."
     )
-    response_store_mb: float = _setting(256.0, "Memory for stored responses, in MB.")
-    response_store_hours: float = _setting(24.0, "Hours after which a stored response is gone.")
+    response_store_mb: float = _setting(256.0, "Memory for them, in MB, for each of both.")
+    response_store_hours: float = _setting(24.0, "Hours after which they are gone.")
     drain_timeout: float = _setting(
         30.0, "Seconds that running requests get to finish when the server is told to stop."
     )

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from quire.sampling_params import SamplingParams
 from quire.server.body import read_body
 from quire.server.chat_messages import template_messages
+from quire.server.chat_store import StoredChat
 from quire.server.chunks import ChunkWriter
 from quire.server.convert import check_fan_out, sampling_params
 from quire.server.dialogue import (
@@ -26,7 +27,7 @@ from quire.server.dialogue import (
     ToolCallDelta,
     ToolChoice,
 )
-from quire.server.errors import ApiError, renaming
+from quire.server.errors import ApiError, prompt_named, renaming
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol import ChatRequest
 from quire.server.reply import Reply, prepare
@@ -44,6 +45,7 @@ from quire.server.responses import (
 )
 from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
 from quire.server.state import ServerState, new_id, state_of
+from quire.server.stored_chats import chat_store, check_store, owner_of
 from quire.server.structured import structured_field
 
 if TYPE_CHECKING:
@@ -59,15 +61,31 @@ async def chat_completions(request: Request) -> Response:
     tokenizer = state.tokenizer("messages")
     check_fan_out(1, body.n)
     _check(body)
+    if body.store:
+        check_store(request)
     dialogue = _dialogue(state, body)
     with renaming({"structured_outputs": structured_field(body)}):
         reply = await prepare(state, dialogue)
     writer = ChatWriter(state, tokenizer, body, reply)
-    if not body.stream:
-        answers = await unless_gone(request.receive, reply.whole())
-        return json_answer(writer.answer(answers))
-    await start_stream(request, reply)
-    return EventStream(reply, writer.write, writer.chunks.finish, metrics=state.metrics)
+
+    def keep(answers: list[Answer]) -> Envelope[ChatChoice]:
+        envelope = writer.answer(answers)
+        if body.store:
+            stored = StoredChat(envelope, dialogue.messages, owner_of(request))
+            chat_store(request).add(stored)
+        return envelope
+
+    with prompt_named("messages"):
+        if not body.stream:
+            return json_answer(keep(await unless_gone(request.receive, reply.whole())))
+        await start_stream(request, reply)
+
+    def finish(buffer: bytearray) -> None:
+        writer.chunks.finish(buffer)
+        if body.store:
+            keep([writer.answers[choice] for choice in sorted(writer.answers)])
+
+    return EventStream(reply, writer.write, finish, metrics=state.metrics)
 
 
 def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
@@ -160,9 +178,11 @@ class ChatWriter:
             lambda choices, usage: self._envelope("chat.completion.chunk", choices, usage),
             lambda: reply.usage,
         )
+        # What a stream has said so far, where it is to be stored.
+        self.answers: dict[int, Answer] = {}
         self.begun: set[int] = set()
 
-    def answer(self, answers: list[Answer]) -> Envelope[Any]:
+    def answer(self, answers: list[Answer]) -> Envelope[ChatChoice]:
         choices = []
         for answer in answers:
             choice = ChatChoice(
@@ -191,6 +211,8 @@ class ChatWriter:
                 opening = ChatChunkChoice(event.choice, ChatDelta("assistant", ""), None, None)
                 self.chunks.write(buffer, opening)
             self.chunks.write(buffer, self._chunk(event))
+            if self.body.store:
+                self.answers.setdefault(event.choice, Answer(event.choice)).add(event)
 
     def _chunk(self, event: Event) -> ChatChunkChoice:
         if isinstance(event, Finished):

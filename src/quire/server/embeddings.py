@@ -12,11 +12,10 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import RequestError
 from quire.pooling_params import PoolingParams
 from quire.server.body import read_body
 from quire.server.convert import Prompt, prompts_of
-from quire.server.errors import ApiError
+from quire.server.errors import prompt_named
 from quire.server.sse import json_answer, unless_gone
 from quire.server.state import ServerState, new_id, state_of
 from quire.server.strict import INT32_MAX, Name, Strict, TextsOrIds
@@ -94,11 +93,8 @@ async def _embed_all(
         for index, text in enumerate(inputs)
     ]
     try:
-        return await asyncio.gather(*tasks)
-    except RequestError as error:
-        if error.param != "prompt":
-            raise
-        raise ApiError(400, str(error), param="input", code=error.code) from None
+        with prompt_named("input"):
+            return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

@@ -70,6 +70,17 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
         raise ApiError(api_error.status, message, param=param, code=api_error.code) from None
 
 
+@contextlib.contextmanager
+def prompt_named(field: str) -> Iterator[None]:
+    """What the engine finds wrong with a prompt is said of `field`."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param != "prompt":
+            raise
+        raise ApiError(400, str(error), param=field, code=error.code) from None
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """What to tell the client. Anything unforeseen is a 500 without details, which go to the log:
     they could hold paths or another user's text."""

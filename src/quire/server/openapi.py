@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.server import responses
+from quire.server import stored_chats as stored
 from quire.server.anthropic import errors as anthropic_errors
 from quire.server.anthropic import objects as anthropic
 from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
@@ -58,14 +59,28 @@ _EVENT: Schema = {
     "required": ["data"],
 }
 _FLAG: Schema = {"type": "string", "enum": ["true", "false"]}
+_PAGING: Schema = {
+    "after": {"type": "string"},
+    "order": {"type": "string", "enum": ["asc", "desc"]},
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100},
+}
 _ONE = "/v1/responses/{response_id}"
+_CHAT = "/v1/chat/completions/{completion_id}"
+_CHAT_ANSWER = responses.Envelope[responses.ChatChoice]
 
 ROUTES = (
     Route("post", "/v1/completions", "Complete text", CompletionRequest,
           responses.Envelope[responses.CompletionChoice],
           _EVENTS),
     Route("post", "/v1/chat/completions", "Answer a conversation", ChatRequest,
-          responses.Envelope[responses.ChatChoice], _EVENTS),
+          _CHAT_ANSWER, _EVENTS),
+    Route("get", "/v1/chat/completions", "Stored chat completions", None, stored.ChatList,
+          query=_PAGING | {"model": {"type": "string"}}),
+    Route("get", _CHAT, "A stored chat completion", None, _CHAT_ANSWER),
+    Route("post", _CHAT, "Change its metadata", stored.UpdateRequest, _CHAT_ANSWER),
+    Route("delete", _CHAT, "Forget it", None, stored.DeletedChat),
+    Route("get", f"{_CHAT}/messages", "What it answered", None, stored.MessageList,
+          query=_PAGING),
     Route("post", "/v1/embeddings", "Turn texts into vectors", EmbeddingRequest, EmbeddingList),
     Route("post", "/v1/responses", "Create a response", CreateRequest, openai.Response, _EVENTS),
     Route("post", "/v1/responses/input_tokens", "Count the tokens of a response's prompt",
@@ -76,8 +91,7 @@ ROUTES = (
     Route("delete", _ONE, "Forget a response", None, openai.Deleted),
     Route("post", f"{_ONE}/cancel", "End a background response", None, openai.Response),
     Route("get", f"{_ONE}/input_items", "What a response answered", None, openai.ItemList, None,
-          {"after": {"type": "string"}, "order": {"type": "string", "enum": ["asc", "desc"]},
-           "limit": {"type": "integer", "minimum": 1, "maximum": 100}}),
+          _PAGING),
     Route("post", "/v1/messages", "Answer a conversation, as Anthropic's API does",
           MessagesRequest, anthropic.Message, _EVENTS),
     Route("post", "/v1/messages/count_tokens", "Count the tokens of a conversation",

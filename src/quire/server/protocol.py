@@ -148,6 +148,7 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: TemplateKwargs | None = None
     metadata: Metadata | None = None
     prompt_cache_key: Name | None = None
+    store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
