@@ -50,6 +50,13 @@ def test_greedy_equals_transformers(llm: LLM) -> None:
         assert output.outputs[0].token_ids == want[0, ids.shape[1] :].tolist()
 
 
+def test_chat_shows_tools(llm: LLM) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    turns = [{"role": "user", "content": "Hello!"}]
+    output = llm.chat(turns, SamplingParams(max_tokens=1), tools=[tool])[0]
+    assert '"name": "weather"' in (output.prompt or "")
+
+
 def test_chat_ends_its_turn(llm: LLM) -> None:
     turns = [{"role": "user", "content": "Hello!"}]
     params = SamplingParams(temperature=0.0, max_tokens=100)

@@ -131,8 +131,10 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation (a list of {"role", "content"}), or many."""
+        """Answers one conversation (a list of {"role", "content"}), or many. The template is shown
+        `tools` (in OpenAI's shape); calls are in the text, as the model writes them."""
         tokenizer = self.get_tokenizer()
         conversations: Sequence[Any] = messages
         if messages and isinstance(messages[0], Mapping):
@@ -143,6 +145,7 @@ class LLM:
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 chat_template=chat_template,
+                **({"tools": tools} if tools else {}),
                 **(chat_template_kwargs or {}),
             )
             # The template has written the special tokens.

@@ -103,6 +103,18 @@ def test_special_tokens() -> None:
     assert "".join(stream(ids, skip=False)[0]) == "Hi<|im_end|>"
 
 
+@given(st.text(max_size=30), st.integers(0, 3))
+@settings(max_examples=50, deadline=None)
+def test_some_special_tokens_may_be_kept(text: str, at: int) -> None:
+    kept, skipped = (TOKENIZER.hub.token_to_id(t) for t in ("<|im_start|>", "<|endoftext|>"))
+    ids = [*TOKENIZER.encode(text).tolist(), skipped, kept]
+    ids = [*ids[:at], skipped, *ids[at:]]
+    want = TOKENIZER.decode([id for id in ids if id != skipped], skip_special_tokens=False)
+    one_by_one = Detokenizer(TOKENIZER, [1, 2, 3], keep=frozenset({kept}))
+    assert "".join(map(one_by_one.step, ids)) + one_by_one.finish() == want
+    assert Detokenizer(TOKENIZER, [1, 2, 3], keep=frozenset({kept})).whole(ids) == want
+
+
 @given(
     text=st.text(alphabet="abc", max_size=20),
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),

@@ -18,8 +18,11 @@ _MARK = "~end-of-what-is-to-be-continued~"
 
 @dataclass(slots=True)
 class RenderedPrompt:
+    """`continued`: the final message's text, where it is to be continued."""
+
     text: str
     token_ids: list[int]
+    continued: str | None = None
 
 
 def render_prompt(tokenizer: Tokenizer, dialogue: Dialogue) -> RenderedPrompt:
@@ -40,10 +43,12 @@ def render_prompt(tokenizer: Tokenizer, dialogue: Dialogue) -> RenderedPrompt:
     if dialogue.continue_final_message:
         messages = _marked(messages)
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=add, **variables)
+    continued = None
     if dialogue.continue_final_message:
         text = _up_to_mark(text)
+        continued = dialogue.messages[-1]["content"]
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
-    return RenderedPrompt(text, ids)
+    return RenderedPrompt(text, ids, continued)
 
 
 def _shown_tools(dialogue: Dialogue) -> list[dict[str, Any]]:

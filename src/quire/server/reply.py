@@ -61,7 +61,7 @@ class Reply:
         self._readers: dict[int, ChoiceReader] = {}
         self._begins_open: bool | None = None
         if format.reasoning is not None:
-            self._begins_open = format.reasoning.begins_open(prompt.text)
+            self._begins_open = format.reasoning.begins_open(prompt.text, prompt.continued)
         read = bool(self._tools) or format.reasoning is not None
         self.params = self._params()
         self._generation = Generation(

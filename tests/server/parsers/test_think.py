@@ -66,6 +66,20 @@ def test_what_the_prompt_says(prompt: str, begins_open: bool | None) -> None:
     assert QWEN.begins_open(prompt) is begins_open
 
 
+@pytest.mark.parametrize(
+    ("continued", "begins_open"),
+    [
+        ("I am", False),
+        ("<think>Let me", True),
+        ("<think>Let me see.</think>I", False),
+        ("<think>a</think><think>", True),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
+def test_what_a_continued_message_says(name: str, continued: str, begins_open: bool) -> None:
+    assert REASONING_FORMATS[name].begins_open(f"x{continued}", continued) is begins_open
+
+
 def test_deepseek_begins_within_reasoning_unless_the_prompt_closed_it() -> None:
     format = REASONING_FORMATS["deepseek_r1"]
     assert format.begins_open("<|Assistant|>") is True

@@ -17,9 +17,12 @@ class ReasoningFormat:
     close: str
     implied: bool = False
 
-    def begins_open(self, prompt: str) -> bool | None:
+    def begins_open(self, prompt: str, continued: str | None = None) -> bool | None:
         """What a prompt says of the completion: True, it goes on in a reasoning block; False, the
-        block has been closed; None, the model may open one."""
+        block has been closed; None, the model may open one. continued: the text of the message that
+        the completion goes on with, if it does."""
+        if continued is not None:
+            return continued.rfind(self.open) > continued.rfind(self.close)
         end = prompt.rstrip()
         if end.endswith(self.open):
             return True
