@@ -67,6 +67,12 @@ def linear(
     )
 
 
+def mask_logits(logits: Tensor, mask: Tensor) -> Tensor:
+    """logits [n, vocab], dense rows, changed in place: -inf where a bit of mask, int32 [n, at least
+    vocab / 32], is clear; bit i of word w is token 32 w + i."""
+    return choose("mask_logits", logits.device)(logits, mask)  # type: ignore[no-any-return]
+
+
 def embedding(ids: Tensor, table: Tensor, start: int = 0) -> Tensor:
     """Rows of `table` [rows, width] for int ids [T] -> [T, width]. The table holds ids from `start`
     on; ids outside of it, -1 among them, give zeros."""

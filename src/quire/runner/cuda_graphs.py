@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models import Decoder
+from quire.ops import mask_logits
 from quire.ops.triton.adjust import adjust
 from quire.ops.triton.batch import expand_batch, finish_rows
 from quire.ops.triton.launch import compiling
@@ -33,6 +34,12 @@ Progress = Callable[[int, int], None]
 """Told the graphs captured and the graphs in total."""
 
 
+_HEADS = [
+    *((kind, False) for kind in HeadKind),
+    (HeadKind.TRUNCATE, True),
+    (HeadKind.ADJUST, True),
+]
+"""The kinds of head, and whether they take a mask."""
 FEW_ROWS = 8
 """Mixed steps of so few rows have graphs of their own: rows of padding are not free."""
 
@@ -109,10 +116,12 @@ class StepGraphs:
         self._decode_sizes, self._mixed_sizes = decode_buckets(rows), mixed_buckets(max_tokens)
         # By token places and row places: as many of both where every row computes one token.
         self._bodies: dict[tuple[int, int], Body] = {}
-        self._heads: dict[tuple[int, HeadKind], Head] = {}
+        # By row places, kind, and whether it takes a mask.
+        self._heads: dict[tuple[int, HeadKind, bool], Head] = {}
         self._stops = sampler.stops
         vocab = model.spec.vocab_size
         self._logits = torch.empty(rows, vocab, dtype=model.dtype, device=device)
+        self._mask = torch.full((rows, -(-vocab // 32)), -1, dtype=torch.int32, device=device)
 
     # -- capture -------------------------------------------------------------------------------
 
@@ -162,15 +171,15 @@ class StepGraphs:
 
     def _planned_heads(self) -> Iterator[Work]:
         for rows in reversed(self._decode_sizes):
-            for kind in HeadKind:
-                yield self._planned_head(rows, kind)
+            for kind, masked in _HEADS:
+                yield self._planned_head(rows, kind, masked)
 
-    def _planned_head(self, rows: int, kind: HeadKind) -> Work:
+    def _planned_head(self, rows: int, kind: HeadKind, masked: bool) -> Work:
         def keep(graph: torch.cuda.CUDAGraph, results: Tensor) -> None:
             kept = self._logits[:rows] if kind is HeadKind.ADJUST else None
-            self._heads[rows, kind] = Head(graph, results, kept)
+            self._heads[rows, kind, masked] = Head(graph, results, kept)
 
-        return Work(lambda *, shallow: self._head(rows, kind), keep)
+        return Work(lambda *, shallow: self._head(rows, kind, masked), keep)
 
     def _most(self, tokens: int) -> int:
         """Rows that a mixed step of so many tokens can have: one of them has more than one."""
@@ -208,7 +217,7 @@ class StepGraphs:
         self._last[:rows].copy_(last)
         return batch, hidden
 
-    def _head(self, rows: int, kind: HeadKind) -> Tensor:
+    def _head(self, rows: int, kind: HeadKind, masked: bool) -> Tensor:
         state, sampler = self._state, self._sampler
         lanes, starts = self._lanes[:rows], self._starts[: rows + 1]
         logits = self._model.scores(self._last[:rows])
@@ -219,6 +228,8 @@ class StepGraphs:
             # The graphs share their memory, and log-probabilities are read after the replay.
             self._logits[:rows].copy_(logits)
             logits = self._adjusted(logits, lanes, length)
+        if masked:
+            mask_logits(logits, self._mask[:rows])
         tokens = sample(
             logits,
             lanes,
@@ -269,12 +280,17 @@ class StepGraphs:
 
     def pack(self, plan: StepPlan) -> Int32:
         """A plan's rows as the graphs read them."""
+        return self.pack_rows(plan.lanes, plan.q_len, (plan.flags & RowFlag.SAMPLE) != 0)
+
+    def pack_rows(self, lanes: Int32, q_len: Int32, samples: Any) -> Int32:
+        """lanes (-1: to be skipped), q_len: int32 [R]. samples: which of them do, bool [R] or
+        bool."""
         packed = self._idle()
-        rows, most = plan.num_rows, self.max_rows
-        packed[:rows] = plan.lanes
-        np.cumsum(plan.q_len, out=packed[most + 1 : most + 1 + rows])
-        packed[most + 1 + rows : 2 * most + 1] = plan.num_tokens
-        packed[2 * most + 1 : 2 * most + 1 + rows] = (plan.flags & RowFlag.SAMPLE) != 0
+        rows, most = len(lanes), self.max_rows
+        packed[:rows] = lanes
+        np.cumsum(q_len, out=packed[most + 1 : most + 1 + rows])
+        packed[most + 1 + rows : 2 * most + 1] = q_len.sum()
+        packed[2 * most + 1 : 2 * most + 1 + rows] = samples
         return packed
 
     def _idle(self) -> Int32:
@@ -294,13 +310,25 @@ class StepGraphs:
         body.graph.replay()
         return body
 
-    def head(self, plan: StepPlan, kind: HeadKind) -> Head:
-        """Replays the smallest head for the plan, whose body was replayed last."""
+    def head(self, rows: int, kind: HeadKind, *, masked: bool = False) -> Head:
+        """Replays the smallest head for so many rows, those in `inputs`: of the body that was
+        replayed last, or those that `bring_back` brought."""
         if self._stops is not self._sampler.stops:
             self._recapture_heads()
-        head = self._heads[_at_least(self._decode_sizes, plan.num_rows), kind]
+        kind = max(kind, HeadKind.TRUNCATE) if masked else kind
+        head = self._heads[_at_least(self._decode_sizes, rows), kind, masked]
         head.graph.replay()
         return head
+
+    def set_aside(self, rows: Tensor) -> Tensor:
+        """The hidden states [g, width] that the heads of `rows`, int64 [g], of the last body read;
+        further replays leave them alone."""
+        return self._last.index_select(0, rows)
+
+    def bring_back(self, hidden: Tensor, mask: Tensor) -> None:
+        """Puts rows that were set aside, and their masks, where a masked head reads them."""
+        self._last[: len(hidden)].copy_(hidden)
+        self._mask[: len(mask)].copy_(mask)
 
     def _recapture_heads(self) -> None:
         """A request brought more stop tokens than there was room for: the table has moved."""

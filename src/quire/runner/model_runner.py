@@ -26,13 +26,13 @@ from quire.runner import memory
 from quire.runner.batch_state import BatchState
 from quire.runner.hook import Hook
 from quire.runner.kv_cache import KVCache
-from quire.runner.sampling import HeadKind, Sampler
+from quire.runner.sampling import Sampler
 from quire.runner.sampling.logprobs import token_logprobs
 from quire.runner.staging import Staging, Upload
-from quire.runner.step import DeviceLogprobs, LogitRows, Step, join
+from quire.runner.step import DeviceLogprobs, LogitRows, Step, join, step_rows
 
 if TYPE_CHECKING:  # Triton is needed only where graphs are
-    from quire.runner.cuda_graphs import StepGraphs
+    from quire.runner.cuda_graphs import Head, StepGraphs
 
 _HEAD_ELEMENTS = 1 << 26
 """Logits computed at once for a prompt's log-probabilities."""
@@ -54,7 +54,7 @@ class ModelRunner:
         self._progress = progress
         self._steps: deque[Step] = deque()
         self._graphs: StepGraphs | None = None
-        self._staging = Staging(self.device, config.scheduler.steps_in_flight + 1)
+        self._staging = Staging(self.device, 2 * (config.scheduler.steps_in_flight + 1))
         self._policy = ops.Policy(
             deterministic=config.args.deterministic, disabled=frozenset(config.args.disable)
         )
@@ -139,7 +139,10 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan) -> Step:
         started = self._mark()
-        if self._graphs is not None and not plan.gated and self._graphs.fits(plan):
+        for earlier in self._steps:
+            if earlier.waits:
+                earlier.gone.update(plan.frees)
+        if self._graphs is not None and self._graphs.fits(plan):
             step = self._replay(self._graphs, plan)
         else:
             step = self._apply(plan)
@@ -153,39 +156,60 @@ class ModelRunner:
         return step
 
     def _replay(self, graphs: StepGraphs, plan: StepPlan) -> Step:
-        """The step as graphs; its head too, unless a row wants more of it than they give."""
+        """The step as graphs; its head too, unless a row wants more of it than they give. Rows
+        that wait for the host are set aside, and the head of the others skips them."""
         upload = self._staging.begin()
         inputs = upload.add(graphs.pack(plan))
+        late = step_rows(plan, gated=True)
+        lanes = plan.lanes.copy()
+        lanes[late] = -1
+        keys = (upload.add(late), upload.add(lanes)) if len(late) else None
         copies = self._stage(plan, upload)
         upload.send()
         self._copy_blocks(copies, upload)
         graphs.inputs.copy_(upload[inputs])
         first = self.state.grow(plan)
         body = graphs.body(plan)
-        kind = self.sampler.head_kind(plan)
         step = Step(plan, body.batch, first, LogitRows.of(plan))
-        if kind is not None and not any(hook.wants(plan) for hook in self.hooks):
-            self._replay_head(graphs, step, kind)
+        scores = (self.sampler.prompt_logprobs[plan.lanes] >= 0).any()
+        if not scores and not any(hook.wants(plan) for hook in self.hooks):
+            if keys is not None:
+                step.set_aside = graphs.set_aside(upload[keys[0]].long())
+                graphs.inputs[: plan.num_rows].copy_(upload[keys[1]])
+            self._replay_head(graphs, step, lanes)
             return step
-        step.hidden = body.hidden
+        # The next replay overwrites what rows that wait will read.
+        step.hidden = body.hidden if keys is None else body.hidden.clone()
         self.state.locate(step, graphs.inputs[: plan.num_rows])
         self._start_results(step)
         self._heads(step)
         return step
 
-    def _replay_head(self, graphs: StepGraphs, step: Step, kind: HeadKind) -> None:
-        plan = step.plan
-        head = graphs.head(plan, kind)
-        step.results = head.results
-        wanted = self.sampler.logprobs[plan.lanes]
-        asked = np.flatnonzero((wanted >= 0) & ((plan.flags & RowFlag.SAMPLE) != 0))
-        if head.logits is not None and len(asked):
-            rows = asked.astype(np.int32)
-            where = self._index(rows)
-            # The head has moved the lanes on: they stand where their new token is.
-            length = self.state.position[graphs.inputs[where].long()]
-            raw = head.logits[where].float()
-            self._sampled_logprobs(step, rows, raw, step.tokens[where], length, wanted[rows])
+    def _replay_head(self, graphs: StepGraphs, step: Step, lanes: Int32) -> None:
+        """lanes: int32 [R], the plan's, -1 where a row waits."""
+        here = np.flatnonzero(lanes >= 0).astype(np.int32)
+        if not len(here):
+            self._start_results(step)
+            return
+        head = graphs.head(len(lanes), self.sampler.head_kind(lanes[here]))
+        # While rows wait, other steps may come, and their results with them.
+        step.results = head.results if len(here) == len(lanes) else head.results.clone()
+        rows = here[(step.plan.flags[here] & RowFlag.SAMPLE) != 0]
+        self._replayed_logprobs(graphs, step, head, rows, rows)
+
+    def _replayed_logprobs(
+        self, graphs: StepGraphs, step: Step, head: Head, rows: Int32, places: Int32
+    ) -> None:
+        """Of the plan's `rows`, which the head that was just replayed has at `places`."""
+        wanted = self.sampler.logprobs[step.plan.lanes[rows]]
+        asked = np.flatnonzero(wanted >= 0)
+        if head.logits is None or not len(asked):
+            return
+        where = self._index(places[asked])
+        # The head has moved the lanes on: they stand where their new token is.
+        length = self.state.position[graphs.inputs[where].long()]
+        raw, tokens = head.logits[where].float(), head.results[0][where]
+        self._sampled_logprobs(step, rows[asked], raw, tokens, length, wanted[asked])
 
     def _heads(self, step: Step) -> None:
         """The head of all rows that do not wait for the host, op by op."""
@@ -201,18 +225,44 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit_head(self, inputs: HeadInputs) -> None:
-        """Samples the GATED rows of a step under their masks."""
+        """Samples the GATED rows of a step under their masks, but for those of lanes that others
+        have taken since."""
         step = next((s for s in self._steps if s.plan.step_id == inputs.step_id), None)
         if step is None or not step.waits:
             raise QuireError(f"step {inputs.step_id} does not wait for its head")
-        rows = step.sampled_rows(gated=True)
-        upload = self._staging.begin()
-        key = upload.add(inputs.mask)
-        upload.send()
         with ops.use_policy(self._policy):
-            self._head(step, rows, upload[key])
+            if self._graphs is not None and step.set_aside is not None:
+                self._replay_late(self._graphs, step, step.set_aside, inputs.mask)
+            else:
+                rows = step.sampled_rows(gated=True)
+                stay = ~np.isin(step.plan.lanes[rows], list(step.gone))
+                upload = self._staging.begin()
+                key = upload.add(np.ascontiguousarray(inputs.mask[stay]))
+                upload.send()
+                self._head(step, rows[stay], upload[key])
         step.waits = False
         self._read_back(step)
+
+    def _replay_late(self, graphs: StepGraphs, step: Step, hidden: Tensor, mask: Int32) -> None:
+        """The head of rows that were set aside, hidden [g, width], under masks [g, words]."""
+        plan = step.plan
+        rows = step.sampled_rows(gated=True)
+        lanes = plan.lanes[rows]
+        lanes[np.isin(lanes, list(step.gone))] = -1
+        upload = self._staging.begin()
+        keys = [
+            upload.add(x) for x in (graphs.pack_rows(lanes, plan.q_len[rows], True), mask, rows)
+        ]
+        upload.send()
+        graphs.inputs.copy_(upload[keys[0]])
+        graphs.bring_back(hidden, upload[keys[1]])
+        places = np.flatnonzero(lanes >= 0).astype(np.int32)
+        head = graphs.head(len(rows), self.sampler.head_kind(lanes[places]), masked=True)
+        if len(rows) == plan.num_rows:
+            step.results = head.results
+        else:
+            step.results[:, upload[keys[2]].long()] = head.results[:, : len(rows)]
+        self._replayed_logprobs(graphs, step, head, rows[places], places)
 
     def collect(self) -> StepResult:
         """The oldest step's result; waits for the device."""
@@ -284,7 +334,7 @@ class ModelRunner:
         wanted = self.sampler.logprobs[host_lanes]
         raw = logits.clone() if (wanted >= 0).any() else None
         if mask is not None:
-            logits = logits.masked_fill_(_disallowed(mask, logits.shape[1]), -torch.inf)
+            ops.mask_logits(logits, mask)
         for hook in self.hooks:
             logits = hook.head(step, logits, where)
         tokens = self.sampler.sample(logits, lanes, host_lanes, length)
@@ -403,10 +453,3 @@ def _check(plan: StepPlan) -> None:
         raise QuireError("this runner moves no blocks to other places")
     if plan.host_drafts is not None:
         raise QuireError("this runner verifies no draft tokens")
-
-
-def _disallowed(mask: Tensor, vocab_size: int) -> Tensor:
-    """Bits int32 [n, words] -> bool [n, vocab_size], True where the bit is clear."""
-    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
-    bits = (mask.unsqueeze(-1) >> shifts) & 1
-    return bits.flatten(1)[:, :vocab_size] == 0

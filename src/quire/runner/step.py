@@ -13,6 +13,13 @@ from quire.layers.batch import ForwardBatch
 from quire.plan import Int32, Logprobs, RowFlag, StepPlan
 
 
+def step_rows(plan: StepPlan, *, gated: bool) -> Int32:
+    """See `Step.sampled_rows`."""
+    waits = (plan.flags & RowFlag.GATED) != 0
+    samples = (plan.flags & RowFlag.SAMPLE) != 0
+    return np.flatnonzero(samples & (waits == gated)).astype(np.int32)
+
+
 @dataclass(slots=True)
 class LogitRows:
     """Where a step's logits come from, all int32 [M] on the host: the token's place in the batch
@@ -41,7 +48,8 @@ class Step:
     needed, and absent, where a graph runs the head.
     hidden: [T, width] once the body has run. results: int32 [2, >= R], tokens and stop reasons,
     filled by the head.
-    waits: the head of GATED rows is still to be released.
+    waits: the head of GATED rows is still to be released. set_aside: the hidden states [g, width]
+    that it reads, where graphs run the step. gone: lanes freed since, by steps launched later.
     """
 
     plan: StepPlan
@@ -56,6 +64,8 @@ class Step:
     prompt_logprobs: list[DeviceLogprobs] = field(default_factory=list)
     pooled: DevicePooled | None = None
     waits: bool = False
+    set_aside: Tensor | None = None
+    gone: set[int] = field(default_factory=set)
     done: Any = None
     started: Any = None
 
@@ -71,9 +81,7 @@ class Step:
 
     def sampled_rows(self, *, gated: bool) -> Int32:
         """The rows that sample, those that wait for the host or those that do not, int32."""
-        flags = self.plan.flags
-        waits = (flags & RowFlag.GATED) != 0
-        return np.flatnonzero(((flags & RowFlag.SAMPLE) != 0) & (waits == gated)).astype(np.int32)
+        return step_rows(self.plan, gated=gated)
 
 
 @dataclass(slots=True)

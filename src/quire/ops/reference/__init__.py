@@ -7,6 +7,7 @@ from quire.ops.reference.dense import (
     gelu,
     layer_norm,
     linear,
+    mask_logits,
     rms_norm,
     silu_and_mul,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "gelu",
     "layer_norm",
     "linear",
+    "mask_logits",
     "paged_attention",
     "qk_norm_rope_store",
     "rms_norm",

@@ -83,3 +83,9 @@ def embedding(ids: Tensor, table: Tensor, start: int) -> Tensor:
     inside = (local >= 0) & (local < table.shape[0])
     rows = F.embedding(local.clamp(0, table.shape[0] - 1), table)
     return rows.masked_fill_(~inside.unsqueeze(-1), 0.0)
+
+
+def mask_logits(logits: Tensor, mask: Tensor) -> Tensor:
+    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
+    bits = (mask.unsqueeze(-1) >> shifts) & 1
+    return logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)

@@ -103,12 +103,8 @@ class Sampler:
         self.logprobs[admit.lane] = -1 if p.logprobs is None else p.logprobs
         self.prompt_logprobs[admit.lane] = -1 if p.prompt_logprobs is None else p.prompt_logprobs
 
-    def head_kind(self, plan: StepPlan) -> HeadKind | None:
-        """What a head must be able to do for a plan's rows; None if one of them wants the
-        log-probabilities of its prompt."""
-        lanes = plan.lanes
-        if (self.prompt_logprobs[lanes] >= 0).any():
-            return None
+    def head_kind(self, lanes: Int32) -> HeadKind:
+        """What a head must be able to do for rows of these lanes."""
         uses = self.uses[lanes]
         if uses[:, _MORE].any() or (self.logprobs[lanes] >= 0).any():
             return HeadKind.ADJUST

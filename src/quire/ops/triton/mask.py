@@ -1,0 +1,37 @@
+"""Packed masks on logits, in place: one bit a token, and only what is not allowed is written."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.ops.triton.launch import launch, options, traits
+
+_TILE = 4096
+
+
+@triton.jit
+def _mask(logits_ptr, mask_ptr, vocab, logits_stride, words, TILE: tl.constexpr, PDL: tl.constexpr):
+    """Grid (rows, tiles of the vocabulary)."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    entry = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = entry < vocab
+    word = tl.load(mask_ptr + row * words + (entry >> 5), mask=inside, other=-1)
+    barred = ((word >> (entry & 31)) & 1) == 0
+    tl.store(logits_ptr + row * logits_stride + entry, float("-inf"), mask=inside & barred)
+
+
+def mask_logits(logits: Tensor, mask: Tensor) -> Tensor:
+    rows, vocab = logits.shape
+    pdl = traits(logits.device).pdl
+    if rows:
+        launch(_mask, (rows, triton.cdiv(vocab, _TILE)))(
+            logits, mask, vocab, logits.stride(0), mask.shape[1], TILE=_TILE, PDL=pdl,
+            **options(pdl, num_warps=4),
+        )  # fmt: skip
+    return logits

@@ -1,0 +1,47 @@
+"""The mask kernel against its twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.ops.reference import mask_logits as reference
+from quire.ops.triton import mask_logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 31, 32, 5003, 8192])
+def test_mask(kernel_device: str, dtype: torch.dtype, vocab: int) -> None:
+    make = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(5, vocab, generator=make).to(dtype).to(kernel_device)
+    words = -(-vocab // 32)
+    mask = torch.randint(-(2**31), 2**31, (5, words), generator=make).int()
+    mask[1], mask[2] = 0, -1
+    mask = mask.to(kernel_device)
+    expected = reference(logits.clone(), mask)
+    allowed = [
+        [bool(mask[r, t // 32].item() >> (t % 32) & 1) for t in range(vocab)] for r in (0, 4)
+    ]
+    assert torch.equal(torch.isfinite(expected[[0, 4]]).cpu(), torch.tensor(allowed))
+    got = mask_logits(logits, mask)
+    assert got is logits
+    assert torch.equal(got, expected)
+    assert torch.isinf(got[1]).all()
+    assert torch.isfinite(got[2]).all()
+
+
+def test_rows_of_a_wider_table(kernel_device: str) -> None:
+    """Neither what stands beside the rows nor a mask with words to spare matters."""
+    table = torch.zeros(4, 300, device=kernel_device)
+    mask = torch.zeros(4, 12, dtype=torch.int32, device=kernel_device)
+    mask[:, 0] = 5
+    mask_logits(table[:, :250], mask)
+    assert torch.isfinite(table[:, 250:]).all()
+    assert torch.isfinite(table[:, [0, 2]]).all()
+    assert torch.isinf(table[:, [1, 3, 249]]).all()
+
+
+def test_no_rows(kernel_device: str) -> None:
+    logits = torch.empty(0, 40, device=kernel_device)
+    mask = torch.empty(0, 2, dtype=torch.int32, device=kernel_device)
+    assert mask_logits(logits, mask).shape == (0, 40)

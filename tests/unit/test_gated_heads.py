@@ -1,0 +1,303 @@
+"""Rows whose heads wait for the host: op by op, and with graphs, which a double replays on a CPU.
+
+Masks here are a function of the request and the position, so that every way to run the same
+requests must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.layers.batch import ForwardBatch, GroupBatch
+from quire.plan import HeadInputs, Int32, RowFlag, StepPlan, decode_array, encode_array, int32
+from quire.request import Request
+from quire.runner.cuda_graphs import Head, StepGraphs
+from quire.runner.sampling import HeadKind
+from quire.sampling_params import SamplingParams
+from quire.scheduler import Feature, PlanBuilder, Scheduler
+from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
+
+GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+PARAMS = [
+    SamplingParams(**GREEDY),  # type: ignore[arg-type]
+    SamplingParams(max_tokens=24, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=9, top_k=9, top_p=0.9, temperature=0.8, ignore_eos=True),
+    SamplingParams(max_tokens=9, presence_penalty=1.0, repetition_penalty=1.3, ignore_eos=True),
+    SamplingParams(max_tokens=9, logprobs=2, logit_bias={9: 4.0}, ignore_eos=True),
+    SamplingParams(max_tokens=9, n=2, min_tokens=3, stop_token_ids=tuple(range(60, 70))),
+    SamplingParams(max_tokens=9, prompt_logprobs=1, ignore_eos=True),
+]
+
+
+def mask_of(name: str, length: int) -> Int32:
+    """Which tokens may follow the first `length`: about one in three."""
+    draw = np.random.default_rng(zlib.crc32(f"{name}:{length}".encode()))
+    allowed = draw.random(VOCAB) < 0.3
+    allowed[7] = True
+    return np.packbits(allowed, bitorder="little").view(np.int32)
+
+
+@dataclass
+class Waiting:
+    step_id: int
+    requests: list[Request]
+    lanes: Int32
+    generations: list[int]
+    needs: list[int]
+
+
+class Gate(Feature):
+    """Gates every other request."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Waiting] = deque()
+
+    def hold(self) -> Int32:
+        return np.concatenate([int32([]), *(step.lanes for step in self.waiting)])
+
+    def plan(self, builder: PlanBuilder) -> None:
+        rows = [
+            row
+            for row, request in enumerate(builder.requests)
+            if int(request.request_id.partition("-")[0]) % 2 == 0
+            and builder.flags[row] & RowFlag.SAMPLE
+        ]
+        if rows:
+            builder.gate(rows)
+            requests = [builder.requests[row] for row in rows]
+            generations = [request.generation for request in requests]
+            needs = [request.planned for request in requests]
+            self.waiting.append(
+                Waiting(builder.step_id, requests, builder.lanes[rows], generations, needs)
+            )
+
+    def inputs(self, step: Waiting) -> HeadInputs | None:
+        """None: not all tokens are known. Rows of lanes that were given up may have any mask."""
+        masks = []
+        for request, lane, generation, need in zip(
+            step.requests, step.lanes, step.generations, step.needs, strict=True
+        ):
+            alive = request.lane == lane and request.generation == generation
+            if alive and request.known < need:
+                return None
+            masks.append(mask_of(request.request_id, need))
+        return HeadInputs(step.step_id, np.stack(masks))
+
+
+class GatedEngine(TinyEngine):
+    """Masks come late at random, so that steps are launched before them."""
+
+    def __init__(self, folder: Path, *, late: float = 0.0, **options: Any) -> None:
+        super().__init__(folder, **{"budget": 40, **options})
+        self.gate = Gate()
+        config = self.runner.config.scheduler
+        capacity = self.runner.start()
+        self.scheduler = Scheduler(config, capacity, [self.gate])
+        self._late = late
+        self._random = random.Random(7)
+        self.overtaken = 0
+
+    def step(self) -> None:
+        while self.scheduler.num_in_flight < self.depth:
+            if self._random.random() >= self._late:
+                self.release()
+            plan = self.scheduler.plan()
+            if plan is None:
+                break
+            self.overtaken += any(w.step_id < plan.step_id for w in self.gate.waiting)
+            self.plans.append(plan)
+            self.runner.submit(plan)
+        if self.scheduler.num_in_flight:
+            self.release(self.scheduler.oldest_in_flight)
+            self.progress.append(self.scheduler.update(self.runner.collect()))
+
+    def release(self, last: int | None = None) -> None:
+        for step in list(self.gate.waiting):
+            inputs = self.gate.inputs(step)
+            if inputs is not None and (last is None or step.step_id <= last):
+                self.runner.submit_head(inputs)
+                self.gate.waiting.remove(step)
+
+
+class Replayed:
+    """A graph's double: runs the captured work again, into the tensors that it gave at first."""
+
+    def __init__(self, work: Callable[[], Any], out: Any) -> None:
+        self._work, self._out = work, out
+
+    def replay(self) -> None:
+        refill(self._out, self._work())
+
+
+def refill(old: Any, new: Any) -> None:
+    if isinstance(old, Tensor):
+        old.copy_(new)
+    elif isinstance(old, (tuple, list)):
+        for a, b in zip(old, new, strict=True):
+            refill(a, b)
+    elif isinstance(old, (ForwardBatch, GroupBatch)):
+        for name in old.__slots__:
+            refill(getattr(old, name), getattr(new, name))
+
+
+class DoubleGraphs(StepGraphs):
+    """On a CPU. The reference ops know no padding, so the body leaves it out."""
+
+    def _capture(self, works: Sequence[Any], progress: Any = None) -> None:
+        self.inputs.copy_(torch.from_numpy(self._idle()))
+        for work in works:
+            out = work.run(shallow=False)
+            work.keep(Replayed(functools.partial(work.run, shallow=False), out), out)
+
+    def head(self, rows: int, kind: HeadKind, *, masked: bool = False) -> Head:
+        """What a GPU would copy to the host before the next replay is, on a CPU, read after it."""
+        head = super().head(rows, kind, masked=masked)
+        return Head(head.graph, head.results.clone(), head.logits)
+
+    def _body(
+        self, tokens: int, rows: int, decode: bool, shallow: bool
+    ) -> tuple[ForwardBatch, Tensor]:
+        model = self._model
+        real = int((self._lanes[:rows] >= 0).sum())
+
+        def without_padding(batch: ForwardBatch, layers: Any, shallow: bool) -> Tensor:
+            hidden = torch.zeros(tokens, model.spec.hidden_size)
+            if real:
+                ends = batch.query_start[: real + 1]
+                count, lengths = int(ends[-1]), (ends[1:] - ends[:-1]).tolist()
+                own = ForwardBatch(
+                    batch.input_ids[:count],
+                    batch.positions[:count],
+                    ends,
+                    batch.seq_lens[:real],
+                    tuple(GroupBatch(g.slots[:count], g.block_table[:real]) for g in batch.groups),
+                    tuple(lengths),
+                    max(lengths),
+                    batch.max_seq_len,
+                )
+                hidden[:count] = model(own, layers)
+            return hidden
+
+        self._model = without_padding  # type: ignore[assignment]
+        try:
+            return super()._body(tokens, rows, decode, shallow)
+        finally:
+            self._model = model
+
+
+def with_graphs(engine: GatedEngine, monkeypatch: pytest.MonkeyPatch) -> GatedEngine:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    runner = engine.runner
+    budget = runner.config.scheduler.max_num_batched_tokens
+    runner._graphs = DoubleGraphs(runner.model, runner.cache, runner.state, runner.sampler, budget)
+    runner._graphs.capture()
+    return engine
+
+
+def jobs(seed: int) -> list[Job]:
+    prompts = random_prompts(7, 24, seed)
+    return [
+        Job(prompt, PARAMS[(i // 2 + i) % len(PARAMS)], seed=i) for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"), TINY)
+
+
+def tokens_are_allowed(engine: GatedEngine, outputs: Sequence[Request]) -> None:
+    for request in outputs:
+        if int(request.request_id.partition("-")[0]) % 2 == 0:
+            for place, token in enumerate(request.output.tolist(), request.prompt_len):
+                mask = mask_of(request.request_id, place)
+                assert mask[token >> 5] >> (token & 31) & 1
+
+
+def run(engine: GatedEngine, work: Sequence[Job]) -> tuple[list[list[int]], list[Any]]:
+    """Tokens, and the log-probabilities that were asked for."""
+    requests = [r for i, job in enumerate(work) for r in engine.add(str(i), job)]
+    engine.drain()
+    tokens_are_allowed(engine, requests)
+    assert engine.scheduler.stats().blocks_used == [0]
+    found: dict[str, list[Any]] = {}
+    for progress in engine.progress:
+        for item in progress:
+            if item.logprobs is not None:
+                part = item.logprobs
+                values = np.round(part.values, 3).tolist()
+                found.setdefault(item.request.request_id, []).append(
+                    (part.ids.tolist(), part.positions.tolist(), values)
+                )
+    return [request.output.tolist() for request in requests], sorted(found.items())
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["op by op", "graphs"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"depth": 2},
+        {"depth": 3, "late": 0.7, "budget": 20},
+        {"depth": 2, "late": 0.5, "blocks": 8, "lanes": 6},
+    ],
+    ids=["one", "two", "late", "preempted"],
+)
+def test_the_same_tokens_however_it_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], graphs: bool
+) -> None:
+    expected = run(GatedEngine(folder), jobs(3))
+    engine = GatedEngine(folder, **options)
+    if graphs:
+        with_graphs(engine, monkeypatch)
+    assert run(engine, jobs(3)) == expected
+    assert any(plan.gated for plan in engine.plans)
+    assert bool(engine.overtaken) == bool(options.get("late"))
+    if "blocks" in options:
+        assert engine.scheduler.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["op by op", "graphs"])
+def test_lanes_that_are_given_away_before_the_mask_comes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    work = jobs(5)
+    expected = run(GatedEngine(folder), work)[0]
+    engine = GatedEngine(folder, depth=3, late=0.8, lanes=3)
+    if graphs:
+        with_graphs(engine, monkeypatch)
+    gone = [engine.add(str(100 + 2 * i), job) for i, job in enumerate(work[:4])]
+    kept = [r for i, job in enumerate(work) for r in engine.add(str(i), job)]
+    for requests in gone:
+        for _ in range(2):
+            engine.step()
+        for request in requests:
+            engine.scheduler.abort(request.request_id)
+    engine.drain()
+    tokens_are_allowed(engine, kept)
+    assert [request.output.tolist() for request in kept] == expected
+
+
+def test_ranks_can_be_told() -> None:
+    """Head inputs travel as plans do."""
+    import msgspec
+
+    inputs = HeadInputs(3, np.arange(6, dtype=np.int32).reshape(2, 3))
+    data = msgspec.msgpack.Encoder(enc_hook=encode_array).encode(inputs)
+    back = msgspec.msgpack.Decoder(HeadInputs, dec_hook=decode_array).decode(data)
+    assert back.step_id == 3
+    assert np.array_equal(back.mask, inputs.mask)
+    assert StepPlan(0, int32([0]), int32([1]), int32([1]), int32([RowFlag.GATED])).gated
