@@ -20,7 +20,7 @@ from quire.config import EngineArgs, EngineConfig
 from quire.engine.builder import build_compiler
 from quire.engine.core import EngineStats
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
-from quire.engine.inbox import Inbox
+from quire.engine.inbox import Inbox, Mailroom
 from quire.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -73,9 +73,7 @@ class EngineClient:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)  # an abort must not be lost because the engine is busy
         self._socket.bind(address)
-        self._inboxes: dict[int, tuple[Inbox, int]] = {}
-        self._handles: dict[str, int] = {}
-        self._next_handle = 0
+        self._mail = Mailroom()
         self._calls: dict[int, asyncio.Future[EngineStats]] = {}
         self._call_ids = itertools.count()
         self._reader: asyncio.Task[None] | None = None
@@ -211,14 +209,11 @@ class EngineClient:
             EngineDeadError: the engine is gone.
         """
         self._check_alive()
-        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
-            ids = await asyncio.to_thread(prompt_ids, prompt, params, self.config, self.tokenizer)
-        else:
-            ids = prompt_ids(prompt, params, self.config, self.tokenizer)
+        ids = await self._ids(prompt, params)
         if params.structured_outputs is not None:
             await self.check_grammar(params.structured_outputs)
         self._check_alive()
-        handle, inbox = self._register(request_id, params.n)
+        handle, inbox = self._mail.open(request_id, params.n)
         try:
             await self._send(
                 AddRequest(
@@ -238,7 +233,7 @@ class EngineClient:
             async for update in self._updates(handle, inbox, prompt_tokens, readers, params):
                 yield update
         finally:
-            self._unregister(request_id, handle, params.n)
+            self._close(request_id, handle, params.n)
 
     async def _updates(
         self,
@@ -292,13 +287,9 @@ class EngineClient:
         """The prompt as a vector. Cancelling it aborts the request. Raises as `generate`."""
         self._check_alive()
         pooling = pooling_of(params, self.config)
-        config, tokenizer = self.config, self.tokenizer
-        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
-            ids = await asyncio.to_thread(prompt_ids, prompt, NO_TOKENS, config, tokenizer)
-        else:
-            ids = prompt_ids(prompt, NO_TOKENS, config, tokenizer)
+        ids = await self._ids(prompt, NO_TOKENS)
         self._check_alive()
-        handle, inbox = self._register(request_id, 1)
+        handle, inbox = self._mail.open(request_id, 1)
         try:
             await self._send(
                 AddRequest(
@@ -321,7 +312,13 @@ class EngineClient:
                 finish(news.pooled, params), ids.tolist(), news.num_cached_tokens, news.queued
             )
         finally:
-            self._unregister(request_id, handle, 1)
+            self._close(request_id, handle, 1)
+
+    async def _ids(self, prompt: str | Sequence[int] | Int32, params: SamplingParams) -> Int32:
+        """A long text is tokenized off the event loop."""
+        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+            return await asyncio.to_thread(prompt_ids, prompt, params, self.config, self.tokenizer)
+        return prompt_ids(prompt, params, self.config, self.tokenizer)
 
     async def check_grammar(self, params: StructuredOutputsParams) -> None:
         """Compiles a grammar, off the event loop. Raises RequestError where it is unfit."""
@@ -331,20 +328,8 @@ class EngineClient:
             )
         await asyncio.to_thread(self._compiler.check, params)
 
-    def _register(self, request_id: str, n: int) -> tuple[int, Inbox]:
-        if request_id in self._handles:
-            raise QuireError(f"request id {request_id!r} is in use")
-        handle, inbox = self._next_handle, Inbox()
-        self._next_handle = (self._next_handle + n) % (2**31 - 1024)
-        self._handles[request_id] = handle
-        for index in range(n):
-            self._inboxes[handle + index] = inbox, index
-        return handle, inbox
-
-    def _unregister(self, request_id: str, handle: int, n: int) -> None:
-        self._handles.pop(request_id, None)
-        for index in range(n):
-            self._inboxes.pop(handle + index, None)
+    def _close(self, request_id: str, handle: int, n: int) -> None:
+        self._mail.close(request_id, handle, n)
         # Ended completions do not mind; a request that was left early must not run on.
         if self.alive:
             with contextlib.suppress(zmq.ZMQError):
@@ -352,15 +337,10 @@ class EngineClient:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request early; its iterator ends with finish reason "abort"."""
-        handle = self._handles.get(request_id)
-        if handle is None or not self.alive:
-            return
-        await self._send(AbortRequest(handle))
-        inbox = self._inboxes[handle][0]
-        index = 0
-        while self._inboxes.get(handle + index, (None,))[0] is inbox:
-            inbox.of(index).reason = "abort"
-            index += 1
+        handle = self._mail.handle_of(request_id)
+        if handle is not None and self.alive:
+            await self._send(AbortRequest(handle))
+            self._mail.end(handle, "abort")
 
     async def stats(self) -> EngineStats:
         """Raises EngineDeadError."""
@@ -395,10 +375,9 @@ class EngineClient:
     def _dispatch(self, message: FromEngine) -> None:
         match message:
             case Outputs():
-                self._outputs(message)
+                self._mail.deliver(message)
             case Refused(handle, failure):
-                if handle in self._inboxes:
-                    self._inboxes[handle][0].fail(failure.error())
+                self._mail.refuse(handle, failure.error())
             case Stats(call, stats):
                 answer = self._calls.get(call)
                 if answer is not None and not answer.done():
@@ -408,40 +387,9 @@ class EngineClient:
             case _:
                 pass
 
-    def _outputs(self, message: Outputs) -> None:
-        tokens = message.tokens.tolist()
-        inboxes, at = self._inboxes, 0
-        for handle, part in message.prompt_logprobs:
-            if handle in inboxes:
-                inboxes[handle][0].prompt_logprobs.append(part)
-        for handle, count in zip(message.handles.tolist(), message.counts.tolist(), strict=True):
-            if handle in inboxes:
-                inbox, index = inboxes[handle]
-                inbox.of(index).tokens += tokens[at : at + count]
-            at += count
-        for handle, part in message.logprobs:
-            if handle in inboxes:
-                inbox, index = inboxes[handle]
-                inbox.of(index).logprobs.append(part)
-        for handle, vector in message.pooled:
-            if handle in inboxes:
-                inbox, index = inboxes[handle]
-                inbox.of(index).pooled = vector
-        for first in message.firsts:
-            if first.handle in inboxes:
-                inbox, index = inboxes[first.handle]
-                news = inbox.of(index)
-                news.num_cached_tokens, news.queued = first.num_cached_tokens, first.queued
-        for end in message.ends:
-            if end.handle in inboxes:
-                inbox, index = inboxes[end.handle]
-                news = inbox.of(index)
-                news.reason, news.stop_token = end.reason, end.stop_token
-
     def _fail_all(self, error: QuireError) -> None:
         self.alive = False
-        for inbox, _ in self._inboxes.values():
-            inbox.fail(error)
+        self._mail.fail(error)
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(error)
