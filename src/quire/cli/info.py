@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from quire.bench.record import card_name, versions
+from quire.cli.choices import choices_section
 from quire.config import EngineArgs
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def info(engine: EngineArgs, *, as_json: bool) -> None:
         "devices": devices(),
         "model": model_section(config),
         "settings": settings_section(config),
+        "chosen": choices_section(config),
         "architectures": architectures(),
     }
     if as_json:

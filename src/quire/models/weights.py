@@ -1,14 +1,15 @@
 """The strict streaming loader: every tensor of the checkpoint has a place, every place a tensor.
 
 Names and shapes are checked from the files' headers before a byte is copied. Then tensors are read
-one after the other, only the part that this rank holds, straight into their (stacked) parameters.
+by a few threads, only the part that this rank holds, straight into their (stacked) parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ from quire.parallel import ProcessGroup
 Progress = Callable[[int, int], None]
 
 _SHOWN = 8
+_READERS = 8
+"""Threads that read tensors."""
+_PIECE = 32 << 20
+"""Bytes copied at once."""
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
@@ -53,13 +58,17 @@ def load_weights(
         files = [_open(stack, file) for file in _files(Path(path))]
         found = _check(files, places, family, tied=model.spec.tied_head)
         total = sum(entry.nbytes for entry in found.values())
-        done = 0
-        for name, entry in found.items():
-            for place in places.get(name, ()):
-                _copy(entry.file.get_slice(entry.name), place, model.group)
-            done += entry.nbytes
-            if progress is not None:
-                progress(done, total)
+        with ThreadPoolExecutor(_READERS) as pool:
+            copies = [
+                (entry, pool.submit(_fill, entry, places.get(name, ()), model.group))
+                for name, entry in found.items()
+            ]
+            done = 0
+            for entry, copied in copies:
+                copied.result()
+                done += entry.nbytes
+                if progress is not None:
+                    progress(done, total)
         if family.head in found and family.head not in places:
             _check_tied(found[family.head], model, family.head)
 
@@ -161,8 +170,23 @@ def _stored_shape(places: list[_Place]) -> tuple[int, ...]:
     return tuple(reversed(shape)) if places[0].source.transposed else tuple(shape)
 
 
-def _copy(view: Any, place: _Place, group: ProcessGroup) -> None:
-    place.piece.target.copy_(_share(view, place, group))
+@torch.inference_mode()
+def _fill(entry: _Entry, places: Sequence[_Place], group: ProcessGroup) -> None:
+    for place in places:
+        _copy(_share(entry.file.get_slice(entry.name), place, group), place.piece.target)
+
+
+def _copy(part: Tensor, target: Tensor) -> None:
+    """To a GPU through pinned memory, a piece at a time: several threads doing so keep the link
+    busy, while a copy from the file's pages would be staged by the driver, one thread at a time."""
+    if target.device.type != "cuda":
+        target.copy_(part)
+        return
+    rows = max(1, _PIECE // max(1, part[0].nbytes)) if part.ndim else 1
+    for start in range(0, len(part), rows):
+        piece = part[start : start + rows]
+        staged = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True).copy_(piece)
+        target[start : start + rows].copy_(staged, non_blocking=True)
 
 
 def _share(view: Any, place: _Place, group: ProcessGroup) -> Tensor:

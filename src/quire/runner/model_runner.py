@@ -90,9 +90,10 @@ class ModelRunner:
             for column in hook.columns():
                 self.state.add(column)
         self.sampler = Sampler(self.state, self.config.vocab_size, self.config.eos_token_ids)
-        if self.device.type == "cuda" and not self.config.args.enforce_eager:
+        if self.device.type == "cuda" and not self.config.eager:
             began = time.perf_counter()
-            self._capture()
+            with ops.use_policy(self._policy):
+                self._capture()
             seconds["graphs"] = time.perf_counter() - began
         return Capacity(groups=groups, num_blocks=blocks, seconds=seconds)
 

@@ -1,0 +1,111 @@
+"""What an engine would run with on this machine, and why: a section of `quire info`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
+
+def choices_section(config: EngineConfig) -> dict[str, Any]:
+    """Choice and reason by subject."""
+    args, limits = config.args, config.scheduler
+    on_gpu = config.device != "cpu"
+    section: dict[str, Any] = {
+        "dtype": f"{config.dtype}: {_dtype_reason(config, on_gpu)}",
+        "steps in flight": f"{limits.steps_in_flight}: {_depth_reason(config, on_gpu)}",
+        "step": f"up to {limits.max_num_seqs} requests and {limits.max_num_batched_tokens} tokens: "
+        + ("as set" if args.max_num_batched_tokens or args.max_num_seqs else "default here"),
+    }
+    if not on_gpu:
+        section["kernels"] = "PyTorch: the device is a CPU"
+        return section
+    section["CUDA graphs"] = _graphs(config)
+    section.update(_kernels(config))
+    return section
+
+
+def _dtype_reason(config: EngineConfig, on_gpu: bool) -> str:
+    if config.args.dtype != "auto":
+        return "as set"
+    return "the checkpoint's" if on_gpu else "the fastest on a CPU, and exact"
+
+
+def _depth_reason(config: EngineConfig, on_gpu: bool) -> str:
+    if "overlap" in config.args.disable:
+        return "overlap is disabled"
+    if config.args.steps_in_flight is not None:
+        return "as set"
+    return "the GPU need not wait for Python" if on_gpu else "on a CPU nothing overlaps"
+
+
+def _graphs(config: EngineConfig) -> str:
+    from quire.runner.cuda_graphs import decode_buckets, mixed_buckets
+
+    if config.eager:
+        return "off: enforce_eager, or disabled"
+    limits = config.scheduler
+    decode = len(decode_buckets(limits.max_num_seqs))
+    mixed = len(mixed_buckets(limits.max_num_batched_tokens))
+    return (
+        f"{decode} bodies for decode steps, 2 x {mixed} for mixed ones of up to "
+        f"{limits.max_num_batched_tokens} tokens, {3 * decode} heads"
+    )
+
+
+def _kernels(config: EngineConfig) -> dict[str, str]:
+    import torch
+
+    from quire.ops.choose import Policy, use_policy
+    from quire.ops.triton.launch import traits
+
+    policy = Policy(
+        deterministic=config.args.deterministic, disabled=frozenset(config.args.disable)
+    )
+    with use_policy(policy):
+        card = traits(torch.device(config.device))
+    major, minor = card.capability
+    pdl = "on" if card.pdl else "off: " + ("disabled" if major >= 9 else "needs sm_90")
+    bf16 = "tensor cores" if card.bf16 else "computed in fp32: tensor cores take it from sm_80 on"
+    return {
+        "kernels": f"Triton for sm_{major}{minor}, {card.num_sms} multiprocessors",
+        "dependent launch": pdl,
+        "bfloat16": bf16,
+        "linear layers": _linear_layers(config),
+    }
+
+
+def _linear_layers(config: EngineConfig) -> str:
+    """Where the plans of the model's layers come from, for all numbers of rows they are made for."""
+    import torch
+
+    from quire.models import build_model, load_config, spec_from_config
+    from quire.ops.triton.gemm_plan import Shape
+    from quire.ops.triton.gemm_table import BUCKETS, HEURISTIC_MAX_M, key_of, table_for
+
+    if config.args.deterministic:
+        return "one tile for every number of rows: deterministic"
+    if "skinny" in config.args.disable:
+        return "cuBLAS: our kernels for few rows are disabled"
+    spec = spec_from_config(load_config(config.model_path))
+    dtype = getattr(torch, config.dtype)
+    model = build_model(spec, device="meta", dtype=dtype)
+    gated = spec.mlp.act == "silu_and_mul"
+    shapes = {(spec.vocab_size, spec.hidden_size, False, False)}
+    for name, weight in model.layers[0].named_parameters():
+        if weight.ndim == 2:
+            first = ".qkv." in name or ".up." in name
+            halved = gated and ".up." in name
+            shapes.add((weight.shape[0] // (2 if halved else 1), weight.shape[1], first, halved))
+    card = torch.cuda.get_device_name(torch.device(config.device))
+    entries = table_for(card).entries
+    keys = [key_of(Shape(m, n, k, dtype, norm, act)) for m in BUCKETS for n, k, norm, act in shapes]
+    found = [entries[key] for key in keys if key in entries]
+    ours = sum(plan.kernel != "torch" for plan in found)
+    if not found:
+        return f"rules of thumb, cuBLAS above {HEURISTIC_MAX_M} rows: no table of {card}"
+    return (
+        f"measured on {card}: of {len(keys)} shapes up to {BUCKETS[-1]} rows {ours} run by our "
+        f"kernels, {len(found) - ours} by cuBLAS, {len(keys) - len(found)} by rules of thumb"
+    )
