@@ -77,7 +77,7 @@ def _kernels(config: EngineConfig) -> dict[str, str]:
 
 
 def _linear_layers(config: EngineConfig) -> str:
-    """Where the plans of the model's layers come from, for all numbers of rows they are made for."""
+    """Where the plans of the model's layers come from, over all numbers of rows."""
     import torch
 
     from quire.models import build_model, load_config, spec_from_config
