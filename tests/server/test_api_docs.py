@@ -8,10 +8,16 @@ from typing import get_type_hints
 
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
+from openai.types import EmbeddingCreateParams
+from openai.types import completion_create_params as legacy_create_params
+from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
 from quire.server.anthropic.protocol import MessagesRequest
+from quire.server.embeddings import EmbeddingRequest
 from quire.server.openai_responses.protocol import CreateRequest
+from quire.server.protocol import ChatRequest, CompletionRequest
+from quire.server.tokens import TokenizeRequest
 
 DOCS = Path(__file__).parents[2] / "docs" / "api.md"
 
@@ -29,6 +35,13 @@ def fields_in(section: str) -> set[str]:
 @pytest.mark.parametrize(
     ("section", "taken", "official"),
     [
+        (
+            "Chat completions",
+            ChatRequest,
+            (completion_create_params.CompletionCreateParamsStreaming,),
+        ),
+        ("Embeddings", EmbeddingRequest, (EmbeddingCreateParams,)),
+        ("Tokens", TokenizeRequest, ()),
         ("Responses", CreateRequest, (response_create_params.ResponseCreateParamsStreaming,)),
         (
             "Messages",
@@ -47,3 +60,10 @@ def test_every_field_is_listed(section: str, taken: type, official: tuple[type, 
     theirs = {name for kind in official for name in get_type_hints(kind)}
     assert ours - listed == set()
     assert theirs - listed == set()
+
+
+def test_completions_are_told_beside_chat() -> None:
+    listed = fields_in("Completions") | fields_in("Chat completions")
+    official = get_type_hints(legacy_create_params.CompletionCreateParamsStreaming)
+    assert set(CompletionRequest.model_fields) - listed == set()
+    assert set(official) - listed == set()

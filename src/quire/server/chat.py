@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.sampling_params import SamplingParams
+from quire.server import functions
 from quire.server.body import read_body
 from quire.server.chat_messages import template_messages
 from quire.server.chat_store import StoredChat
@@ -25,7 +26,6 @@ from quire.server.dialogue import (
     TextDelta,
     ToolCallBegin,
     ToolCallDelta,
-    ToolChoice,
 )
 from quire.server.errors import ApiError, prompt_named, renaming
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
@@ -61,10 +61,12 @@ async def chat_completions(request: Request) -> Response:
     tokenizer = state.tokenizer("messages")
     check_fan_out(1, body.n)
     _check(body)
+    functions.check(body)
     if body.store:
         check_store(request)
     dialogue = _dialogue(state, body)
-    with renaming({"structured_outputs": structured_field(body)}):
+    names = {"structured_outputs": structured_field(body)}
+    with renaming(names | functions.ERROR_NAMES if body.functions else names):
         reply = await prepare(state, dialogue)
     writer = ChatWriter(state, tokenizer, body, reply)
 
@@ -97,9 +99,9 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
     return Dialogue(
         messages=template_messages(body.messages),
         params=_params(state, body),
-        tools=[tool.shape for tool in body.tools or ()],
-        tool_choice=body.tool_choice or ToolChoice(),
-        parallel_tool_calls=body.parallel_tool_calls is not False,
+        tools=[tool.shape for tool in body.tools or ()] or functions.tools_of(body),
+        tool_choice=body.tool_choice or functions.choice_of(body),
+        parallel_tool_calls=body.parallel_tool_calls is not False and not body.functions,
         template_kwargs=kwargs,
         reasoning_effort=body.reasoning_effort,
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -191,6 +193,9 @@ class ChatWriter:
                 self._logprobs(answer),
                 answer.finish_reason,
             )
+            if self.body.functions:
+                functions.in_message(choice.message)
+                choice.finish_reason = functions.finish_reason(choice.finish_reason)
             if answer.stop_reason is not None:
                 choice.stop_reason = answer.stop_reason
             if self.body.return_token_ids:
@@ -217,10 +222,14 @@ class ChatWriter:
     def _chunk(self, event: Event) -> ChatChunkChoice:
         if isinstance(event, Finished):
             choice = ChatChunkChoice(event.choice, ChatDelta(), None, event.finish_reason)
+            if self.body.functions:
+                choice.finish_reason = functions.finish_reason(choice.finish_reason)
             if event.stop_reason is not None:
                 choice.stop_reason = event.stop_reason
             return choice
         choice = ChatChunkChoice(event.choice, _delta(event), self._logprobs(event), None)
+        if self.body.functions:
+            functions.in_delta(choice.delta)
         if self.body.return_token_ids:
             choice.token_ids = event.token_ids
         return choice

@@ -17,11 +17,10 @@ MAX_CALLS = 1024
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
-    "function_call": (),
     "refusal": ("",),
 }
 
@@ -81,13 +80,15 @@ class ToolCallParam(Strict):
 
 
 class Message(Strict):
-    """A chat message. `developer` is OpenAI's newer name of `system` and treated as such."""
+    """A chat message. `developer` is OpenAI's newer name of `system` and treated as such; role
+    `function` and `function_call` are its older names of a tool and its call."""
 
     role: str
     content: Annotated[list[TextPart], Field(max_length=1024)] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCallParam], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: Name | None = None
+    function_call: CalledFunction | None = None
     reasoning_content: str | None = None
 
     @model_validator(mode="before")
@@ -111,7 +112,7 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def _as_the_role_has_it(self) -> Message:
-        for name in ("tool_calls", "reasoning_content"):
+        for name in ("tool_calls", "function_call", "reasoning_content"):
             if getattr(self, name) and self.role != "assistant":
                 raise RequestError(f"only messages of the assistant have '{name}'.", name)
         if (self.tool_call_id is None) == (self.role == "tool"):
@@ -119,7 +120,17 @@ class Message(Strict):
                 "a message of a tool names its call in 'tool_call_id', and no other has one.",
                 "tool_call_id",
             )
-        if self.content is None and not (self.tool_calls or self.reasoning_content):
+        if self.tool_calls and self.function_call:
+            raise RequestError("it has 'tool_calls' or a 'function_call', not both.", "tool_calls")
+        if self.role == "function" and self.name is None:
+            raise RequestError(
+                "a message of a function has its 'name'.",
+                "name",
+                code="missing_required_parameter",
+            )
+        if self.content is None and not (
+            self.tool_calls or self.function_call or self.reasoning_content
+        ):
             raise RequestError(
                 "Missing required parameter: 'content'.",
                 "content",
@@ -207,6 +218,7 @@ def _read(model: type[Model], value: Any) -> Model:
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """As chat templates take them. Raises `RequestError` for a result without a call."""
     called: dict[str, str] = {}
+    functions: dict[str, str] = {}
     out = []
     for place, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
@@ -218,6 +230,18 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if message.tool_calls:
             entry["tool_calls"] = [call.model_dump() for call in message.tool_calls]
             called.update((call.id, call.function.name) for call in message.tool_calls)
+        if message.function_call is not None:
+            function = message.function_call.model_dump()
+            entry["tool_calls"] = [
+                {"id": f"call_{place}", "type": "function", "function": function}
+            ]
+            functions[message.function_call.name] = f"call_{place}"
+        if message.role == "function":
+            entry["role"] = "tool"
+            entry["tool_call_id"] = functions.pop(message.name or "", None)
+            if entry["tool_call_id"] is None:
+                param = f"messages[{place}].name"
+                raise RequestError(f"'{param}': no message before calls this function.", param)
         if message.tool_call_id is not None:
             if message.tool_call_id not in called:
                 param = f"messages[{place}].tool_call_id"

@@ -7,8 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from quire.errors import RequestError
-from quire.server.chat_messages import Message, Tool, ToolChoiceParam, parse_tool_choice
+from quire.server.chat_messages import (
+    FunctionDefinition,
+    Message,
+    Tool,
+    ToolChoiceParam,
+    parse_tool_choice,
+)
 from quire.server.dialogue import ToolChoice
+from quire.server.functions import FunctionChoice
 from quire.server.strict import (
     INT32_MAX,
     Count,
@@ -151,6 +158,8 @@ class ChatRequest(SamplingFields):
     store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+    functions: Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    function_call: FunctionChoice | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         ToolChoice | None,

@@ -81,13 +81,15 @@ class MessageToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """`content` is null where there are only tool calls, or only reasoning."""
+    """`content` is null where there are only calls, or only reasoning. `function_call`: where the
+    request has `functions`."""
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[MessageToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct):
@@ -109,6 +111,7 @@ class ChatDelta(msgspec.Struct):
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallChunk] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
