@@ -1,5 +1,6 @@
-"""How a chat template wants tool calls. It is asked, as no standard says: some templates take
-arguments as an object, some as text; some want no content beside calls, some an empty one."""
+"""How a chat template wants tools and calls. It is asked, as no standard says: some templates take
+arguments as an object, some as text; some want no content beside calls, some an empty one; some
+cannot do without a description."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 from quire.engine.chat_template import ChatTemplate
 from quire.errors import RequestError
 
-_TOOL = {
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "probed_tool",
@@ -22,18 +23,23 @@ _TOOL = {
         },
     },
 }
+_UNDESCRIBED = {
+    "type": "function",
+    "function": {name: value for name, value in _TOOL["function"].items() if name != "description"},
+}
 _OBJECT = {"probed_key": "probed_value"}
 _TEXT = '{"probed_key": "probed_value"}'
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """shows_tools, shows_calls: whether tools and calls reach the prompt at all. arguments_as_text:
-    calls' arguments are JSON text, not an object. empty_content: what a message with calls alone
-    has for content."""
+    """shows_tools, shows_calls: whether tools and calls reach the prompt at all. needs_description:
+    a tool without one cannot be shown. arguments_as_text: calls' arguments are JSON text, not an
+    object. empty_content: what a message with calls alone has for content."""
 
     shows_tools: bool
     shows_calls: bool
+    needs_description: bool = False
     arguments_as_text: bool = False
     empty_content: str | None = ""
 
@@ -41,22 +47,24 @@ class TemplateTraits:
 def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> TemplateTraits:
     """Renders a few small conversations to see what becomes of them."""
 
-    def rendered(messages: Sequence[Mapping[str, Any]]) -> str:
+    def rendered(messages: Sequence[Mapping[str, Any]], tool: Mapping[str, Any] = _TOOL) -> str:
         try:
             return template.render(
-                messages, tools=[_TOOL], add_generation_prompt=False, **special_tokens
+                messages, tools=[tool], add_generation_prompt=False, **special_tokens
             )
         except RequestError:
             return ""
 
-    shows_tools = "probed_tool" in rendered([{"role": "user", "content": "Hello."}])
+    hello = [{"role": "user", "content": "Hello."}]
+    shows_tools = "probed_tool" in rendered(hello)
+    needs_description = shows_tools and "probed_tool" not in rendered(hello, _UNDESCRIBED)
     for empty_content in ("", None):
         for as_text in (False, True):
             text = rendered(_conversation(_TEXT if as_text else _OBJECT, empty_content))
             # Text that was encoded once more has its quotes escaped.
             if "probed_value" in text and 'probed_key\\"' not in text:
-                return TemplateTraits(shows_tools, True, as_text, empty_content)
-    return TemplateTraits(shows_tools, False)
+                return TemplateTraits(shows_tools, True, needs_description, as_text, empty_content)
+    return TemplateTraits(shows_tools, False, needs_description)
 
 
 def _conversation(arguments: Any, content: str | None) -> list[dict[str, Any]]:

@@ -63,9 +63,10 @@ class Tokenizer:
             hub = HubTokenizer.from_file(str(file))
             config_file = folder / "tokenizer_config.json"
             config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
+            templates = load_templates(folder, config)
         except Exception as error:  # the library raises bare Exceptions
             raise ModelError(f"{file} cannot be read: {error}") from error
-        return cls(hub, config, load_templates(folder, config))
+        return cls(hub, config, templates)
 
     @property
     def vocab_size(self) -> int:

@@ -34,7 +34,7 @@ def render_prompt(tokenizer: Tokenizer, dialogue: Dialogue) -> RenderedPrompt:
     Raises:
         ApiError, RequestError: the template does not take what the dialogue asks for.
     """
-    tools = _shown_tools(dialogue)
+    tools = _shown_tools(tokenizer, dialogue)
     variables = _variables(tokenizer, dialogue, bool(tools))
     messages = _messages(tokenizer, dialogue, bool(tools))
     if tools:
@@ -51,15 +51,21 @@ def render_prompt(tokenizer: Tokenizer, dialogue: Dialogue) -> RenderedPrompt:
     return RenderedPrompt(text, ids, continued)
 
 
-def _shown_tools(dialogue: Dialogue) -> list[dict[str, Any]]:
-    """What the template is shown: nothing that may not be called, and no `strict`, which no model
-    was trained on."""
+def _shown_tools(tokenizer: Tokenizer, dialogue: Dialogue) -> list[dict[str, Any]]:
+    """What the template is shown: in free choice nothing that may not be called; a schema also for
+    tools without parameters; no `strict`, which no model was trained on."""
     choice = dialogue.tool_choice
-    if choice.mode == "none":
+    if choice.mode == "none" or not dialogue.tools:
         return []
+    traits = tokenizer.traits(tokenizer.template(with_tools=True))
+    if not traits.shows_tools:
+        raise _not_shown("tools", "tools")
     shown = []
     for tool in dialogue.tools:
         function = {name: value for name, value in tool["function"].items() if name != "strict"}
+        function.setdefault("parameters", {"type": "object", "properties": {}})
+        if traits.needs_description:
+            function.setdefault("description", "")
         if choice.mode == "required" or choice.names is None or function["name"] in choice.names:
             shown.append({"type": "function", "function": function})
     return shown
@@ -91,12 +97,10 @@ def _messages(tokenizer: Tokenizer, dialogue: Dialogue, with_tools: bool) -> lis
     """The messages, with tool calls as the template wants them."""
     messages = dialogue.messages
     called = any(message.get("tool_calls") for message in messages)
-    if not called and not with_tools:
+    if not called:
         return messages
     traits = tokenizer.traits(tokenizer.template(with_tools))
-    if with_tools and not traits.shows_tools:
-        raise _not_shown("tools", "tools")
-    if called and not traits.shows_calls:
+    if not traits.shows_calls:
         raise _not_shown("tool calls", "messages")
     return [
         _with_calls(message, traits) if message.get("tool_calls") else message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import string
+import warnings
 from collections.abc import Generator, Mapping
 from typing import Any
 
@@ -124,7 +125,9 @@ def _keywords(rules: Rules, schema: Mapping[str, Any]) -> str:
 
 def _json_text(literal: str) -> str:
     try:
-        value = _evaluate(ast.parse(literal.strip(), mode="eval").body)
+        with warnings.catch_warnings():  # of unknown escapes, which are for who writes code
+            warnings.simplefilter("ignore")
+            value = _evaluate(ast.parse(literal.strip(), mode="eval").body)
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):

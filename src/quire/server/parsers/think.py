@@ -47,6 +47,7 @@ class ThinkParser:
         self.close = format.close
         self._waiting = ""
         self._silent = True  # nothing of the reasoning was passed on yet
+        self._may_repeat = begins_open is True  # models repeat a mark that the prompt ends with
         self._place = {True: _Place.INSIDE, False: _Place.ANSWER, None: _Place.START}[begins_open]
 
     @property
@@ -98,11 +99,12 @@ class ThinkParser:
     def _inside(self, buffer: str) -> tuple[str, str]:
         """(reasoning, what is behind the block)."""
         if self._silent:
-            # Models repeat a mark that the prompt ends with.
             buffer = buffer.lstrip()
-            if self._format.open.startswith(buffer):
+        if self._may_repeat:
+            if self._format.open.startswith(buffer) and buffer != self._format.open:
                 self._waiting = buffer
                 return "", ""
+            self._may_repeat = False
             buffer = buffer.removeprefix(self._format.open).lstrip()
         at = buffer.find(self._format.close)
         if at >= 0:

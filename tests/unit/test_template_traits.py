@@ -1,0 +1,39 @@
+"""How templates want tools and calls is found out by asking them."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.engine.chat_template import ChatTemplate
+from quire.engine.template_traits import TemplateTraits, probe
+
+CALLS = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}CALL{% endfor %}{% endfor %}"
+)
+AS_OBJECT = CALLS.replace("CALL", "{{ c.function.arguments | tojson }}")
+AS_TEXT = CALLS.replace("CALL", "{{ 'call ' + c.function.arguments }}")
+ONLY_WITHOUT_CONTENT = (
+    "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls | tojson }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "want"),
+    [
+        (CALLS, TemplateTraits(shows_tools=False, shows_calls=False)),
+        (AS_OBJECT, TemplateTraits(shows_tools=False, shows_calls=True)),
+        (AS_TEXT, TemplateTraits(False, True, arguments_as_text=True)),
+        (ONLY_WITHOUT_CONTENT, TemplateTraits(False, True, empty_content=None)),
+        ("{{ tools | tojson }}" + AS_OBJECT, TemplateTraits(True, True)),
+        (
+            "{% for t in tools %}{{ t.function.name + ': ' + t.function.description }}"
+            "{% endfor %}" + AS_OBJECT,
+            TemplateTraits(True, True, needs_description=True),
+        ),
+        ("{{ raise_exception('no') }}", TemplateTraits(False, False)),
+    ],
+)
+def test_probing(source: str, want: TemplateTraits) -> None:
+    assert probe(ChatTemplate(source), {}) == want
