@@ -30,6 +30,15 @@ _LIMITS = LLParserLimits(
 )
 _KEPT_VERDICTS = 1024
 
+_CHAR = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_CHAR}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 16, 30)),
+    f"{_CHAR}+",
+]
+"""Tokens that are allowed or not together, in a mask built from a few parts: text within a string,
+by length. Without those of few characters, strings of a bounded length would cost a third more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompilerConfig:
@@ -103,16 +112,18 @@ class Compiler:
         if not self.eos_token_ids:
             raise GrammarError("the model has no end-of-sequence token to end a text with")
         try:
-            built = LLTokenizer(self._text(), eos_token=list(self.eos_token_ids))
-            if built.vocab_size < self.vocab_size:
-                built = LLTokenizer(
-                    self._text(), n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids)
-                )
+            return self._llguidance_tokenizer()
         except ValueError as error:
             raise GrammarError(
                 f"the model's tokenizer is of a kind that grammars cannot be used with: {error}"
             ) from None
-        return built
+
+    def _llguidance_tokenizer(self) -> LLTokenizer:
+        text, ends = self._text(), list(self.eos_token_ids)
+        try:
+            return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=ends, slices=_SLICES)
+        except ValueError:  # it may know more tokens than the model
+            return LLTokenizer(text, eos_token=ends, slices=_SLICES)
 
     @property
     def tokenizer_vocab(self) -> int:
