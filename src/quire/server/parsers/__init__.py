@@ -1,0 +1,1 @@
+"""How models write tool calls and reasoning: readers of their text, and grammars for it."""

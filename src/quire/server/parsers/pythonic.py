@@ -104,8 +104,7 @@ class PythonicParser(ToolParser):
             f'{rules.literal(f"{name}(")} {_keywords(rules, schema)} ")"'
             for name, schema in tools.items()
         )
-        more = f'(", " {call})*' if parallel else ""
-        return f'"[" {call} {more} "]"'
+        return f'"[" {call} (", " {call})* "]"' if parallel else f'"[" {call} "]"'
 
 
 def _keywords(rules: Rules, schema: Mapping[str, Any]) -> str:
