@@ -1,7 +1,7 @@
 """Calls a tool from a chat with a running server (`make serve`), with the `openai` client.
 
-The embedded model is too small to think of calling anything, so it is made to: its arguments fit the
-schema, but make little sense. With a larger model leave `tool_choice` out.
+The embedded model is too small to think of calling anything, so it is made to: its arguments fit
+the schema, but make little sense. With a larger model leave `tool_choice` out.
 """
 
 import json
