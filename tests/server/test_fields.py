@@ -172,6 +172,7 @@ def test_errors_of_completions(client: openai.OpenAI, options: Any, param: str) 
         ({"extra_body": {"best_of": 2}}, "best_of"),
         ({"extra_body": {"suffix": "x"}}, "suffix"),
         ({"n": 129}, "n"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ],
 )  # fmt: skip
 def test_errors_of_chat(client: openai.OpenAI, options: Any, param: str) -> None:

@@ -145,7 +145,7 @@ class ChatRequest(SamplingFields):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     n: int | None = Field(None, ge=1, le=128)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
