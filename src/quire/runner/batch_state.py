@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.plan import Admit, Int32, KVGroup, StepPlan, int32
 from quire.runner.staging import Array, Upload
-from quire.runner.step import LogitRows, Step
+from quire.runner.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class BatchState:
                 max_q_len=max(q_lens, default=0),
                 max_seq_len=max_seq_len,
             )
-            step = Step(plan, batch, first, LogitRows.of(plan))
+            step = Step(plan, batch, first)
             step.lanes, step.position = lane, position + lengths
             return step
 

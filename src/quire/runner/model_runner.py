@@ -29,7 +29,7 @@ from quire.runner.kv_cache import KVCache
 from quire.runner.sampling import Sampler
 from quire.runner.sampling.logprobs import token_logprobs
 from quire.runner.staging import Staging, Upload
-from quire.runner.step import DeviceLogprobs, LogitRows, Step, join, step_rows
+from quire.runner.step import DeviceLogprobs, Step, join, step_rows
 
 if TYPE_CHECKING:  # Triton is needed only where graphs are
     from quire.runner.cuda_graphs import Head, StepGraphs
@@ -171,7 +171,7 @@ class ModelRunner:
         graphs.inputs.copy_(upload[inputs])
         first = self.state.grow(plan)
         body = graphs.body(plan)
-        step = Step(plan, body.batch, first, LogitRows.of(plan))
+        step = Step(plan, body.batch, first)
         scores = (self.sampler.prompt_logprobs[plan.lanes] >= 0).any()
         if not scores and not any(hook.wants(plan) for hook in self.hooks):
             if keys is not None:

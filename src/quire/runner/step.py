@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +40,7 @@ class LogitRows:
         return cls(token=token, row=row, last=(closes - 1).astype(np.int32))
 
 
-@dataclass(slots=True)
+@dataclass
 class Step:
     """One plan in flight.
 
@@ -55,7 +56,6 @@ class Step:
     plan: StepPlan
     batch: ForwardBatch
     first: Int32
-    logit_rows: LogitRows
     lanes: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     position: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     hidden: Tensor | None = None
@@ -68,6 +68,11 @@ class Step:
     gone: set[int] = field(default_factory=set)
     done: Any = None
     started: Any = None
+
+    @functools.cached_property
+    def logit_rows(self) -> LogitRows:
+        """Needed, and made, where the head runs op by op."""
+        return LogitRows.of(self.plan)
 
     @property
     def tokens(self) -> Tensor:
