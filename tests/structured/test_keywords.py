@@ -294,6 +294,28 @@ def test_grammars_that_cannot_be_enforced(compiler: Compiler, text: str) -> None
         compiler.check(StructuredOutputsParams(grammar=text))
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        StructuredOutputsParams(regex="a\ud800"),
+        StructuredOutputsParams(json='{"const": "\\ud800"}'),
+        StructuredOutputsParams(choice=("\udfff",)),
+        StructuredOutputsParams(json='{"minimum": NaN}'),
+        StructuredOutputsParams(json="[" * 100_000),
+        StructuredOutputsParams(grammar="root ::= " + "(" * 10_000),
+        StructuredOutputsParams(grammar="root ::= " + "a" * 70_000),
+        StructuredOutputsParams(grammar='"' + '\\"' * 200_000),
+        StructuredOutputsParams(grammar="[" * 400_000),
+        StructuredOutputsParams(grammar="\n" * 400_000),
+        StructuredOutputsParams(grammar="start: " + "<" * 400_000),
+    ],
+    ids=range(11),
+)
+def test_hostile_text(compiler: Compiler, params: StructuredOutputsParams) -> None:
+    with pytest.raises(GrammarError):
+        compiler.check(params)
+
+
 def nested(depth: int) -> Any:
     schema: Any = INT
     for _ in range(depth):

@@ -326,7 +326,11 @@ class EngineClient:
             raise RequestError(
                 "structured outputs need a tokenizer, which was not loaded", "structured_outputs"
             )
-        await asyncio.to_thread(self._compiler.check, params)
+        verdict = asyncio.wrap_future(self._compiler.checked(params))
+        await asyncio.wait((verdict,), timeout=self._compiler.config.timeout)
+        if not verdict.done():
+            raise self._compiler.too_slow()
+        verdict.result()
 
     def _close(self, request_id: str, handle: int, n: int) -> None:
         self._mail.close(request_id, handle, n)

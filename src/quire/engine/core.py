@@ -23,9 +23,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 """An odd constant near 2**64 / golden ratio: multiples of it spread over all 64-bit words."""
 
 
-_PATIENCE = 1e-3
-"""Seconds to wait for masks before a step is planned without the rows that wait for them. A mask
-takes a small part of that; a step without them costs the device more."""
+_PATIENCE = 2e-3
+"""Seconds to wait for masks before a step is planned without the rows that wait for them. They are
+mostly there sooner, and a step without those rows costs the device more."""
 _IDLE = 5e-3
 """Seconds to wait for a grammar when there is nothing else to do."""
 

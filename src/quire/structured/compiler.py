@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -133,29 +134,34 @@ class Compiler:
     # -- compiling -----------------------------------------------------------------------------
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Compiles a grammar to see that it can be; blocks, so call it from a thread.
+        """Waits until it is known that a grammar can be compiled.
 
         Raises:
             GrammarError: it cannot, or takes too long.
         """
-        key = _key(params)
+        try:
+            self.checked(params).result(self.config.timeout)
+        except TimeoutError:
+            raise self.too_slow() from None
+
+    def checked(self, params: StructuredOutputsParams) -> Future[None]:
+        """Done when it is known; may raise GrammarError, as this may."""
+        key, verdict = _key(params), Future[None]()
+
+        def judge(done: Future[LLMatcher]) -> None:
+            error = done.exception() if not done.cancelled() else None
+            if error is None or isinstance(error, GrammarError):
+                with self._lock:
+                    self._verdicts.put(key, (error,))
+            _settle(verdict, error)
+
         with self._lock:
             known = self._verdicts.get(key)
         if known is None:
-            known = (self._verdict(params),)
-            with self._lock:
-                self._verdicts.put(key, known)
-        if known[0] is not None:
-            raise _copy(known[0])
-
-    def _verdict(self, params: StructuredOutputsParams) -> GrammarError | None:
-        try:
-            self.compile(params).result(self.config.timeout)
-        except TimeoutError:
-            raise self.too_slow() from None  # no verdict: the machine may only have been busy
-        except GrammarError as error:
-            return error
-        return None
+            self.compile(params).add_done_callback(judge)
+        else:
+            _settle(verdict, known[0])
+        return verdict
 
     def too_slow(self) -> GrammarError:
         return GrammarError(
@@ -178,10 +184,12 @@ class Compiler:
     def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
         try:
             return self._compiled_now(params)
-        except BaseException:
+        except Exception as error:
             with self._lock:
                 self._compiled.discard(_key(params))
-            raise
+            if isinstance(error, GrammarError):
+                raise
+            raise GrammarError(f"It cannot be compiled ({type(error).__name__}).") from error
 
     def _compiled_now(self, params: StructuredOutputsParams) -> LLMatcher:
         if self._tokenizer is None:
@@ -204,9 +212,19 @@ class Compiler:
 
 
 def _key(params: StructuredOutputsParams) -> bytes:
-    return msgspec.msgpack.encode(params)
+    try:
+        return hashlib.blake2b(msgspec.msgpack.encode(params), digest_size=32).digest()
+    except UnicodeEncodeError:
+        raise GrammarError("It holds half of a surrogate pair, which is no character.") from None
 
 
-def _copy(error: GrammarError) -> GrammarError:
-    """Raised anew: a traceback grows with every raise."""
-    return GrammarError(str(error), error.param, error.code, error.pointer)
+def _settle(verdict: Future[None], error: BaseException | None) -> None:
+    if isinstance(error, GrammarError):
+        # Anew: a traceback grows with every raise.
+        error = GrammarError(str(error), error.param, error.code, error.pointer)
+    if not verdict.set_running_or_notify_cancel():
+        return
+    if error is None:
+        verdict.set_result(None)
+    else:
+        verdict.set_exception(error)

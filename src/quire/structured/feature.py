@@ -72,6 +72,10 @@ class GrammarFeature(Feature):
         asked, params = request.params.structured_outputs, request.params
         if asked is None:
             return None
+        try:
+            compiled = self._compiler.compile(asked)
+        except GrammarError as error:
+            return error
         walk = Walk(position=request.prompt_len, sent=request.prompt_len)
         eos = self._compiler.eos_token_ids
         if params.ignore_eos:
@@ -83,9 +87,7 @@ class GrammarFeature(Feature):
         # The masks see to both: a grammar that is complete ends the text.
         request.params = msgspec.structs.replace(params, min_tokens=0, ignore_eos=False)
         self._parked[request.request_id] = request, time.monotonic() + self._compiler.config.timeout
-        self._compiler.compile(asked).add_done_callback(
-            partial(self._on_compiled, request.request_id, walk)
-        )
+        compiled.add_done_callback(partial(self._on_compiled, request.request_id, walk))
         return None
 
     def _on_compiled(self, name: str, walk: Walk, done: Future[LLMatcher]) -> None:

@@ -17,6 +17,7 @@ from quire.structured.json_schema import enforceable
 MAX_BYTES = 512 * 1024
 """Of a schema, expression or grammar, or of all choices together."""
 MAX_REGEX_BYTES = 64 * 1024
+MAX_GBNF_BYTES = 64 * 1024
 MAX_CHOICES = 10_000
 
 # Room for a space or an indented line. Models that are free to put white space anywhere, and as
@@ -25,11 +26,12 @@ _SPACE = r"[\x20\x09]{1,2}|\x0D?\x0A[\x20\x09]{0,32}"
 # Without \uXXXX a name cannot be written in two ways, one of which a grammar would not know.
 _ESCAPES = 'nrbtf\\"'
 
-_GBNF_RULE = re.compile(r"^\s*[A-Za-z0-9_-]+\s*::=", re.MULTILINE)
+_GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)
 # What may hold a "%json" that is none comes first: comments, strings, expressions, special tokens.
+# They need not be closed, so that no text is looked at twice.
 _LARK_TOKEN = re.compile(
-    r"""(?://|\#)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|<[^>\s]*>|(?P<schema>%json\b)"""
-    r"""|\[[^\]]*\b(?P<attribute>temperature|stop)\s*=""",
+    r"""(?://|\#)[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])+/?|<[^>\s]*|(?P<schema>%json\b)"""
+    r"""|\[[^\[\]]*\b(?P<attribute>temperature|stop)\s*=""",
 )
 
 
@@ -118,6 +120,7 @@ def as_lark(text: str) -> str:
     """A grammar in Lark or GBNF, in Lark. Raises GrammarError."""
     if not _GBNF_RULE.search(text):
         return text
+    _check_size(text, MAX_GBNF_BYTES)
     try:
         lark: str = any_to_lark(text)
     except GbnfToLarkError as error:
