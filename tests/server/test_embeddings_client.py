@@ -148,3 +148,13 @@ def test_errors(client: openai.OpenAI, options: Any, param: str) -> None:
 def test_no_such_model(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="gpt-x", input="a")
+
+
+def test_much_text_at_once(client: openai.OpenAI) -> None:
+    texts = [f"{TEXTS[i % 3]} {i}" for i in range(400)]
+    found = vectors(embed(client, texts))
+    assert found.shape[0] == 400
+    assert np.abs(found[[5, 390]] - vectors(embed(client, [texts[5], texts[390]]))).max() < 1e-4
+    with pytest.raises(openai.BadRequestError) as error:
+        embed(client, [*texts, ""])
+    assert error.value.param == "input"

@@ -232,3 +232,11 @@ def test_siblings_are_no_hits_of_the_cache(client: openai.OpenAI, server: Server
     salt = {"cache_salt": "siblings"}
     complete(client, n=4, prompt=[40] * 40, max_tokens=2, extra_body=salt)
     assert [server.metric(name) for name in names] == [before[0] + 40, before[1]]
+
+
+def test_much_text_at_once(client: openai.OpenAI) -> None:
+    prompts = [f"Story {i}: once upon a time there was a fox" for i in range(150)]
+    answer = complete(client, prompt=prompts, max_tokens=2, echo=True)
+    one = complete(client, prompt=prompts[77], max_tokens=2, echo=True)
+    assert answer.choices[77].text == one.choices[0].text
+    assert all(c.text.startswith(p) for c, p in zip(answer.choices, prompts, strict=True))

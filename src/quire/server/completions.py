@@ -13,7 +13,7 @@ from starlette.responses import Response
 from quire.sampling_params import SamplingParams
 from quire.server.body import read_body
 from quire.server.chunks import ChunkWriter
-from quire.server.convert import Prompt, check_fan_out, prompts_of, sampling_params
+from quire.server.convert import Prompt, check_fan_out, prompts_of, sampling_params, tokenized
 from quire.server.errors import ApiError
 from quire.server.fim import infill
 from quire.server.generation import Generation, Piece, collect
@@ -38,7 +38,7 @@ async def completions(request: Request) -> Response:
     generation = Generation(
         state.client,
         state.metrics,
-        await _with_suffix(state, body.suffix, prompts),
+        await _inputs(state, body.suffix, prompts),
         params,
         request_id=new_id("cmpl"),
         priority=body.priority or 0,
@@ -55,12 +55,11 @@ async def completions(request: Request) -> Response:
     return EventStream(generation, writer.write, writer.chunks.finish, metrics=state.metrics)
 
 
-async def _with_suffix(
-    state: ServerState, suffix: str | None, prompts: list[Prompt]
-) -> list[Prompt]:
-    """What the model reads where the completion belongs between prompt and suffix."""
+async def _inputs(state: ServerState, suffix: str | None, prompts: list[Prompt]) -> list[Prompt]:
+    """What the model reads: the prompts, or where a completion belongs between prompt and suffix,
+    both of them."""
     if not suffix:
-        return prompts
+        return await tokenized(state.client.tokenizer, prompts)
     tokenizer = state.tokenizer("suffix")
     return await asyncio.to_thread(lambda: [infill(tokenizer, p, suffix) for p in prompts])
 

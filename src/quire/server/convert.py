@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import RequestError
 from quire.sampling_params import SamplingParams
@@ -13,11 +14,17 @@ from quire.server.errors import ApiError
 from quire.server.protocol import SamplingFields
 from quire.server.structured import structured_outputs
 
+if TYPE_CHECKING:
+    from quire.engine.tokenizer import Tokenizer
+
 logger = logging.getLogger("quire.server")
 
 MAX_COMPLETIONS = 1024
 """Prompts times `n` of one request."""
 _INT32 = 2**31 - 1
+
+_MUCH_TEXT = 4000
+"""Characters of a request's prompts."""
 
 Prompt = str | list[int]
 
@@ -110,6 +117,18 @@ def prompts_of(value: Any, param: str = "prompt", most: int = MAX_COMPLETIONS) -
         "to 2147483647), or a non-empty list of either.",
         param=param,
         code="invalid_value",
+    )
+
+
+async def tokenized(tokenizer: Tokenizer | None, prompts: list[Prompt]) -> list[Prompt]:
+    """Many texts as token ids, made off the event loop; a few are left to the engine's client,
+    which takes care of long ones."""
+    size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    if tokenizer is None or len(prompts) == 1 or size < _MUCH_TEXT:
+        return prompts
+    encode = tokenizer.encode
+    return await asyncio.to_thread(
+        lambda: [encode(p).tolist() if isinstance(p, str) else p for p in prompts]
     )
 
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from quire.pooling_params import PoolingParams
 from quire.server.body import read_body
-from quire.server.convert import Prompt, prompts_of
+from quire.server.convert import Prompt, prompts_of, tokenized
 from quire.server.errors import prompt_named
 from quire.server.sse import json_answer, unless_gone
 from quire.server.state import ServerState, new_id, state_of
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from quire.engine.embedding import Embedding
 
 MAX_INPUTS = 2048
+
+_MANY_NUMBERS = 50_000
+"""Which are written off the event loop."""
 
 
 class EmbeddingRequest(Strict):
@@ -66,7 +69,14 @@ async def embeddings(request: Request) -> Response:
     inputs = prompts_of(body.input, "input", MAX_INPUTS)
     if any(isinstance(text, str) for text in inputs):
         state.tokenizer("input")
+    inputs = await tokenized(state.client.tokenizer, inputs)
     found = await unless_gone(request.receive, _embed_all(state, body, inputs))
+    if sum(each.values.size for each in found) > _MANY_NUMBERS:
+        return await asyncio.to_thread(_answer, state, body, found)
+    return _answer(state, body, found)
+
+
+def _answer(state: ServerState, body: EmbeddingRequest, found: list[Embedding]) -> Response:
     count = sum(len(each.prompt_token_ids) for each in found)
     data = [
         EmbeddingObject(index, _encoded(each, body.encoding_format))
