@@ -14,6 +14,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
 
 from tests.server.schema import conforms, sse
+from tests.server.scripted import MODEL as SCRIPTED
+from tests.server.scripted import scripted_engine, serve
 from tests.server.server_process import MODEL, Server
 from tests.server.test_openai import chat, complete
 
@@ -240,3 +242,17 @@ def test_much_text_at_once(client: openai.OpenAI) -> None:
     one = complete(client, prompt=prompts[77], max_tokens=2, echo=True)
     assert answer.choices[77].text == one.choices[0].text
     assert all(c.text.startswith(p) for c, p in zip(answer.choices, prompts, strict=True))
+
+
+def test_verbosity_reaches_a_template_that_takes_it() -> None:
+    engine = scripted_engine("ok")
+    engine.tokenizer.use_template(
+        "{% if verbosity is defined %}[{{ verbosity }}]{% endif %}{{ messages[0].content }}"
+    )
+    with serve(engine) as served:
+        for verbosity in ("low", "medium"):
+            served.openai().chat.completions.create(
+                model=SCRIPTED, messages=[{"role": "user", "content": "Hi"}], verbosity=verbosity
+            )
+    heard = [engine.tokenizer.decode(prompt) for prompt, _ in engine.seen]
+    assert heard == ["[low]Hi", "Hi"]
