@@ -114,6 +114,9 @@ class StepGraphs:
         self._last = torch.zeros(rows, model.spec.hidden_size, dtype=model.dtype, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         self._decode_sizes, self._mixed_sizes = decode_buckets(rows), mixed_buckets(max_tokens)
+        # Few of those with masks, which would double the captures.
+        self._masked_sizes = [size for size in self._decode_sizes if size & (size - 1) == 0]
+        self._masked_sizes = sorted({*self._masked_sizes, self._decode_sizes[-1]})
         # By token places and row places: as many of both where every row computes one token.
         self._bodies: dict[tuple[int, int], Body] = {}
         # By row places, kind, and whether it takes a mask.
@@ -172,7 +175,8 @@ class StepGraphs:
     def _planned_heads(self) -> Iterator[Work]:
         for rows in reversed(self._decode_sizes):
             for kind, masked in _HEADS:
-                yield self._planned_head(rows, kind, masked)
+                if not masked or rows in self._masked_sizes:
+                    yield self._planned_head(rows, kind, masked)
 
     def _planned_head(self, rows: int, kind: HeadKind, masked: bool) -> Work:
         def keep(graph: torch.cuda.CUDAGraph, results: Tensor) -> None:
@@ -315,8 +319,9 @@ class StepGraphs:
         replayed last, or those that `bring_back` brought."""
         if self._stops is not self._sampler.stops:
             self._recapture_heads()
+        sizes = self._masked_sizes if masked else self._decode_sizes
         kind = max(kind, HeadKind.TRUNCATE) if masked else kind
-        head = self._heads[_at_least(self._decode_sizes, rows), kind, masked]
+        head = self._heads[_at_least(sizes, rows), kind, masked]
         head.graph.replay()
         return head
 

@@ -17,7 +17,7 @@ from quire.structured.json_schema import enforceable
 MAX_BYTES = 512 * 1024
 """Of a schema, expression or grammar, or of all choices together."""
 MAX_REGEX_BYTES = 64 * 1024
-MAX_GBNF_BYTES = 64 * 1024
+MAX_GBNF_BYTES = 16 * 1024
 MAX_CHOICES = 10_000
 
 # Room for a space or an indented line. Models that are free to put white space anywhere, and as
@@ -125,6 +125,8 @@ def as_lark(text: str) -> str:
         lark: str = any_to_lark(text)
     except GbnfToLarkError as error:
         raise GrammarError(f"The grammar is not valid GBNF: {error}") from None
+    except RecursionError:
+        raise GrammarError("It is nested too deeply.", code="grammar_too_large") from None
     return lark
 
 
