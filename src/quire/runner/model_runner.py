@@ -21,15 +21,16 @@ from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.executor import Capacity, OnProgress
 from quire.models import Decoder, build_model, load_config, load_weights, spec_from_config
-from quire.plan import HeadInputs, Int32, Pooled, RowFlag, StepPlan, StepResult, int32
+from quire.plan import HeadInputs, Int32, RowFlag, StepPlan, StepResult
 from quire.runner import memory
 from quire.runner.batch_state import BatchState
 from quire.runner.hook import Hook
 from quire.runner.kv_cache import KVCache
+from quire.runner.results import mark, read_back, result
 from quire.runner.sampling import Sampler
 from quire.runner.sampling.logprobs import token_logprobs
 from quire.runner.staging import Staging, Upload
-from quire.runner.step import DeviceLogprobs, Step, join, step_rows
+from quire.runner.step import DeviceLogprobs, Step, step_rows
 
 if TYPE_CHECKING:  # Triton is needed only where graphs are
     from quire.runner.cuda_graphs import Head, StepGraphs
@@ -139,7 +140,7 @@ class ModelRunner:
             self._steps.append(self._launch(plan))
 
     def _launch(self, plan: StepPlan) -> Step:
-        started = self._mark()
+        started = mark(self.device)
         for earlier in self._steps:
             if earlier.waits:
                 earlier.gone.update(plan.frees)
@@ -153,7 +154,7 @@ class ModelRunner:
         step.started = started
         step.waits = plan.gated
         if not step.waits:
-            self._read_back(step)
+            read_back(step, self.device)
         return step
 
     def _replay(self, graphs: StepGraphs, plan: StepPlan) -> Step:
@@ -242,7 +243,7 @@ class ModelRunner:
                 upload.send()
                 self._head(step, rows[stay], upload[key])
         step.waits = False
-        self._read_back(step)
+        read_back(step, self.device)
 
     def _replay_late(self, graphs: StepGraphs, step: Step, hidden: Tensor, mask: Int32) -> None:
         """The head of rows that were set aside, hidden [g, width], under masks [g, words]."""
@@ -272,7 +273,7 @@ class ModelRunner:
         step = self._steps.popleft()
         if step.waits:
             raise QuireError(f"step {step.plan.step_id} still waits for its head")
-        return self._result(step)
+        return result(step, self.device)
 
     def _apply(self, plan: StepPlan) -> Step:
         upload = self._staging.begin()
@@ -383,51 +384,6 @@ class ModelRunner:
         ids, values, ranks = token_logprobs(logits, targets, int(wanted.max()))
         part = DeviceLogprobs(row, wanted, position.int(), ids, values, ranks)
         step.prompt_logprobs.append(part)
-
-    # -- results -------------------------------------------------------------------------------
-
-    def _read_back(self, step: Step) -> None:
-        """Starts the copies to the host that `collect` will wait for."""
-        step.results = self._to_host(step.results)
-        for part in (*step.logprobs, *step.prompt_logprobs):
-            for name in ("positions", "ids", "values", "ranks"):
-                setattr(part, name, self._to_host(getattr(part, name)))
-        if step.pooled is not None:
-            step.pooled.values = self._to_host(step.pooled.values)
-        step.hidden = None
-        step.done = self._mark()
-
-    def _to_host(self, x: Any) -> Any:
-        if self.device.type != "cuda":
-            return x
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        return host.copy_(x, non_blocking=True)
-
-    def _mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def _result(self, step: Step) -> StepResult:
-        if self.device.type == "cuda":
-            step.done.synchronize()
-            gpu_us = step.started.elapsed_time(step.done) * 1e3
-        else:
-            gpu_us = (step.done - step.started) * 1e6
-        pooled = step.pooled
-        sampled = (step.plan.flags & RowFlag.SAMPLE) != 0
-        return StepResult(
-            step_id=step.plan.step_id,
-            tokens=step.tokens.numpy().reshape(-1, 1),
-            n_tokens=int32(sampled),
-            stop_reason=step.stop_reason.numpy(),
-            logprobs=join(step.logprobs),
-            prompt_logprobs=join(step.prompt_logprobs),
-            pooled=None if pooled is None else Pooled(pooled.rows, pooled.values.numpy()),
-            gpu_us=gpu_us,
-        )
 
     # -- everything else -----------------------------------------------------------------------
 
