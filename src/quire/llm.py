@@ -108,6 +108,7 @@ class LLM:
         priorities = [0] * len(many) if priority is None else list(priority)
         if len(priorities) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(priorities)} priorities", "priority")
+        self._begin_grammars(params)
         jobs = [self._job(prompt, p) for prompt, p in zip(many, params, strict=True)]
         with interrupts_held() as let_interrupt:
             try:
@@ -225,6 +226,13 @@ class LLM:
         self._core.shutdown()
 
     # -- jobs ----------------------------------------------------------------------------------
+
+    def _begin_grammars(self, params: Sequence[SamplingParams]) -> None:
+        """They are compiled beside each other; what is wrong with one shows where it is checked."""
+        for p in params:
+            if p.structured_outputs is not None and self._compiler is not None:
+                with contextlib.suppress(RequestError):
+                    self._compiler.checked(p.structured_outputs)
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         text, given = _read_prompt(prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -43,12 +44,12 @@ by length. Without those of few characters, strings of a bounded length would co
 
 @dataclass(frozen=True, kw_only=True)
 class CompilerConfig:
-    """threads: grammars compiled at once. timeout: seconds for one, waiting included. cached:
-    grammars to keep."""
+    """timeout: seconds for one grammar, waiting included. cached: grammars to keep. threads: how
+    many are compiled at once."""
 
-    threads: int = 2
     timeout: float = 10.0
     cached: int = 128
+    threads: int = max(2, min(8, (os.cpu_count() or 2) // 2))
 
 
 class Cache(Generic[K, V]):
