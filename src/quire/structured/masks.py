@@ -77,14 +77,33 @@ class MaskBuilder:
         ]
         if fit:  # llguidance refuses empty lists
             fill_next_token_bitmask_par(self._executor, [(m, i) for _, m, i in fit], masks)
+        self._forbid([(walk, i) for walk, _, i in fit if walk.position < walk.until], masks)
+        some = np.asarray(masks.any(axis=1))
         for walk, matcher, i in fit:
-            if matcher.is_error() or not masks[i].any():
+            if not some[i] or matcher.is_error():
                 walk.error = _failed(matcher)
-            elif walk.position < walk.until:
-                _forbid(masks[i], walk.forbidden)
         for walk, _, i in walks:
             if walk.error is not None:
                 masks[i] = -1
+
+    @staticmethod
+    def _forbid(walks: list[tuple[Walk, int]], masks: Int32) -> None:
+        """Takes the walks' forbidden tokens out of their masks, unless nothing would be left."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for walk, i in walks:
+            groups.setdefault(walk.forbidden, []).append(i)
+        for tokens, places in groups.items():
+            words = np.unique([token >> 5 for token in tokens])
+            bits = np.zeros(len(words), dtype=np.uint32)
+            for token in tokens:
+                bits[np.searchsorted(words, token >> 5)] |= np.uint32(1 << (token & 31))
+            where = np.ix_(np.asarray(places), words)
+            held = masks[where]
+            masks[where] = held & ~bits.view(np.int32)
+            # Few rows allow an end; only those may be left with nothing.
+            for place, had in zip(places, (held & bits.view(np.int32)).any(axis=1), strict=True):
+                if had and not masks[place].any():
+                    masks[place, words] = held[places.index(place)]
 
     def _advance(self, walks: list[tuple[Walk, list[int]]]) -> None:
         """Every matcher takes in what its request has got since."""
@@ -108,12 +127,3 @@ class MaskBuilder:
 def _failed(matcher: LLMatcher) -> GrammarError:
     reason = matcher.get_error()[:300] or "no token can follow"
     return GrammarError(f"The grammar cannot be followed any further: {reason}")
-
-
-def _forbid(mask: Int32, tokens: tuple[int, ...]) -> None:
-    """Takes tokens out of a mask int32 [words], unless nothing would be left."""
-    kept = mask.copy()
-    for token in tokens:
-        kept[token >> 5] &= ~np.int32(np.uint32(1 << (token & 31)).view(np.int32))
-    if kept.any():
-        mask[:] = kept
