@@ -41,6 +41,12 @@ PARAMS = [
 ]
 
 
+WAYS = [
+    pytest.param(False, id="op by op"),
+    pytest.param(True, id="graphs", marks=pytest.mark.slow),
+]
+
+
 def mask_of(name: str, length: int) -> Int32:
     """Which tokens may follow the first `length`: about one in three."""
     draw = np.random.default_rng(zlib.crc32(f"{name}:{length}".encode()))
@@ -245,7 +251,7 @@ def run(engine: GatedEngine, work: Sequence[Job]) -> tuple[list[list[int]], list
     return [request.output.tolist() for request in requests], sorted(found.items())
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["op by op", "graphs"])
+@pytest.mark.parametrize("graphs", WAYS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -270,7 +276,7 @@ def test_the_same_tokens_however_it_runs(
         assert engine.scheduler.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["op by op", "graphs"])
+@pytest.mark.parametrize("graphs", WAYS)
 def test_lanes_that_are_given_away_before_the_mask_comes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
