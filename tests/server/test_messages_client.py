@@ -19,7 +19,7 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello! Who are you?"}]
 
 
 @pytest.fixture
-def claude(server: Server) -> anthropic.Anthropic:
+def anthropic_client(server: Server) -> anthropic.Anthropic:
     return connect(server)
 
 
@@ -39,8 +39,8 @@ def post(server: Server, headers: dict[str, str] | None = None, **fields: Any) -
     return httpx.post(f"{server.url}/v1/messages", json=body, headers=headers, timeout=60)
 
 
-def test_create(server: Server, claude: anthropic.Anthropic) -> None:
-    message = ask(claude)
+def test_create(server: Server, anthropic_client: anthropic.Anthropic) -> None:
+    message = ask(anthropic_client)
     assert message.id.startswith("msg_")
     assert (message.type, message.role, message.model) == ("message", "assistant", MODEL)
     (block,) = message.content
@@ -54,7 +54,9 @@ def test_create(server: Server, claude: anthropic.Anthropic) -> None:
     conforms(Message, post(server).json())
 
 
-def test_the_same_words_as_chat(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
+def test_the_same_words_as_chat(
+    anthropic_client: anthropic.Anthropic, client: openai.OpenAI
+) -> None:
     chat = client.chat.completions.create(
         model=MODEL,
         messages=[
@@ -71,15 +73,15 @@ def test_the_same_words_as_chat(claude: anthropic.Anthropic, client: openai.Open
     blocks = [{"type": "text", "text": text} for text in ("Hello!", "Who are you?")]
     turns = [{"role": "user", "content": text} for text in ("Hello!", "Who are you?")]
     for messages in ([{"role": "user", "content": blocks}], turns):
-        message = ask(claude, system=system, messages=messages)
+        message = ask(anthropic_client, system=system, messages=messages)
         assert message.content[0].text == chat.choices[0].message.content
         usage = message.usage
         assert usage.input_tokens + usage.cache_read_input_tokens == chat.usage.prompt_tokens  # type: ignore[union-attr]
 
 
-def test_stream(server: Server, claude: anthropic.Anthropic) -> None:
-    whole = ask(claude)
-    events = list(ask(claude, stream=True))
+def test_stream(server: Server, anthropic_client: anthropic.Anthropic) -> None:
+    whole = ask(anthropic_client)
+    events = list(ask(anthropic_client, stream=True))
     assert [event.type for event in events[:2]] == ["message_start", "content_block_start"]
     assert [event.type for event in events[-3:]] == [
         "content_block_stop",
@@ -97,13 +99,13 @@ def test_stream(server: Server, claude: anthropic.Anthropic) -> None:
     assert events[-2].usage.output_tokens == 8
 
 
-def test_stream_helper(claude: anthropic.Anthropic) -> None:
-    with claude.messages.stream(
+def test_stream_helper(anthropic_client: anthropic.Anthropic) -> None:
+    with anthropic_client.messages.stream(
         model=MODEL, messages=HELLO, max_tokens=8, extra_body={"temperature": 0}
     ) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
-    assert text == final.content[0].text == ask(claude).content[0].text  # type: ignore[union-attr]
+    assert text == final.content[0].text == ask(anthropic_client).content[0].text  # type: ignore[union-attr]
     assert final.usage.output_tokens == 8
 
 
@@ -119,9 +121,11 @@ def test_events_conform(server: Server) -> None:
             conforms(RawMessageStreamEvent, data)
 
 
-def test_count_tokens(server: Server, claude: anthropic.Anthropic) -> None:
-    counted = claude.messages.count_tokens(model=MODEL, messages=HELLO, system="Be brief.")
-    usage = ask(claude, system="Be brief.").usage
+def test_count_tokens(server: Server, anthropic_client: anthropic.Anthropic) -> None:
+    counted = anthropic_client.messages.count_tokens(
+        model=MODEL, messages=HELLO, system="Be brief."
+    )
+    usage = ask(anthropic_client, system="Be brief.").usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
     answer = httpx.post(
         f"{server.url}/v1/messages/count_tokens", json={"model": MODEL, "messages": HELLO}
@@ -129,25 +133,25 @@ def test_count_tokens(server: Server, claude: anthropic.Anthropic) -> None:
     conforms(MessageTokensCount, answer.json())
 
 
-def test_cached_tokens(claude: anthropic.Anthropic) -> None:
+def test_cached_tokens(anthropic_client: anthropic.Anthropic) -> None:
     messages: list[Any] = [{"role": "user", "content": "A tale that nobody told yet. " * 20}]
-    counted = claude.messages.count_tokens(model=MODEL, messages=messages).input_tokens
-    first, second = (ask(claude, messages=messages).usage for _ in range(2))
+    counted = anthropic_client.messages.count_tokens(model=MODEL, messages=messages).input_tokens
+    first, second = (ask(anthropic_client, messages=messages).usage for _ in range(2))
     assert first.input_tokens + first.cache_read_input_tokens == counted
     assert second.cache_read_input_tokens > counted // 2
     assert second.input_tokens + second.cache_read_input_tokens == counted
 
 
-def test_stop_sequence(claude: anthropic.Anthropic) -> None:
-    text = ask(claude).content[0].text
+def test_stop_sequence(anthropic_client: anthropic.Anthropic) -> None:
+    text = ask(anthropic_client).content[0].text
     stop = text[len(text) // 2 :][:3]
-    message = ask(claude, stop_sequences=[stop])
+    message = ask(anthropic_client, stop_sequences=[stop])
     assert message.stop_reason == "stop_sequence"
     assert message.stop_sequence == stop
     assert message.content[0].text == text[: text.index(stop)]
 
 
-def test_prefill(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
+def test_prefill(anthropic_client: anthropic.Anthropic, client: openai.OpenAI) -> None:
     begun: list[Any] = [*HELLO, {"role": "assistant", "content": "I am"}]
     chat = client.chat.completions.create(
         model=MODEL,
@@ -156,10 +160,10 @@ def test_prefill(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
         max_tokens=8,
         extra_body={"continue_final_message": True},
     )
-    assert ask(claude, messages=begun).content[0].text == chat.choices[0].message.content
+    assert ask(anthropic_client, messages=begun).content[0].text == chat.choices[0].message.content
 
 
-def test_structured_output(claude: anthropic.Anthropic) -> None:
+def test_structured_output(anthropic_client: anthropic.Anthropic) -> None:
     schema: dict[str, Any] = {
         "type": "object",
         "properties": {"name": {"enum": ["small", "large"]}, "rank": {"enum": [1, 2, 3]}},
@@ -169,12 +173,12 @@ def test_structured_output(claude: anthropic.Anthropic) -> None:
         "x-guidance": {"whitespace_flexible": False},
     }
     format: Any = {"type": "json_schema", "schema": schema}
-    message = ask(claude, output_config={"format": format}, max_tokens=60)
+    message = ask(anthropic_client, output_config={"format": format}, max_tokens=60)
     assert message.stop_reason == "end_turn"
     assert json.loads(message.content[0].text).keys() == {"name", "rank"}
     config: Any = {"format": {"type": "json_schema", "schema": {"not": {}}}}
     with pytest.raises(anthropic.BadRequestError, match=r"output_config.format.schema.*#/not"):
-        ask(claude, output_config=config)
+        ask(anthropic_client, output_config=config)
 
 
 CHOOSE: dict[str, Any] = {
@@ -190,7 +194,9 @@ CHOOSE: dict[str, Any] = {
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "choose"}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_that_must_be_used(claude: anthropic.Anthropic, choice: Any, stream: bool) -> None:
+def test_a_tool_that_must_be_used(
+    anthropic_client: anthropic.Anthropic, choice: Any, stream: bool
+) -> None:
     choice = {**choice, "disable_parallel_tool_use": True}
     options: dict[str, Any] = {
         "model": MODEL,
@@ -200,19 +206,19 @@ def test_a_tool_that_must_be_used(claude: anthropic.Anthropic, choice: Any, stre
         "tool_choice": choice,
     }
     if stream:
-        with claude.messages.stream(**options) as events:
+        with anthropic_client.messages.stream(**options) as events:
             message: Any = events.get_final_message()
     else:
-        message = claude.messages.create(**options)
+        message = anthropic_client.messages.create(**options)
     (use,) = message.content
     assert (use.type, use.name) == ("tool_use", "choose")
     assert use.input["size"] in ("small", "large")
     assert message.stop_reason == "tool_use"
 
 
-def test_full_context_is_its_own_reason(claude: anthropic.Anthropic) -> None:
+def test_full_context_is_its_own_reason(anthropic_client: anthropic.Anthropic) -> None:
     messages = [{"role": "user", "content": "word " * 1980}]
-    message = ask(claude, messages=messages, max_tokens=4000, extra_body={"top_k": 1})
+    message = ask(anthropic_client, messages=messages, max_tokens=4000, extra_body={"top_k": 1})
     if message.stop_reason != "end_turn":
         assert message.stop_reason == "model_context_window_exceeded"
         assert message.usage.output_tokens < 4000
@@ -244,7 +250,7 @@ def test_keys(launch: Callable[..., Server]) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"model": "claude-x"}, anthropic.NotFoundError, "claude-x"),
+        ({"model": "anthropic_client-x"}, anthropic.NotFoundError, "anthropic_client-x"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, anthropic.BadRequestError, "role"),
@@ -276,9 +282,9 @@ def test_keys(launch: Callable[..., Server]) -> None:
         ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop"),
     ],
 )  # fmt: skip
-def test_errors(claude: anthropic.Anthropic, options: Any, kind: Any, text: str) -> None:
+def test_errors(anthropic_client: anthropic.Anthropic, options: Any, kind: Any, text: str) -> None:
     with pytest.raises(kind) as error:
-        ask(claude, **options)
+        ask(anthropic_client, **options)
     assert text in str(error.value)
     body = error.value.body
     assert body["type"] == "error"

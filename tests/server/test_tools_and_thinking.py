@@ -55,7 +55,7 @@ def gpt(scripted: Scripted) -> openai.OpenAI:
 
 
 @pytest.fixture
-def claude(scripted: Scripted) -> anthropic.Anthropic:
+def anthropic_client(scripted: Scripted) -> anthropic.Anthropic:
     return scripted.anthropic()
 
 
@@ -222,9 +222,9 @@ def test_responses_parse(gpt: openai.OpenAI, engine: Speaker) -> None:
     assert parsed.text.format.type == "json_schema"  # type: ignore[union-attr]
 
 
-def test_messages_with_calls(claude: anthropic.Anthropic, engine: Speaker) -> None:
+def test_messages_with_calls(anthropic_client: anthropic.Anthropic, engine: Speaker) -> None:
     engine.say(BOTH)
-    message = tell(claude, tools=ANTHROPIC_TOOLS)
+    message = tell(anthropic_client, tools=ANTHROPIC_TOOLS)
     assert message.stop_reason == "tool_use"
     text, look, stop = message.content
     assert text.text.strip() == "I will look."
@@ -232,7 +232,7 @@ def test_messages_with_calls(claude: anthropic.Anthropic, engine: Speaker) -> No
     assert (stop.name, stop.input) == ("stop", {})
     engine.say("Fine.")
     answered = tell(
-        claude,
+        anthropic_client,
         tools=ANTHROPIC_TOOLS,
         messages=[
             {"role": "user", "content": "Weather?"},
@@ -257,9 +257,9 @@ def test_messages_with_calls(claude: anthropic.Anthropic, engine: Speaker) -> No
     ) in heard
 
 
-def test_messages_stream_of_calls(claude: anthropic.Anthropic, engine: Speaker) -> None:
+def test_messages_stream_of_calls(anthropic_client: anthropic.Anthropic, engine: Speaker) -> None:
     engine.say(BOTH)
-    with claude.messages.stream(
+    with anthropic_client.messages.stream(
         model=MODEL,
         max_tokens=400,
         tools=ANTHROPIC_TOOLS,
@@ -278,31 +278,31 @@ def test_messages_stream_of_calls(claude: anthropic.Anthropic, engine: Speaker) 
     ("choice", "shown"), [({"type": "none"}, []), ({"type": "auto"}, ["look", "stop"])]
 )
 def test_messages_tool_choice(
-    claude: anthropic.Anthropic, engine: Speaker, choice: Any, shown: list[str]
+    anthropic_client: anthropic.Anthropic, engine: Speaker, choice: Any, shown: list[str]
 ) -> None:
     engine.say("Hm.")
-    tell(claude, tools=ANTHROPIC_TOOLS, tool_choice=choice)
+    tell(anthropic_client, tools=ANTHROPIC_TOOLS, tool_choice=choice)
     assert [name for name in ("look", "stop") if f'"{name}"' in engine.heard[0]] == shown
 
 
-def test_messages_one_call_at_most(claude: anthropic.Anthropic, engine: Speaker) -> None:
+def test_messages_one_call_at_most(anthropic_client: anthropic.Anthropic, engine: Speaker) -> None:
     engine.say(BOTH)
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    message = tell(claude, tools=ANTHROPIC_TOOLS, tool_choice=choice)
+    message = tell(anthropic_client, tools=ANTHROPIC_TOOLS, tool_choice=choice)
     assert [block.name for block in message.content if block.type == "tool_use"] == ["look"]
 
 
-def test_messages_call_cut_off(claude: anthropic.Anthropic, engine: Speaker) -> None:
+def test_messages_call_cut_off(anthropic_client: anthropic.Anthropic, engine: Speaker) -> None:
     engine.say('<tool_call>{"name": "look", "arguments": {"city": "Oslo and all of its suburbs')
-    message = tell(claude, tools=ANTHROPIC_TOOLS, max_tokens=30)
+    message = tell(anthropic_client, tools=ANTHROPIC_TOOLS, max_tokens=30)
     assert message.stop_reason == "max_tokens"
     (call,) = message.content
     assert call.input["city"].startswith("Oslo")
 
 
-def test_messages_thinking(claude: anthropic.Anthropic, engine: Speaker) -> None:
+def test_messages_thinking(anthropic_client: anthropic.Anthropic, engine: Speaker) -> None:
     engine.say("<think>Let me see.</think>It snows.", "<think>Let me see.</think>It snows.")
-    with claude.messages.stream(
+    with anthropic_client.messages.stream(
         model=MODEL,
         max_tokens=400,
         thinking={"type": "adaptive"},
@@ -315,7 +315,7 @@ def test_messages_thinking(claude: anthropic.Anthropic, engine: Speaker) -> None
     assert final.content[0].thinking == thought  # type: ignore[union-attr]
     assert final.content[0].signature  # type: ignore[union-attr]
     assert final.usage.output_tokens_details.thinking_tokens > 0  # type: ignore[union-attr]
-    hidden = tell(claude, thinking={"type": "adaptive", "display": "omitted"})
+    hidden = tell(anthropic_client, thinking={"type": "adaptive", "display": "omitted"})
     assert [block.type for block in hidden.content] == ["thinking", "text"]
     assert hidden.content[0].thinking == ""
     engine.say("Yes.")
@@ -324,20 +324,22 @@ def test_messages_thinking(claude: anthropic.Anthropic, engine: Speaker) -> None
         {"role": "assistant", "content": final.content},
         {"role": "user", "content": "Sure?"},
     ]
-    tell(claude, messages=turns)
+    tell(anthropic_client, messages=turns)
     assert "assistant\n<think>Let me see.</think>It snows.<|im_end|>" in engine.heard[2]
 
 
-def test_messages_thinking_turned_off(claude: anthropic.Anthropic, engine: Speaker) -> None:
+def test_messages_thinking_turned_off(
+    anthropic_client: anthropic.Anthropic, engine: Speaker
+) -> None:
     engine.say("It snows.")
-    message = tell(claude, thinking={"type": "disabled"})
+    message = tell(anthropic_client, thinking={"type": "disabled"})
     assert [block.type for block in message.content] == ["text"]
     assert engine.heard[0].endswith("assistant\n<think>\n\n</think>\n\n")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_messages_thinking_ends_with_its_budget(
-    claude: anthropic.Anthropic, engine: Speaker, stream: bool
+    anthropic_client: anthropic.Anthropic, engine: Speaker, stream: bool
 ) -> None:
     engine.say("<think>" + "on and " * 1100 + "on</think>Never said.", "It snows.")
     options: dict[str, Any] = {
@@ -345,12 +347,12 @@ def test_messages_thinking_ends_with_its_budget(
         "thinking": {"type": "enabled", "budget_tokens": 1024},
     }
     if stream:
-        with claude.messages.stream(
+        with anthropic_client.messages.stream(
             model=MODEL, messages=[{"role": "user", "content": "Weather?"}], **options
         ) as events:
             message: Any = events.get_final_message()
     else:
-        message = tell(claude, **options)
+        message = tell(anthropic_client, **options)
     thought, text = message.content
     assert text.text == "It snows."
     assert thought.thinking.startswith("on and on")
@@ -359,16 +361,20 @@ def test_messages_thinking_ends_with_its_budget(
     spent = message.usage.output_tokens_details.thinking_tokens
     assert 1024 <= spent < message.usage.output_tokens < 1900
     assert engine.seen[1][1].max_tokens < 1900 - 1024
-    counted = claude.messages.count_tokens(
+    counted = anthropic_client.messages.count_tokens(
         model=MODEL, messages=[{"role": "user", "content": "Weather?"}]
     )
     assert message.usage.input_tokens == counted.input_tokens
     assert engine.aborted == [f"{message.id}-0"]
 
 
-def test_messages_thinking_within_its_budget(claude: anthropic.Anthropic, engine: Speaker) -> None:
+def test_messages_thinking_within_its_budget(
+    anthropic_client: anthropic.Anthropic, engine: Speaker
+) -> None:
     engine.say("<think>Let me see.</think>It snows." + " Yes." * 1100)
-    message = tell(claude, max_tokens=1900, thinking={"type": "enabled", "budget_tokens": 1024})
+    message = tell(
+        anthropic_client, max_tokens=1900, thinking={"type": "enabled", "budget_tokens": 1024}
+    )
     assert [block.type for block in message.content] == ["thinking", "text"]
     assert len(engine.seen) == 1
     assert message.usage.output_tokens > 1024
@@ -403,12 +409,12 @@ def test_thinking_is_up_to_the_template(template: str, on: bool, why: str | None
                     call()
 
 
-def test_messages_parse(claude: anthropic.Anthropic, engine: Speaker) -> None:
+def test_messages_parse(anthropic_client: anthropic.Anthropic, engine: Speaker) -> None:
     class City(BaseModel):
         name: str
 
     engine.say('{"name": "Oslo"}')
-    parsed = claude.messages.parse(
+    parsed = anthropic_client.messages.parse(
         model=MODEL,
         max_tokens=100,
         messages=[{"role": "user", "content": "Where?"}],
@@ -428,9 +434,9 @@ def test_messages_parse(claude: anthropic.Anthropic, engine: Speaker) -> None:
     ],
 )
 def test_messages_errors(
-    claude: anthropic.Anthropic, engine: Speaker, options: Any, param: str
+    anthropic_client: anthropic.Anthropic, engine: Speaker, options: Any, param: str
 ) -> None:
     with pytest.raises(anthropic.BadRequestError) as error:
-        tell(claude, **{"tools": ANTHROPIC_TOOLS, **options})
+        tell(anthropic_client, **{"tools": ANTHROPIC_TOOLS, **options})
     assert param in str(error.value)
     assert engine.seen == []
