@@ -182,7 +182,8 @@ def test_schedule_covers_each_short_row_once(
     query_start = torch.tensor([0, *(q for q, _ in rows)]).cumsum(0).int().to(kernel_device)
     seq_lens = torch.tensor([n for _, n in rows]).int().to(kernel_device)
     made = schedule(
-        query_start, seq_lens, kv_heads=2, programs=programs, longest=8, tile_n=16, min_tiles=1,
+        query_start, seq_lens, kv_heads=2, programs=programs, longest=8,
+        tiles=Tiles(16, 16, 2, 2), min_tiles=1,
         most_parts=4, window=window, pdl=False,
     )  # fmt: skip
     items = made.items.tolist()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.ops.choose import current_policy
 from quire.ops.triton.attention_kernels import attend_long, attend_short, combine
-from quire.ops.triton.attention_schedule import Schedule, schedule
+from quire.ops.triton.attention_schedule import Schedule, Tiles, schedule
 from quire.ops.triton.launch import DeviceTraits, launch, options, traits
 
 _LOG2E = math.log2(math.e)
@@ -30,16 +30,6 @@ _ONE_WAVE = 5
 _MANY = 1 << 30
 _SHORT_TILE = 64
 """If all rows of a bucket fit a tile of this many queries, no launch for long rows is needed."""
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """A tile of `m` (token, head) pairs against `n` KV positions at a time."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
 
 
 @dataclass(frozen=True)
@@ -129,7 +119,7 @@ def attention_schedule(
         kv_heads=kv_heads,
         programs=programs,
         longest=max(1, tiles.m // group),
-        tile_n=tiles.n,
+        tiles=tiles,
         min_tiles=tuning.min_tiles,
         most_parts=tuning.most_parts,
         window=window,
@@ -222,13 +212,12 @@ def paged_attention(
         query_start, seq_lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         dtype=q.dtype, max_q_len=max_q_len, window=window, tuning=tuning,
     )  # fmt: skip
-    group, rows = heads // kv_heads, seq_lens.shape[0]
-    tiles = tuning.decode or _short_tiles(group, max_q_len, head_dim, width, rows, kv_heads, card)
-    longest = max(1, tiles.m // group)
-    prefetch = rows * kv_heads <= card.num_sms if tuning.prefetch is None else tuning.prefetch
-    launch.short_rows(plan, tiles, min(longest, max_q_len), pdl=early, prefetch=prefetch)
-    if max_q_len > longest:
-        launch.long_rows(long_tiles, shortest=longest + 1)
+    prefetch = (
+        seq_lens.shape[0] * kv_heads <= card.num_sms if tuning.prefetch is None else tuning.prefetch
+    )
+    launch.short_rows(plan, min(plan.longest, max_q_len), pdl=early, prefetch=prefetch)
+    if max_q_len > plan.longest:
+        launch.long_rows(long_tiles, shortest=plan.longest + 1)
     return out
 
 
@@ -242,12 +231,11 @@ class _Launch:
     constants: dict[str, Any]
     pdl: bool
 
-    def short_rows(
-        self, plan: Schedule, tiles: Tiles, longest: int, *, pdl: bool, prefetch: bool
-    ) -> None:
+    def short_rows(self, plan: Schedule, longest: int, *, pdl: bool, prefetch: bool) -> None:
         """Rows of at most `longest` tokens, which fit a tile. pdl: the schedule was complete before
         the preceding kernel began, so that it may be read early."""
         q, _, _, out, _, _, table = self.tensors
+        tiles = plan.tiles
         num_items, num_rows = plan.items.shape[0], plan.rows.shape[1]
         kv_heads, head_dim = self.tensors[1].shape[1], q.shape[2]
         partial = lse = out
@@ -257,7 +245,7 @@ class _Launch:
             lse = torch.empty(parts, dtype=torch.float32, device=q.device)
         launch(attend_short, (kv_heads, num_items))(
             *self.tensors[:3], out, partial, lse, plan.items, table, *self._numbers(),
-            BM=tiles.m, BN=plan.tile_n, PDL=pdl, PREFETCH=prefetch, PARTS=plan.parts,
+            BM=tiles.m, BN=tiles.n, PDL=pdl, PREFETCH=prefetch, PARTS=plan.parts,
             **self.constants,
             **options(pdl, num_warps=tiles.warps, num_stages=tiles.stages),
         )  # fmt: skip

@@ -21,17 +21,28 @@ _OWN = 8
 _AT_ONCE = 256
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """A tile of `m` (token, head) pairs against `n` KV positions at a time."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """items: int32 [N, 8]. Per item its row (-1: none), the KV positions [start, end) to attend to,
     where the row's queries begin, how many they are, the first one's position, how many items the
     row has, and nothing. rows: int32 [2, R]. Each row's first item, the others follow it, and how
-    many. tile_n: parts are multiples of it, at absolute positions. parts: whether a row may have
-    several."""
+    many. tiles: of the kernel that follows it; parts are multiples of its n, at absolute positions.
+    longest: tokens of a short row at most. parts: whether a row may have several."""
 
     items: Tensor
     rows: Tensor
-    tile_n: int
+    tiles: Tiles
+    longest: int
     parts: bool
 
 
@@ -137,13 +148,13 @@ def schedule(
     kv_heads: int,
     programs: int,
     longest: int,
-    tile_n: int,
+    tiles: Tiles,
     min_tiles: int,
     most_parts: int,
     window: int | None,
     pdl: bool,
 ) -> Schedule:
-    """Rows of 1 to `longest` tokens in parts of at least `min_tiles` tiles of `tile_n` positions,
+    """Rows of 1 to `longest` tokens in parts of at least `min_tiles` of the KV tiles,
     at most `most_parts` a row. query_start: int32 [R + 1]; seq_lens: int32 [R]. programs: what
     fills the card: rows are cut so that there are up to that many more programs than rows alone
     make."""
@@ -156,8 +167,8 @@ def schedule(
     launch(_schedule, (triton.cdiv(num_rows, _OWN),))(
         query_start, seq_lens, items, rows, num_rows, num_items, max(spare, 1), longest,
         window or 0, min_tiles, most_parts if spare else 1,
-        BN=tile_n, OWN=_OWN, AT_ONCE=at_once, ONCE=num_rows <= at_once,
+        BN=tiles.n, OWN=_OWN, AT_ONCE=at_once, ONCE=num_rows <= at_once,
         WINDOW=window is not None, PDL=pdl,
         **options(pdl, num_warps=1 if num_rows <= 32 else 4),
     )  # fmt: skip
-    return Schedule(items, rows, tile_n, spare > 0)
+    return Schedule(items, rows, tiles, longest, spare > 0)
