@@ -23,7 +23,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Ten
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def close(found: Tensor, expected: Tensor) -> None:
+def assert_close(found: Tensor, expected: Tensor) -> None:
     tolerance = DTYPES[found.dtype]
     torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -33,10 +33,10 @@ def test_norms(dtype: torch.dtype) -> None:
     x, weight, bias = (randn(*s, dtype=dtype) for s in ((5, 24), (24,), (24,)))
     wide = x.double()
     rms = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    close(ops.rms_norm(x, weight, 1e-5), rms)
+    assert_close(ops.rms_norm(x, weight, 1e-5), rms)
     centred = wide - wide.mean(-1, keepdim=True)
     deviation = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    close(ops.layer_norm(x, weight, bias, 1e-5), centred / deviation * weight + bias)
+    assert_close(ops.layer_norm(x, weight, bias, 1e-5), centred / deviation * weight + bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -44,10 +44,10 @@ def test_activations(dtype: torch.dtype) -> None:
     x = randn(5, 24, dtype=dtype)
     wide = x.double()
     gate, up = wide.chunk(2, dim=-1)
-    close(ops.silu_and_mul(x), gate / (1 + (-gate).exp()) * up)
-    close(ops.gelu(x), wide * 0.5 * (1 + torch.erf(wide / math.sqrt(2))))
+    assert_close(ops.silu_and_mul(x), gate / (1 + (-gate).exp()) * up)
+    assert_close(ops.gelu(x), wide * 0.5 * (1 + torch.erf(wide / math.sqrt(2))))
     inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
-    close(ops.gelu(x, "tanh"), wide * 0.5 * (1 + inner.tanh()))
+    assert_close(ops.gelu(x, "tanh"), wide * 0.5 * (1 + inner.tanh()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,11 +58,11 @@ def test_linear(dtype: torch.dtype, rows: int) -> None:
     )
     kept = residual.clone()
     product = x.double() @ weight.double().t()
-    close(ops.linear(x, weight), product)
-    close(ops.linear(x, weight, bias), product + bias.double())
-    close(ops.linear(x, weight, bias, residual), product + bias.double() + residual.double())
+    assert_close(ops.linear(x, weight), product)
+    assert_close(ops.linear(x, weight, bias), product + bias.double())
+    assert_close(ops.linear(x, weight, bias, residual), product + bias.double() + residual.double())
     strided = randn(rows, 48, dtype=dtype)[:, ::2]
-    close(ops.linear(strided, weight), strided.double() @ weight.double().t())
+    assert_close(ops.linear(strided, weight), strided.double() @ weight.double().t())
     assert torch.equal(residual, kept)
 
 
@@ -125,13 +125,13 @@ def test_qk_norm_rope_store(dtype: torch.dtype, normed: bool, rotary: int) -> No
     if rotary:
         expected_q = turned(expected_q, angles[positions.long()])
         expected_k = turned(expected_k, angles[positions.long()])
-    close(q, expected_q)
+    assert_close(q, expected_q)
     assert torch.equal(qkv, given)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, size)
-            close(k_cache[block, :, offset], expected_k[token])
-            close(v_cache[block, :, offset], v[token])
+            assert_close(k_cache[block, :, offset], expected_k[token])
+            assert_close(v_cache[block, :, offset], v[token])
             k_cache[block, :, offset] = before[block, 1, 0, :, offset]
             v_cache[block, :, offset] = before[block, 1, 1, :, offset]
     assert torch.equal(cache, before)
@@ -211,7 +211,7 @@ def test_paged_attention(
             window,
             softcap,
         )
-        close(found[start : start + q_len], expected)
+        assert_close(found[start : start + q_len], expected)
     assert not found[sum(q_lens) :].any()
 
 

@@ -14,7 +14,7 @@ from quire.ops.triton.rope_store import qk_norm_rope_store
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def close(got: Tensor, want: Tensor) -> None:
+def assert_close(got: Tensor, want: Tensor) -> None:
     """Within two roundings of the result's type."""
     epsilon = 2 * torch.finfo(got.dtype).eps if got.dtype != torch.float32 else 1e-5
     torch.testing.assert_close(got.double(), want, atol=epsilon, rtol=epsilon)
@@ -35,12 +35,12 @@ def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def test_rms_norm(kernel_device: str, dtype: torch.dtype, width: int) -> None:
     x = draw(5, width + 4, dtype=dtype, device=kernel_device)[:, :width]
     weight = draw(width, dtype=dtype, device=kernel_device, seed=1)
-    close(norm.rms_norm(x, weight, 1e-6), rms(x, weight, 1e-6))
-    close(norm.rms_norm(x, None, 1e-6), rms(x, None, 1e-6))
+    assert_close(norm.rms_norm(x, weight, 1e-6), rms(x, weight, 1e-6))
+    assert_close(norm.rms_norm(x, None, 1e-6), rms(x, None, 1e-6))
     residual = draw(5, width, dtype=dtype, device=kernel_device, seed=2)
     out, total = norm.add_rms_norm(x, residual, weight, 1e-6)
-    close(total, x.double() + residual.double())
-    close(out, rms(total, weight, 1e-6))
+    assert_close(total, x.double() + residual.double())
+    assert_close(out, rms(total, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,10 +56,10 @@ def test_layer_norm(kernel_device: str, dtype: torch.dtype) -> None:
             x.double(), (100,), weight.double(), bias.double(), 1e-5
         )
 
-    close(norm.layer_norm(x, weight, bias, 1e-5), twin(x))
+    assert_close(norm.layer_norm(x, weight, bias, 1e-5), twin(x))
     out, total = norm.add_layer_norm(x, residual, weight, bias, 1e-5)
-    close(total, x.double() + residual.double())
-    close(out, twin(total))
+    assert_close(total, x.double() + residual.double())
+    assert_close(out, twin(total))
 
 
 def test_norm_of_no_rows(kernel_device: str) -> None:
@@ -73,13 +73,13 @@ def test_activations(kernel_device: str, dtype: torch.dtype, width: int) -> None
     x = 3 * draw(4, 2 * width, dtype=dtype, device=kernel_device)
     gate, up = x.double().chunk(2, -1)
     functional = torch.nn.functional
-    close(activation.silu_and_mul(x), functional.silu(gate) * up)
+    assert_close(activation.silu_and_mul(x), functional.silu(gate) * up)
     for approximate in ("tanh", "none"):
-        close(
+        assert_close(
             activation.gelu_and_mul(x, approximate=approximate),
             functional.gelu(gate, approximate=approximate) * up,
         )
-        close(
+        assert_close(
             activation.gelu(x, approximate=approximate),
             functional.gelu(x.double(), approximate=approximate),
         )
@@ -123,8 +123,8 @@ class Rope:
             cos_sin=None if cos_sin is None else cos_sin.double(),
             q_weight=exact.get("q_weight"), k_weight=exact.get("k_weight"), **same,
         )  # fmt: skip
-        close(out[:4], want[:4])
-        close(self.cache, wide)
+        assert_close(out[:4], want[:4])
+        assert_close(self.cache, wide)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

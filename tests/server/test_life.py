@@ -110,7 +110,9 @@ def test_api_death_ends_the_engine(launch: Callable[..., Server]) -> None:
     def gone() -> bool:
         return not any(_alive(pid) for pid in below)
 
+    assert below
     server.wait_for(gone, "the engine to notice")
+    assert gone()
 
 
 def _alive(pid: int) -> bool:

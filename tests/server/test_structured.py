@@ -62,8 +62,8 @@ def test_streamed_parse(client: openai.OpenAI) -> None:
 
 def test_n_and_non_strict(client: openai.OpenAI) -> None:
     answer = chat(client, n=3, response_format=named(SCHEMA, strict=False, description="A pet."))
-    for choice in answer.choices:
-        Pet.model_validate_json(choice.message.content)
+    pets = [Pet.model_validate_json(choice.message.content) for choice in answer.choices]
+    assert len(pets) == 3
 
 
 def test_json_object_and_text(client: openai.OpenAI) -> None:
