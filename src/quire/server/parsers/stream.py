@@ -9,6 +9,7 @@ cannot matter.
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -51,7 +52,7 @@ class CallEnd:
 Part = Text | CallBegin | CallArguments | CallEnd
 
 
-class ToolParser:
+class ToolParser(ABC):
     """Reads the calls in one completion.
 
     What is no call after all is passed on as text. Once a call's name is known it has begun, and
@@ -86,18 +87,18 @@ class ToolParser:
         self._at_first = bool(self.first)
         self._behind_call = False
 
+    @abstractmethod
     def calls(self) -> Reading:
         """Reads one call or several.
 
         Raises:
             NotACallError: what was consumed since the last call began or ended is text.
         """
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
         """A Lark expression of one call, or with `parallel` of one or more."""
-        raise NotImplementedError
 
     # -- text in, parts out --------------------------------------------------------------------
 
