@@ -179,7 +179,7 @@ def _fill(entry: _Entry, places: Sequence[_Place], group: ProcessGroup) -> None:
 def _copy(part: Tensor, target: Tensor) -> None:
     """To a GPU through pinned memory, a piece at a time: several threads doing so keep the link
     busy, while a copy from the file's pages would be staged by the driver, one thread at a time."""
-    if target.device.type != "cuda":
+    if target.device.type != "cuda" or not part.numel():
         target.copy_(part)
         return
     rows = max(1, _PIECE // max(1, part[0].nbytes)) if part.ndim else 1
