@@ -34,11 +34,7 @@ Progress = Callable[[int, int], None]
 """Told the graphs captured and the graphs in total."""
 
 
-_HEADS = [
-    *((kind, False) for kind in HeadKind),
-    (HeadKind.TRUNCATE, True),
-    (HeadKind.ADJUST, True),
-]
+_HEADS = [(kind, masked) for masked in (False, True) for kind in HeadKind]
 """The kinds of head, and whether they take a mask."""
 FEW_ROWS = 8
 """Mixed steps of so few rows have graphs of their own: rows of padding are not free."""
@@ -320,7 +316,6 @@ class StepGraphs:
         if self._stops is not self._sampler.stops:
             self._recapture_heads()
         sizes = self._masked_sizes if masked else self._decode_sizes
-        kind = max(kind, HeadKind.TRUNCATE) if masked else kind
         head = self._heads[_at_least(sizes, rows), kind, masked]
         head.graph.replay()
         return head
