@@ -32,6 +32,7 @@ from quire.server.openai_responses.routes import (
 )
 from quire.server.openai_responses.store import ResponseStore
 from quire.server.openapi import openapi
+from quire.server.playground import add_playground
 from quire.server.responses import ModelCard, ModelList
 from quire.server.sse import ClientGoneError, json_answer
 from quire.server.state import ServerState, state_of
@@ -67,6 +68,8 @@ def build_app(client: EngineClient, args: ServerArgs) -> FastAPI:
     app.state.response_store = ResponseStore(*limits)
     app.state.chat_store = ChatStore(*limits)
     _add_routes(app)
+    if args.playground:
+        add_playground(app)
     for kind in (QuireError, HTTPException, Exception):
         app.add_exception_handler(kind, handle_error)
     app.add_exception_handler(ClientGoneError, _nobody_there)

@@ -69,13 +69,18 @@ class ServerArgs(ApiArgs):
     )
     port: int = _setting(8000, "Port to listen on; 0 takes a free one.")
     api_key: tuple[str, ...] = _setting(
-        (), "Accept this bearer key (may be repeated). Every route but /health then asks for one."
+        (),
+        "Accept this bearer key (may be repeated). Every route but /health and the "
+        "playground's page then asks for one.",
     )
     response_store_size: int = _setting(
         1000, "Responses, and chat completions, to keep for later requests; 0 keeps none."
     )
     response_store_mb: float = _setting(256.0, "Memory for them, in MB, for each of both.")
     response_store_hours: float = _setting(24.0, "Hours after which they are gone.")
+    playground: bool = _setting(
+        True, "Serve a page at / to chat with the model and to watch the engine."
+    )
     drain_timeout: float = _setting(
         30.0, "Seconds that running requests get to finish when the server is told to stop."
     )

@@ -1,4 +1,4 @@
-"""Authentication of every route but /health by a key."""
+"""Authentication by a key: of every route but /health and the files of the playground."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.server import playground
 from quire.server.error_shapes import error_response, is_anthropic
 from quire.server.errors import ApiError
 from quire.server.metrics import ServerMetrics
 
-PUBLIC_PATHS = frozenset({"/health"})
+PUBLIC_PATHS = frozenset({"/health", *playground.FILES})
 
 
 class RequireKey:

@@ -102,6 +102,7 @@ ROUTES = (
     Route("post", "/detokenize", "Tokens to text", DetokenizeRequest, Detokenized),
     Route("post", "/generate", "Complete one prompt", GenerateRequest, responses.GenerateAnswer,
           "text/plain"),
+    Route("get", "/", "The playground: a page for people", None, "text/html"),
     Route("get", "/health", "Whether the engine lives", None, dict[str, str]),
     Route("get", "/metrics", "Prometheus metrics", None, "text/plain"),
     Route("get", "/openapi.json", "This document", None, dict[str, Any]),

@@ -1,0 +1,62 @@
+"""`GET /`: a page to chat with the model and to see the engine at work, from files in `static/`.
+
+Plain HTML, CSS and modules, sent as they are. They hold nothing secret, so they need no key; the
+routes that the page asks for data do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from importlib import resources
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+
+_HEADERS = {
+    # Only what this server sends may run or be asked: a text from the model can do no harm.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # Asked again each time, so that a new version is seen at once; mostly answered by a 304.
+    "cache-control": "no-cache",
+}
+
+_FOLDER = resources.files("quire.server") / "static"
+
+FILES = {
+    "/" if file.name == "index.html" else f"/playground/{file.name}": file.name
+    for file in _FOLDER.iterdir()
+    if file.name.rpartition(".")[2] in _TYPES
+}
+"""By path, the file that is served there; nothing else is."""
+
+
+def add_playground(app: FastAPI) -> None:
+    """One route per file, so that no path is ever made from what a client sent."""
+    for path, name in FILES.items():
+        app.add_api_route(path, _sender(name), methods=["GET", "HEAD"], include_in_schema=False)
+
+
+def _sender(name: str) -> Callable[[Request], Awaitable[Response]]:
+    data = (_FOLDER / name).read_bytes()
+    tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
+    headers = {**_HEADERS, "etag": tag}
+    media = _TYPES[name.rpartition(".")[2]]
+
+    async def send(request: Request) -> Response:
+        if tag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(data, headers=headers, media_type=media)
+
+    return send

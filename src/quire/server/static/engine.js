@@ -1,0 +1,5 @@
+export class Engine {
+  watch() {}
+  reconnect() {}
+  redraw() {}
+}

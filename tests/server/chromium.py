@@ -1,0 +1,62 @@
+"""A headless Chromium, where the machine has one, and what tests of the page do with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the playwright package")
+
+WAIT = 60_000
+"""Milliseconds that anything may take; the machine may be busy."""
+
+
+def chromium_path() -> str | None:
+    """Of `QUIRE_TEST_CHROMIUM`, else the system's; None where only playwright's own can do."""
+    names = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
+    found = (shutil.which(name) for name in names)
+    return os.environ.get("QUIRE_TEST_CHROMIUM") or next(filter(None, found), None)
+
+
+@contextmanager
+def launched() -> Iterator[Any]:
+    """A browser; the test is skipped where there is none."""
+    with playwright.sync_playwright() as driver:
+        # A container's root has no sandbox; pages come from the tests' own servers only.
+        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+        try:
+            browser = driver.chromium.launch(executable_path=chromium_path(), args=flags)
+        except playwright.Error as error:
+            pytest.skip(f"no Chromium to be had: {str(error).splitlines()[0]}")
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(
+    browser: Any, url: str, *, width: int = 1280, height: int = 800, **options: Any
+) -> Iterator[Any]:
+    """The page at `url`. Whatever it logs as an error or asks of another host fails the test."""
+    context = browser.new_context(viewport={"width": width, "height": height}, **options)
+    context.set_default_timeout(WAIT)
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda said: wrong.append(said.text) if "Content Sec" in said.text else None)
+    page.on("request", lambda asked: None if asked.url.startswith(url) else wrong.append(asked.url))
+    page.goto(url)
+    yield page
+    context.close()
+    assert [each for each in wrong if not each.startswith("blob:")] == []
+
+
+def say(page: Any, text: str) -> None:
+    """Sends a message and waits for the whole answer."""
+    page.fill("#input", text)
+    page.press("#input", "Control+Enter")
+    page.wait_for_selector(".turn:last-child .answer[aria-busy=false] .actions button")

@@ -1,0 +1,73 @@
+"""The page's files as they are served; what they do is tested in a browser."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.server.args import ServerArgs
+from quire.server.playground import FILES
+from tests.server.fakes import FakeClient
+from tests.server.inprocess import connect, run
+
+STATIC = resources.files("quire.server") / "static"
+
+
+def get(*paths: str, method: str = "GET", headers: Any = None, **args: Any) -> list[httpx.Response]:
+    async def go() -> list[httpx.Response]:
+        async with connect(FakeClient(), ServerArgs(**args)) as http:
+            return [await http.request(method, path, headers=headers) for path in paths]
+
+    return run(go())
+
+
+def test_every_file_is_served_without_a_key_under_a_strict_policy() -> None:
+    for path, response in zip(FILES, get(*FILES, api_key=("k",)), strict=True):
+        assert response.status_code == 200, path
+        assert response.content == (STATIC / FILES[path]).read_bytes()
+        policy = response.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert response.headers["x-content-type-options"] == "nosniff"
+
+
+def test_nothing_else_is_public() -> None:
+    paths = ["/v1/models", "/playground/", "/playground/index.html", "/playground//main.js", "/static/main.js"]
+    statuses = [response.status_code for response in get(*paths, api_key=("k",))]
+    assert statuses == [401] * len(paths)
+
+
+def test_it_can_be_turned_off() -> None:
+    statuses = [response.status_code for response in get(*FILES, playground=False)]
+    assert statuses == [404] * len(FILES)
+
+
+def test_a_file_that_is_known_is_not_sent_again() -> None:
+    (first,) = get("/playground/main.js")
+    (again,) = get("/playground/main.js", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_head() -> None:
+    (response,) = get("/", method="HEAD")
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("name", sorted(FILES.values()))
+def test_files_refer_only_to_each_other(name: str) -> None:
+    """By relative paths, so that a prefix before all routes holds; and each can be read."""
+    text = (STATIC / name).read_text("utf-8")
+    assert len(text.splitlines()) <= 400
+    references = re.findall(r'(?:src|href|from) ?=? ?"([^"]+)"', text)
+    for reference in references:
+        if name == "index.html":
+            assert f"/{reference}" in FILES
+        else:
+            assert f"/playground/{reference.removeprefix('./')}" in FILES
+    addresses = re.findall(r"https?://[^\s\"'`]+", text)
+    assert set(addresses) <= {"http://www.w3.org/2000/svg"}
+    assert "innerHTML" not in text

@@ -1,0 +1,221 @@
+"""The chat of the page, in a real browser on a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.chromium import launched, opened, say
+from tests.server.server_process import MODEL, Server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with launched() as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Any, server: Server) -> Iterator[Any]:
+    with opened(browser, f"{server.url}/") as opened_page:
+        yield opened_page
+
+
+def test_a_conversation_streams(page: Any) -> None:
+    page.wait_for_selector(f"#model:has-text('{MODEL}')")
+    page.fill("#param-max_tokens", "60")
+    page.fill("#param-temperature", "0")
+    page.click(".starters button:first-child")
+    page.wait_for_selector(".answer.running .answer-text:not(:empty)")
+    assert page.inner_text("#send") == "Stop"
+    page.wait_for_selector(".answer[aria-busy=false]")
+    assert len(page.inner_text(".answer-text")) > 40
+    facts = page.inner_text(".facts")
+    assert "60 tokens" in facts
+    assert re.search(r"prompt, \d+ cached", facts)
+    assert "to first" in facts
+    assert "tok/s" in facts
+    assert "cut off" in facts
+    say(page, "And then?")
+    assert page.locator(".turn").count() == 2
+    cached = re.search(r"(\d+) cached", page.locator(".facts").last.inner_text())
+    assert cached is not None
+    assert int(cached[1]) > 0
+
+
+def test_parameters_are_sent_and_kept(page: Any) -> None:
+    page.fill("#param-system", "Be brief.")
+    for name, value in {"temperature": "0.5", "top_k": "5", "seed": "9", "max_tokens": "4"}.items():
+        page.fill(f"#param-{name}", value)
+    page.fill("#param-stop", "zzz\n\\n\\n")
+    page.fill("#param-extra", '{"repetition_penalty": 1.1}')
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "Hello")
+    body = json.loads(sent.value.post_data)
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert body["stop"] == ["zzz", "\n\n"]
+    shown = {key: body[key] for key in ("temperature", "top_k", "seed", "repetition_penalty")}
+    assert shown == {"temperature": 0.5, "top_k": 5, "seed": 9, "repetition_penalty": 1.1}
+    assert "top_p" not in body
+    page.reload()
+    assert page.input_value("#param-seed") == "9"
+    page.click("#reset-params")
+    assert page.input_value("#param-seed") == ""
+
+
+def test_answers_follow_a_schema(page: Any) -> None:
+    page.select_option("#param-format", "json_schema")
+    page.fill("#param-schema", '{"enum": ["red", "green"]}')
+    say(page, "A colour?")
+    assert page.inner_text(".answer-text") in ('"red"', '"green"')
+
+
+def test_tokens_are_coloured_and_tell_their_alternatives(page: Any) -> None:
+    page.check("#colour")
+    page.fill("#param-max_tokens", "40")
+    page.fill("#param-seed", "1")
+    say(page, "Tell me a story about a fox.")
+    tokens = page.locator(".token")
+    assert tokens.count() > 20
+    assert "".join(tokens.all_inner_texts()).strip() == page.inner_text(".answer-text").strip()
+    unlikely = page.locator(".token.p2, .token.p3, .token.p4").first
+    assert unlikely.evaluate("e => getComputedStyle(e).backgroundColor") != "rgba(0, 0, 0, 0)"
+    unlikely.hover()
+    assert page.is_visible("#token-card")
+    assert page.locator("#token-card tr:not(:has(.bar-cell))").count() >= 5
+    page.focus(".answer-text")
+    page.keyboard.press("Home")
+    assert "current" in (tokens.first.get_attribute("class") or "")
+    assert "%" in page.inner_text("#announcer")
+    page.keyboard.press("ArrowRight")
+    assert "current" in (tokens.nth(1).get_attribute("class") or "")
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#token-card")
+    page.uncheck("#colour")
+    background = unlikely.evaluate("e => getComputedStyle(e).backgroundColor")
+    assert background == "rgba(0, 0, 0, 0)"
+
+
+def test_two_sides_are_compared(page: Any) -> None:
+    page.fill("#param-max_tokens", "12")
+    page.fill("#param-seed", "1")
+    page.check("#compare")
+    page.click("#sides label:nth-child(2)")
+    assert page.input_value("#param-max_tokens") == "12"
+    page.fill("#param-max_tokens", "6")
+    say(page, "Tell me a story about a boat.")
+    page.wait_for_selector(".answer[data-side=b][aria-busy=false]")
+    assert "12 tokens" in page.inner_text(".answer[data-side=a] .facts")
+    assert "6 tokens" in page.inner_text(".answer[data-side=b] .facts")
+    assert page.inner_text(".answer[data-side=b] .what") == "max_tokens 6"
+    one, two = page.locator(".answer").all()
+    assert one.bounding_box()["y"] == two.bounding_box()["y"]
+    answers = [each.locator(".answer-text").inner_text() for each in (one, two)]
+    assert answers[0].startswith(answers[1])
+
+
+def test_stop_and_regenerate(page: Any) -> None:
+    page.fill("#param-extra", '{"ignore_eos": true}')
+    page.fill("#input", "Tell me a very long story.")
+    page.press("#input", "Control+Enter")
+    page.wait_for_selector(".answer.running .answer-text:not(:empty)")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".answer[aria-busy=false]")
+    assert "stopped" in page.inner_text(".facts")
+    assert page.inner_text("#send") == "Send"
+    page.fill("#param-extra", "")
+    page.fill("#param-max_tokens", "3")
+    page.click("text=Regenerate")
+    page.wait_for_selector(".facts:has-text('3 tokens')")
+    assert page.locator(".turn").count() == 1
+    page.hover(".asked")
+    page.click("text=Edit")
+    assert page.input_value("#input") == "Tell me a very long story."
+    assert page.locator(".turn").count() == 0
+
+
+def test_mistakes_are_told_where_they_are(page: Any) -> None:
+    page.fill("#param-extra", '{"foo": ')
+    page.fill("#input", "Hello")
+    page.press("#input", "Control+Enter")
+    assert "Further fields" in page.inner_text(".why:visible")
+    assert page.locator(".turn").count() == 0
+    page.fill("#param-extra", '{"foo": 1}')
+    say(page, "Hello")
+    assert "foo" in page.inner_text(".answer-error")
+
+
+def test_export(page: Any) -> None:
+    page.fill("#param-max_tokens", "5")
+    say(page, 'It\'s "you"')
+    page.click("#export")
+    exported = json.loads(page.inner_text("#export-text"))
+    assert exported["messages"][0] == {"role": "user", "content": 'It\'s "you"'}
+    assert exported["turns"][0]["answers"][0]["usage"]["completion_tokens"] == 5
+    page.click("#export-kinds label:nth-child(2)")
+    command = page.inner_text("#export-text")
+    assert command.startswith("curl -N ")
+    assert r"It'\''s" in command
+
+
+def test_a_wrong_key_is_told_and_a_right_one_is_kept(
+    browser: Any, launch: Callable[..., Server]
+) -> None:
+    server = launch("--api-key", "right")
+    with opened(browser, f"{server.url}/") as page:
+        page.wait_for_selector("#notice:has-text('wants an API key')")
+        page.click("#notice-action")
+        page.fill("#key", "wrong")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#notice:has-text('does not accept')")
+        say(page, "Hello")
+        assert "does not accept" in page.inner_text(".answer-error")
+        page.click("#open-key")
+        page.fill("#key", "right")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(f"#model:has-text('{MODEL}')")
+        page.fill("#param-max_tokens", "5")
+        say(page, "Hello")
+        assert "5 tokens" in page.locator(".facts").last.inner_text()
+        kept = page.evaluate("() => [Object.values(sessionStorage), Object.values(localStorage)]")
+        assert kept[0] == ["right"]
+        assert not any("right" in value for value in kept[1])
+        page.click("#open-key")
+        page.click("#key-forget")
+        page.wait_for_selector("#notice:has-text('wants an API key')")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_themes(browser: Any, server: Server, scheme: str) -> None:
+    def brightness() -> float:
+        colour = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+        return sum(map(float, re.findall(r"[\d.]+", colour)[:3]))
+
+    with opened(browser, f"{server.url}/", color_scheme=scheme) as page:
+        assert (brightness() > 400) == (scheme == "light")
+        page.click("#theme")  # light, whatever the system has
+        assert brightness() > 400
+        page.click("#theme")
+        assert brightness() < 200
+        page.reload()
+        assert brightness() < 200
+
+
+def test_a_phone(browser: Any, server: Server) -> None:
+    with opened(browser, f"{server.url}/", width=360, height=740, has_touch=True) as page:
+        page.fill("#input", "word" * 200)
+        for tab in ("#tab-engine", "#tab-chat"):
+            page.click(tab)
+            assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
+        page.click("#open-params")
+        assert page.is_visible("#param-temperature")
+        page.fill("#param-max_tokens", "8")
+        page.click("#close-params")
+        page.check("#compare")
+        say(page, "word" * 100)
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
+        assert page.evaluate("() => document.getElementById('turns').scrollWidth") <= 360
