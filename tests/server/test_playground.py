@@ -36,7 +36,7 @@ def test_every_file_is_served_without_a_key_under_a_strict_policy() -> None:
 
 
 def test_nothing_else_is_public() -> None:
-    paths = ["/v1/models", "/playground/", "/playground/index.html", "/playground//main.js", "/static/main.js"]
+    paths = ["/v1/models", "/playground/", "/playground/index.html", "/playground//main.js"]
     statuses = [response.status_code for response in get(*paths, api_key=("k",))]
     assert statuses == [401] * len(paths)
 
