@@ -93,6 +93,24 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert generating.lanes.tolist() == [r.lane for r in generating.requests]
     assert len(generating.requests) == sum(r.generating for r in running)
     assert scheduler.num_running + scheduler.num_waiting == len(scheduler._requests)
+    check_tenants(scheduler)
+
+
+def check_tenants(scheduler: Scheduler) -> None:
+    """What the queue counts for each tenant, recounted."""
+    queue, requests = scheduler._queue, list(scheduler._requests.values())
+    waiting = [r for r in requests if r.status is RequestStatus.WAITING]
+    assert len(queue) == len(waiting)
+    assert queue.tokens == sum(r.known for r in waiting)
+    assert queue.contested == (len({r.tenant for r in requests}) > 1)
+    assert len(queue._turns) == len(set(queue._turns))
+    for name, tenant in queue._tenants.items():
+        of_it = [r for r in requests if r.tenant == name]
+        assert tenant.requests == len(of_it)
+        assert tenant.lanes == sum(r.status is RequestStatus.RUNNING for r in of_it)
+        assert len(tenant.queue) == sum(r.status is RequestStatus.WAITING for r in of_it)
+        assert tenant.queued == (tenant in queue._turns)
+        assert tenant.queued or not len(tenant.queue)
 
 
 class Loop:

@@ -59,6 +59,12 @@ class EngineArgs:
     priority_weight: float = _setting(
         10.0, "Ageing: one unit of priority is worth this many seconds of waiting."
     )
+    max_queue: int | None = _setting(
+        None, "Most requests that may wait; more are refused with 503. Default: no limit."
+    )
+    max_queue_tokens: int | None = _setting(
+        None, "Most prompt tokens that may wait, as max_queue. Default: no limit."
+    )
     steps_in_flight: int | None = _setting(
         None, "Steps launched before the oldest is read. Default: 2 on a GPU, 1 on CPU."
     )
@@ -90,6 +96,8 @@ class EngineArgs:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("num_kv_blocks", self.num_kv_blocks, 1)
+        _at_least("max_queue", self.max_queue, 1)
+        _at_least("max_queue_tokens", self.max_queue_tokens, 1)
         _at_least("steps_in_flight", self.steps_in_flight, 1)
         _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
@@ -163,6 +171,8 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     priority_weight: float = 10.0
+    max_queue: int | None = None
+    max_queue_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,5 +73,9 @@ class GrammarError(RequestError):
         self.pointer = pointer
 
 
+class OverloadedError(QuireError):
+    """The queue is full: the request may be sent again later."""
+
+
 class EngineDeadError(QuireError):
     """The engine stopped; nothing can be served until it is started again."""

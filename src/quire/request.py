@@ -87,6 +87,8 @@ class Request:
         max_total: length, prompt included, at which it must end.
         priority: lower runs first, as in vLLM.
         arrival: seconds; ties are broken by `order`, which the scheduler assigns.
+        tenant: for whom it runs; tenants share the engine fairly, by their `share`, > 0.
+        charged: tokens that its tenant has been charged for.
         leader: the sibling whose prompt this one shares (n > 1), or None.
         epoch: grows with each preemption, so that results of earlier steps are recognized as stale.
     """
@@ -95,6 +97,7 @@ class Request:
         "_counts",
         "arrival",
         "cache_salt",
+        "charged",
         "epoch",
         "finish_reason",
         "generating",
@@ -114,8 +117,10 @@ class Request:
         "request_id",
         "sample_index",
         "seed",
+        "share",
         "state",
         "status",
+        "tenant",
         "tokens",
     )
 
@@ -133,6 +138,8 @@ class Request:
         leader: Request | None = None,
         lora_id: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
+        share: float = 1.0,
     ) -> None:
         self.request_id = request_id
         self._counts: Int32 = np.zeros(3, dtype=np.int32)
@@ -148,6 +155,9 @@ class Request:
         self.leader = leader
         self.lora_id = lora_id
         self.cache_salt = cache_salt
+        self.tenant = tenant
+        self.share = share
+        self.charged = 0
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.lane = -1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire.config import SchedulerConfig
-from quire.errors import RefusedError, RequestError, RequestTooLargeError
+from quire.errors import OverloadedError, RefusedError, RequestError, RequestTooLargeError
 from quire.plan import KVGroup, RowFlag, StepPlan, StepResult, int32
 from quire.request import FinishReason, Request, RequestStatus
 from quire.sampling_params import SamplingParams
@@ -308,6 +308,37 @@ def test_abort_at_any_moment(stage: str) -> None:
     assert not loop.scheduler.has_work()
 
 
+@pytest.mark.parametrize(
+    ("caps", "taken"), [({"max_queue": 3}, 5), ({"max_queue_tokens": 20}, 4), ({}, 9)]
+)
+def test_a_full_queue_takes_no_more(caps: dict[str, int], taken: int) -> None:
+    loop = make(max_num_seqs=2, **caps)
+    names = []
+    for i in range(9):
+        try:
+            loop.scheduler.add(request(f"r{i}", own(i, 5)))
+        except OverloadedError:
+            continue
+        names.append(f"r{i}")
+    assert len(names) == taken
+    loop.drain()
+    assert sorted(loop.finished) == names
+    loop.scheduler.add(request("later", own(20, 5)))
+    loop.drain()
+
+
+def test_siblings_are_never_cut_off_by_a_full_queue() -> None:
+    loop = make(max_num_seqs=1, max_queue=2)
+    leader = request("a", own(1, 5))
+    loop.scheduler.add(leader)
+    for i in range(5):
+        loop.scheduler.add(request(f"b{i}", own(1, 5), sample_index=1 + i, leader=leader))
+    with pytest.raises(OverloadedError):
+        loop.scheduler.add(request("c", own(2, 5)))
+    loop.drain()
+    assert len(loop.finished) == 6
+
+
 def test_many_aborted_requests_leave_the_queue() -> None:
     loop = make(max_num_seqs=1)
     loop.scheduler.add(request("runs", own(1, 3), 30))
@@ -316,7 +347,7 @@ def test_many_aborted_requests_leave_the_queue() -> None:
         loop.scheduler.add(request(f"r{i}", 3))
         loop.scheduler.abort(f"r{i}")
     assert loop.scheduler.num_waiting == 0
-    assert len(loop.scheduler._waiting.queue._heap) < 100
+    assert len(loop.scheduler._queue._tenants[""].queue._heap) < 100
     loop.drain()
 
 

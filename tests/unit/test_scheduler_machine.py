@@ -119,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         count=st.sampled_from([1, 1, 3]),
         priority=st.integers(-2, 2),
         salt=st.sampled_from(["", "", "x"]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
         prompt_logprobs=st.booleans(),
     )
     def arrive(
@@ -130,6 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         count: int,
         priority: int,
         salt: str,
+        tenant: str,
         prompt_logprobs: bool,
     ) -> None:
         prompt = int32(_STEMS[stem][:shared] + own)
@@ -151,6 +153,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 sample_index=index,
                 leader=leader,
                 cache_salt=salt,
+                tenant=tenant,
+                share=2.0 if tenant == "b" else 1.0,
             )
             try:
                 self.scheduler.add(request)

@@ -54,6 +54,8 @@ def resolve(args: EngineArgs) -> EngineConfig:
         enable_chunked_prefill=args.enable_chunked_prefill,
         policy=args.scheduling_policy,
         priority_weight=args.priority_weight,
+        max_queue=args.max_queue,
+        max_queue_tokens=args.max_queue_tokens,
     )
     tokenizer_path = None if args.skip_tokenizer_init else str(tokenizer)
     return EngineConfig(

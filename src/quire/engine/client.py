@@ -199,13 +199,17 @@ class EngineClient:
         priority: int = 0,
         cache_salt: str = "",
         keep_special: frozenset[int] = frozenset(),
+        tenant: str = "",
+        share: float = 1.0,
     ) -> AsyncIterator[StreamUpdate]:
         """Streams a request's `n` completions. Closing the iterator aborts what still runs.
 
         keep_special: special tokens that are in the text despite `skip_special_tokens`.
+        tenant, share: see `Request`.
 
         Raises:
             RequestError: the request is invalid, or can never run; before the first update.
+            OverloadedError: the queue is full.
             EngineDeadError: the engine is gone.
         """
         self._check_alive()
@@ -223,6 +227,8 @@ class EngineClient:
                     max_total=max_total(len(ids), params, self.config),
                     priority=priority,
                     cache_salt=cache_salt,
+                    tenant=tenant,
+                    share=share,
                 )
             )
             prompt_tokens = ids.tolist()
@@ -283,6 +289,8 @@ class EngineClient:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
+        share: float = 1.0,
     ) -> Embedding:
         """The prompt as a vector. Cancelling it aborts the request. Raises as `generate`."""
         self._check_alive()
@@ -300,6 +308,8 @@ class EngineClient:
                     priority=priority,
                     cache_salt=cache_salt,
                     pooling=pooling,
+                    tenant=tenant,
+                    share=share,
                 )
             )
             await inbox.arrived.wait()

@@ -91,11 +91,15 @@ class EngineCore:
         priority: int = 0,
         cache_salt: str = "",
         pooling: Pooling | None = None,
+        tenant: str = "",
+        share: float = 1.0,
     ) -> list[Request]:
         """Queues a validated request; its `n` completions in order. pooling: it gives a vector in
-        place of tokens, with a `max_total` one above the prompt's length.
+        place of tokens, with a `max_total` one above the prompt's length. tenant, share: see
+        `Request`.
 
         Raises:
+            OverloadedError: the queue is full.
             RequestError: it can never run, or a feature refused it. Nothing is queued then.
             EngineDeadError: a step has failed.
         """
@@ -122,6 +126,8 @@ class EngineCore:
                     sample_index=index,
                     leader=requests[0] if requests else None,
                     cache_salt=cache_salt,
+                    tenant=tenant,
+                    share=share,
                 )
                 request.state["times"] = RequestTimes(arrival)
                 if pooling is not None:

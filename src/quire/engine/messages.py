@@ -52,7 +52,7 @@ class Start(msgspec.Struct, tag=True):
 
 
 class AddRequest(msgspec.Struct, tag=True):
-    """pooling: of requests for a vector."""
+    """pooling: of requests for a vector. tenant, share: see `Request`."""
 
     handle: int
     prompt: Int32
@@ -61,6 +61,8 @@ class AddRequest(msgspec.Struct, tag=True):
     priority: int = 0
     cache_salt: str = ""
     pooling: Pooling | None = None
+    tenant: str = ""
+    share: float = 1.0
 
 
 class AbortRequest(msgspec.Struct, tag=True):

@@ -37,7 +37,7 @@ from quire.engine.messages import (
     decode_to_engine,
     encode,
 )
-from quire.errors import QuireError, RequestError
+from quire.errors import OverloadedError, QuireError, RequestError
 from quire.plan import int32
 from quire.request import Request
 from quire.scheduler import StepProgress
@@ -134,8 +134,10 @@ class EngineProcess:
                 priority=message.priority,
                 cache_salt=message.cache_salt,
                 pooling=message.pooling,
+                tenant=message.tenant,
+                share=message.share,
             )
-        except RequestError as error:
+        except (RequestError, OverloadedError) as error:
             self._send(Refused(message.handle, Failure.of(error)))
             return
         for index, request in enumerate(requests):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from quire.cache import BlockManager
 from quire.config import SchedulerConfig
-from quire.errors import RefusedError, RequestError
+from quire.errors import OverloadedError, RefusedError, RequestError
 from quire.plan import Int32
 from quire.request import Request
 from quire.scheduler.lanes import Chunk, wants_prompt_logprobs
@@ -57,6 +57,15 @@ class Admission:
                     code="prompt_exceeds_step",
                 )
         self._blocks.check_fits(request.max_total - 1, chunk)
+
+    def check_room(self, requests: int, tokens: int) -> None:
+        """Refuse what comes while so many requests, beyond those that free lanes will take, and so
+        many tokens wait already."""
+        config = self._config
+        if config.max_queue is not None and requests >= config.max_queue:
+            raise OverloadedError(f"{requests} requests are waiting already")
+        if config.max_queue_tokens is not None and tokens >= config.max_queue_tokens:
+            raise OverloadedError(f"{tokens} prompt tokens are waiting already")
 
     def book(self, request: Request, tokens: Int32, budget: int, step_id: int) -> Chunk | None:
         """Blocks, on the next free lane, for all that a waiting request knows, and its first row.

@@ -43,6 +43,10 @@ class LaneTable:
         return bool(self._free)
 
     @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
     def next_free(self) -> int:
         """The lane that `seat` gives next."""
         return self._free[-1]

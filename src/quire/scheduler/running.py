@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from quire.plan import Int32, int32
 from quire.request import Request, RequestStatus
 from quire.scheduler.lanes import Chunk, LaneTable, Launched, Rows, wants_prompt_logprobs
 from quire.scheduler.policy import Entry, Key
+from quire.scheduler.tenants import fair_parts
 
 
 class RunningSet:
@@ -43,10 +44,40 @@ class RunningSet:
     def __len__(self) -> int:
         return len(self.entries)
 
-    @property
-    def last(self) -> Request:
-        """The first to be preempted."""
-        return self.entries[-1][2]
+    def last(self, contested: bool) -> Request:
+        """The first to be preempted when blocks run out: the latest in policy order, of several
+        tenants the latest of who holds the most for his share. What each has running longest is
+        never taken from it, so that all come to their ends."""
+        greediest = self._latest_of_greediest(_tokens, 0.0) if contested else None
+        return greediest or self.entries[-1][2]
+
+    def makes_way(self, request: Request | None, unfit: Request | None) -> Request | None:
+        """The running request that must stop for `request`, which is next and of another tenant:
+        where it finds no free lane or, being `unfit`, no free blocks, and somebody holds more than
+        twice what its own tenant would."""
+        if request is None or (self.lanes.has_free and request is not unfit):
+            return None
+        measure = _tokens if self.lanes.has_free else _one
+        held = sum(measure(r) for _, _, r in self.entries if r.tenant == request.tenant)
+        least = 2.0 * (held + measure(request)) / request.share
+        return self._latest_of_greediest(measure, least)
+
+    def _latest_of_greediest(
+        self, measure: Callable[[Request], int], least: float
+    ) -> Request | None:
+        """The last request in policy order of the tenant with several that holds the most, if that
+        is `least` or more."""
+        held: dict[str, float] = {}
+        latest: dict[str, Request] = {}
+        several = set()
+        for _, _, request in self.entries:
+            name = request.tenant
+            if name in held:
+                several.add(name)
+            held[name] = held.get(name, 0.0) + measure(request) / request.share
+            latest[name] = request
+        names = [name for name in latest if name in several and held[name] >= least]
+        return latest[max(names, key=held.__getitem__)] if names else None
 
     # -- membership ----------------------------------------------------------------------------
 
@@ -128,15 +159,32 @@ class RunningSet:
                 budget -= int(counts[i])
         return rows.with_drafts(counts) if counts.any() else rows
 
-    def chunks(self, budget: int) -> list[Chunk]:
-        """The prompt rows of running requests, in policy order."""
+    def chunks(self, budget: int, waiting: Mapping[str, tuple[int, float]]) -> list[Chunk]:
+        """The prompt rows of running requests, in policy order. Tenants who want more than the
+        budget share it; waiting: what those want (tokens, share) who could start a request now."""
         chunks: list[Chunk] = []
+        parts = self._parts(budget, waiting)
         for _, _, request in self._prompts:
-            length = self.chunk_length(request, request.known - request.planned, budget)
+            most = budget if parts is None else min(budget, parts[request.tenant])
+            length = self.chunk_length(request, request.known - request.planned, most)
             if length > 0:
                 chunks.append(Chunk(request, request.planned, length))
                 budget -= length
+                if parts is not None:
+                    parts[request.tenant] -= length
         return chunks
+
+    def _parts(
+        self, budget: int, waiting: Mapping[str, tuple[int, float]]
+    ) -> dict[str, int] | None:
+        """Each tenant's part of the budget; None where nobody is in another's way."""
+        wants = dict(waiting)
+        for _, _, request in self._prompts:
+            tokens, _ = wants.get(request.tenant, (0, 0.0))
+            wants[request.tenant] = tokens + request.known - request.planned, request.share
+        if len(wants) < 2:
+            return None
+        return fair_parts(wants, budget)
 
     def chunk_length(self, request: Request, lacking: int, budget: int) -> int:
         """Without chunked prefill prompts go whole, except that one taken up again after a
@@ -190,3 +238,11 @@ class RunningSet:
             if wants_prompt_logprobs(request):
                 delivered = min(end, request.prompt_len - 1)
                 request.prompt_logprobs_done = max(request.prompt_logprobs_done, delivered)
+
+
+def _one(request: Request) -> int:
+    return 1
+
+
+def _tokens(request: Request) -> int:
+    return request.known

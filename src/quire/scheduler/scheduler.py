@@ -8,9 +8,11 @@ from        to          when
 (new)       WAITING     `add`
 (new)       PARKED      `add`: a feature is not ready for it, or its leader's prompt is not planned
 PARKED      WAITING     `wake`; the leader's prompt is planned; the leader ended or was preempted
-WAITING     RUNNING     `plan`: budget, a lane and blocks suffice; in policy order
-RUNNING     WAITING     `plan`: preempted, the last in policy order, when blocks run out; `update`:
-                        a feature kept fewer tokens than the device accepted
+WAITING     RUNNING     `plan`: budget, a lane and blocks suffice; tenants by turns (`tenants.py`),
+                        a tenant's in policy order
+RUNNING     WAITING     `plan`: preempted, the last in policy order of the tenant that holds the
+                        most, when blocks run out, or a lane for another tenant; `update`: a
+                        feature kept fewer tokens than the device accepted
 RUNNING     FINISHED    `update`: a stop token, or the longest length
 any         FINISHED    `abort`
 ==========  ==========  ==========================================================================
@@ -42,6 +44,7 @@ from quire.scheduler.lanes import Chunk, Launched, Rows
 from quire.scheduler.policy import key_function
 from quire.scheduler.progress import SchedulerStats, StepProgress
 from quire.scheduler.running import RunningSet
+from quire.scheduler.tenants import FairQueue
 from quire.scheduler.waiting import WaitingSet
 
 
@@ -65,7 +68,8 @@ class Scheduler:
         self._releases = overridden(features, "release")
         self._requests: dict[str, Request] = {}
         key = key_function(config)
-        self._waiting = WaitingSet(key, overridden(features, "ready"))
+        self._queue = FairQueue(key)
+        self._waiting = WaitingSet(self._queue, overridden(features, "ready"))
         self._prompts_planned: list[Request] = []
         self._running = RunningSet(
             config,
@@ -85,6 +89,8 @@ class Scheduler:
         self._in_flight: deque[Launched] = deque()
         self._frees: list[int] = []
         self._holds: dict[str, Hold] = {}
+        self._unfit: Request | None = None
+        """Next, but without blocks when it was last tried."""
         self._step_id = 0
         self._order = 0
         self._prefix_queries = self._prefix_hits = self._preemptions = 0
@@ -95,7 +101,8 @@ class Scheduler:
         """Take a new request in. Siblings (n > 1) follow the one they name as `leader`.
 
         Raises `RequestTooLargeError` if it could not run even alone, `RefusedError` if it does not
-        fit a step or a feature refuses it, `RequestError` if it is malformed.
+        fit a step or a feature refuses it, `RequestError` if it is malformed, `OverloadedError` if
+        too many wait already; siblings are not refused for that.
         """
         if request.request_id in self._requests:
             raise RequestError(
@@ -104,6 +111,9 @@ class Scheduler:
                 code="duplicate_request_id",
             )
         self._admission.check(request)
+        if request.leader is None:
+            waiting = len(self._waiting) - self._lanes.num_free
+            self._admission.check_room(waiting, self._queue.tokens)
         for admit in self._refusals:
             refusal = admit(request)
             if refusal is not None:
@@ -111,6 +121,7 @@ class Scheduler:
         self._order += 1
         request.order = self._order
         self._requests[request.request_id] = request
+        self._queue.enter(request)
         self._waiting.place(request)
 
     def wake(self, request_id: str) -> None:
@@ -136,6 +147,7 @@ class Scheduler:
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        self._queue.leave(request)
         self._waiting.wake_siblings(request)
 
     def _preempt(self, request: Request) -> None:
@@ -159,6 +171,7 @@ class Scheduler:
             else:
                 self.blocks.drop(hold)
             self._frees.append(request.lane)
+            self._queue.stop(request)
         self._running.vacate(requests)
 
     def _release(self, request: Request) -> bool:
@@ -183,12 +196,16 @@ class Scheduler:
         for leader in self._prompts_planned:
             self._waiting.wake_siblings(leader)
         self._prompts_planned = []
+        if self._queue.contested:
+            victim = self._running.makes_way(self._queue.peek(), self._unfit)
+            if victim is not None:  # one a step: a burst is let in step by step
+                self._preempt(victim)
         preemptions = self._preemptions
         rows, chunks = self._settle()
         for chunk in chunks:
             self._running.begin(chunk, self._step_id)
         admits: list[Admit] = []
-        if self._waiting.queue and preemptions == self._preemptions:
+        if self._queue and preemptions == self._preemptions:
             budget = self._config.max_num_batched_tokens - sum(c.length for c in chunks)
             self._admit(budget - int(rows.q_len.sum()), chunks, admits)
         if not chunks and not rows.requests:
@@ -197,19 +214,21 @@ class Scheduler:
 
     def _settle(self) -> tuple[Rows, list[Chunk]]:
         """The rows of running requests, with their blocks booked. When blocks run out, drafts go
-        first, then the last requests in policy order."""
+        first, then the last requests of who holds the most."""
         running, settled = self._running, not self._in_flight
         drafts, most = True, self._config.max_num_batched_tokens
+        able = self._queue.contested and self._lanes.has_free and self._unfit is None
+        waiting = self._queue.waiting() if able else {}
         while True:
             rows = running.rows(self._step_id, settled, drafts)
-            chunks = running.chunks(most - int(rows.q_len.sum()))
+            chunks = running.chunks(most - int(rows.q_len.sum()), waiting)
             if running.book(rows, chunks):
                 return rows, chunks
             drafts = False
             if rows.drafts:
                 continue
             if len(running) > 1:
-                self._preempt(running.last)
+                self._preempt(running.last(self._queue.contested))
             elif chunks and chunks[0].length > 1:
                 most = chunks[0].length // 2
             elif settled and not self._holds:
@@ -218,17 +237,21 @@ class Scheduler:
                 return Rows.none(), []
 
     def _admit(self, budget: int, chunks: list[Chunk], admits: list[Admit]) -> None:
-        """Start waiting requests in policy order; the first that does not fit ends it."""
+        """Start waiting requests in their order; the first that does not fit ends it."""
+        self._unfit = None
         while budget > 0 and self._lanes.has_free:
-            request = self._waiting.queue.peek()
+            request = self._queue.peek()
             if request is None:
                 return
             tokens = request.tokens.view()
             chunk = self._admission.book(request, tokens, budget, self._step_id)
             if chunk is None:
+                whole = not self._config.enable_chunked_prefill and request.known > budget
+                self._unfit = None if whole else request
                 return
-            self._waiting.queue.pop()
+            self._queue.pop(request)
             self._running.seat(request, chunk.start)
+            self._queue.start(request, chunk.start)
             if not (request.num_preemptions or chunk.forked):
                 request.num_cached_tokens = chunk.start
                 self._prefix_queries += request.known

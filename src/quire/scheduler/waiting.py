@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from quire.request import Request, RequestStatus
 from quire.scheduler.policy import Entry, Key
 
+if TYPE_CHECKING:
+    from quire.scheduler.tenants import FairQueue
+
 
 class WaitingQueue:
-    """Requests in key order. Removal is lazy: an entry counts while its request is WAITING."""
+    """A tenant's requests in key order. Removal is lazy: an entry counts while its request is
+    WAITING."""
 
     _COMPACT_FROM = 64
 
@@ -53,10 +58,8 @@ class WaitingSet:
     feature that is not ready, or a leader (n > 1) whose prompt, not planned yet, they will share.
     """
 
-    def __init__(
-        self, key: Callable[[Request], Key], ready: list[Callable[[Request], bool]]
-    ) -> None:
-        self.queue = WaitingQueue(key)
+    def __init__(self, queue: FairQueue, ready: list[Callable[[Request], bool]]) -> None:
+        self.queue = queue
         self._ready = ready
         self._num_parked = 0
         self._siblings: dict[str, list[Request]] = {}
@@ -93,7 +96,7 @@ class WaitingSet:
         if parked:
             self._num_parked -= 1
         else:
-            self.queue.forget()
+            self.queue.forget(request)
 
 
 def _awaited_leader(request: Request) -> Request | None:
