@@ -38,7 +38,8 @@ class Executor(Protocol):
         ...
 
     def submit_head(self, inputs: HeadInputs) -> None:
-        """Release the head of the GATED rows of a submitted step."""
+        """Bring the masks of a step with GATED rows, from any thread. The step, and all behind it,
+        wait for them, so nothing that they depend on may come after `submit` of a later step."""
         ...
 
     def collect(self) -> StepResult:

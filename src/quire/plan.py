@@ -27,7 +27,7 @@ Float32 = np.ndarray[Any, np.dtype[np.float32]]
 class RowFlag(enum.IntFlag):
     """PROMPT: the row's tokens are known to the host (prompt, or tokens of a resumed request).
     SAMPLE: the row's last logits give a new token (generating rows always sample).
-    GATED: the row's head waits for `HeadInputs` (a grammar's mask)."""
+    GATED: the step's head waits for `HeadInputs` (a grammar's mask)."""
 
     PROMPT = 1
     SAMPLE = 2
@@ -145,10 +145,16 @@ class StepPlan(msgspec.Struct):
     def gated(self) -> bool:
         return bool((self.flags & RowFlag.GATED).any())
 
+    @property
+    def mask_lines(self) -> Int32:
+        """Each row's line of `HeadInputs.mask`, -1 where it has none, int32 [R]."""
+        waits = (self.flags & RowFlag.GATED) != 0
+        return int32(np.where(waits, np.cumsum(waits) - 1, -1))
+
 
 class HeadInputs(msgspec.Struct):
-    """What GATED rows wait for. mask: uint32 bits as int32 [gated logit rows, ceil(vocab / 32)],
-    in the plan's order; a set bit allows the token."""
+    """What the head of a step with GATED rows waits for. mask: uint32 bits as int32 [gated rows,
+    ceil(vocab / 32)], in the plan's order; a set bit allows the token."""
 
     step_id: int
     mask: Int32

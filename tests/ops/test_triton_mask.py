@@ -7,6 +7,7 @@ import torch
 
 from quire.ops.reference import mask_logits as reference
 from quire.ops.triton import mask_logits
+from quire.ops.triton.gate import wait_for
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -18,12 +19,12 @@ def test_mask(kernel_device: str, dtype: torch.dtype, vocab: int) -> None:
     mask = torch.randint(-(2**31), 2**31, (5, words), generator=make).int()
     mask[1], mask[2] = 0, -1
     mask = mask.to(kernel_device)
-    expected = reference(logits.clone(), mask)
+    expected = reference(logits.clone(), mask, None)
     allowed = [
         [bool(mask[r, t // 32].item() >> (t % 32) & 1) for t in range(vocab)] for r in (0, 4)
     ]
     assert torch.equal(torch.isfinite(expected[[0, 4]]).cpu(), torch.tensor(allowed))
-    got = mask_logits(logits, mask)
+    got = mask_logits(logits, mask, None)
     assert got is logits
     assert torch.equal(got, expected)
     assert torch.isinf(got[1]).all()
@@ -35,7 +36,7 @@ def test_rows_of_a_wider_table(kernel_device: str) -> None:
     table = torch.zeros(4, 300, device=kernel_device)
     mask = torch.zeros(4, 12, dtype=torch.int32, device=kernel_device)
     mask[:, 0] = 5
-    mask_logits(table[:, :250], mask)
+    mask_logits(table[:, :250], mask, None)
     assert torch.isfinite(table[:, 250:]).all()
     assert torch.isfinite(table[:, [0, 2]]).all()
     assert torch.isinf(table[:, [1, 3, 249]]).all()
@@ -44,4 +45,29 @@ def test_rows_of_a_wider_table(kernel_device: str) -> None:
 def test_no_rows(kernel_device: str) -> None:
     logits = torch.empty(0, 40, device=kernel_device)
     mask = torch.empty(0, 2, dtype=torch.int32, device=kernel_device)
-    assert mask_logits(logits, mask).shape == (0, 40)
+    assert mask_logits(logits, mask, None).shape == (0, 40)
+
+
+def test_lines(kernel_device: str) -> None:
+    """Rows under the same line, under none, and in another order."""
+    make = torch.Generator().manual_seed(1)
+    logits = torch.randn(5, 77, generator=make).to(kernel_device)
+    mask = torch.randint(-(2**31), 2**31, (3, 3), generator=make).int().to(kernel_device)
+    lines = torch.tensor([2, -1, 0, 2, -1], dtype=torch.int32, device=kernel_device)
+    expected = logits.clone()
+    for row, line in enumerate(lines.tolist()):
+        if line >= 0:
+            reference(expected[row : row + 1], mask[line : line + 1], None)
+    assert torch.equal(reference(logits.clone(), mask, lines), expected)
+    assert torch.equal(mask_logits(logits, mask, lines), expected)
+    assert torch.isfinite(expected[[1, 4]]).all()
+    assert torch.isinf(expected[[0, 2, 3]]).any()
+
+
+def test_a_flag_that_is_there_is_not_waited_for(kernel_device: str) -> None:
+    flag = torch.full((1,), 7, dtype=torch.int64)
+    if kernel_device != "cpu":
+        flag = flag.pin_memory()
+    wait_for(flag, 7)
+    wait_for(flag, 3)
+    assert flag.item() == 7

@@ -16,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
 from quire.errors import GrammarError, RequestError
 from quire.outputs import RequestOutput
-from quire.plan import HeadInputs, Int32, StepPlan
+from quire.plan import Int32, StepPlan
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.masks import MaskBuilder, Row
 
@@ -285,13 +285,13 @@ def test_abort(llms: dict[int, LLM], depth: int) -> None:
         assert llm.stats().blocks_used == [0]
 
 
-def test_late_masks_hold_up_no_one_else(llm: LLM, monkeypatch: Any) -> None:
-    """While a mask is late, steps are launched without the row that waits for it."""
+def test_steps_are_submitted_behind_one_that_waits(llm: LLM, monkeypatch: Any) -> None:
+    """When a mask comes there is nothing left to launch."""
     submitted: list[StepPlan] = []
     heads: list[tuple[int, int]] = []
     more = threading.Condition()
     executor = core_of(llm)._executor
-    submit, submit_head, build = executor.submit, executor.submit_head, MaskBuilder.build
+    submit, build = executor.submit, MaskBuilder.build
 
     def seen(plan: StepPlan) -> None:
         with more:
@@ -302,17 +302,13 @@ def test_late_masks_hold_up_no_one_else(llm: LLM, monkeypatch: Any) -> None:
     def late(self: MaskBuilder, rows: list[Row], vocab: int) -> Int32:
         with more:  # until one more step than the one that asked is there
             known = len(submitted)
-            more.wait_for(lambda: len(submitted) > known + 1, timeout=0.2)
+            more.wait_for(lambda: len(submitted) > known, timeout=0.2)
+            heads.append((known, len(submitted)))
         return build(self, rows, vocab)
-
-    def released(inputs: HeadInputs) -> None:
-        heads.append((inputs.step_id, submitted[-1].step_id))
-        submit_head(inputs)
 
     expected = run(llm, PROMPTS[:2], [asks(DATES), PLAIN[0]])
     monkeypatch.setattr(executor, "submit", seen)
-    monkeypatch.setattr(executor, "submit_head", released)
     monkeypatch.setattr(MaskBuilder, "build", late)
     assert run(llm, PROMPTS[:2], [asks(DATES), PLAIN[0]]) == expected
     assert any(newest > waited for waited, newest in heads)
-    assert any(plan.num_rows == 1 and not plan.gated for plan in submitted)
+    assert any(plan.num_rows == 2 and plan.gated for plan in submitted)

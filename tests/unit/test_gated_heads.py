@@ -1,4 +1,4 @@
-"""Rows whose heads wait for the host: op by op, and with graphs, which a double replays on a CPU.
+"""Steps whose heads wait for masks: op by op, and with graphs, which a double replays on a CPU.
 
 Masks here are a function of the request and the position, so that every way to run the same
 requests must give the same tokens.
@@ -69,9 +69,6 @@ class Gate(Feature):
 
     def __init__(self) -> None:
         self.waiting: deque[Waiting] = deque()
-
-    def hold(self) -> Int32:
-        return np.concatenate([int32([]), *(step.lanes for step in self.waiting)])
 
     def plan(self, builder: PlanBuilder) -> None:
         rows = [

@@ -23,9 +23,6 @@ _GOLDEN = 0x9E3779B97F4A7C15
 """An odd constant near 2**64 / golden ratio: multiples of it spread over all 64-bit words."""
 
 
-_PATIENCE = 2e-3
-"""Seconds to wait for masks before a step is planned without the rows that wait for them. They are
-mostly there sooner, and a step without those rows costs the device more."""
 _IDLE = 5e-3
 """Seconds to wait for a grammar when there is nothing else to do."""
 
@@ -72,6 +69,7 @@ class EngineCore:
         self._grammars = grammars
         if grammars is not None:
             features = [*features, grammars]
+            grammars.connect(executor.submit_head)
         self.scheduler = Scheduler(config.scheduler, self.capacity, features)
         self._siblings: dict[str, list[Request]] = {}
         self._seeds = 0
@@ -182,14 +180,11 @@ class EngineCore:
         if grammars is not None:
             self._wake(grammars, 0.0)
         while scheduler.num_in_flight < self.config.scheduler.steps_in_flight:
-            if grammars is not None:
-                alone = grammars.num_waiting >= scheduler.num_running
-                self._release_heads(grammars, None if alone else _PATIENCE)
+            if grammars is not None and not grammars.begin():
+                break
             plan = scheduler.plan()
             if plan is None:
                 break
-            if grammars is not None:
-                grammars.begin()
             executor.submit(plan)
             self._steps += 1
             self._note_starts(plan)
@@ -198,7 +193,7 @@ class EngineCore:
                 self._wake(grammars, _IDLE)
             return None
         if grammars is not None:
-            self._release_heads(grammars, None, scheduler.oldest_in_flight)
+            grammars.begin()
         progress = scheduler.update(executor.collect())
         if grammars is not None:
             grammars.begin()
@@ -216,13 +211,6 @@ class EngineCore:
             if self.scheduler.abort(request.request_id, FinishReason.ERROR) is not None:
                 self._unfit.append((request, error))
                 self._forget_ended(request.request_id.rpartition("/")[0])
-
-    def _release_heads(
-        self, grammars: GrammarFeature, patience: float | None, last: int | None = None
-    ) -> None:
-        """Hands the executor the masks that are there; see `GrammarFeature.take`."""
-        for inputs in grammars.take(patience, last):
-            self._executor.submit_head(inputs)
 
     def take_unfit(self) -> list[tuple[Request, RequestError]]:
         """Requests that had to end by an error of their own, each told once."""

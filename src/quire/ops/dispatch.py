@@ -67,10 +67,11 @@ def linear(
     )
 
 
-def mask_logits(logits: Tensor, mask: Tensor) -> Tensor:
-    """logits [n, vocab], dense rows, changed in place: -inf where a bit of mask, int32 [n, at least
-    vocab / 32], is clear; bit i of word w is token 32 w + i."""
-    return choose("mask_logits", logits.device)(logits, mask)  # type: ignore[no-any-return]
+def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None = None) -> Tensor:
+    """logits [n, vocab], dense rows, changed in place: -inf where a bit of mask, int32 [m, at least
+    vocab / 32], is clear; bit i of word w is token 32 w + i. lines: int32 [n], the line of the mask
+    that each row is under, or -1 for none; left out, each is under its own."""
+    return choose("mask_logits", logits.device)(logits, mask, lines)  # type: ignore[no-any-return]
 
 
 def embedding(ids: Tensor, table: Tensor, start: int = 0) -> Tensor:

@@ -91,7 +91,8 @@ class Head:
 class StepGraphs:
     """All graphs of a runner, in one memory pool.
 
-    inputs: int32 [3 * rows + 1] on the device, filled before a replay with what `pack` gives.
+    inputs: int32 [4 * rows + 1] on the device, filled before a replay with what `pack` gives.
+    mask: int32 [rows, words], what masked heads read, a line for each GATED row.
     """
 
     def __init__(
@@ -104,9 +105,10 @@ class StepGraphs:
         self.max_rows = rows = state.num_lanes
         self.max_tokens = max_tokens
         device = state.device
-        self.inputs = torch.empty(3 * rows + 1, dtype=torch.int32, device=device)
-        self._lanes, starts = self.inputs[:rows], self.inputs[rows : 2 * rows + 1]
-        self._starts, self._samples = starts, self.inputs[2 * rows + 1 :]
+        self.inputs = torch.empty(4 * rows + 1, dtype=torch.int32, device=device)
+        self._lanes, self._starts, self._samples, self._lines = torch.split(
+            self.inputs, [rows, rows + 1, rows, rows]
+        )
         self._last = torch.zeros(rows, model.spec.hidden_size, dtype=model.dtype, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         self._decode_sizes, self._mixed_sizes = decode_buckets(rows), mixed_buckets(max_tokens)
@@ -120,7 +122,7 @@ class StepGraphs:
         self._stops = sampler.stops
         vocab = model.spec.vocab_size
         self._logits = torch.empty(rows, vocab, dtype=model.dtype, device=device)
-        self._mask = torch.full((rows, -(-vocab // 32)), -1, dtype=torch.int32, device=device)
+        self.mask = torch.full((rows, -(-vocab // 32)), -1, dtype=torch.int32, device=device)
 
     # -- capture -------------------------------------------------------------------------------
 
@@ -229,7 +231,7 @@ class StepGraphs:
             self._logits[:rows].copy_(logits)
             logits = self._adjusted(logits, lanes, length)
         if masked:
-            mask_logits(logits, self._mask[:rows])
+            mask_logits(logits, self.mask, self._lines[:rows])
         tokens = sample(
             logits,
             lanes,
@@ -279,23 +281,21 @@ class StepGraphs:
         return 0 < plan.num_rows <= self.max_rows and plan.num_tokens <= self.max_tokens
 
     def pack(self, plan: StepPlan) -> Int32:
-        """A plan's rows as the graphs read them."""
-        return self.pack_rows(plan.lanes, plan.q_len, (plan.flags & RowFlag.SAMPLE) != 0)
-
-    def pack_rows(self, lanes: Int32, q_len: Int32, samples: Any) -> Int32:
-        """lanes (-1: to be skipped), q_len: int32 [R]. samples: which of them do, bool [R] or
-        bool."""
+        """A plan's rows as the graphs read them: lanes (-1: padding), where their tokens begin,
+        whether they sample, and their lines of the mask (-1: none)."""
         packed = self._idle()
-        rows, most = len(lanes), self.max_rows
-        packed[:rows] = lanes
-        np.cumsum(q_len, out=packed[most + 1 : most + 1 + rows])
-        packed[most + 1 + rows : 2 * most + 1] = q_len.sum()
-        packed[2 * most + 1 : 2 * most + 1 + rows] = samples
+        rows, most = plan.num_rows, self.max_rows
+        packed[:rows] = plan.lanes
+        np.cumsum(plan.q_len, out=packed[most + 1 : most + 1 + rows])
+        packed[most + 1 + rows : 2 * most + 1] = plan.q_len.sum()
+        packed[2 * most + 1 : 2 * most + 1 + rows] = (plan.flags & RowFlag.SAMPLE) != 0
+        if plan.gated:
+            packed[3 * most + 1 : 3 * most + 1 + rows] = plan.mask_lines
         return packed
 
     def _idle(self) -> Int32:
-        packed = np.zeros(3 * self.max_rows + 1, dtype=np.int32)
-        packed[: self.max_rows] = -1
+        packed = np.zeros(4 * self.max_rows + 1, dtype=np.int32)
+        packed[: self.max_rows] = packed[3 * self.max_rows + 1 :] = -1
         return packed
 
     def body(self, plan: StepPlan) -> Body:
@@ -311,24 +311,13 @@ class StepGraphs:
         return body
 
     def head(self, rows: int, kind: HeadKind, *, masked: bool = False) -> Head:
-        """Replays the smallest head for so many rows, those in `inputs`: of the body that was
-        replayed last, or those that `bring_back` brought."""
+        """Replays the smallest head for so many rows, those of the body that was replayed last."""
         if self._stops is not self._sampler.stops:
             self._recapture_heads()
         sizes = self._masked_sizes if masked else self._decode_sizes
         head = self._heads[_at_least(sizes, rows), kind, masked]
         head.graph.replay()
         return head
-
-    def set_aside(self, rows: Tensor) -> Tensor:
-        """The hidden states [g, width] that the heads of `rows`, int64 [g], of the last body read;
-        further replays leave them alone."""
-        return self._last.index_select(0, rows)
-
-    def bring_back(self, hidden: Tensor, mask: Tensor) -> None:
-        """Puts rows that were set aside, and their masks, where a masked head reads them."""
-        self._last[: len(hidden)].copy_(hidden)
-        self._mask[: len(mask)].copy_(mask)
 
     def _recapture_heads(self) -> None:
         """A request brought more stop tokens than there was room for: the table has moved."""

@@ -24,16 +24,17 @@ from quire.models import Decoder, build_model, load_config, load_weights, spec_f
 from quire.plan import HeadInputs, Int32, RowFlag, StepPlan, StepResult
 from quire.runner import memory
 from quire.runner.batch_state import BatchState
+from quire.runner.gate import DeviceGate, HostGate
 from quire.runner.hook import Hook
 from quire.runner.kv_cache import KVCache
 from quire.runner.results import mark, read_back, result
 from quire.runner.sampling import Sampler
 from quire.runner.sampling.logprobs import token_logprobs
 from quire.runner.staging import Staging, Upload
-from quire.runner.step import DeviceLogprobs, Step, step_rows
+from quire.runner.step import DeviceLogprobs, Step
 
 if TYPE_CHECKING:  # Triton is needed only where graphs are
-    from quire.runner.cuda_graphs import Head, StepGraphs
+    from quire.runner.cuda_graphs import StepGraphs
 
 _HEAD_ELEMENTS = 1 << 26
 """Logits computed at once for a prompt's log-probabilities."""
@@ -53,9 +54,16 @@ class ModelRunner:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.hooks = tuple(hooks)
         self._progress = progress
+        # Launched, and those behind one that waits for the host.
         self._steps: deque[Step] = deque()
+        self._later: deque[StepPlan] = deque()
         self._graphs: StepGraphs | None = None
-        self._staging = Staging(self.device, 2 * (config.scheduler.steps_in_flight + 1))
+        depth = config.scheduler.steps_in_flight + 1
+        self._staging = Staging(self.device, depth)
+        self._gate: HostGate | DeviceGate = HostGate()
+        if self.device.type == "cuda":
+            words = -(-config.vocab_size // 32)
+            self._gate = DeviceGate(self.device, depth, config.scheduler.max_num_seqs, words)
         self._policy = ops.Policy(
             deterministic=config.args.deterministic, disabled=frozenset(config.args.disable)
         )
@@ -134,38 +142,62 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Launches a step; its GATED rows wait for `submit_head`."""
+        """Launches a step. The head of one with GATED rows runs when its masks come."""
         _check(plan)
+        self._later.append(plan)
+        self._go_on()
+
+    def submit_head(self, inputs: HeadInputs) -> None:
+        """The masks of a step that was, or is about to be, submitted. From any thread."""
+        self._gate.give(inputs.step_id, inputs.mask)
+
+    def _go_on(self, *, wait: bool = False) -> None:
+        """Launches what can be. On a CPU a head that waits for masks holds up all behind it, as the
+        order of the stream does on a GPU; with `wait`, so does this, for the first such head."""
         with ops.use_policy(self._policy):
-            self._steps.append(self._launch(plan))
+            while True:
+                if self._steps and self._steps[-1].waits:
+                    self._finish(self._steps[-1], wait=wait)
+                    if self._steps[-1].waits:
+                        return
+                    wait = False
+                if not self._later:
+                    return
+                step = self._launch(self._later.popleft())
+                self._steps.append(step)
+                self._finish(step, wait=False)
 
     def _launch(self, plan: StepPlan) -> Step:
+        """The step up to its head."""
         started = mark(self.device)
-        for earlier in self._steps:
-            if earlier.waits:
-                earlier.gone.update(plan.frees)
         if self._graphs is not None and self._graphs.fits(plan):
-            step = self._replay(self._graphs, plan)
+            step = self._replay_body(self._graphs, plan)
         else:
             step = self._apply(plan)
             self._body(step)
-            self._start_results(step)
-            self._heads(step)
         step.started = started
-        step.waits = plan.gated
-        if not step.waits:
-            read_back(step, self.device)
         return step
 
-    def _replay(self, graphs: StepGraphs, plan: StepPlan) -> Step:
-        """The step as graphs; its head too, unless a row wants more of it than they give. Rows
-        that wait for the host are set aside, and the head of the others skips them."""
+    def _finish(self, step: Step, *, wait: bool) -> None:
+        """The step's head, unless masks are missing that the device cannot wait for by itself."""
+        masks = None
+        if step.plan.gated:
+            count = int(((step.plan.flags & RowFlag.GATED) != 0).sum())
+            masks = self._gate.take(step.plan.step_id, count, wait=wait)
+            step.waits = masks is None
+            if masks is None:
+                return
+        if self._graphs is not None and step.replayed:
+            self._replay_head(self._graphs, step, masks)
+        else:
+            self._start_results(step)
+            self._heads(step, masks)
+        read_back(step, self.device)
+
+    def _replay_body(self, graphs: StepGraphs, plan: StepPlan) -> Step:
+        """The body as a graph, and the head too, unless a row wants more of it than graphs give."""
         upload = self._staging.begin()
         inputs = upload.add(graphs.pack(plan))
-        late = step_rows(plan, gated=True)
-        lanes = plan.lanes.copy()
-        lanes[late] = -1
-        keys = (upload.add(late), upload.add(lanes)) if len(late) else None
         copies = self._stage(plan, upload)
         upload.send()
         self._copy_blocks(copies, upload)
@@ -174,106 +206,50 @@ class ModelRunner:
         body = graphs.body(plan)
         step = Step(plan, body.batch, first)
         scores = (self.sampler.prompt_logprobs[plan.lanes] >= 0).any()
-        if not scores and not any(hook.wants(plan) for hook in self.hooks):
-            if keys is not None:
-                step.set_aside = graphs.set_aside(upload[keys[0]].long())
-                graphs.inputs[: plan.num_rows].copy_(upload[keys[1]])
-            self._replay_head(graphs, step, lanes)
-            return step
-        # The next replay overwrites what rows that wait will read.
-        step.hidden = body.hidden if keys is None else body.hidden.clone()
-        self.state.locate(step, graphs.inputs[: plan.num_rows])
-        self._start_results(step)
-        self._heads(step)
+        step.replayed = not scores and not any(hook.wants(plan) for hook in self.hooks)
+        if not step.replayed:
+            step.hidden = body.hidden
+            self.state.locate(step, graphs.inputs[: plan.num_rows])
         return step
 
-    def _replay_head(self, graphs: StepGraphs, step: Step, lanes: Int32) -> None:
-        """lanes: int32 [R], the plan's, -1 where a row waits."""
-        here = np.flatnonzero(lanes >= 0).astype(np.int32)
-        if not len(here):
-            self._start_results(step)
-            return
-        head = graphs.head(len(lanes), self.sampler.head_kind(lanes[here]))
-        # While rows wait, other steps may come, and their results with them.
-        step.results = head.results if len(here) == len(lanes) else head.results.clone()
-        rows = here[(step.plan.flags[here] & RowFlag.SAMPLE) != 0]
-        self._replayed_logprobs(graphs, step, head, rows, rows)
-
-    def _replayed_logprobs(
-        self, graphs: StepGraphs, step: Step, head: Head, rows: Int32, places: Int32
-    ) -> None:
-        """Of the plan's `rows`, which the head that was just replayed has at `places`."""
-        wanted = self.sampler.logprobs[step.plan.lanes[rows]]
+    def _replay_head(self, graphs: StepGraphs, step: Step, masks: Tensor | None) -> None:
+        plan = step.plan
+        if masks is not None:
+            graphs.mask[: len(masks)].copy_(masks)
+        kind = self.sampler.head_kind(plan.lanes)
+        head = graphs.head(plan.num_rows, kind, masked=masks is not None)
+        step.results = head.results
+        rows = step.sampled_rows
+        wanted = self.sampler.logprobs[plan.lanes[rows]]
         asked = np.flatnonzero(wanted >= 0)
         if head.logits is None or not len(asked):
             return
-        where = self._index(places[asked])
+        where = self._index(rows[asked])
         # The head has moved the lanes on: they stand where their new token is.
         length = self.state.position[graphs.inputs[where].long()]
         raw, tokens = head.logits[where].float(), head.results[0][where]
         self._sampled_logprobs(step, rows[asked], raw, tokens, length, wanted[asked])
 
-    def _heads(self, step: Step) -> None:
-        """The head of all rows that do not wait for the host, op by op."""
+    def _heads(self, step: Step, masks: Tensor | None) -> None:
+        """The head of all rows, op by op."""
         plan = step.plan
         for hook in self.hooks:
             hook.after_body(step)
         self._prompt_head(step)
-        self._head(step, step.sampled_rows(gated=False), None)
+        self._head(step, step.sampled_rows, masks)
         # Rows in mid-prompt only move on; the others do so with their token.
         silent = np.flatnonzero((plan.flags & RowFlag.SAMPLE) == 0).astype(np.int32)
         if len(silent):
             self.state.advance(step, silent, None)
 
     @torch.inference_mode()
-    def submit_head(self, inputs: HeadInputs) -> None:
-        """Samples the GATED rows of a step under their masks, but for those of lanes that others
-        have taken since."""
-        step = next((s for s in self._steps if s.plan.step_id == inputs.step_id), None)
-        if step is None or not step.waits:
-            raise QuireError(f"step {inputs.step_id} does not wait for its head")
-        with ops.use_policy(self._policy):
-            if self._graphs is not None and step.set_aside is not None:
-                self._replay_late(self._graphs, step, step.set_aside, inputs.mask)
-            else:
-                rows = step.sampled_rows(gated=True)
-                stay = ~np.isin(step.plan.lanes[rows], list(step.gone))
-                upload = self._staging.begin()
-                key = upload.add(np.ascontiguousarray(inputs.mask[stay]))
-                upload.send()
-                self._head(step, rows[stay], upload[key])
-        step.waits = False
-        read_back(step, self.device)
-
-    def _replay_late(self, graphs: StepGraphs, step: Step, hidden: Tensor, mask: Int32) -> None:
-        """The head of rows that were set aside, hidden [g, width], under masks [g, words]."""
-        plan = step.plan
-        rows = step.sampled_rows(gated=True)
-        lanes = plan.lanes[rows]
-        lanes[np.isin(lanes, list(step.gone))] = -1
-        upload = self._staging.begin()
-        keys = [
-            upload.add(x) for x in (graphs.pack_rows(lanes, plan.q_len[rows], True), mask, rows)
-        ]
-        upload.send()
-        graphs.inputs.copy_(upload[keys[0]])
-        graphs.bring_back(hidden, upload[keys[1]])
-        places = np.flatnonzero(lanes >= 0).astype(np.int32)
-        head = graphs.head(len(rows), self.sampler.head_kind(lanes[places]), masked=True)
-        if len(rows) == plan.num_rows:
-            step.results = head.results
-        else:
-            step.results[:, upload[keys[2]].long()] = head.results[:, : len(rows)]
-        self._replayed_logprobs(graphs, step, head, rows[places], places)
-
     def collect(self) -> StepResult:
-        """The oldest step's result; waits for the device."""
+        """The oldest step's result; waits for the device, and on a CPU for the step's masks."""
         if not self._steps:
             raise QuireError("there is no step to collect")
-        step = self._steps.popleft()
-        if step.waits:
-            raise QuireError(f"step {step.plan.step_id} still waits for its head")
-        return result(step, self.device)
+        if self._steps[0].waits:
+            self._go_on(wait=True)
+        return result(self._steps.popleft(), self.device)
 
     def _apply(self, plan: StepPlan) -> Step:
         upload = self._staging.begin()
@@ -324,8 +300,8 @@ class ModelRunner:
             return index.pin_memory().to(self.device, non_blocking=True)
         return index
 
-    def _head(self, step: Step, rows: Int32, mask: Tensor | None) -> None:
-        """Samples `rows`, int32 on the host, and moves their lanes on."""
+    def _head(self, step: Step, rows: Int32, masks: Tensor | None) -> None:
+        """Samples `rows`, int32 on the host, and moves their lanes on. masks: int32 [g, words]."""
         if not len(rows):
             return
         places = step.logit_rows.token[step.logit_rows.last[rows]]
@@ -335,8 +311,8 @@ class ModelRunner:
         lanes, length = step.lanes[where], step.position[where]
         wanted = self.sampler.logprobs[host_lanes]
         raw = logits.clone() if (wanted >= 0).any() else None
-        if mask is not None:
-            ops.mask_logits(logits, mask)
+        if masks is not None:
+            ops.mask_logits(logits, masks, self._index(step.plan.mask_lines[rows]).int())
         for hook in self.hooks:
             logits = hook.head(step, logits, where)
         tokens = self.sampler.sample(logits, lanes, host_lanes, length)
@@ -397,7 +373,9 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Gives the device's memory back. Idempotent."""
+        self._gate.open()
         self._steps.clear()
+        self._later.clear()
         self._graphs = None
         for name in ("model", "cache", "state", "sampler"):
             self.__dict__.pop(name, None)

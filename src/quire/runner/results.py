@@ -28,7 +28,7 @@ def read_back(step: Step, device: torch.device) -> None:
             setattr(part, name, _to_host(getattr(part, name), device))
     if step.pooled is not None:
         step.pooled.values = _to_host(step.pooled.values, device)
-    step.hidden = step.set_aside = None
+    step.hidden = None
     step.done = mark(device)
 
 

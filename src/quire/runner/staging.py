@@ -79,8 +79,7 @@ def _words(array: Array) -> Int32:
 
 
 class Staging:
-    """A ring of pinned buffers, two for each step in flight and to spare: heads that wait for the
-    host bring something of their own.
+    """A ring of pinned buffers, one for each step in flight and to spare.
 
     Reusing a buffer that a copy still reads is a classic corruption, so each waits for the copy
     that last read it. Without a GPU there is nothing to stage.

@@ -14,13 +14,6 @@ from quire.layers.batch import ForwardBatch
 from quire.plan import Int32, Logprobs, RowFlag, StepPlan
 
 
-def step_rows(plan: StepPlan, *, gated: bool) -> Int32:
-    """See `Step.sampled_rows`."""
-    waits = (plan.flags & RowFlag.GATED) != 0
-    samples = (plan.flags & RowFlag.SAMPLE) != 0
-    return np.flatnonzero(samples & (waits == gated)).astype(np.int32)
-
-
 @dataclass(slots=True)
 class LogitRows:
     """Where a step's logits come from, all int32 [M] on the host: the token's place in the batch
@@ -49,8 +42,7 @@ class Step:
     needed, and absent, where a graph runs the head.
     hidden: [T, width] once the body has run. results: int32 [2, >= R], tokens and stop reasons,
     filled by the head.
-    waits: the head of GATED rows is still to be released. set_aside: the hidden states [g, width]
-    that it reads, where graphs run the step. gone: lanes freed since, by steps launched later.
+    replayed: graphs run its head. waits: its head, still to be run, waits for masks.
     """
 
     plan: StepPlan
@@ -63,9 +55,8 @@ class Step:
     logprobs: list[DeviceLogprobs] = field(default_factory=list)
     prompt_logprobs: list[DeviceLogprobs] = field(default_factory=list)
     pooled: DevicePooled | None = None
+    replayed: bool = False
     waits: bool = False
-    set_aside: Tensor | None = None
-    gone: set[int] = field(default_factory=set)
     done: Any = None
     started: Any = None
 
@@ -84,9 +75,10 @@ class Step:
         """int32 [R]."""
         return self.results[1, : self.plan.num_rows]
 
-    def sampled_rows(self, *, gated: bool) -> Int32:
-        """The rows that sample, those that wait for the host or those that do not, int32."""
-        return step_rows(self.plan, gated=gated)
+    @property
+    def sampled_rows(self) -> Int32:
+        """int32 [s]."""
+        return np.flatnonzero(self.plan.flags & RowFlag.SAMPLE).astype(np.int32)
 
 
 @dataclass(slots=True)

@@ -1,9 +1,8 @@
 """Requests with a grammar, as the scheduler and the engine's loop see them.
 
 A request is parked until its grammar is compiled. From then on its sampling rows are GATED: the
-step's body is launched like any other, and the rows' heads wait for masks, which are built on other
-threads while the body runs. A mask needs all tokens before it, so a request whose row waits for its
-mask is left out of further steps; every other request goes on.
+step's head waits for their masks. A mask needs all tokens before it; as soon as these are known,
+masks are built on other threads, while the step's body runs, and handed to the executor from there.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -20,14 +20,13 @@ import numpy as np
 from llguidance import LLMatcher
 
 from quire.errors import GrammarError, RequestError
-from quire.plan import HeadInputs, Int32, RowFlag, int32
+from quire.plan import HeadInputs, Int32, RowFlag
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 from quire.structured.compiler import Compiler
 from quire.structured.masks import MaskBuilder, Row, Walk
 
 _NAME = "structured"
-_NO_LANES = int32([])
 _FOREVER = 2**31 - 1
 
 
@@ -40,8 +39,10 @@ class _Gated:
     lanes: Int32
     generations: list[int]
     needs: list[int]
-    walks: list[Walk] = field(default_factory=list)
-    masks: Future[Int32] | None = None
+
+    @property
+    def places(self) -> range:
+        return range(len(self.requests))
 
     def alive(self, i: int) -> bool:
         request = self.requests[i]
@@ -51,8 +52,8 @@ class _Gated:
 class GrammarFeature(Feature):
     """Belongs to the engine's thread, like the scheduler that calls it.
 
-    The engine's loop calls `compiled` for what has become of parked requests, `begin` when tokens
-    have come and before it launches a step, and `take` for the masks.
+    The engine's loop calls `compiled` for what has become of parked requests, and `begin` when a
+    step was submitted or tokens have come.
     """
 
     def __init__(self, compiler: Compiler, num_lanes: int) -> None:
@@ -65,6 +66,12 @@ class GrammarFeature(Feature):
         self._done: deque[tuple[str, Walk, LLMatcher | None, GrammarError | None]] = deque()
         self._news = threading.Event()
         self._failures: list[tuple[Request, RequestError]] = []
+        self._broken: deque[tuple[_Gated, int, GrammarError]] = deque()
+        self._release: Callable[[HeadInputs], None] = lambda inputs: None
+
+    def connect(self, release: Callable[[HeadInputs], None]) -> None:
+        """release: takes masks to where steps run. Called on another thread."""
+        self._release = release
 
     # -- what the scheduler asks ---------------------------------------------------------------
 
@@ -104,12 +111,6 @@ class GrammarFeature(Feature):
     def ready(self, request: Request) -> bool:
         walk = request.state.get(_NAME)
         return walk is None or walk.matcher is not None
-
-    def hold(self) -> Int32:
-        """The lanes whose next token waits for a mask."""
-        if not self._waiting:
-            return _NO_LANES
-        return np.concatenate([step.lanes for step in self._waiting])
 
     def plan(self, builder: PlanBuilder) -> None:
         for admit in builder.admits:
@@ -173,21 +174,28 @@ class GrammarFeature(Feature):
 
     def failures(self) -> list[tuple[Request, RequestError]]:
         """Requests that must end, each told once."""
+        while self._broken:
+            step, i, error = self._broken.popleft()
+            if step.alive(i):
+                self._failures.append((step.requests[i], error))
         failures, self._failures = self._failures, []
         return failures
 
     # -- what the engine's loop asks: masks ----------------------------------------------------
 
-    def begin(self) -> None:
-        """Starts on the masks of every step whose tokens are all known."""
-        for step in self._waiting:
-            if step.masks is None and all(
+    def begin(self) -> bool:
+        """Starts on the masks of every step whose tokens are all known. Whether there is none left:
+        a step that is submitted behind one whose masks wait for tokens could keep these away."""
+        while self._waiting:
+            step = self._waiting[0]
+            if not all(
                 request.known >= need or not step.alive(i)
                 for i, (request, need) in enumerate(zip(step.requests, step.needs, strict=True))
             ):
-                rows = [self._row(step, i) for i in range(len(step.requests))]
-                vocab = self._compiler.tokenizer_vocab
-                step.masks = self._thread.submit(self._masks.build, rows, vocab)
+                return False
+            self._waiting.popleft()
+            self._thread.submit(self._build, step, [self._row(step, i) for i in step.places])
+        return True
 
     def _row(self, step: _Gated, i: int) -> Row:
         if not step.alive(i):
@@ -198,35 +206,13 @@ class GrammarFeature(Feature):
         walk.sent += len(tokens)
         return Row(walk, tokens)
 
-    def take(self, patience: float | None, last: int | None = None) -> list[HeadInputs]:
-        """The masks that are there, of steps up to `last`; waits up to `patience` seconds (None:
-        as long as it takes) for those that are being built."""
-        started = [
-            step
-            for step in self._waiting
-            if step.masks is not None and (last is None or step.step_id <= last)
-        ]
-        if not started:
-            return []
-        wait([step.masks for step in started if step.masks is not None], patience)
-        taken = []
-        for step in started:
-            if step.masks is not None and step.masks.done():
-                taken.append(HeadInputs(step.step_id, step.masks.result()))
-                self._waiting.remove(step)
-                self._note_failures(step)
-        return taken
-
-    def _note_failures(self, step: _Gated) -> None:
-        for i, request in enumerate(step.requests):
-            error = request.state[_NAME].error
-            if error is not None and step.alive(i):
-                self._failures.append((request, error))
-
-    @property
-    def num_waiting(self) -> int:
-        """Rows that wait for their masks."""
-        return sum(len(step.requests) for step in self._waiting)
+    def _build(self, step: _Gated, rows: list[Row]) -> None:
+        """On the thread that builds masks."""
+        masks = self._masks.build(rows, self._compiler.tokenizer_vocab)
+        self._release(HeadInputs(step.step_id, masks))
+        for i, row in enumerate(rows):
+            if row.walk is not None and row.walk.error is not None:
+                self._broken.append((step, i, row.walk.error))
 
     def shutdown(self) -> None:
         """Idempotent."""

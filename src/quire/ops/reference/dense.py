@@ -85,7 +85,9 @@ def embedding(ids: Tensor, table: Tensor, start: int) -> Tensor:
     return rows.masked_fill_(~inside.unsqueeze(-1), 0.0)
 
 
-def mask_logits(logits: Tensor, mask: Tensor) -> Tensor:
+def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None) -> Tensor:
+    if lines is not None:
+        mask = mask[lines.clamp(min=0).long()].masked_fill_((lines < 0).unsqueeze(1), -1)
     shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
     bits = (mask.unsqueeze(-1) >> shifts) & 1
     return logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)

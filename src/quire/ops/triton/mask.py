@@ -13,25 +13,33 @@ _TILE = 4096
 
 
 @triton.jit
-def _mask(logits_ptr, mask_ptr, vocab, logits_stride, words, TILE: tl.constexpr, PDL: tl.constexpr):
+def _mask(
+    logits_ptr, mask_ptr, lines_ptr, vocab, logits_stride, words,
+    LINES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (rows, tiles of the vocabulary)."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    line = row
+    if LINES:
+        line = tl.load(lines_ptr + row).to(tl.int64)
+        if line < 0:
+            return
     entry = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = entry < vocab
-    word = tl.load(mask_ptr + row * words + (entry >> 5), mask=inside, other=-1)
+    word = tl.load(mask_ptr + line * words + (entry >> 5), mask=inside, other=-1)
     barred = ((word >> (entry & 31)) & 1) == 0
     tl.store(logits_ptr + row * logits_stride + entry, float("-inf"), mask=inside & barred)
 
 
-def mask_logits(logits: Tensor, mask: Tensor) -> Tensor:
+def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None) -> Tensor:
     rows, vocab = logits.shape
     pdl = traits(logits.device).pdl
     if rows:
         launch(_mask, (rows, triton.cdiv(vocab, _TILE)))(
-            logits, mask, vocab, logits.stride(0), mask.shape[1], TILE=_TILE, PDL=pdl,
-            **options(pdl, num_warps=4),
+            logits, mask, mask if lines is None else lines, vocab, logits.stride(0), mask.shape[1],
+            LINES=lines is not None, TILE=_TILE, PDL=pdl, **options(pdl, num_warps=4),
         )  # fmt: skip
     return logits
