@@ -180,11 +180,13 @@ class EngineCore:
         if grammars is not None:
             self._wake(grammars, 0.0)
         while scheduler.num_in_flight < self.config.scheduler.steps_in_flight:
-            if grammars is not None and not grammars.begin():
+            if grammars is not None and not grammars.settled:
                 break
             plan = scheduler.plan()
             if plan is None:
                 break
+            if grammars is not None:
+                grammars.begin()  # a first launch waits for the device, and that for the masks
             executor.submit(plan)
             self._steps += 1
             self._note_starts(plan)
@@ -192,8 +194,6 @@ class EngineCore:
             if grammars is not None and grammars.parked:
                 self._wake(grammars, _IDLE)
             return None
-        if grammars is not None:
-            grammars.begin()
         progress = scheduler.update(executor.collect())
         if grammars is not None:
             grammars.begin()

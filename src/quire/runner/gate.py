@@ -1,9 +1,4 @@
-"""Masks that other threads bring for steps that have been launched already.
-
-On a GPU a step's head is queued at once, behind a kernel that waits for the mask: steps behind it
-can be queued too, and when the mask comes there is nothing left for the host to launch. A CPU has
-no queue, so there the runner waits itself.
-"""
+"""Masks that other threads bring for steps that have been launched already."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ _EVER = np.iinfo(np.int64).max
 
 
 class HostGate:
-    """On a CPU."""
+    """On a CPU: what is behind a head that has no mask yet is launched later."""
 
     def __init__(self) -> None:
         self._masks: dict[int, Int32] = {}
@@ -32,23 +27,32 @@ class HostGate:
             self._news.notify_all()
 
     def take(self, step_id: int, rows: int, *, wait: bool) -> Tensor | None:
-        """The mask of a step with so many gated rows. None: it is not there, and `wait` is False.
-        Once only."""
+        """A step's mask, of so many rows, once. None: it is not there, and `wait` is False."""
         with self._news:
             if wait:
                 self._news.wait_for(lambda: step_id in self._masks)
             mask = self._masks.pop(step_id, None)
         return None if mask is None else torch.from_numpy(np.ascontiguousarray(mask))
 
+    def queue(self, step_id: int, rows: int) -> Tensor | None:
+        """What will be the mask, where the device can wait for it by itself."""
+        return None
+
     def open(self) -> None:
-        """Nothing will wait any more."""
+        """Nothing will be waited for any more."""
 
 
 class DeviceGate:
-    """On a GPU: a ring of pinned masks, each with a flag that says whose it is.
+    """A GPU can wait, too: the head is queued behind a kernel that waits for the mask, and steps
+    behind the head, so that there is nothing left to launch when the mask comes.
 
-    A step's place in the ring is free again when the step was collected, so the ring is longer than
-    steps in flight. depth: its length. rows, words: of a mask at most.
+    Until it does, the thread that launches must not wait for the device, as a kernel's first launch
+    does: what it would do next may be what the mask depends on. So only heads that are graphs are
+    queued; the others' masks are taken as from a `HostGate`.
+
+    A ring of pinned masks, each with a flag that says whose it is. A step's place is free again
+    when the step was collected, so the ring is longer than steps in flight. depth: its length.
+    rows, words: of a mask at most.
     """
 
     def __init__(self, device: torch.device, depth: int, rows: int, words: int) -> None:
@@ -56,22 +60,40 @@ class DeviceGate:
         self._flags = torch.full((depth,), -1, dtype=torch.int64, pin_memory=True)
         self._host, self._host_flags = self._given.numpy(), self._flags.numpy()
         self._mask = torch.empty(rows, words, dtype=torch.int32, device=device)
+        self._news = threading.Condition()
+        self._wait_on_device(0, -1)  # compiled and loaded now
 
     def give(self, step_id: int, mask: Int32) -> None:
-        """As `HostGate.give`."""
         place = step_id % len(self._host)
         self._host[place, : len(mask)] = mask
-        self._host_flags[place] = max(step_id, self._host_flags[place])
+        with self._news:
+            self._host_flags[place] = max(step_id, self._host_flags[place])
+            self._news.notify_all()
 
-    def take(self, step_id: int, rows: int, *, wait: bool) -> Tensor:
-        """What will be the mask once the device is there. Valid until the next is taken."""
+    def take(self, step_id: int, rows: int, *, wait: bool) -> Tensor | None:
+        place = step_id % len(self._host)
+        with self._news:
+            if wait:
+                self._news.wait_for(lambda: self._host_flags[place] >= step_id)
+            if self._host_flags[place] < step_id:
+                return None
+        return self._copied(place, rows)
+
+    def queue(self, step_id: int, rows: int) -> Tensor | None:
+        place = step_id % len(self._host)
+        self._wait_on_device(place, step_id)
+        return self._copied(place, rows)
+
+    def _wait_on_device(self, place: int, step_id: int) -> None:
         from quire.ops.triton.gate import wait_for
 
-        place = step_id % len(self._host)
         wait_for(self._flags[place : place + 1], step_id)
+
+    def _copied(self, place: int, rows: int) -> Tensor:
+        """On the device, until the next mask is."""
         return self._mask[:rows].copy_(self._given[place, :rows], non_blocking=True)
 
     def open(self) -> None:
-        """Nothing waits any more, whatever has come. Else the device would, for the engine's last
-        steps, and whoever waits for the device with it."""
-        self._host_flags[:] = _EVER
+        with self._news:
+            self._host_flags[:] = _EVER
+            self._news.notify_all()

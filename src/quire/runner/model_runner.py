@@ -152,8 +152,8 @@ class ModelRunner:
         self._gate.give(inputs.step_id, inputs.mask)
 
     def _go_on(self, *, wait: bool = False) -> None:
-        """Launches what can be. On a CPU a head that waits for masks holds up all behind it, as the
-        order of the stream does on a GPU; with `wait`, so does this, for the first such head."""
+        """Launches what can be. A head that the host must bring masks for holds up all behind it;
+        with `wait`, the first such head is waited for."""
         with ops.use_policy(self._policy):
             while True:
                 if self._steps and self._steps[-1].waits:
@@ -182,8 +182,7 @@ class ModelRunner:
         """The step's head, unless masks are missing that the device cannot wait for by itself."""
         masks = None
         if step.plan.gated:
-            count = int(((step.plan.flags & RowFlag.GATED) != 0).sum())
-            masks = self._gate.take(step.plan.step_id, count, wait=wait)
+            masks = self._masks(step, wait)
             step.waits = masks is None
             if masks is None:
                 return
@@ -193,6 +192,15 @@ class ModelRunner:
             self._start_results(step)
             self._heads(step, masks)
         read_back(step, self.device)
+
+    def _masks(self, step: Step, wait: bool) -> Tensor | None:
+        plan = step.plan
+        count = int(((plan.flags & RowFlag.GATED) != 0).sum())
+        if step.replayed and not (self.sampler.logprobs[plan.lanes] >= 0).any():
+            masks = self._gate.queue(plan.step_id, count)
+            if masks is not None:
+                return masks
+        return self._gate.take(plan.step_id, count, wait=wait)
 
     def _replay_body(self, graphs: StepGraphs, plan: StepPlan) -> Step:
         """The body as a graph, and the head too, unless a row wants more of it than graphs give."""
@@ -244,7 +252,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
-        """The oldest step's result; waits for the device, and on a CPU for the step's masks."""
+        """The oldest step's result; waits for the device, and for the step's masks."""
         if not self._steps:
             raise QuireError("there is no step to collect")
         if self._steps[0].waits:

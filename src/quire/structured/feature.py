@@ -52,8 +52,8 @@ class _Gated:
 class GrammarFeature(Feature):
     """Belongs to the engine's thread, like the scheduler that calls it.
 
-    The engine's loop calls `compiled` for what has become of parked requests, and `begin` when a
-    step was submitted or tokens have come.
+    The engine's loop calls `compiled` for what has become of parked requests, and `begin` before it
+    submits a step and when tokens have come.
     """
 
     def __init__(self, compiler: Compiler, num_lanes: int) -> None:
@@ -183,19 +183,23 @@ class GrammarFeature(Feature):
 
     # -- what the engine's loop asks: masks ----------------------------------------------------
 
-    def begin(self) -> bool:
-        """Starts on the masks of every step whose tokens are all known. Whether there is none left:
-        a step that is submitted behind one whose masks wait for tokens could keep these away."""
+    @property
+    def settled(self) -> bool:
+        """Whether all masks are begun. While some wait for tokens of steps in flight, no step should
+        be submitted: its launch might wait for the device, which waits for the masks."""
+        return not self._waiting
+
+    def begin(self) -> None:
+        """Starts on the masks of every step whose tokens are all known."""
         while self._waiting:
             step = self._waiting[0]
             if not all(
                 request.known >= need or not step.alive(i)
                 for i, (request, need) in enumerate(zip(step.requests, step.needs, strict=True))
             ):
-                return False
+                return
             self._waiting.popleft()
             self._thread.submit(self._build, step, [self._row(step, i) for i in step.places])
-        return True
 
     def _row(self, step: _Gated, i: int) -> Row:
         if not step.alive(i):
