@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.run import bind, url_of
+from quire.server.listen import bind, url_of
 from tests.server.fakes import FakeClient, Update
 
 EMBEDDED = Path(quire.__file__).parent / "embedded" / "quire-tiny"
@@ -114,15 +115,16 @@ class Speaker(FakeClient):
 
 @contextmanager
 def serve(engine: FakeClient, args: ServerArgs | None = None) -> Iterator[Scripted]:
-    sock = bind("127.0.0.1", 0)
-    app = build_app(engine, args or ServerArgs(generation_config="none"))  # type: ignore[arg-type]
+    args = args or ServerArgs(generation_config="none")
+    sock = bind(dataclasses.replace(args, port=0))
+    app = build_app(engine, args)  # type: ignore[arg-type]
     config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     sock.listen()  # clients may connect from now on; they wait until the server has started
     serving = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
     serving.start()
     try:
-        yield Scripted(url_of(sock), engine)
+        yield Scripted(url_of(sock, args), engine)
     finally:
         server.should_exit = True
         serving.join(30)

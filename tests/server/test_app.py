@@ -69,7 +69,10 @@ def test_keys(headers: dict[str, str], status: int) -> None:
 def test_only_health_itself_is_open(path: str) -> None:
     async def go() -> tuple[int, int]:
         async with connect(FakeClient(), ServerArgs(api_key=("k",))) as http:
-            return (await http.get(path)).status_code, (await http.get("/health")).status_code
+            return (
+                (await http.get(f"http://quire{path}")).status_code,
+                (await http.get("/health")).status_code,
+            )
 
     assert run(go()) == (401, 200)
 

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import typer
 from rich.console import Console
 
 from quire.cli.progress import progress_bar
 from quire.config import EngineArgs
+from quire.server import logs
 from quire.server.args import ServerArgs
 from quire.server.run import run_server
 
 
 def serve(engine: EngineArgs, server: ServerArgs) -> None:
     """Runs the server, and says where it is and how to try it once it is ready."""
-    logging.basicConfig(
-        level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.root.level))
-    if server.access_log:
-        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    logs.configure(server)
 
     def on_ready(url: str, model: str) -> None:
-        key = ' -H "Authorization: Bearer $KEY"' if server.api_key else ""
+        asks = server.api_key or server.api_key_file
+        key = ' -H "Authorization: Bearer $KEY"' if asks else ""
         body = {"messages": [{"role": "user", "content": "Hello!"}], "stream": True}
         typer.echo(f"Serving {model} at {url}. Ctrl-C stops it. Try:\n")
         typer.echo(

@@ -157,6 +157,10 @@ def _parameter(setting: Setting, positional: bool) -> inspect.Parameter:
 def _shown_default(setting: Setting) -> str | None:
     if setting.default is None or setting.default == ():
         return None
+    if setting.repeated:
+        return ", ".join(setting.default)
+    if setting.default == "":
+        return None
     if setting.kind is bool:
         flag = setting.name.replace("_", "-")
         return flag if setting.default else f"no-{flag}"

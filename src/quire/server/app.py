@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from quire import __version__
 from quire.errors import QuireError
 from quire.server.anthropic.routes import count_tokens, create_message
 from quire.server.args import ServerArgs
-from quire.server.auth import RequireKey
+from quire.server.auth import Door
 from quire.server.chat import chat_completions
 from quire.server.chat_store import ChatStore
 from quire.server.completions import completions, generate
@@ -22,6 +25,7 @@ from quire.server.convert import model_defaults
 from quire.server.embeddings import embeddings
 from quire.server.engine_metrics import EngineMetrics
 from quire.server.error_shapes import handle_error
+from quire.server.limits import Buckets
 from quire.server.openai_responses.routes import (
     cancel_response,
     count_input_tokens,
@@ -44,6 +48,7 @@ from quire.server.stored_chats import (
     update_chat,
 )
 from quire.server.tokens import detokenize, tokenize
+from quire.server.visits import EXPOSED_HEADERS, Visits
 
 if TYPE_CHECKING:
     from quire.engine.client import EngineClient
@@ -51,12 +56,21 @@ if TYPE_CHECKING:
 _SCRAPE_TIMEOUT = 5.0
 
 
-def build_app(client: EngineClient, args: ServerArgs) -> FastAPI:
-    """An application that serves a launched engine. It does not own the engine's life."""
+def build_app(client: EngineClient, args: ServerArgs, limits_file: Path | None = None) -> FastAPI:
+    """An application that serves a launched engine. It does not own the engine's life.
+
+    limits_file: where several processes that serve together keep what is left of keys' limits.
+    """
     # Bodies are read by `read_body`, FastAPI cannot describe them: `openapi.py` does.
-    app = FastAPI(title="Quire", version=__version__, redirect_slashes=False, openapi_url=None)
+    app = _App(
+        title="Quire",
+        version=__version__,
+        redirect_slashes=False,
+        openapi_url=None,
+        root_path=args.root_path,
+    )
     defaults = model_defaults(client.config.model_path) if args.generation_config == "auto" else {}
-    state = ServerState(client, args, defaults)
+    state = ServerState(client, args, defaults, buckets=Buckets(limits_file))
     app.state.server = state
     app.state.metrics = state.metrics
     app.state.engine_metrics = EngineMetrics(state.metrics.registry)
@@ -73,9 +87,29 @@ def build_app(client: EngineClient, args: ServerArgs) -> FastAPI:
     for kind in (QuireError, HTTPException, Exception):
         app.add_exception_handler(kind, handle_error)
     app.add_exception_handler(ClientGoneError, _nobody_there)
-    if args.api_key:
-        app.add_middleware(RequireKey, keys=args.api_key, metrics=state.metrics)
+    app.add_middleware(Door, state=state)
+    _add_cors(app, args)
     return app
+
+
+class _App(FastAPI):
+    """With `Visits` around all, the answers to unforeseen errors included."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return Visits(super().build_middleware_stack(), self.state.server)
+
+
+def _add_cors(app: FastAPI, args: ServerArgs) -> None:
+    """Before the door: browsers ask without a key whether they may ask."""
+    if args.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=args.cors_origins,
+            allow_methods=args.cors_methods,
+            allow_headers=args.cors_headers,
+            allow_credentials=args.cors_credentials,
+            expose_headers=EXPOSED_HEADERS,
+        )
 
 
 def _add_routes(app: FastAPI) -> None:

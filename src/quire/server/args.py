@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from quire.errors import ConfigError
+from quire.server.keys import check_secret
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -68,10 +69,39 @@ class ServerArgs(ApiArgs):
         "127.0.0.1", "Address to listen on. 0.0.0.0 is every interface: then set --api-key too."
     )
     port: int = _setting(8000, "Port to listen on; 0 takes a free one.")
+    uds: str | None = _setting(None, "Unix socket to listen on, instead of host and port.")
+    root_path: str = _setting("", "Path under which a proxy shows the server, as in /llm.")
+    ssl_certfile: str | None = _setting(
+        None, "Certificate chain (PEM); with it and its key the server speaks HTTPS."
+    )
+    ssl_keyfile: str | None = _setting(None, "Key of the certificate (PEM).")
+    ssl_ca_certs: str | None = _setting(
+        None, "CA certificates (PEM): clients must then show a certificate signed by one of them."
+    )
+    cors_origins: tuple[str, ...] = _setting(
+        (), "Let pages of this origin ask (may be repeated; * is any). Default: none may."
+    )
+    cors_methods: tuple[str, ...] = _setting(("*",), "Methods that they may use.")
+    cors_headers: tuple[str, ...] = _setting(("*",), "Headers that they may send.")
+    cors_credentials: bool = _setting(False, "Whether they may send cookies and the like.")
     api_key: tuple[str, ...] = _setting(
         (),
-        "Accept this bearer key (may be repeated). Every route but /health and the "
+        "Accept this bearer key (may be repeated). Every route but /health, /ready and the "
         "playground's page then asks for one.",
+    )
+    api_key_file: str | None = _setting(
+        None, "TOML file of named keys with limits of their own; read again on SIGHUP."
+    )
+    public_metrics: bool = _setting(False, "Answer /metrics without a key.")
+    requests_per_minute: int | None = _setting(
+        None, "Requests that each key may make in a minute. Default: no limit."
+    )
+    tokens_per_minute: int | None = _setting(
+        None,
+        "Tokens, read and written, that each key may use in a minute. Default: no limit.",
+    )
+    request_timeout: float | None = _setting(
+        None, "Seconds that a request may take; then it ends with 504. Default: no limit."
     )
     response_store_size: int = _setting(
         1000, "Responses, and chat completions, to keep for later requests; 0 keeps none."
@@ -85,7 +115,9 @@ class ServerArgs(ApiArgs):
         30.0, "Seconds that running requests get to finish when the server is told to stop."
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Log level.")
-    access_log: bool = _setting(False, "Log every request.")
+    log_json: bool = _setting(False, "Log one JSON object per line.")
+    access_log: bool = _setting(False, "Log every request, without what it says.")
+    log_prompts: bool = _setting(False, "Log every request with its prompts.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,5 +130,29 @@ class ServerArgs(ApiArgs):
             )
         self._positive("drain_timeout", "response_store_mb", "response_store_hours")
         self._one_of("log_level")
-        if any(not key or not key.isascii() or " " in key for key in self.api_key):
-            raise ConfigError("an api_key must be non-empty ASCII without spaces", "api_key")
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ConfigError(f"{name} must be at least 1, got {limit}", name)
+        if self.request_timeout is not None:
+            self._positive("request_timeout")
+        if not all(check_secret(key) for key in self.api_key):
+            raise ConfigError("an api_key must be printable ASCII without spaces", "api_key")
+        self._check_listening()
+
+    def _check_listening(self) -> None:
+        root = self.root_path
+        if root and (not root.startswith("/") or root.endswith("/")):
+            raise ConfigError(f"root_path must be as in '/llm', got {root!r}", "root_path")
+        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+            file = getattr(self, name)
+            if file is not None and not Path(file).is_file():
+                raise ConfigError(f"{name}: no file {file!r}", name)
+        if self.ssl_certfile is None:
+            for name in ("ssl_keyfile", "ssl_ca_certs"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} needs ssl_certfile", name)
+        if not self.cors_origins and (
+            self.cors_methods != ("*",) or self.cors_headers != ("*",) or self.cors_credentials
+        ):
+            raise ConfigError("cors settings need cors_origins", "cors_origins")

@@ -1,51 +1,83 @@
-"""Authentication by a key: of every route but /health and the files of the playground."""
+"""The door: every route but a few asks for a key, and takes what it costs from the key's limits."""
 
 from __future__ import annotations
-
-import hashlib
-import hmac
-from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server import playground
-from quire.server.error_shapes import error_response, is_anthropic
+from quire.server.error_shapes import error_response, is_anthropic, route_of
 from quire.server.errors import ApiError
-from quire.server.metrics import ServerMetrics
+from quire.server.keys import Key
+from quire.server.state import ServerState
+from quire.server.visit import visit_in
 
-PUBLIC_PATHS = frozenset({"/health", *playground.FILES})
+PUBLIC_PATHS = frozenset({"/health", "/ready", *playground.FILES})
+
+COUNTED_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/generate",
+        "/tokenize",
+        "/detokenize",
+    }
+)
+"""POST requests to these count as requests of their key."""
 
 
-class RequireKey:
+class Door:
     """Pure ASGI middleware. It decides on the path as the router will see it, by exact match, so
     that no spelling of a route (a prefix, a doubled or a trailing slash) can slip past it."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app = app
-        self.metrics = metrics
-        self.digests = [_digest(key.encode()) for key in keys]
+        self.state = state
+        self.public = PUBLIC_PATHS | ({"/metrics"} if state.args.public_metrics else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope.get("path") in PUBLIC_PATHS or self.allows(scope):
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] == "websocket":
+        if scope["type"] != "http":  # websockets: there are none
             await send({"type": "websocket.close", "code": 1008})
             return
-        self.metrics.count_error(401)
-        error = ApiError(401, "Incorrect or missing API key.", code="invalid_api_key")
-        await error_response(error, scope.get("path", ""))(scope, receive, send)
+        try:
+            self._let_in(scope)
+        except ApiError as error:
+            self.state.metrics.count_error(error.status)
+            await error_response(error, scope)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
 
-    def allows(self, scope: Scope) -> bool:
-        keys = _keys(scope)
-        if len(keys) != 1:
-            return False
-        digest = _digest(keys[0])
-        # No early exit: the time taken must not tell which key was close, or how close.
-        return sum([hmac.compare_digest(digest, known) for known in self.digests]) > 0
+    def _let_in(self, scope: Scope) -> None:
+        """Raises ApiError: 401, 429, or 503 while the queue is full."""
+        path, visit = route_of(scope), visit_in(scope)
+        if path in self.public:
+            return
+        key = self._key(scope)
+        if key is None:
+            raise ApiError(401, "Incorrect or missing API key.", code="invalid_api_key")
+        visit.key = key
+        if scope["method"] == "POST" and path in COUNTED_PATHS:
+            visit.take_request()
+            self.state.check_room()
+        else:
+            visit.look_up()
+
+    def _key(self, scope: Scope) -> Key | None:
+        keys = self.state.keys
+        if not keys.asks:
+            return keys.anonymous
+        given = _secrets(scope)
+        return keys.find(given[0]) if len(given) == 1 else None
 
 
-def _keys(scope: Scope) -> list[bytes]:
+def _secrets(scope: Scope) -> list[bytes]:
     """The keys that a request gives: as a bearer, or on Anthropic's routes in `x-api-key`. Giving
     the same one both ways is giving one."""
     found = []
@@ -53,11 +85,6 @@ def _keys(scope: Scope) -> list[bytes]:
         if name == b"authorization":
             scheme, _, key = value.partition(b" ")
             found.append(key.strip() if scheme.lower() == b"bearer" else b"")
-        elif name == b"x-api-key" and is_anthropic(scope.get("path", "")):
+        elif name == b"x-api-key" and is_anthropic(route_of(scope)):
             found.append(value.strip())
     return found if len(found) < 2 else list(set(found))
-
-
-def _digest(key: bytes) -> bytes:
-    """Hashing first makes all comparisons equally long."""
-    return hashlib.sha256(key).digest()

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from quire.server.errors import ApiError, from_validation
+from quire.server.visit import visit_of
 
 _OFF_LOOP_BYTES = 64 * 1024
 
@@ -21,7 +22,7 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
     loop.
 
     Raises:
-        ApiError: 413, 415, or 400 with the field's name.
+        ApiError: 408, 413, 415, or 400 with the field's name.
     """
     # Other content types are refused rather than guessed: browsers may send forms and plain text
     # across sites without asking first, JSON they may not.
@@ -30,7 +31,11 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
         raise ApiError(
             415, "The body must be JSON, sent with the header 'Content-Type: application/json'."
         )
-    data = await _read(request, limit)
+    try:
+        async with asyncio.timeout(visit_of(request).remaining):
+            data = await _read(request, limit)
+    except TimeoutError:
+        raise ApiError(408, "The body did not arrive in time.", code="timeout") from None
     if len(data) > _OFF_LOOP_BYTES:
         return await asyncio.to_thread(parse, data, model)
     return parse(data, model)

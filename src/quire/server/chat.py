@@ -47,6 +47,7 @@ from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
 from quire.server.state import ServerState, new_id, state_of
 from quire.server.stored_chats import chat_store, check_store, owner_of
 from quire.server.structured import structured_field
+from quire.server.visit import visit_of
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
@@ -67,7 +68,7 @@ async def chat_completions(request: Request) -> Response:
     dialogue = _dialogue(state, body)
     names = {"structured_outputs": structured_field(body)}
     with renaming(names | functions.ERROR_NAMES if body.functions else names):
-        reply = await prepare(state, dialogue)
+        reply = await prepare(state, dialogue, visit_of(request))
     writer = ChatWriter(state, tokenizer, body, reply)
 
     def keep(answers: list[Answer]) -> Envelope[ChatChoice]:

@@ -13,7 +13,15 @@ from starlette.responses import Response
 from quire.sampling_params import SamplingParams
 from quire.server.body import read_body
 from quire.server.chunks import ChunkWriter
-from quire.server.convert import Prompt, check_fan_out, prompts_of, sampling_params, tokenized
+from quire.server.convert import (
+    Prompt,
+    about_tokens,
+    check_fan_out,
+    prompts_of,
+    sampling_params,
+    shown_prompt,
+    tokenized,
+)
 from quire.server.errors import ApiError
 from quire.server.fim import infill
 from quire.server.generation import Generation, Piece, collect
@@ -23,6 +31,7 @@ from quire.server.responses import CompletionChoice, CompletionLogprobs, Envelop
 from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
 from quire.server.state import ServerState, new_id, state_of
 from quire.server.structured import check_structured, structured_field
+from quire.server.visit import Visit, visit_of
 
 
 async def completions(request: Request) -> Response:
@@ -35,10 +44,13 @@ async def completions(request: Request) -> Response:
     _check(state, body, prompts)
     params = _params(state, body)
     await check_structured(state, params, structured_field(body))
+    inputs = await _inputs(state, body.suffix, prompts)
+    visit = visit_of(request)
+    charge(state, visit, inputs, params)
     generation = Generation(
-        state.client,
-        state.metrics,
-        await _inputs(state, body.suffix, prompts),
+        state,
+        visit,
+        inputs,
         params,
         request_id=new_id("cmpl"),
         priority=body.priority or 0,
@@ -53,6 +65,14 @@ async def completions(request: Request) -> Response:
         return json_answer(writer.envelope(choices, usage=writer.usage))
     await start_stream(request, generation)
     return EventStream(generation, writer.write, writer.chunks.finish, metrics=state.metrics)
+
+
+def charge(state: ServerState, visit: Visit, prompts: list[Prompt], params: SamplingParams) -> None:
+    """Takes what the prompts may use from the key's limit. Raises ApiError, 429."""
+    if state.args.log_prompts:
+        visit.prompts += [shown_prompt(state.client.tokenizer, prompt) for prompt in prompts]
+    most = None if params.max_tokens is None else params.max_tokens * len(prompts)
+    visit.take_tokens(sum(map(about_tokens, prompts)), most, params.n)
 
 
 async def _inputs(state: ServerState, suffix: str | None, prompts: list[Prompt]) -> list[Prompt]:
@@ -243,9 +263,11 @@ async def generate(request: Request) -> Response:
         detokenize=state.client.tokenizer is not None,
     )
     await check_structured(state, params, structured_field(body))
+    visit = visit_of(request)
+    charge(state, visit, prompts, params)
     generation = Generation(
-        state.client,
-        state.metrics,
+        state,
+        visit,
         prompts,
         params,
         request_id=new_id("gen"),

@@ -26,6 +26,9 @@ _INT32 = 2**31 - 1
 _MUCH_TEXT = 4000
 """Characters of a request's prompts."""
 
+_USUAL_CHARS = 4
+"""Characters per token."""
+
 Prompt = str | list[int]
 
 _COPIED = (
@@ -130,6 +133,18 @@ async def tokenized(tokenizer: Tokenizer | None, prompts: list[Prompt]) -> list[
     return await asyncio.to_thread(
         lambda: [encode(p).tolist() if isinstance(p, str) else p for p in prompts]
     )
+
+
+def about_tokens(prompt: Prompt) -> int:
+    """How many tokens a prompt has; of a text that is not tokenized yet, what is usual."""
+    return len(prompt) // _USUAL_CHARS + 1 if isinstance(prompt, str) else len(prompt)
+
+
+def shown_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> str:
+    """As a text for the log."""
+    if isinstance(prompt, str):
+        return prompt
+    return str(prompt) if tokenizer is None else tokenizer.decode(prompt, False)
 
 
 def _is_ids(items: list[Any]) -> bool:

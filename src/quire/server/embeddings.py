@@ -12,13 +12,15 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.errors import OverloadedError
 from quire.pooling_params import PoolingParams
 from quire.server.body import read_body
-from quire.server.convert import Prompt, prompts_of, tokenized
+from quire.server.convert import Prompt, about_tokens, prompts_of, shown_prompt, tokenized
 from quire.server.errors import prompt_named
 from quire.server.sse import json_answer, unless_gone
 from quire.server.state import ServerState, new_id, state_of
 from quire.server.strict import INT32_MAX, Name, Strict, TextsOrIds
+from quire.server.visit import Visit, timed_out, visit_of
 
 if TYPE_CHECKING:
     from quire.engine.embedding import Embedding
@@ -70,7 +72,11 @@ async def embeddings(request: Request) -> Response:
     if any(isinstance(text, str) for text in inputs):
         state.tokenizer("input")
     inputs = await tokenized(state.client.tokenizer, inputs)
-    found = await unless_gone(request.receive, _embed_all(state, body, inputs))
+    visit = visit_of(request)
+    if state.args.log_prompts:
+        visit.prompts += [shown_prompt(state.client.tokenizer, text) for text in inputs]
+    visit.take_tokens(sum(map(about_tokens, inputs)), 0)
+    found = await unless_gone(request.receive, _embed_all(state, visit, body, inputs))
     if sum(each.values.size for each in found) > _MANY_NUMBERS:
         return await asyncio.to_thread(_answer, state, body, found)
     return _answer(state, body, found)
@@ -93,18 +99,25 @@ def _encoded(found: Embedding, encoding: str | None) -> list[float] | str:
 
 
 async def _embed_all(
-    state: ServerState, body: EmbeddingRequest, inputs: list[Prompt]
+    state: ServerState, visit: Visit, body: EmbeddingRequest, inputs: list[Prompt]
 ) -> list[Embedding]:
     """All or an error: one that fails ends the others."""
     name = new_id("embd")
     params = PoolingParams(dimensions=body.dimensions)
     tasks = [
-        asyncio.create_task(_embed(state, body, text, params, f"{name}-{index}"))
+        asyncio.create_task(_embed(state, visit, body, text, params, f"{name}-{index}"))
         for index, text in enumerate(inputs)
     ]
     try:
         with prompt_named("input"):
-            return await asyncio.gather(*tasks)
+            async with asyncio.timeout(visit.remaining):
+                return await asyncio.gather(*tasks)
+    except TimeoutError:
+        visit.end = "timeout"
+        raise timed_out() from None
+    except OverloadedError:
+        state.note_full()
+        raise
     finally:
         for task in tasks:
             task.cancel()
@@ -112,7 +125,12 @@ async def _embed_all(
 
 
 async def _embed(
-    state: ServerState, body: EmbeddingRequest, text: Prompt, params: PoolingParams, name: str
+    state: ServerState,
+    visit: Visit,
+    body: EmbeddingRequest,
+    text: Prompt,
+    params: PoolingParams,
+    name: str,
 ) -> Embedding:
     metrics, start = state.metrics, time.perf_counter()
     metrics.open.inc()
@@ -123,9 +141,13 @@ async def _embed(
             request_id=name,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
+            tenant=visit.key.name,
+            share=visit.key.share,
         )
     finally:
         metrics.open.dec()
+    visit.count_prompt(len(found.prompt_token_ids), found.num_cached_tokens)
+    visit.end = "stop"
     metrics.count_prompt(len(found.prompt_token_ids), found.num_cached_tokens, found.queued)
     metrics.finished.labels("stop").inc()
     metrics.e2e.observe(time.perf_counter() - start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from quire.errors import EngineDeadError, QuireError, RequestError
+from quire.errors import EngineDeadError, OverloadedError, QuireError, RequestError
 
 logger = logging.getLogger("quire.server")
 
@@ -28,29 +29,67 @@ class ErrorBody(msgspec.Struct):
 
 
 class ApiError(QuireError):
-    """An answer other than 200: its HTTP status and the four fields of OpenAI's error object."""
+    """An answer other than 200: its HTTP status and the four fields of OpenAI's error object.
+
+    kind: the field `type`; None: as the status says. retry_after: seconds after which the same
+    request may be sent again. retry: False tells OpenAI's clients that it would not help.
+    """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+        retry_after: float | None = None,
+        retry: bool = True,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.kind = kind
+        self.retry_after = retry_after
+        self.retry = retry
 
     @property
     def body(self) -> ErrorBody:
-        kind = _KINDS.get(self.status) or (
-            "server_error" if self.status >= 500 else "invalid_request_error"
-        )
+        kind = self.kind or _KINDS.get(self.status)
+        if kind is None:
+            kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return ErrorBody(ErrorInfo(str(self), kind, self.param, self.code))
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Seconds for all clients, milliseconds for OpenAI's, which prefer them."""
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
+            headers["Retry-After-Ms"] = str(max(1, math.ceil(self.retry_after * 1000)))
+        if not self.retry:
+            headers["X-Should-Retry"] = "false"
+        return headers
 
-_KINDS = {401: "authentication_error", 503: "service_unavailable_error"}
+
+_KINDS = {401: "authentication_error", 503: "service_unavailable_error", 504: "timeout_error"}
+
+_RETRY_SECONDS = 1.0
+"""When to come back to a full queue."""
 
 
 def unsupported(param: str, why: str = "is not supported by this server") -> ApiError:
     return ApiError(400, f"'{param}' {why}.", param=param, code="unsupported_parameter")
+
+
+def overloaded() -> ApiError:
+    return ApiError(
+        503,
+        "The server has as many requests waiting as it may; try again later.",
+        code="overloaded",
+        retry_after=_RETRY_SECONDS,
+    )
 
 
 @contextlib.contextmanager
@@ -88,6 +127,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param, code=error.code)
+    if isinstance(error, OverloadedError):
+        return overloaded()
     if isinstance(error, EngineDeadError):
         return ApiError(503, "The engine has stopped; restart the server.", code="engine_dead")
     if isinstance(error, HTTPException):
@@ -134,7 +175,6 @@ def field_path(location: tuple[int | str, ...]) -> str:
 
 
 def error_response(error: ApiError) -> Response:
-    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
     return Response(
-        msgspec.json.encode(error.body), error.status, headers, media_type="application/json"
+        msgspec.json.encode(error.body), error.status, error.headers, media_type="application/json"
     )

@@ -8,14 +8,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+from quire.errors import OverloadedError
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.convert import Prompt
-from quire.server.metrics import RequestClock, ServerMetrics
+from quire.server.metrics import RequestClock
 from quire.server.responses import CachedTokens, Usage
+from quire.server.state import ServerState
+from quire.server.visit import Visit, timed_out
 
 if TYPE_CHECKING:
-    from quire.engine.client import EngineClient
     from quire.engine.output import StreamUpdate
 
 
@@ -64,8 +66,8 @@ class Generation:
 
     def __init__(
         self,
-        client: EngineClient,
-        metrics: ServerMetrics,
+        state: ServerState,
+        visit: Visit,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         *,
@@ -74,8 +76,9 @@ class Generation:
         cache_salt: str = "",
         keep_special: frozenset[int] = frozenset(),
     ) -> None:
-        self.client = client
-        self.metrics = metrics
+        self.state = state
+        self.visit = visit
+        self.metrics = state.metrics
         self.params = params
         self.request_id = request_id
         self.priority = priority
@@ -89,18 +92,39 @@ class Generation:
         self._error: BaseException | None = None
         self._news = asyncio.Event()
         self._running = len(prompts)
+        self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
+        self.visit.hold()
         self._tasks = [
             asyncio.create_task(self._run(i, prompt)) for i, prompt in enumerate(self._inputs)
         ]
+        if self.visit.remaining is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self.visit.remaining, self._time_out)
+
+    def _time_out(self) -> None:
+        """What was said stays said; what still runs is aborted."""
+        if self._running:
+            self._error = self._error or timed_out()
+            self.visit.end = "timeout"
+            for task in self._tasks:
+                task.cancel()
+            self._news.set()
 
     async def close(self) -> None:
         """Aborts what still runs. Idempotent."""
         tasks, self._tasks = self._tasks, []
+        if not tasks:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._running and self._error is None:
+            self.visit.end = "abort"
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.visit.release()
 
     async def ready(self) -> None:
         """Waits for the first update, so that an invalid request can still be answered with a
@@ -138,13 +162,15 @@ class Generation:
         clock = RequestClock(self.metrics)
         updates = cast(
             "AsyncGenerator[StreamUpdate, None]",
-            self.client.generate(
+            self.state.client.generate(
                 prompt,
                 self.params,
                 request_id=f"{self.request_id}-{index}",
                 priority=self.priority,
                 cache_salt=self.cache_salt,
                 keep_special=self.keep_special,
+                tenant=self.visit.key.name,
+                share=self.visit.key.share,
             ),
         )
         self.metrics.open.inc()
@@ -152,8 +178,12 @@ class Generation:
             async with contextlib.aclosing(updates):
                 async for update in updates:
                     clock.observe(update)
+                    self.visit.observe(update)
                     self._take(index, update)
         except Exception as error:  # handed to whoever reads `batches`
+            if isinstance(error, OverloadedError):
+                self.state.note_full()
+            self.visit.end = "error"
             self._error = self._error or error
         finally:
             self.metrics.open.dec()

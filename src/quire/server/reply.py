@@ -17,6 +17,7 @@ from quire.server.responses import CompletionDetails, Usage
 from quire.server.state import ServerState
 from quire.server.structured import check_structured
 from quire.server.tools import callable_tools, check_tools, constrained, one_call
+from quire.server.visit import Visit
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
@@ -25,17 +26,23 @@ _LONG_TEXT = 20_000
 """Characters of a whole answer that are read off the event loop."""
 
 
-async def prepare(state: ServerState, dialogue: Dialogue) -> Reply:
-    """A reply that is ready to start. Raises `ApiError` or `RequestError` naming the field."""
+async def prepare(state: ServerState, dialogue: Dialogue, visit: Visit) -> Reply:
+    """A reply that is ready to start, its tokens taken from the key's limit. Raises `ApiError` or
+    `RequestError` naming the field."""
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
 
     def prepared() -> Reply:
-        return Reply(state, tokenizer, dialogue, render_prompt(tokenizer, dialogue))
+        prompt = render_prompt(tokenizer, dialogue)
+        if state.args.log_prompts:
+            visit.prompts.append(prompt.text)
+        return Reply(state, tokenizer, dialogue, prompt, visit)
 
     reply = await asyncio.to_thread(prepared)
     asked = dialogue.params.structured_outputs is not None
     await check_structured(state, reply.params, "structured_outputs" if asked else "tools")
+    params = reply.params
+    visit.take_tokens(len(reply.prompt_token_ids), params.max_tokens, params.n)
     return reply
 
 
@@ -50,9 +57,15 @@ class Reply:
     """The answer under way; see `Generation` for `start`, `ready`, `close` and `batches`."""
 
     def __init__(
-        self, state: ServerState, tokenizer: Tokenizer, dialogue: Dialogue, prompt: RenderedPrompt
+        self,
+        state: ServerState,
+        tokenizer: Tokenizer,
+        dialogue: Dialogue,
+        prompt: RenderedPrompt,
+        visit: Visit,
     ) -> None:
         self.dialogue = dialogue
+        self.visit = visit
         self.request_id = dialogue.request_id
         self.prompt_token_ids = prompt.token_ids
         self._tokenizer = tokenizer
@@ -65,8 +78,8 @@ class Reply:
         read = bool(self._tools) or format.reasoning is not None
         self.params = self._params()
         self._generation = Generation(
-            state.client,
-            state.metrics,
+            state,
+            visit,
             [prompt.token_ids],
             self.params,
             request_id=dialogue.request_id,

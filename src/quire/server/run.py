@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 import uvicorn
 
 from quire.config import EngineArgs
-from quire.errors import ConfigError
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
+from quire.server.listen import bind, closing, tls_context, url_of, warn_if_open
 
 logger = logging.getLogger("quire.server")
 
@@ -42,15 +41,17 @@ def run_server(
     import uvloop
 
     # Bound before the model is loaded, which may take minutes: a taken port should say so at once.
-    sock = bind(server_args.host, server_args.port)
-    with contextlib.closing(sock), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(engine_args, server_args, sock, on_ready, on_progress))
+    tls = tls_context(server_args)
+    sock = bind(server_args)
+    with closing(sock, server_args), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(engine_args, server_args, sock, tls, on_ready, on_progress))
 
 
 async def _serve(
     engine_args: EngineArgs,
     server_args: ServerArgs,
     sock: socket.socket,
+    tls: ssl.SSLContext | None,
     on_ready: OnReady | None,
     on_progress: Callable[..., None] | None,
 ) -> None:
@@ -73,16 +74,21 @@ async def _serve(
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=server_args.access_log,
+            access_log=False,  # `visits.py` has its own
             server_header=False,
             timeout_graceful_shutdown=max(1, round(server_args.drain_timeout)),
         )
+        config.load()
+        config.ssl = tls
         server = _Server(config)
-        _warn_if_open(server_args)
+        warn_if_open(server_args)
         if on_ready is not None:
-            server.on_started = lambda: on_ready(url_of(sock), app.state.server.model_name)
+            server.on_started = lambda: on_ready(
+                url_of(sock, server_args), app.state.server.model_name
+            )
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, server.handle_exit, number, None)
+        loop.add_signal_handler(signal.SIGHUP, app.state.server.keys.reload)
         await server.serve(sockets=[sock])
     finally:
         await client.shutdown()
@@ -106,47 +112,3 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: connections are refused until the engine is ready.
-
-    Raises:
-        ConfigError: naming what is wrong with the address.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(f"host {host!r} is no address: {error.strerror}", "host") from None
-    sock = socket.socket(family, kind, protocol)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", "port") from None
-    return sock
-
-
-def url_of(sock: socket.socket) -> str:
-    """Where to reach a bound socket from this machine."""
-    host, port = sock.getsockname()[:2]
-    address: Any = ipaddress.ip_address(host.partition("%")[0])
-    if address.is_unspecified:
-        host = "localhost"
-    elif address.version == 6:
-        host = f"[{host}]"
-    return f"http://{host}:{port}"
-
-
-def _warn_if_open(args: ServerArgs) -> None:
-    if args.api_key:
-        return
-    try:
-        local = ipaddress.ip_address(args.host).is_loopback
-    except ValueError:
-        local = args.host == "localhost"
-    if not local:
-        logger.warning("%s can be reached by other machines and no --api-key is set", args.host)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -107,12 +107,9 @@ class EventStream(Response, Generic[T]):
         *,
         metrics: ServerMetrics,
         fail: Fail | None = None,
-        headers: Mapping[str, str] | None = None,
         media_type: str = "text/event-stream",
     ) -> None:
-        super().__init__(
-            media_type=media_type, headers={"cache-control": "no-cache", **(headers or {})}
-        )
+        super().__init__(media_type=media_type, headers={"cache-control": "no-cache"})
         # The length of a stream is not known.
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
         self.source = source
@@ -164,5 +161,5 @@ async def start_stream(request: Request, source: Source[Any]) -> None:
         raise
 
 
-def json_answer(value: Any, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(_encoder.encode(value), headers=headers, media_type="application/json")
+def json_answer(value: Any) -> Response:
+    return Response(_encoder.encode(value), media_type="application/json")

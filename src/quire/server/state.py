@@ -15,12 +15,17 @@ from quire import __version__
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.server.args import ServerArgs
 from quire.server.chat_format import ChatFormat
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, overloaded
+from quire.server.keys import KeyRing
+from quire.server.limits import Buckets
 from quire.server.metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from quire.engine.client import EngineClient
     from quire.engine.tokenizer import Tokenizer
+
+_FULL_SECONDS = 0.05
+"""In which a queue that was full is taken to be full still."""
 
 
 @dataclass(slots=True)
@@ -33,14 +38,18 @@ class ServerState:
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     created: int = field(default_factory=lambda: int(time.time()))
     fingerprint: str = ""
+    buckets: Buckets = field(default_factory=Buckets)
+    keys: KeyRing = field(init=False)
     chat_format: ChatFormat = field(init=False)
+    _full_until: float = 0.0
 
     def __post_init__(self) -> None:
         """`fingerprint` names what, besides a request and its seed, decides about its answer.
 
         Raises:
-            ConfigError: the chat template cannot be used.
+            ConfigError: the chat template or the key file cannot be used.
         """
+        self.keys = KeyRing(self.args)
         known = f"{__version__} {self.client.config} {self.defaults}".encode()
         self.fingerprint = f"fp_{hashlib.sha256(known).hexdigest()[:12]}"
         tokenizer, file = self.client.tokenizer, self.args.chat_template
@@ -66,6 +75,16 @@ class ServerState:
     def check_alive(self) -> None:
         if not self.client.alive:
             raise EngineDeadError("the engine has stopped")
+
+    def note_full(self) -> None:
+        """The engine has just refused a request because too many wait."""
+        self._full_until = time.monotonic() + _FULL_SECONDS
+
+    def check_room(self) -> None:
+        """Raises ApiError, 503, shortly after the engine refused a request: the next one is not
+        even read then, so that refusing many costs little."""
+        if time.monotonic() < self._full_until:
+            raise overloaded()
 
     def check_model(self, name: str | None) -> None:
         """Raises 404 unless `name` is the served model or left out."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +17,7 @@ from quire.server.responses import ChatChoice, Envelope
 from quire.server.sse import json_answer
 from quire.server.state import state_of
 from quire.server.strict import Metadata, Strict
+from quire.server.visit import visit_of
 
 T = TypeVar("T")
 
@@ -63,9 +63,7 @@ class DeletedChat(msgspec.Struct):
 
 def owner_of(request: Request) -> bytes:
     """Who asks: keys do not see each other's completions. Without keys all are one."""
-    if not state_of(request).args.api_key:
-        return b""
-    return hashlib.sha256(request.headers.get("authorization", "").encode()).digest()
+    return visit_of(request).key.digest
 
 
 def chat_store(request: Request) -> ChatStore:

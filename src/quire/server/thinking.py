@@ -133,7 +133,8 @@ class BudgetedReply:
             params=replace_params(dialogue.params, max_tokens=left),
             request_id=f"{dialogue.request_id}-answer",
         )
-        return Reply(self._state, self._tokenizer, dialogue, RenderedPrompt(closing, prompt))
+        rendered = RenderedPrompt(closing, prompt)
+        return Reply(self._state, self._tokenizer, dialogue, rendered, self._thought.visit)
 
     @property
     def _tokenizer(self) -> Tokenizer:

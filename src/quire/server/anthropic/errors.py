@@ -6,7 +6,6 @@ import msgspec
 from starlette.responses import Response
 
 from quire.server.errors import ApiError
-from quire.server.state import new_id
 
 _KINDS = {
     401: "authentication_error",
@@ -41,11 +40,10 @@ def error_body(error: ApiError, request_id: str) -> ErrorBody:
     return ErrorBody(ErrorObject(kind, message), request_id)
 
 
-def error_response(error: ApiError) -> Response:
-    request_id = new_id("req", "_")
+def error_response(error: ApiError, request_id: str) -> Response:
     return Response(
         msgspec.json.encode(error_body(error, request_id)),
         error.status,
-        {"request-id": request_id},
+        error.headers,
         media_type="application/json",
     )

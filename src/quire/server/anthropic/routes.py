@@ -29,8 +29,9 @@ from quire.server.dialogue import (
 from quire.server.errors import ApiError, renaming
 from quire.server.reply import Reply, count, prepare
 from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
-from quire.server.state import ServerState, new_id, state_of
+from quire.server.state import ServerState, state_of
 from quire.server.thinking import BudgetedReply, reasoning_tokens
+from quire.server.visit import visit_of
 
 VERSIONS = ("2023-06-01", "2026-10-21")
 """They differ in what they refuse: the newer one knows no temperature, top_k and top_p. They are
@@ -46,14 +47,14 @@ async def create_message(request: Request) -> Response:
 
 async def _answer(request: Request, body: MessagesRequest) -> Response:
     state = state_of(request)
-    prepared = await prepare(state, await asyncio.to_thread(dialogue_of, state, body))
+    dialogue = await asyncio.to_thread(dialogue_of, state, body)
+    prepared = await prepare(state, dialogue, visit_of(request))
     reply: Reply | BudgetedReply = prepared
     if body.budget is not None:
         reply = BudgetedReply(state, prepared, body.budget)
-    answer = MessageAnswer(state, body, reply)
-    headers = {"request-id": new_id("req", "_")}
+    answer = MessageAnswer(state, body, reply, visit_of(request).id)
     if not body.stream:
-        return json_answer(await unless_gone(request.receive, answer.whole()), headers)
+        return json_answer(await unless_gone(request.receive, answer.whole()))
     await start_stream(request, reply)
     return EventStream(
         reply,
@@ -61,7 +62,6 @@ async def _answer(request: Request, body: MessagesRequest) -> Response:
         answer.finish,
         fail=answer.fail,
         metrics=state.metrics,
-        headers=headers,
     )
 
 
@@ -70,7 +70,7 @@ async def count_tokens(request: Request) -> Response:
     body = await _read(request, state, CountTokensRequest)
     with renaming(NAMES):
         ids = await count(state, await asyncio.to_thread(dialogue_of, state, body))
-    return json_answer(TokenCount(len(ids)), {"request-id": new_id("req", "_")})
+    return json_answer(TokenCount(len(ids)))
 
 
 async def _read(request: Request, state: ServerState, model: type[Model]) -> Model:
@@ -91,9 +91,14 @@ class MessageAnswer:
     """A reply as one message, or as the events of one."""
 
     def __init__(
-        self, state: ServerState, body: MessagesRequest, reply: Reply | BudgetedReply
+        self,
+        state: ServerState,
+        body: MessagesRequest,
+        reply: Reply | BudgetedReply,
+        request_id: str,
     ) -> None:
         self.reply = reply
+        self.request_id = request_id
         self.max_tokens = body.max_tokens
         omitted = body.thinking is not None and body.thinking.display == "omitted"
         self.writer = MessageWriter(
@@ -127,7 +132,7 @@ class MessageAnswer:
         buffer += self.writer.take()
 
     def fail(self, buffer: bytearray, error: ApiError) -> None:
-        write_event(buffer, "error", error_body(error, new_id("req", "_")))
+        write_event(buffer, "error", error_body(error, self.request_id))
 
     def _feed(self, events: list[Event]) -> None:
         writer = self.writer

@@ -29,6 +29,7 @@ from quire.server.openai_responses.store import Record, ResponseStore
 from quire.server.reply import count, prepare
 from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
 from quire.server.state import ServerState, state_of
+from quire.server.visit import visit_of
 
 
 async def create_response(request: Request) -> Response:
@@ -51,7 +52,7 @@ async def create_response(request: Request) -> Response:
 async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]) -> Response:
     state = state_of(request)
     dialogue = await _fitted(state, body, items)
-    reply = await prepare(state, dialogue)
+    reply = await prepare(state, dialogue, visit_of(request))
     record = Record(ResponseWriter(response_of(state, body, dialogue)), items)
     answer = ResponseAnswer(
         reply,

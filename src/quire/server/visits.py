@@ -1,0 +1,129 @@
+"""The outermost layer: every request gets an id, a deadline, and a line in the access log; every
+answer its headers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.error_shapes import is_anthropic, route_of
+from quire.server.limits import Left
+from quire.server.state import ServerState, new_id
+from quire.server.visit import SCOPE_KEY, Visit, duration, is_id
+
+access = logging.getLogger("quire.access")
+
+EXPOSED_HEADERS = [
+    "x-request-id",
+    "retry-after",
+    *(
+        f"x-ratelimit-{part}-{what}"
+        for what in ("requests", "tokens")
+        for part in ("limit", "remaining", "reset")
+    ),
+]
+"""What scripts of other sites may read of an answer, where they may ask at all."""
+
+
+class Visits:
+    """Pure ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self.app = app
+        self.state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        visit = scope[SCOPE_KEY] = self._visit(scope)
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                visit.status = message["status"]
+                headers = [
+                    *message.get("headers", ()),
+                    *_headers(visit, is_anthropic(route_of(scope))),
+                ]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sending)
+        finally:
+            visit.release()
+            if access.isEnabledFor(logging.INFO):
+                _log(scope, visit)
+
+    def _visit(self, scope: Scope) -> Visit:
+        timeout = self.state.args.request_timeout
+        return Visit(
+            id=_given_id(scope) or new_id("req", "_"),
+            key=self.state.keys.anonymous,
+            buckets=self.state.buckets,
+            deadline=None if timeout is None else time.monotonic() + timeout,
+        )
+
+
+def _given_id(scope: Scope) -> str | None:
+    """A client's own, where it is a sane one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text: str = value.decode("latin-1")
+            return text if is_id(text) else None
+    return None
+
+
+def _headers(visit: Visit, anthropic: bool) -> Iterator[tuple[bytes, bytes]]:
+    yield b"x-request-id", visit.id.encode()
+    if anthropic:
+        yield b"request-id", visit.id.encode()
+    for what, left in (("requests", visit.levels.requests), ("tokens", visit.levels.tokens)):
+        if left is not None:
+            for name, value in _limit(what, left, anthropic):
+                yield name.encode(), value.encode()
+
+
+def _limit(what: str, left: Left, anthropic: bool) -> Iterator[tuple[str, str]]:
+    remaining = str(max(0, math.floor(left.remaining)))
+    if anthropic:
+        reset = datetime.now(UTC) + timedelta(seconds=left.refill)
+        name = f"anthropic-ratelimit-{what}"
+        yield f"{name}-limit", str(left.limit)
+        yield f"{name}-remaining", remaining
+        yield f"{name}-reset", reset.strftime("%Y-%m-%dT%H:%M:%SZ")
+    else:
+        yield f"x-ratelimit-limit-{what}", str(left.limit)
+        yield f"x-ratelimit-remaining-{what}", remaining
+        yield f"x-ratelimit-reset-{what}", duration(left.refill)
+
+
+def _log(scope: Scope, visit: Visit) -> None:
+    client = scope.get("client")
+    fields: dict[str, Any] = {
+        "client": client[0] if client else "",
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": visit.status,
+        "seconds": round(time.perf_counter() - visit.began, 6),
+        "request_id": visit.id,
+        "key": visit.key.name,
+    }
+    if visit.prompt_tokens:
+        fields |= {
+            "prompt_tokens": visit.prompt_tokens,
+            "cached_tokens": visit.cached_tokens,
+            "completion_tokens": visit.completion_tokens,
+            "ttft": None if visit.first_token is None else round(visit.first_token, 6),
+        }
+    if visit.end is not None:
+        fields["end"] = visit.end
+    if visit.prompts:
+        fields["prompts"] = visit.prompts
+    access.info("%s %r", fields["method"], fields["path"], extra={"fields": fields})
