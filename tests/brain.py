@@ -84,7 +84,10 @@ def check_scheduler(scheduler: Scheduler) -> None:
     running = [entry[2] for entry in scheduler._running.entries]
     lanes = [request.lane for request in running]
     assert len(set(lanes)) == len(lanes)
-    check_blocks(scheduler.blocks, lanes, list(scheduler._holds.values()))
+    blocks = scheduler.blocks
+    receivers = range(len(scheduler._lanes.last), len(blocks._paths))
+    incoming = [lane for lane in receivers if lane not in blocks._receivers]
+    check_blocks(blocks, lanes + incoming, list(scheduler._holds.values()))
     assert all(r.status is RequestStatus.RUNNING for r in running)
     assert all(r.computed <= r.planned < r.max_total for r in running)
     assert all(r.known <= r.max_total for r in running)
@@ -130,6 +133,10 @@ class Loop:
         check_scheduler(self.scheduler)
         if plan is None:
             return False
+        if not plan.num_rows:
+            assert not plan.admits
+            self.executor.submit(plan)
+            return True
         check_rows_held(self.scheduler, plan)
         assert plan.num_tokens <= self.scheduler._config.max_num_batched_tokens
         assert len(set(plan.lanes.tolist())) == plan.num_rows > 0

@@ -26,6 +26,7 @@ from quire.plan import (
     StepPlan,
     StepResult,
     StopReason,
+    Transfer,
     int32,
 )
 from quire.request import Request
@@ -97,6 +98,15 @@ class Work:
     stop: StopReason = StopReason.NONE
 
 
+@dataclass
+class Move:
+    """A transfer under way: the step it ends in, and what it carries, block by block."""
+
+    transfer: Transfer
+    due: int
+    data: list[Any]
+
+
 class FakeExecutor:
     """An `Executor` whose steps run when they are collected, so that results are as late as can be
     and a plan changed after its submission is noticed.
@@ -114,8 +124,16 @@ class FakeExecutor:
         stop_token: int | None = None,
         seed: int = 0,
         salt_of: Callable[[str], str] = lambda _: "",
+        host_blocks: int = 0,
+        slowest: int = 3,
+        failing: float = 0.0,
     ) -> None:
-        self.capacity = Capacity(tuple(groups), tuple(num_blocks))
+        self.capacity = Capacity(tuple(groups), tuple(num_blocks), host_blocks)
+        self.host: dict[int, Any] = {}
+        self.files: dict[bytes, Any] = {}
+        self._moving: list[Move] = []
+        self._slowest = slowest
+        self._failing = failing
         self.vocab = vocab
         self.stop_token = stop_token
         self.salt_of = salt_of
@@ -148,6 +166,7 @@ class FakeExecutor:
         plan = self._queue.popleft()
         self.steps += 1
         self._apply(plan)
+        self._move(plan, "in")
         rows = [self._row(plan, i) for i in range(plan.num_rows)]
         alive = [work for work in rows if work.length]
         # Lanes admitted now may share what this very step computes; `_read` checks what they get.
@@ -159,7 +178,77 @@ class FakeExecutor:
             self._read(work)
         for work in alive:
             work.state.position = work.start + work.valid
-        return self._result(plan, rows)
+        result = self._result(plan, rows)
+        result.finished_transfers, result.failed_transfers = self._arrive()
+        return result
+
+    # -- transfers -----------------------------------------------------------------------------
+
+    def _move(self, plan: StepPlan, direction: str) -> None:
+        """Begin transfers: what they write is nothing anybody may read until they end."""
+        for transfer in plan.transfers:
+            if transfer.direction != direction:
+                continue
+            due = self.steps + self._random.randint(0, self._slowest)
+            move = Move(transfer, due, self._source(transfer))
+            if direction == "out" and transfer.place == "host":
+                move.data = [block.copy() for block in move.data]
+            if transfer.place == "host" and direction == "in":
+                self._blocks(transfer.group)[transfer.blocks] = self._waste()
+            elif transfer.place == "host" or direction == "in":
+                for slot in transfer.slots.tolist():
+                    self.host[slot] = np.full(self._size(transfer.group), self._waste())
+            self._moving.append(move)
+
+    def _source(self, transfer: Transfer) -> list[Any]:
+        if transfer.place == "disk" and transfer.direction == "in":
+            return [self.files.get(key.tobytes()) for key in transfer.keys]
+        if transfer.place == "host" and transfer.direction == "out":
+            return list(self._blocks(transfer.group)[transfer.blocks])
+        return [self.host[slot] for slot in transfer.slots.tolist()]
+
+    def _arrive(self) -> tuple[list[int], list[int]]:
+        """End the transfers that are due, some of them badly."""
+        finished: list[int] = []
+        failed: list[int] = []
+        due = [move for move in self._moving if move.due <= self.steps]
+        self._moving = [move for move in self._moving if move.due > self.steps]
+        for move in due:
+            transfer = move.transfer
+            missing = any(block is None for block in move.data)
+            if missing or self._random.random() < self._failing:
+                failed.append(transfer.id)
+                continue
+            self._check_still(move)
+            finished.append(transfer.id)
+            for i, block in enumerate(move.data):
+                if transfer.place == "host" and transfer.direction == "in":
+                    self._blocks(transfer.group)[transfer.blocks[i]] = block
+                elif transfer.place == "disk" and transfer.direction == "out":
+                    self.files[transfer.keys[i].tobytes()] = block.copy()
+                else:
+                    self.host[int(transfer.slots[i])] = block.copy()
+        return finished, failed
+
+    def _check_still(self, move: Move) -> None:
+        """Nobody wrote into a slot that was being read."""
+        transfer = move.transfer
+        reads_slots = (transfer.place == "host") == (transfer.direction == "in")
+        if reads_slots and any(
+            self.host[slot] is not block
+            for slot, block in zip(transfer.slots.tolist(), move.data, strict=True)
+        ):
+            raise StoreError("a slot was written while a transfer read it")
+
+    def _blocks(self, group: int) -> Any:
+        return self.store[group].reshape(-1, self._size(group))
+
+    def _size(self, group: int) -> int:
+        return self.capacity.groups[group].tokens_per_block
+
+    def _waste(self) -> int:
+        self._garbage += 1
+        return -2 - self._garbage
 
     # -- the plan's bookkeeping ----------------------------------------------------------------
 
@@ -187,6 +276,7 @@ class FakeExecutor:
                 at += count
             if at != len(appends.ids):
                 raise StoreError("counts of block appends do not add up")
+        self._move(plan, "out")
         for group, copies in enumerate(plan.copies):
             size = self.capacity.groups[group].tokens_per_block
             store = self.store[group].reshape(-1, size)

@@ -4,6 +4,7 @@ the YAML file; the frozen `EngineConfig` is what it resolves to once model and d
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,6 +51,13 @@ class EngineArgs:
         None, "Memory for the KV cache in GB, instead of measuring. Default on CPU: 4, or less."
     )
     enable_prefix_caching: bool = _setting(True, "Reuse KV blocks of equal prefixes.")
+    host_cache_gb: float = _setting(
+        0.0, "Host memory, in GB, for KV blocks that the device has no room to keep."
+    )
+    disk_cache: str | None = _setting(
+        None, "Folder for KV blocks that the host has no room to keep; survives restarts."
+    )
+    disk_cache_gb: float = _setting(32.0, "Most that the disk cache's folder may hold, in GB.")
     enable_chunked_prefill: bool = _setting(
         True, "Split long prompts over steps so that decodes ride along."
     )
@@ -111,6 +119,7 @@ class EngineArgs:
             )
         if self.kv_cache_gb is not None and not self.kv_cache_gb > 0.0:
             raise ConfigError(f"kv_cache_gb must be > 0, got {self.kv_cache_gb}", "kv_cache_gb")
+        self._check_tiers()
         _at_least("structured_outputs_cache", self.structured_outputs_cache, 1)
         if not 0.0 < self.structured_outputs_timeout <= 3600.0:
             raise ConfigError(
@@ -134,6 +143,23 @@ class EngineArgs:
                 "version serves a model on one device",
                 "tensor_parallel_size",
             )
+
+    def _check_tiers(self) -> None:
+        for name, value in (
+            ("host_cache_gb", self.host_cache_gb),
+            ("disk_cache_gb", self.disk_cache_gb),
+        ):
+            if not 0.0 <= value < math.inf:
+                raise ConfigError(f"{name} must be >= 0 and finite, got {value}", name)
+        if self.host_cache_gb and not self.enable_prefix_caching:
+            raise ConfigError("host_cache_gb needs enable_prefix_caching", "host_cache_gb")
+        if self.disk_cache is not None and not self.host_cache_gb:
+            raise ConfigError(
+                "disk_cache needs host_cache_gb > 0: blocks travel through the host's memory",
+                "disk_cache",
+            )
+        if self.disk_cache is not None and not self.disk_cache_gb:
+            raise ConfigError("disk_cache needs disk_cache_gb > 0", "disk_cache_gb")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:

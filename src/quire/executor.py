@@ -14,11 +14,13 @@ OnProgress = Callable[[str, int, int], None]
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What a started executor offers: KV groups and the number of blocks of each. seconds: how long
-    parts of its start took ("weights", "graphs"), as far as it has them."""
+    """What a started executor offers: KV groups and the number of blocks of each. host_blocks: how
+    many of each group's the host's memory holds besides. seconds: how long parts of its start took
+    ("weights", "graphs"), as far as it has them."""
 
     groups: tuple[KVGroup, ...]
     num_blocks: tuple[int, ...]
+    host_blocks: int = 0
     seconds: dict[str, float] = {}
 
 

@@ -98,7 +98,17 @@ class BlockCopies(msgspec.Struct, array_like=True):
 
 
 class Transfer(msgspec.Struct, array_like=True):
-    """A move of blocks between the device and another tier or a peer."""
+    """A move of one group's blocks. in: towards the device. out: away from it.
+
+    place: "host": between device `blocks` and `slots` of the host's pool. "disk": between `slots`
+        of the host's pool and files named by `keys`.
+    blocks, slots: int32 [n]. keys: int32 [n, 4], the 16 bytes that stand for a block's contents.
+    heads: a range of the group's heads, or None for all.
+
+    What goes out is read as the steps before left it, and may be overwritten by this very step.
+    What comes in is in place once `StepResult.finished_transfers` says so, and not before: until
+    then nothing may read or write either end.
+    """
 
     id: int
     direction: Literal["in", "out"]
@@ -106,10 +116,13 @@ class Transfer(msgspec.Struct, array_like=True):
     group: int
     blocks: Int32
     heads: tuple[int, int] | None = None
+    slots: Int32 = msgspec.field(default_factory=lambda: int32([]))
+    keys: Int32 = msgspec.field(default_factory=lambda: int32([]).reshape(0, 4))
 
 
 class StepPlan(msgspec.Struct):
-    """One step, applied in this order: frees, admits, block appends, writes, copies, body, head.
+    """One step, applied in this order: frees, admits, block appends, writes, transfers out, copies,
+    transfers in, body, head.
 
     lanes, q_len, n_logits, flags: int32 [R], one entry per row. A row's logit rows are its last
         `n_logits` positions. A generating row has q_len = n_logits = 1 + its draft tokens.
@@ -117,6 +130,8 @@ class StepPlan(msgspec.Struct):
     writes: per-lane columns of features, {column: (lanes [n], values [n, ...])}.
     host_drafts: draft tokens proposed by the host, int32 [R, K] padded with -1, or None.
     dummy_tokens: positions to compute and throw away (ranks keep step with others).
+    A plan without rows is legal: it moves blocks, and its result comes when some have arrived, or
+    after a moment.
     """
 
     step_id: int
@@ -190,6 +205,8 @@ class StepResult(msgspec.Struct):
     stop_reason: int32 [R], a `StopReason`.
     drafts: int32 [R, K] the next step's draft tokens, for features that look at them, or None.
     pooled: of the rows whose prompt has become one vector with this step, or None.
+    finished_transfers, failed_transfers: ids of those that ended since the last result; what a
+        failed one wrote to is undefined.
     gpu_us: device time of the step in microseconds, 0 where it is not measured.
     """
 

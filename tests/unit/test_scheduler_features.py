@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from quire.cache import BlockManager
 from quire.config import SchedulerConfig
 from quire.errors import RefusedError, RequestError
 from quire.plan import Int32, KVGroup, RowFlag, Transfer, int32
@@ -44,7 +47,10 @@ def test_the_base_does_nothing() -> None:
     assert base.admit(one) is None
     assert base.ready(one)
     assert len(base.hold()) == 0
-    assert (base.match(one, 3), base.lookahead(one, 5)) == (0, 0)
+    assert not base.fetch(one, one.tokens.view(), 5)
+    assert not base.preempt(one)
+    assert not base.pending(True)
+    assert base.lookahead(one, 5) == 0
     assert base.result(one, int32([1, 2])) == 2
     assert not base.release(one)
 
@@ -83,23 +89,43 @@ def test_a_request_waits_until_its_feature_is_ready() -> None:
     loop.drain()
 
 
-def test_tokens_that_a_feature_puts_in_place_are_not_computed() -> None:
+def test_a_request_waits_while_a_feature_brings_blocks() -> None:
     class Remote(Feature):
-        def match(self, request: Request, n: int) -> int:
-            return 9 - n
+        sent = ended = 0
+
+        def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
+            self.wake = wake
+
+        def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
+            assert (len(tokens), limit) == (request.known, request.known - 1)
+            return request.request_id == "one" and not self.ended
+
+        def pending(self, idle: bool) -> bool:
+            return not self.sent or (idle and not self.ended)
 
         def plan(self, builder: PlanBuilder) -> None:
-            blocks = int32([0, 1, 2])
-            builder.transfer(Transfer(id=1, direction="in", place="peer", group=0, blocks=blocks))
+            if not self.sent:
+                self.sent = 1
+                builder.transfer(Transfer(7, "out", "host", 0, int32([0]), slots=int32([0])))
+
+        def transferred(self, finished: list[int], failed: list[int]) -> None:
+            assert (finished, failed) == ([7], [])
+            self.ended = 1
+            self.wake("one")
 
     loop = make(Remote())
-    loop.scheduler.add(request("one", 12))
+    one, two = request("one", 12), request("two", 12)
+    loop.scheduler.add(one)
     plan = loop.scheduler.plan()
     assert plan is not None
-    assert plan.admits[0].computed == 9
-    assert plan.q_len.tolist() == [3]
-    assert plan.block_appends[0].counts.tolist() == [3]
-    assert plan.transfers[0].place == "peer"
+    assert plan.num_rows == 0
+    assert plan.transfers[0].id == 7
+    assert one.status is RequestStatus.PARKED
+    loop.executor.submit(plan)
+    loop.scheduler.add(two)
+    loop.drain()
+    assert loop.outputs["one"] == expected_output(one, 50, None)
+    assert loop.outputs["two"] == expected_output(two, 50, None)
 
 
 def test_drafts_go_when_blocks_run_out_and_never_pass_the_longest_length() -> None:

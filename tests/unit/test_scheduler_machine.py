@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from quire.config import SchedulerConfig
 from quire.errors import RequestError
+from quire.offload import CostModel, OffloadFeature, Rates
 from quire.plan import KVGroup, int32
 from quire.request import Request
 from quire.sampling_params import SamplingParams
@@ -45,6 +46,8 @@ class Gate(Feature):
 
 class SchedulerMachine(RuleBasedStateMachine):
     windows: tuple[int | None, ...] = (None,)
+    host_blocks = 0
+    failing = 0.0
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4, 8]),
@@ -92,6 +95,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token=0,
             seed=seed,
             salt_of=self.salts.__getitem__,
+            host_blocks=self.host_blocks,
+            failing=self.failing,
         )
         config = SchedulerConfig(
             max_num_seqs=lanes,
@@ -104,12 +109,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy="priority" if policy == "priority" else "fcfs",
         )
         self.gate = Gate()
-        features: list[Feature] = [self.gate, *([Drafts(seed)] if drafts else [])]
+        features: list[Feature] = [self.gate, *([Drafts(seed)] if drafts else []), *self.more()]
         self.scheduler = Scheduler(config, self.executor.start(), features)
         self.loop = Loop(self.scheduler, self.executor)
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.made = 0
+
+    def more(self) -> list[Feature]:
+        return []
 
     @rule(
         stem=st.integers(0, 1),
@@ -218,6 +226,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (stats.running, stats.waiting) == (0, 0)
 
 
+class TieredMachine(SchedulerMachine):
+    """With a host pool, without and with files, some of whose transfers fail."""
+
+    host_blocks = 9
+    files = False
+
+    def more(self) -> list[Feature]:
+        always = CostModel(Rates(prefill=1.0, out=1e9, into=1e9, latency=0.0), token_bytes=1.0)
+        files = [] if self.files else None
+        self.tiers = OffloadFeature(self.host_blocks, 1, always, files, most_files=30)
+        return [self.tiers]
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "tiers"):
+            assert not self.tiers._jobs
+            assert len(self.tiers._host) + self.tiers._host.num_free == self.host_blocks
+
+
+class FailingMachine(TieredMachine):
+    files = True
+    failing = 0.2
+
+
 class WindowedMachine(SchedulerMachine):
     windows = (None, 6)
 
@@ -227,3 +259,7 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = _SETTINGS
 TestWindowedMachine = WindowedMachine.TestCase
 TestWindowedMachine.settings = _SETTINGS
+TestTieredMachine = TieredMachine.TestCase
+TestTieredMachine.settings = _SETTINGS
+TestFailingMachine = FailingMachine.TestCase
+TestFailingMachine.settings = _SETTINGS

@@ -3,8 +3,20 @@
 `BlockManager` is the only caller of `BlockPool` and `PrefixTree`, and all that the scheduler sees.
 """
 
-from quire.cache.block_manager import BlockManager
+from quire.cache.block_manager import BlockManager, Evicted, Incoming
 from quire.cache.block_pool import BlockPool
-from quire.cache.prefix_tree import Match, Namespace, PrefixTree
+from quire.cache.chain import Namespace
+from quire.cache.host_tier import HostTier, KeyList
+from quire.cache.prefix_tree import Match, PrefixTree
 
-__all__ = ["BlockManager", "BlockPool", "Match", "Namespace", "PrefixTree"]
+__all__ = [
+    "BlockManager",
+    "BlockPool",
+    "Evicted",
+    "HostTier",
+    "Incoming",
+    "KeyList",
+    "Match",
+    "Namespace",
+    "PrefixTree",
+]

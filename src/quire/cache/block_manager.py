@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from quire.cache.block_tables import BlockTables
-from quire.cache.prefix_tree import NO_BLOCK, Match, Namespace, Node, PrefixTree
+from quire.cache.chain import Namespace
+from quire.cache.prefix_tree import NO_BLOCK, Match, Node, PrefixTree
 from quire.errors import ConfigError, RequestTooLargeError
 from quire.plan import BlockAppends, BlockCopies, Int32, KVGroup, int32
+
+_RECEIVERS = 64
+"""Lanes, which no plan knows, that hold blocks whose contents are on their way."""
 
 _APART = np.iinfo(np.int32).max
 
@@ -35,6 +39,27 @@ class Hold:
     path: list[Node]
 
 
+@dataclass(slots=True)
+class Evicted:
+    """A block that leaves the tree, and the name of its contents (`cache/chain.py`)."""
+
+    key: bytes
+    block: int
+
+
+@dataclass(slots=True)
+class Incoming:
+    """Blocks booked for contents that are on their way: what follows `start` tokens of a prefix up
+    to `end`, both whole blocks. blocks: int32 [n], of the group that keeps every position."""
+
+    lane: int
+    namespace: Namespace
+    tokens: Int32
+    start: int
+    end: int
+    blocks: Int32
+
+
 class BlockManager:
     """All blocks of an engine.
 
@@ -54,13 +79,17 @@ class BlockManager:
         _check(groups)
         self.block_size = groups[0].tokens_per_block
         self.groups = [
-            BlockTables(g, n, num_lanes, max_len) for g, n in zip(groups, num_blocks, strict=True)
+            BlockTables(g, n, num_lanes + _RECEIVERS, max_len)
+            for g, n in zip(groups, num_blocks, strict=True)
         ]
         self.caching = caching
+        self.on_evict: Sequence[Callable[[Sequence[Evicted]], None]] = ()
+        """Told what leaves the tree, before it may be overwritten."""
         self.tree = PrefixTree(self.block_size, [g.window for g in self.groups])
         self.slides = any(g.window is not None for g in self.groups)
-        self._paths: list[list[Node]] = [[] for _ in range(num_lanes)]
-        self.inserted: Int32 = np.zeros(num_lanes, dtype=np.int32)
+        self._paths: list[list[Node]] = [[] for _ in range(num_lanes + _RECEIVERS)]
+        self._receivers = list(range(num_lanes, num_lanes + _RECEIVERS))
+        self.inserted: Int32 = np.zeros(num_lanes + _RECEIVERS, dtype=np.int32)
         """Tokens of each lane up to the last insertion, or `_APART`."""
 
     def check_fits(self, tokens: int, chunk: int) -> None:
@@ -155,6 +184,57 @@ class BlockManager:
                 group.copy(int(group.table[parent, whole]), int(group.table[lane, whole]))
         return True
 
+    # -- blocks whose contents come from elsewhere ---------------------------------------------
+
+    def receive(
+        self, namespace: Namespace, match: Match, tokens: Int32, known: int
+    ) -> Incoming | None:
+        """Book blocks for what follows a match, up to the end of `tokens`, int32 [whole blocks].
+        The match stays held until `received`. None where there is no room for `known` tokens now,
+        with a block to spare for each running request."""
+        length = len(tokens)
+        spare = int((self.groups[0].end > 0).sum())
+        if not self._receivers or not self._has_room(match, known, spare):
+            return None
+        lane = self._receivers[-1]
+        marks = [group.mark() for group in self.groups]
+        admitted = self.admit(
+            lane,
+            namespace,
+            match,
+            computed=match.length,
+            chunk_end=length,
+            known=length,
+            spare=spare,
+        )
+        if not admitted:
+            return None
+        for group, mark in zip(self.groups, marks, strict=True):
+            group.forget_appends(mark)
+        self._receivers.pop()
+        first = match.length // self.block_size
+        blocks = self.groups[0].table[lane, first : length // self.block_size].copy()
+        return Incoming(lane, namespace, tokens, match.length, length, blocks)
+
+    @property
+    def num_incoming(self) -> int:
+        return _RECEIVERS - len(self._receivers)
+
+    def _has_room(self, match: Match, known: int, spare: int) -> bool:
+        held = match.length // self.block_size
+        return all(
+            group.blocks(known) - held + self._woken(g, match, int32([])) + spare
+            <= self.available(g)
+            for g, group in enumerate(self.groups)
+        )
+
+    def received(self, incoming: Incoming, good: bool) -> None:
+        """The contents are there, and become a prefix like any other; or they are not."""
+        if good:
+            self._enter_rest(incoming.lane, incoming.tokens, incoming.end)
+        self.release(incoming.lane)
+        self._receivers.append(incoming.lane)
+
     # -- a request runs ------------------------------------------------------------------------
 
     def book(self, lanes: Int32, ends: Int32) -> bool:
@@ -218,10 +298,13 @@ class BlockManager:
     def insert_rest(self, lane: int, tokens: Int32, length: int) -> None:
         """Before a release: enter what the lane kept apart. tokens: int32 [>= length]."""
         if self.inserted[lane] == _APART:
-            fresh: list[list[int]] = [[] for _ in self.groups]
-            self._insert(lane, tokens, length // self.block_size, fresh, True)
-            for group, ids in zip(self.groups, fresh, strict=True):
-                group.pool.hold(int32(ids))
+            self._enter_rest(lane, tokens, length)
+
+    def _enter_rest(self, lane: int, tokens: Int32, length: int) -> None:
+        fresh: list[list[int]] = [[] for _ in self.groups]
+        self._insert(lane, tokens, length // self.block_size, fresh, True)
+        for group, ids in zip(self.groups, fresh, strict=True):
+            group.pool.hold(int32(ids))
 
     def _insert(
         self, lane: int, tokens: Int32, whole: int, fresh: list[list[int]], through: bool
@@ -299,7 +382,14 @@ class BlockManager:
         if group.window is not None:
             group.pool.drop(int32([self.tree.evict_block(g) for _ in range(lacking)]))
             return
-        evicted = [self.tree.evict() for _ in range(lacking)]
+        evicted: list[list[int]] = []
+        told: list[Evicted] = []
+        for _ in range(lacking):
+            key = self.tree.chain(self.tree.oldest()) if self.on_evict else b""
+            evicted.append(self.tree.evict())
+            told.append(Evicted(key, evicted[-1][g]))
+        for tell in self.on_evict:
+            tell(told)
         for each, blocks in zip(self.groups, zip(*evicted, strict=True), strict=True):
             ids = int32(blocks)
             each.pool.drop(ids[ids != NO_BLOCK])

@@ -118,6 +118,14 @@ class BlockTables:
     def clear(self, lane: int) -> None:
         self.start[lane] = self.end[lane] = self.booked[lane] = 0
 
+    def mark(self) -> int:
+        """For `forget_appends`."""
+        return len(self._appends)
+
+    def forget_appends(self, mark: int) -> None:
+        """No plan need tell what was appended since."""
+        del self._appends[mark:]
+
     def take_appends(self) -> BlockAppends:
         """What was appended since the last call."""
         if not self._appends:

@@ -10,10 +10,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.cache.chain import Namespace, next_key, root_key
 from quire.plan import Int32
-
-Namespace = tuple[int, str]
-"""What must be equal, besides the tokens, for KV to be shared: (lora id, the user's cache salt)."""
 
 NO_BLOCK = -1
 
@@ -25,15 +23,17 @@ class Node:
         users: requests that run on it. A request counts on each node from its root to its last.
         children: the nodes hanging on it, by the bytes of their tokens.
         blocks: one block id per KV group, or `NO_BLOCK`.
+        chain: the name of its contents (`cache/chain.py`), once it was asked for.
     """
 
-    __slots__ = ("blocks", "children", "key", "parent", "users")
+    __slots__ = ("blocks", "chain", "children", "key", "parent", "users")
 
     def __init__(self, key: bytes, parent: Node | None, blocks: list[int], users: int) -> None:
         self.key = key
         self.parent = parent
         self.blocks = blocks
         self.users = users
+        self.chain: bytes | None = None
         self.children: dict[bytes, Node] = {}
 
 
@@ -161,6 +161,22 @@ class PrefixTree:
         return True
 
     # -- giving up -----------------------------------------------------------------------------
+
+    def chain(self, node: Node) -> bytes:
+        """The name of the contents of a node's block. Each node's is worked out once."""
+        path = [node]
+        while path[-1].chain is None and path[-1].parent is not None:
+            path.append(path[-1].parent)
+        if path[-1].chain is None:
+            path[-1].chain = root_key(self._names[path[-1]])
+        name = path.pop().chain or b""
+        for each in reversed(path):
+            name = each.chain = next_key(name, each.key)
+        return name
+
+    def oldest(self) -> Node:
+        """What `evict` removes next."""
+        return next(iter(self._idle))
 
     def evict(self) -> list[int]:
         """Remove the least recently used node; its blocks, one or `NO_BLOCK` per group."""

@@ -9,7 +9,9 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.errors import EngineDeadError, RequestError
+from quire.engine.tiers import open_tiers
 from quire.executor import Executor
+from quire.offload import TierStats
 from quire.outputs import RequestTimes
 from quire.plan import Int32, StepPlan
 from quire.pooling import POOLING
@@ -29,7 +31,9 @@ _IDLE = 5e-3
 
 class EngineStats(msgspec.Struct):
     """Block counts are per KV group; the counters count since the start. prompt_tokens are those of
-    the requests taken, generation_tokens those that were read from the device."""
+    the requests taken, generation_tokens those that were read from the device. swapped: preemptions
+    after which blocks were to be brought back rather than computed again. tiers: None without any.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -40,9 +44,11 @@ class EngineStats(msgspec.Struct):
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    swapped: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    tiers: TierStats | None = None
 
 
 class EngineCore:
@@ -70,6 +76,9 @@ class EngineCore:
         if grammars is not None:
             features = [*features, grammars]
             grammars.connect(executor.submit_head)
+        self._tiers = open_tiers(config, executor, self.capacity)
+        if self._tiers is not None:
+            features = [*features, self._tiers]
         self.scheduler = Scheduler(config.scheduler, self.capacity, features)
         self._siblings: dict[str, list[Request]] = {}
         self._seeds = 0
@@ -254,6 +263,7 @@ class EngineCore:
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            tiers=None if self._tiers is None else self._tiers.stats(),
         )
 
     def shutdown(self) -> None:

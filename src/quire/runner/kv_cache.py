@@ -32,6 +32,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.groups = tuple(groups)
         self.tensors = [
             torch.zeros(
                 (blocks, len(group.layers), 2, kv_heads, group.tokens_per_block, head_dim),
@@ -45,6 +46,10 @@ class KVCache:
             for i, layer in enumerate(group.layers):
                 by_layer[layer] = tensor[:, i, 0], tensor[:, i, 1]
         self.layers: list[LayerCache] = [by_layer[layer] for layer in sorted(by_layer)]
+
+    def block_tensors(self, group: int) -> list[Tensor]:
+        """All that holds a group's blocks; the first dimension of each is the block."""
+        return [self.tensors[group]]
 
     def copy_blocks(self, group: int, src: Tensor, dst: Tensor) -> None:
         """Copies whole blocks `src[i]` to `dst[i]`, int64 [n]; no block is in both."""

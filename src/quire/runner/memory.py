@@ -23,6 +23,28 @@ def cpu_budget(config: EngineConfig) -> int:
     return min(int(_CPU_DEFAULT_GB * GB), free // 4)
 
 
+def available_memory() -> int:
+    """Bytes of host memory that can be had without swapping."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def staging_bytes(config: EngineConfig, groups: Sequence[KVGroup], budget: int) -> int:
+    """Device memory in which blocks wait for their copy to the host: as much as a step of prompts
+    can push out, and at most a fiftieth of the cache."""
+    if not config.args.host_cache_gb:
+        return 0
+    largest = max(group.block_bytes for group in groups)
+    step = -(-config.scheduler.max_num_batched_tokens // config.block_size)
+    return max(largest, min(step * largest, budget // 50))
+
+
 def cuda_budget(config: EngineConfig, device: torch.device, reserve: int) -> int:
     """Bytes for the KV cache on a GPU: the allowed share of its memory, less what is in use (by
     anyone) and `reserve` for activations."""

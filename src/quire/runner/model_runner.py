@@ -27,6 +27,7 @@ from quire.runner.batch_state import BatchState
 from quire.runner.gate import DeviceGate, HostGate
 from quire.runner.hook import Hook
 from quire.runner.kv_cache import KVCache
+from quire.runner.kv_transfer import KVTransfer, open_transfer
 from quire.runner.results import mark, read_back, result
 from quire.runner.sampling import Sampler
 from quire.runner.sampling.logprobs import token_logprobs
@@ -58,6 +59,7 @@ class ModelRunner:
         self._steps: deque[Step] = deque()
         self._later: deque[StepPlan] = deque()
         self._graphs: StepGraphs | None = None
+        self._transfer: KVTransfer | None = None
         depth = config.scheduler.steps_in_flight + 1
         self._staging = Staging(self.device, depth)
         self._gate: HostGate | DeviceGate = HostGate()
@@ -94,6 +96,7 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
+        self._transfer = open_transfer(self.config, self.cache, blocks)
         self.state = BatchState(limits.max_num_seqs, limits.max_model_len, groups, self.device)
         for hook in self.hooks:
             for column in hook.columns():
@@ -104,7 +107,8 @@ class ModelRunner:
             with ops.use_policy(self._policy):
                 self._capture()
             seconds["graphs"] = time.perf_counter() - began
-        return Capacity(groups=groups, num_blocks=blocks, seconds=seconds)
+        slots = 0 if self._transfer is None else self._transfer.pool.slots
+        return Capacity(groups=groups, num_blocks=blocks, host_blocks=slots, seconds=seconds)
 
     def _capture(self) -> None:
         from quire.runner.cuda_graphs import StepGraphs
@@ -124,7 +128,9 @@ class ModelRunner:
     def _cache_budget(self, model: Decoder) -> int | None:
         if self.device.type != "cuda":
             return memory.cpu_budget(self.config)
-        return memory.cuda_budget(self.config, self.device, self._activation_bytes(model))
+        budget = memory.cuda_budget(self.config, self.device, self._activation_bytes(model))
+        groups = model.kv_groups(self.config.block_size)
+        return budget - memory.staging_bytes(self.config, groups, budget)
 
     def _activation_bytes(self, model: Decoder) -> int:
         """An upper bound of what a step needs beside weights and cache: the widest layer's
@@ -190,7 +196,8 @@ class ModelRunner:
             self._replay_head(self._graphs, step, masks)
         else:
             self._start_results(step)
-            self._heads(step, masks)
+            if step.plan.num_rows:
+                self._heads(step, masks)
         read_back(step, self.device)
 
     def _masks(self, step: Step, wait: bool) -> Tensor | None:
@@ -208,7 +215,7 @@ class ModelRunner:
         inputs = upload.add(graphs.pack(plan))
         copies = self._stage(plan, upload)
         upload.send()
-        self._copy_blocks(copies, upload)
+        self._place_blocks(plan, copies, upload)
         graphs.inputs.copy_(upload[inputs])
         first = self.state.grow(plan)
         body = graphs.body(plan)
@@ -257,17 +264,23 @@ class ModelRunner:
             raise QuireError("there is no step to collect")
         if self._steps[0].waits:
             self._go_on(wait=True)
-        return result(self._steps.popleft(), self.device)
+        step = self._steps.popleft()
+        found = result(step, self.device)
+        if self._transfer is not None:
+            ended = self._transfer.ended(patient=not step.plan.num_rows)
+            found.finished_transfers, found.failed_transfers = ended
+        return found
 
     def _apply(self, plan: StepPlan) -> Step:
         upload = self._staging.begin()
         copies = self._stage(plan, upload)
         build = self.state.expand(plan, upload)
         upload.send()
-        self._copy_blocks(copies, upload)
+        self._place_blocks(plan, copies, upload)
         step = build()
-        for hook in self.hooks:
-            hook.before_body(step)
+        if plan.num_rows:
+            for hook in self.hooks:
+                hook.before_body(step)
         return step
 
     def _stage(self, plan: StepPlan, upload: Upload) -> list[tuple[int, int, int]]:
@@ -281,9 +294,18 @@ class ModelRunner:
             if len(copies.src)
         ]
 
-    def _copy_blocks(self, copies: list[tuple[int, int, int]], upload: Upload) -> None:
+    def _place_blocks(
+        self, plan: StepPlan, copies: list[tuple[int, int, int]], upload: Upload
+    ) -> None:
+        """What goes out goes before anything is written, what comes in after everything."""
+        if plan.transfers and self._transfer is None:
+            raise QuireError("this runner has no other place to move blocks to")
+        if self._transfer is not None:
+            self._transfer.start(plan.transfers, "out")
         for group, src, dst in copies:
             self.cache.copy_blocks(group, upload[src].long(), upload[dst].long())
+        if self._transfer is not None:
+            self._transfer.start(plan.transfers, "in")
 
     def _body(self, step: Step) -> None:
         if step.plan.num_rows:
@@ -373,6 +395,8 @@ class ModelRunner:
 
     def control(self, message: dict[str, Any]) -> Any:
         """Asks the hooks, in order; the first answer that is not None counts."""
+        if self._transfer is not None and message.get("op") == "disk_keys":
+            return self._transfer.disk_keys()
         for hook in self.hooks:
             answer = hook.on_control(message)
             if answer is not None:
@@ -385,6 +409,9 @@ class ModelRunner:
         self._steps.clear()
         self._later.clear()
         self._graphs = None
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
         for name in ("model", "cache", "state", "sampler"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
@@ -392,7 +419,5 @@ class ModelRunner:
 
 
 def _check(plan: StepPlan) -> None:
-    if plan.transfers:
-        raise QuireError("this runner moves no blocks to other places")
     if plan.host_drafts is not None:
         raise QuireError("this runner verifies no draft tokens")

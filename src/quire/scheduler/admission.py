@@ -21,13 +21,13 @@ class Admission:
         config: SchedulerConfig,
         blocks: BlockManager,
         running: RunningSet,
-        matches: Sequence[Callable[[Request, int], int]],
+        fetches: Sequence[Callable[[Request, Int32, int], bool]],
         reusables: Sequence[Callable[[Request, int], int]] = (),
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._running = running
-        self._matches = matches
+        self._fetches = fetches
         self._reusables = reusables
 
     def check(self, request: Request) -> None:
@@ -67,6 +67,23 @@ class Admission:
         if config.max_queue_tokens is not None and tokens >= config.max_queue_tokens:
             raise OverloadedError(f"{tokens} prompt tokens are waiting already")
 
+    def fetches(self, request: Request, tokens: Int32) -> bool:
+        """Whether a feature is bringing blocks that a waiting request should wait for. tokens:
+        int32 [known]."""
+        if not self._fetches:
+            return False
+        limit = self._limit(request)
+        return any(fetch(request, tokens, limit) for fetch in self._fetches)
+
+    def _limit(self, request: Request) -> int:
+        """How many of its tokens a request that is about to start may take from the cache."""
+        limit = request.known - 1
+        if wants_prompt_logprobs(request):
+            limit = min(limit, request.prompt_logprobs_done)
+        for reusable in self._reusables:
+            limit = min(limit, reusable(request, limit))
+        return limit
+
     def book(self, request: Request, tokens: Int32, budget: int, step_id: int) -> Chunk | None:
         """Blocks, on the next free lane, for all that a waiting request knows, and its first row.
         None: it must wait. tokens: int32 [known]."""
@@ -80,16 +97,8 @@ class Admission:
                 lane, request.namespace, parent.lane, shared, request.known, spare
             ):
                 return Chunk(request, shared, 1, forked=True)
-        limit = request.known - 1
-        if wants_prompt_logprobs(request):
-            limit = min(limit, request.prompt_logprobs_done)
-        for reusable in self._reusables:
-            limit = min(limit, reusable(request, limit))
-        match = self._blocks.match(request.namespace, tokens, limit)
+        match = self._blocks.match(request.namespace, tokens, self._limit(request))
         start = match.length
-        if self._matches:
-            start += max(more(request, start) for more in self._matches)
-            start = min(start, limit)
         length = self._running.chunk_length(request, request.known - start, budget)
         while length > 0:
             if self._blocks.admit(

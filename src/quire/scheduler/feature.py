@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache import BlockManager, Evicted
 from quire.errors import RequestError
 from quire.plan import Admit, Int32, RowFlag, StepPlan, Transfer, int32
 from quire.request import Request
@@ -28,10 +29,34 @@ class Feature:
         again."""
         return True
 
-    def match(self, request: Request, n: int) -> int:
-        """How many tokens beyond the first `n`, which the prefix tree holds, this feature will put
-        in place before the step's body runs (by transfers that it adds in `plan`)."""
-        return 0
+    def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
+        """Once, before anything else: the scheduler's blocks, and its `wake`."""
+
+    def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
+        """A request is about to start, and may take up to `limit` of its tokens, int32 [known],
+        from the cache. True parks it until `wake`: blocks of it that the device does not hold are
+        on their way there."""
+        return False
+
+    def evict(self, blocks: Sequence[Evicted]) -> None:
+        """These blocks leave the prefix tree, and may be overwritten by the next step planned. Its
+        plan is the last that may move them out."""
+
+    def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
+        """Transfers, by their ids, that ended."""
+
+    def pending(self, idle: bool) -> bool:
+        """Whether a step must be launched even if it has no rows: there are transfers to send or,
+        with no step in flight (`idle`), some to wait for."""
+        return False
+
+    def preempt(self, request: Request) -> bool:
+        """A request is about to be preempted. Whether what it has computed is to be brought back,
+        should it lose its blocks, rather than computed again."""
+        return False
+
+    def forget(self) -> None:
+        """All prefixes are forgotten."""
 
     def reusable(self, request: Request, n: int) -> int:
         """How many of its first `n` tokens a request that is about to start may take from the

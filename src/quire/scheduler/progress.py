@@ -120,3 +120,5 @@ class SchedulerStats:
     prefix_query_tokens: int
     prefix_hit_tokens: int
     preemptions: int
+    swapped: int
+    """Preemptions after which blocks were to be brought back rather than computed again."""

@@ -8,6 +8,7 @@ from        to          when
 (new)       WAITING     `add`
 (new)       PARKED      `add`: a feature is not ready for it, or its leader's prompt is not planned
 PARKED      WAITING     `wake`; the leader's prompt is planned; the leader ended or was preempted
+WAITING     PARKED      `plan`: a feature brings blocks that the request can start from
 WAITING     RUNNING     `plan`: budget, a lane and blocks suffice; tenants by turns (`tenants.py`),
                         a tenant's in policy order
 RUNNING     WAITING     `plan`: preempted, the last in policy order of the tenant that holds the
@@ -66,6 +67,10 @@ class Scheduler:
         self._builds = overridden(features, "plan")
         self._results = overridden(features, "result")
         self._releases = overridden(features, "release")
+        self._transfers = overridden(features, "transferred")
+        self._pendings = overridden(features, "pending")
+        self._swaps = overridden(features, "preempt")
+        self._forgets = overridden(features, "forget")
         self._requests: dict[str, Request] = {}
         key = key_function(config)
         self._queue = FairQueue(key)
@@ -83,9 +88,12 @@ class Scheduler:
             config,
             self.blocks,
             self._running,
-            overridden(features, "match"),
+            overridden(features, "fetch"),
             overridden(features, "reusable"),
         )
+        for attach in overridden(features, "attach"):
+            attach(self.blocks, self.wake)
+        self.blocks.on_evict = overridden(features, "evict")
         self._in_flight: deque[Launched] = deque()
         self._frees: list[int] = []
         self._holds: dict[str, Hold] = {}
@@ -93,7 +101,7 @@ class Scheduler:
         """Next, but without blocks when it was last tried."""
         self._step_id = 0
         self._order = 0
-        self._prefix_queries = self._prefix_hits = self._preemptions = 0
+        self._prefix_queries = self._prefix_hits = self._preemptions = self._swapped = 0
 
     # -- requests come and go ------------------------------------------------------------------
 
@@ -151,7 +159,9 @@ class Scheduler:
         self._waiting.wake_siblings(request)
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue; what it knows is recomputed, or found in the tree."""
+        """Back to the queue; what it knows is recomputed, or found in the tree, or brought back."""
+        swaps = [swap(request) for swap in self._swaps]
+        self._swapped += any(swaps)
         self._vacate([request], ended=False)
         request.epoch += 1
         request.num_preemptions += 1
@@ -208,9 +218,13 @@ class Scheduler:
         if self._queue and preemptions == self._preemptions:
             budget = self._config.max_num_batched_tokens - sum(c.length for c in chunks)
             self._admit(budget - int(rows.q_len.sum()), chunks, admits)
-        if not chunks and not rows.requests:
+        if not chunks and not rows.requests and not self._has_pending():
             return None
         return self._launch(rows, chunks, admits)
+
+    def _has_pending(self) -> bool:
+        idle = not self._in_flight
+        return any(pending(idle) for pending in self._pendings)
 
     def _settle(self) -> tuple[Rows, list[Chunk]]:
         """The rows of running requests, with their blocks booked. When blocks run out, drafts go
@@ -231,7 +245,7 @@ class Scheduler:
                 self._preempt(running.last(self._queue.contested))
             elif chunks and chunks[0].length > 1:
                 most = chunks[0].length // 2
-            elif settled and not self._holds:
+            elif settled and not self._holds and not self.blocks.num_incoming:
                 raise RuntimeError("a request that fits the cache found no room in it")
             else:
                 return Rows.none(), []
@@ -244,6 +258,9 @@ class Scheduler:
             if request is None:
                 return
             tokens = request.tokens.view()
+            if self._admission.fetches(request, tokens):
+                self._waiting.park()
+                continue
             chunk = self._admission.book(request, tokens, budget, self._step_id)
             if chunk is None:
                 whole = not self._config.enable_chunked_prefill and request.known > budget
@@ -319,6 +336,9 @@ class Scheduler:
         step = self._in_flight.popleft()
         if step.step_id != result.step_id:
             raise RuntimeError(f"result of step {result.step_id} came before {step.step_id}'s")
+        if result.finished_transfers or result.failed_transfers:
+            for transferred in self._transfers:
+                transferred(result.finished_transfers, result.failed_transfers)
         tokens, n, stop = result.tokens, result.n_tokens, result.stop_reason
         rows = np.arange(len(n), dtype=np.int32)
         live = self._lanes.tenancy[step.lanes] == step.tenancy
@@ -385,8 +405,8 @@ class Scheduler:
         return self._in_flight[0].step_id
 
     def has_work(self) -> bool:
-        """Whether any request is unfinished or any step in flight."""
-        return bool(self._requests or self._in_flight)
+        """Whether any request is unfinished, or any step or transfer in flight."""
+        return bool(self._requests or self._in_flight or self._has_pending())
 
     def stats(self) -> SchedulerStats:
         usage = self.blocks.usage()
@@ -400,8 +420,11 @@ class Scheduler:
             prefix_query_tokens=self._prefix_queries,
             prefix_hit_tokens=self._prefix_hits,
             preemptions=self._preemptions,
+            swapped=self._swapped,
         )
 
     def reset_prefix_cache(self) -> bool:
         """Forget every prefix that no request runs on; False if some are left."""
+        for forget in self._forgets:
+            forget()
         return self.blocks.reset_cache()

@@ -78,6 +78,14 @@ class WaitingSet:
         request.status = RequestStatus.PARKED
         self._num_parked += 1
 
+    def park(self) -> None:
+        """Take the first of the queue out until it is woken."""
+        request = self.queue.peek()
+        if request is not None:
+            self.queue.pop(request)
+            request.status = RequestStatus.PARKED
+            self._num_parked += 1
+
     def wake(self, request: Request) -> None:
         """Ask again about a request that a feature may have parked."""
         if request.status is RequestStatus.PARKED and _awaited_leader(request) is None:

@@ -1,0 +1,70 @@
+"""Whether to copy a block or to compute it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_LOAD_RATE = 1e9
+"""Bytes per second that files are thought to be read at, until some were."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What was measured when the engine started.
+
+    prefill: tokens of a prompt that the device computes per second. out, into: bytes per second
+    that cross from the device to the host, and back. latency: seconds that the smallest transfer
+    takes, from its plan to the news of its end.
+    """
+
+    prefill: float
+    out: float
+    into: float
+    latency: float
+
+
+class CostModel:
+    """Seconds of a copy against seconds of the computation that it saves.
+
+    A copy is reckoned as if nothing else went on meanwhile, although others compute beside it. That
+    errs towards computing, by at most what a copy costs, and keeps a request from waiting longer
+    for its blocks than for its tokens.
+    """
+
+    def __init__(self, rates: Rates, token_bytes: float) -> None:
+        self.rates = rates
+        self._compute = 1.0 / rates.prefill
+        self._in = token_bytes / rates.into
+        self._both = token_bytes * (1.0 / rates.out + 1.0 / rates.into)
+        self._token_bytes = token_bytes
+        self._load_rate = _LOAD_RATE
+
+    @property
+    def worth_keeping(self) -> bool:
+        """Whether blocks are worth the host's memory at all: a long prefix comes back sooner than
+        it is computed."""
+        return self._in < self._compute
+
+    def fetch_pays(self, tokens: int, of_files: int = 0) -> bool:
+        """Bringing back what lies on the host, but for `of_files` of the tokens, which files must
+        be read for: tokens x bytes / rate + latency, against tokens / prefill rate."""
+        cost = tokens * self._in + self.rates.latency
+        if of_files:
+            cost += of_files * self._token_bytes / self._load_rate
+            # What is never tried is never measured again: a slow spell is forgotten in time.
+            self._load_rate *= 1.01
+        return cost < tokens * self._compute
+
+    def observe_load(self, size: int, seconds: float) -> None:
+        """Reading `size` bytes from files took that long."""
+        self._load_rate += 0.2 * (size / max(seconds, 1e-6) - self._load_rate)
+
+    def swap_pays(self, tokens: int) -> bool:
+        """Moving a preempted request's blocks out, and in again when it resumes."""
+        return tokens * self._both + 2 * self.rates.latency < tokens * self._compute
+
+    @property
+    def break_even(self) -> float:
+        """Tokens from which on a swap pays; infinite where it never does."""
+        gain = self._compute - self._both
+        return 2 * self.rates.latency / gain if gain > 0 else float("inf")

@@ -1,0 +1,354 @@
+"""The scheduler's side of the host and disk tiers.
+
+**Out.** What the prefix tree gives up goes to the host's pool, in the step that takes its blocks.
+What the pool gives up goes to files, ahead of need, so that there are free slots when a step comes.
+
+**In.** A request that is about to start, and of which a lower tier holds more than the device does,
+is parked. Files are read into the pool first; blocks are then booked on the device and copied to.
+When they have arrived they are part of the prefix tree, and the request starts as one that hits.
+Others go on meanwhile, and no step ever waits for a copy. What fails to come is computed.
+
+**Swap.** A preempted request leaves what it computed in the tree. So its blocks go out when they
+are needed, as any others, and come in before it starts again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from quire.cache import BlockManager, Evicted, HostTier, KeyList, Match
+from quire.cache.chain import next_key, root_key
+from quire.offload.costs import CostModel
+from quire.offload.jobs import Job, Kind
+from quire.plan import Int32, Transfer, int32
+from quire.request import Request
+from quire.scheduler import Feature, PlanBuilder
+
+_STATE = "tiers"
+_MOST_ATTEMPTS = 4
+"""How often a request is parked for blocks before it computes what is not there."""
+_SPILL_BATCH = 16
+"""Blocks of one transfer to or from files: what fails, fails together."""
+_MOST_SPILLS = 8
+"""Transfers to files at a time."""
+
+
+class TierStats(msgspec.Struct):
+    """Counted since the start, in blocks unless said otherwise.
+
+    host_blocks_total, host_blocks_used, disk_blocks: as they are now. host_hit_tokens,
+    disk_hit_tokens: tokens of requests that came from there. host_evictions: what the host's pool
+    gave up. disk_writes: what of it went to files. swapped_out, swapped_in: copied to the host, and
+    back. transfer_failures: transfers, of any kind.
+    """
+
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    disk_blocks: int = 0
+    host_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
+    host_evictions: int = 0
+    disk_writes: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    transfer_failures: int = 0
+
+
+class Wanted(msgspec.Struct):
+    """What is kept of a request. keys: names of its first blocks. attempts: how often it was parked
+    since it last ran. loaded: blocks read from files for it. recompute: it is not worth bringing
+    back."""
+
+    keys: list[bytes]
+    attempts: int = 0
+    loaded: int = 0
+    recompute: bool = False
+
+
+class OffloadFeature(Feature):
+    """slots: of the host's pool. block_bytes: of a block on the device. files: keys of the blocks
+    in files at the start, oldest first, or None without a disk tier; most_files: how many fit."""
+
+    def __init__(
+        self,
+        slots: int,
+        block_bytes: int,
+        costs: CostModel,
+        files: Sequence[bytes] | None = None,
+        most_files: int = 0,
+    ) -> None:
+        self._host = HostTier(slots)
+        self._files = None if files is None else KeyList(most_files, files)
+        self._costs = costs
+        self._block_bytes = block_bytes
+        self._reserve = max(1, min(256, slots // 16))
+        self._jobs: dict[int, Job] = {}
+        self._job_of: dict[bytes, Job] = {}
+        """The job that a key's contents arrive by, on the host or on the device."""
+        self._evicted: list[tuple[bytes, int, int]] = []
+        self._queue: list[Transfer] = []
+        self._next_id = 0
+        self._spilling = 0
+        self.counts = TierStats(host_blocks_total=slots)
+
+    def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
+        self._blocks = blocks
+        self._wake = wake
+
+    def stats(self) -> TierStats:
+        self.counts.host_blocks_used = len(self._host)
+        self.counts.disk_blocks = 0 if self._files is None else len(self._files)
+        self.counts.host_evictions = self._host.evictions
+        return msgspec.structs.replace(self.counts)
+
+    # -- out -----------------------------------------------------------------------------------
+
+    def evict(self, blocks: Sequence[Evicted]) -> None:
+        if not self._costs.worth_keeping:
+            return
+        for one in blocks:
+            if one.key in self._host:
+                self._host.touch(one.key)
+                continue
+            slot = self._host.expect(one.key)
+            if slot is not None:
+                self._evicted.append((one.key, one.block, slot))
+
+    def plan(self, builder: PlanBuilder) -> None:
+        if self._evicted:
+            keys, ids, slots = zip(*self._evicted, strict=True)
+            self._evicted = []
+            self._send(Job(Kind.OUT, list(keys)), "out", "host", slots, blocks=ids)
+            self.counts.swapped_out += len(keys)
+            self.counts.swapped_out_bytes += len(keys) * self._block_bytes
+        if self._files is not None:
+            self._spill(self._files)
+        for transfer in self._queue:
+            builder.transfer(transfer)
+        self._queue = []
+
+    def _spill(self, files: KeyList) -> None:
+        """Makes room in the host's pool, oldest first."""
+        lacking = self._reserve - self._host.num_free - self._spilling
+        if lacking <= 0:
+            return
+        batch: list[bytes] = []
+        for key in self._host.oldest(lacking):
+            if key in files:
+                self._host.drop(key)
+            else:
+                batch.append(key)
+        for at in range(0, len(batch), _SPILL_BATCH):
+            if self._spilling >= _MOST_SPILLS * _SPILL_BATCH:
+                return
+            part = batch[at : at + _SPILL_BATCH]
+            self._spilling += len(part)
+            slots = [self._host.pin(key) for key in part]
+            self._send(Job(Kind.SPILL, part), "out", "disk", slots, names=part)
+
+    def _send(
+        self,
+        job: Job,
+        direction: str,
+        place: str,
+        slots: Sequence[int],
+        blocks: Sequence[int] | Int32 = (),
+        names: Iterable[bytes] = (),
+    ) -> None:
+        self._next_id += 1
+        self._jobs[self._next_id] = job
+        if job.kind is not Kind.SPILL:
+            self._job_of.update(dict.fromkeys(job.keys, job))
+        self._queue.append(
+            Transfer(
+                id=self._next_id,
+                direction="in" if direction == "in" else "out",
+                place=place,
+                group=0,
+                blocks=int32(blocks),
+                slots=int32(slots),
+                keys=np.frombuffer(b"".join(names), dtype=np.int32).reshape(-1, 4),
+            )
+        )
+
+    # -- in ------------------------------------------------------------------------------------
+
+    def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
+        wanted: Wanted = request.state.setdefault(_STATE, Wanted([]))
+        if wanted.recompute or wanted.attempts >= _MOST_ATTEMPTS or not self._anything:
+            return False
+        size = self._blocks.block_size
+        match = self._blocks.match(request.namespace, tokens, limit // size * size)
+        first = match.length // size
+        self._name(wanted, request, tokens, limit // size)
+        run, jobs, loads = self._run(wanted.keys[first : limit // size], request.lora_id)
+        if not self._costs.fetch_pays(len(run) * size, len(loads) * size):
+            return False
+        if loads:
+            jobs += self._load(loads)
+            wanted.loaded += len(loads)
+        if not jobs:
+            run = list(itertools.takewhile(self._host.holds, run))
+            jobs = self._bring(wanted, request, tokens, match, run)
+        for job in jobs:
+            job.waiters.append(request.request_id)
+        wanted.attempts += bool(jobs)
+        return bool(jobs)
+
+    def _bring(
+        self, wanted: Wanted, request: Request, tokens: Int32, match: Match, run: list[bytes]
+    ) -> list[Job]:
+        """Books blocks after a match for what the host holds, and has them filled."""
+        end = match.length + len(run) * self._blocks.block_size
+        if end == match.length:
+            return []
+        # Booking may push blocks out, to slots of the pool: not to those that are about to be read.
+        slots = [self._host.pin(key) for key in run]
+        incoming = self._blocks.receive(
+            request.namespace, match, tokens[:end].copy(), request.known
+        )
+        if incoming is None:
+            for key in run:
+                self._host.unpin(key)
+            return []
+        job = Job(Kind.IN, run, incoming, loaded=min(wanted.loaded, len(run)))
+        wanted.loaded = 0
+        self._send(job, "in", "host", slots, blocks=incoming.blocks)
+        return [job]
+
+    @property
+    def _anything(self) -> bool:
+        return bool(len(self._host) or self._files)
+
+    def _name(self, wanted: Wanted, request: Request, tokens: Int32, count: int) -> None:
+        """Work out the names of the first `count` blocks."""
+        keys, size = wanted.keys, self._blocks.block_size
+        name = keys[-1] if keys else root_key(request.namespace)
+        for at in range(len(keys), count):
+            name = next_key(name, tokens[at * size : (at + 1) * size].tobytes())
+            keys.append(name)
+
+    def _run(
+        self, keys: Sequence[bytes], lora_id: int
+    ) -> tuple[list[bytes], list[Job], list[bytes]]:
+        """The keys at the beginning that can be had, the jobs by which some are arriving already,
+        and those that lie in files only."""
+        run: list[bytes] = []
+        jobs: dict[int, Job] = {}
+        loads: list[bytes] = []
+        files = self._files if not lora_id else None
+        for key in keys:
+            job = self._job_of.get(key)
+            if job is not None:
+                jobs[id(job)] = job
+            elif files is not None and key in files and not self._host.holds(key):
+                loads.append(key)
+            elif not self._host.holds(key):
+                break
+            self._host.touch(key)
+            run.append(key)
+        return run, list(jobs.values()), loads
+
+    def _load(self, keys: list[bytes]) -> list[Job]:
+        """Reads files into the pool, as far as it has room."""
+        jobs = []
+        keys = keys[: max(1, self._host.num_slots // 2)]
+        for at in range(0, len(keys), _SPILL_BATCH):
+            part, slots = [], []
+            for key in keys[at : at + _SPILL_BATCH]:
+                slot = self._host.expect(key)
+                if slot is None:
+                    break
+                part.append(key)
+                slots.append(slot)
+            if not part:
+                break
+            jobs.append(Job(Kind.LOAD, part))
+            self._send(jobs[-1], "in", "disk", slots, names=part)
+        return jobs
+
+    # -- what became of it ---------------------------------------------------------------------
+
+    def pending(self, idle: bool) -> bool:
+        if self._queue or self._evicted:
+            return True
+        return idle and bool(self._jobs)
+
+    def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
+        self.counts.transfer_failures += len(failed)
+        for id in finished:
+            self._end(self._jobs.pop(id), True)
+        for id in failed:
+            self._end(self._jobs.pop(id), False)
+
+    def _end(self, job: Job, good: bool) -> None:
+        for key in job.keys:
+            if self._job_of.get(key) is job:
+                del self._job_of[key]
+        match job.kind:
+            case Kind.OUT:
+                self._settle(job, good)
+            case Kind.LOAD:
+                self._loaded(job, good)
+            case Kind.SPILL:
+                self._spilled(job, good)
+            case Kind.IN:
+                self._brought(job, good)
+        for request_id in job.waiters:
+            self._wake(request_id)
+
+    def _settle(self, job: Job, good: bool) -> None:
+        for key in job.keys:
+            self._host.arrived(key, good and not job.stale)
+
+    def _loaded(self, job: Job, good: bool) -> None:
+        self._settle(job, good)
+        if good:
+            seconds = time.monotonic() - job.began
+            self._costs.observe_load(len(job.keys) * self._block_bytes, seconds)
+        elif self._files is not None:
+            for key in job.keys:
+                self._files.discard(key)
+
+    def _spilled(self, job: Job, good: bool) -> None:
+        self._spilling -= len(job.keys)
+        for key in job.keys:
+            self._host.unpin(key, good=False)
+            if good and self._files is not None and not job.stale:
+                self._files.add(key)
+        self.counts.disk_writes += len(job.keys) * good
+
+    def _brought(self, job: Job, good: bool) -> None:
+        if job.incoming is not None:
+            self._blocks.received(job.incoming, good and not job.stale)
+        for key in job.keys:
+            self._host.unpin(key, good and not job.stale)
+        if good:
+            count, size = len(job.keys), self._blocks.block_size
+            self.counts.swapped_in += count
+            self.counts.swapped_in_bytes += count * self._block_bytes
+            self.counts.disk_hit_tokens += job.loaded * size
+            self.counts.host_hit_tokens += (count - job.loaded) * size
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def preempt(self, request: Request) -> bool:
+        done = request.computed if request.generating else request.planned
+        pays = self._costs.swap_pays(done)
+        wanted: Wanted = request.state.setdefault(_STATE, Wanted([]))
+        wanted.attempts, wanted.recompute = 0, not pays
+        return pays
+
+    def forget(self) -> None:
+        self._host.clear()
+        for job in self._jobs.values():
+            job.stale = True
+        if self._files is not None:
+            self._files.clear()

@@ -1,0 +1,101 @@
+"""Host memory for KV blocks: as many slots for each KV group, each as large as a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.plan import Int32
+from quire.runner.memory import available_memory
+
+_CHUNK_BYTES = 1 << 30
+"""Pinned memory is taken in pieces of this size: one large one would be rounded up to a power of
+two, and cost up to twice what was asked for."""
+_ALIGN = 16
+
+
+class BlockLayout:
+    """What a group's block is made of: the same place in each of the group's tensors, one after
+    the other, each padded to 16 bytes."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.parts = [t.view(len(t), -1).view(torch.uint8) for t in tensors]
+        self.sizes = [part.shape[1] for part in self.parts]
+        ends = np.cumsum([-(-size // _ALIGN) * _ALIGN for size in self.sizes])
+        self.offsets: list[int] = [0, *ends[:-1].tolist()]
+        self.size = int(ends[-1])
+        """Bytes of a slot."""
+
+    @property
+    def aligned(self) -> bool:
+        """Whether each part of each block begins and ends at a multiple of 16 bytes."""
+        return all(size % _ALIGN == 0 for size in self.sizes)
+
+
+class HostPool:
+    """`slots` places for each group's blocks; pinned where there is a GPU to copy from."""
+
+    def __init__(self, layouts: Sequence[BlockLayout], slots: int, pinned: bool) -> None:
+        self.slots = slots
+        self._groups = [_Slots(layout.size, slots, pinned) for layout in layouts]
+
+    @staticmethod
+    def slots_within(layouts: Sequence[BlockLayout], limit: int) -> int:
+        """How many slots of each group fit `limit` bytes.
+
+        Raises:
+            ConfigError: not a single one, or the machine has less memory than that.
+        """
+        free = available_memory()
+        slots = limit // sum(layout.size for layout in layouts)
+        if slots < 1:
+            raise ConfigError("host_cache_gb has no room for a single KV block", "host_cache_gb")
+        if limit > free:
+            raise ConfigError(
+                f"host_cache_gb={limit / 1e9:g} exceeds the {free / 1e9:.1f} GB of free memory",
+                "host_cache_gb",
+            )
+        return slots
+
+    def view(self, group: int, slot: int) -> memoryview:
+        """A slot's bytes, writable."""
+        return self._groups[group].view(slot)
+
+    def addresses(self, group: int, slots: Int32) -> Any:
+        """int64 [n]."""
+        return self._groups[group].addresses(slots)
+
+    def whole(self, group: int) -> Tensor:
+        """uint8 [slots, bytes], where the pool is in one piece (it is not pinned)."""
+        return self._groups[group].chunks[0]
+
+
+class _Slots:
+    def __init__(self, size: int, slots: int, pinned: bool) -> None:
+        self._size = size
+        self._each = max(1, _CHUNK_BYTES // size) if pinned else slots
+        counts = [min(self._each, slots - at) for at in range(0, slots, self._each)]
+        try:
+            self.chunks = [
+                torch.empty((count, size), dtype=torch.uint8, pin_memory=pinned) for count in counts
+            ]
+        except RuntimeError as error:
+            raise ConfigError(
+                f"could not get {size * slots / 1e9:.1f} GB of "
+                f"{'pinned ' if pinned else ''}host memory",
+                "host_cache_gb",
+            ) from error
+        self._bases = np.array([chunk.data_ptr() for chunk in self.chunks], dtype=np.int64)
+
+    def view(self, slot: int) -> memoryview:
+        chunk, at = divmod(slot, self._each)
+        return memoryview(self.chunks[chunk].numpy()[at])
+
+    def addresses(self, slots: Int32) -> Any:
+        chunk, at = np.divmod(slots.astype(np.int64), self._each)
+        return self._bases[chunk] + at * self._size

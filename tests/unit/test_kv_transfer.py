@@ -1,0 +1,205 @@
+"""Blocks go to the host's pool and to files, and come back as they were."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quire.config import EngineArgs
+from quire.errors import ConfigError, QuireError
+from quire.plan import Transfer, int32
+from quire.runner.disk_store import DiskStore, identity
+from quire.runner.host_pool import BlockLayout, HostPool
+from quire.runner.kv_transfer import KVTransfer
+
+
+def tensors() -> list[list[torch.Tensor]]:
+    """Two groups; the second with a tensor of scales whose blocks are no multiple of 16 bytes."""
+    make = torch.Generator().manual_seed(0)
+    return [
+        [torch.randn(6, 2, 4, generator=make)],
+        [torch.randint(0, 99, (6, 8), generator=make).byte(), torch.randn(6, 3, generator=make)],
+    ]
+
+
+def keys(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2**31, (count, 4)).astype(np.int32)
+
+
+def finish(transfer: KVTransfer) -> tuple[list[int], list[int]]:
+    finished: list[int] = []
+    failed: list[int] = []
+    for _ in range(5000):
+        more = transfer.ended(patient=True)
+        finished += more[0]
+        failed += more[1]
+        if not transfer._pending and not transfer._files:
+            break
+    return finished, failed
+
+
+def test_blocks_come_back_elsewhere() -> None:
+    groups = tensors()
+    before = [[t.clone() for t in group] for group in groups]
+    transfer = KVTransfer(groups, slots=4)
+    for group in range(2):
+        moves = [
+            Transfer(10 + group, "out", "host", group, int32([1, 5]), slots=int32([3, 0])),
+            Transfer(20 + group, "in", "host", group, int32([0, 2]), slots=int32([0, 3])),
+        ]
+        transfer.start(moves, "out")
+        assert finish(transfer) == ([10 + group], [])
+        transfer.start(moves, "in")
+        assert finish(transfer) == ([20 + group], [])
+        for now, was in zip(groups[group], before[group], strict=True):
+            assert torch.equal(now[[0, 2]], was[[5, 1]])
+            assert torch.equal(now[[1, 3, 4, 5]], was[[1, 3, 4, 5]])
+
+
+def test_a_file_brings_a_block_back(tmp_path: Path) -> None:
+    groups = tensors()[1:]
+    was = [t.clone() for t in groups[0]]
+    names = keys(2)
+    disk = DiskStore(tmp_path, 10_000, "a")
+    transfer = KVTransfer(groups, slots=4, disk=disk)
+    transfer.start([Transfer(1, "out", "host", 0, int32([4, 2]), slots=int32([0, 1]))], "out")
+    transfer.start(
+        [Transfer(2, "out", "disk", 0, int32([]), slots=int32([0, 1]), keys=names)], "out"
+    )
+    assert sorted(finish(transfer)[0]) == [1, 2]
+    transfer.close()
+
+    again = DiskStore(tmp_path, 10_000, "a")
+    assert sorted(again.keys(0).tolist()) == sorted(names.tolist())
+    assert len(again.keys(1)) == 0
+    groups[0][0].zero_()
+    transfer = KVTransfer(groups, slots=4, disk=again)
+    transfer.start([Transfer(3, "in", "disk", 0, int32([]), slots=int32([2, 3]), keys=names)], "in")
+    assert finish(transfer) == ([3], [])
+    transfer.start([Transfer(4, "in", "host", 0, int32([0, 1]), slots=int32([2, 3]))], "in")
+    for now, then in zip(groups[0], was, strict=True):
+        assert torch.equal(now[[0, 1]], then[[4, 2]])
+    assert DiskStore(tmp_path, 10_000, "another model").keys(0).tolist() == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "grow", "swap", "delete"])
+def test_a_damaged_file_is_a_miss_that_is_told_once(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = DiskStore(tmp_path, 1 << 20, "a")
+    names = [key.tobytes() for key in keys(3)]
+    for name in names:
+        assert disk.write(name, 0, memoryview(name * 8)).result()
+    files = [next(tmp_path.glob(f"a/*/{name.hex()}.0")) for name in names]
+    for file, other in itertools.pairwise(files):
+        data = bytearray(file.read_bytes())
+        if damage == "flip":
+            data[-1] ^= 1
+        elif damage == "cut":
+            data = data[:-1]
+        elif damage == "grow":
+            data += b"x"
+        elif damage == "swap":
+            data = bytearray(other.read_bytes())
+        file.write_bytes(data)
+        if damage == "delete":
+            file.unlink()
+    into = bytearray(128)
+    with caplog.at_level(logging.WARNING):
+        assert not disk.read(names[0], 0, memoryview(into)).result()
+        assert not disk.read(names[1], 0, memoryview(into)).result()
+    assert len(caplog.records) == (0 if damage == "delete" else 1)
+    assert disk.read(names[2], 0, memoryview(into)).result()
+    assert bytes(into) == names[2] * 8
+    assert disk.keys(0).tolist() == [keys(3)[2].tolist()]
+    assert disk.write(names[0], 0, memoryview(names[0] * 8)).result()
+    assert disk.read(names[0], 0, memoryview(into)).result()
+
+
+def test_the_folder_may_vanish(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path / "cache", 1 << 20, "a")
+    name = keys(1)[0].tobytes()
+    assert disk.write(name, 0, memoryview(name)).result()
+    for file in sorted((tmp_path / "cache").rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    (tmp_path / "cache").rmdir()
+    assert not disk.read(name, 0, memoryview(bytearray(16))).result()
+    assert disk.write(name, 0, memoryview(name)).result()
+    assert disk.read(name, 0, memoryview(bytearray(16))).result()
+
+
+def test_the_folder_stays_within_its_size(tmp_path: Path) -> None:
+    data, names = bytes(1000), [key.tobytes() for key in keys(6)]
+    old = DiskStore(tmp_path, 10_000, "old model")
+    old.write(names[5], 0, memoryview(data)).result()
+    old.close()
+    disk = DiskStore(tmp_path, 3500, "a")
+    for name in names[:3]:
+        assert disk.write(name, 0, memoryview(data)).result()
+    assert not list(tmp_path.glob("old model/*/*"))
+    assert disk.read(names[0], 0, memoryview(bytearray(1000))).result()
+    assert disk.write(names[3], 0, memoryview(data)).result()
+    kept = {key.tobytes() for key in disk.keys(0)}
+    assert kept == {names[0], names[2], names[3]}
+    assert not DiskStore(tmp_path / "small", 10, "a").write(names[0], 0, memoryview(data)).result()
+    again = DiskStore(tmp_path, 1500, "a")
+    assert len(again.keys(0)) == 1
+
+
+def test_what_a_dead_engine_left_unfinished_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "00"
+    folder.mkdir(parents=True)
+    (folder / "0.1-2.part").write_bytes(b"half")
+    (folder / "not a key.0").write_bytes(b"?")
+    disk = DiskStore(tmp_path, 1000, "a")
+    assert [file.name for file in folder.iterdir()] == ["not a key.0"]
+    assert len(disk.keys(0)) == 0
+
+
+def test_an_unusable_folder_is_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="disk_cache: cannot write"):
+        DiskStore(tmp_path / "file", 1000, "a")
+
+
+def test_identity_follows_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"1")
+    first = identity(tmp_path, "bfloat16")
+    assert identity(tmp_path, "bfloat16") == first != identity(tmp_path, "float16")
+    weights.write_bytes(b"12")
+    second = identity(tmp_path, "bfloat16")
+    (tmp_path / "config.json").write_text('{"rope_theta": 1}')
+    assert len({first, second, identity(tmp_path, "bfloat16")}) == 3
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="disk_cache needs host_cache_gb"):
+        EngineArgs(disk_cache="x")
+    with pytest.raises(ConfigError, match="needs enable_prefix_caching"):
+        EngineArgs(host_cache_gb=1, enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="finite"):
+        EngineArgs(host_cache_gb=float("inf"))
+    with pytest.raises(ConfigError, match="disk_cache_gb > 0"):
+        EngineArgs(host_cache_gb=1, disk_cache="x", disk_cache_gb=0)
+    layouts = [BlockLayout(group) for group in tensors()]
+    assert HostPool.slots_within(layouts, 1000) == 1000 // (32 + 16 + 16)
+    with pytest.raises(ConfigError, match="no room for a single"):
+        HostPool.slots_within(layouts, 10)
+    with pytest.raises(ConfigError, match="of free memory"):
+        HostPool.slots_within(layouts, 10**15)
+
+
+def test_unknown_places_are_refused() -> None:
+    transfer = KVTransfer(tensors(), slots=1)
+    for place in ("disk", "peer"):
+        with pytest.raises(QuireError, match="no place"):
+            transfer.start([Transfer(0, "in", place, 0, int32([]))], "in")
+    with pytest.raises(QuireError, match="some of the heads"):
+        transfer.start([Transfer(0, "in", "host", 0, int32([]), heads=(0, 1))], "in")
