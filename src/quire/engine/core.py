@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.config import EngineConfig
-from quire.errors import EngineDeadError, RequestError
 from quire.engine.tiers import open_tiers
+from quire.errors import EngineDeadError, RequestError
 from quire.executor import Executor
 from quire.offload import TierStats
 from quire.outputs import RequestTimes

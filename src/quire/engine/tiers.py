@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -125,7 +125,7 @@ class Probe:
         }
         return StepPlan(**head, admits=[admit], block_appends=[appends])
 
-    def _head(self) -> dict[str, object]:
+    def _head(self) -> dict[str, Any]:
         self._step -= 1
         none = int32([])
         return {

@@ -34,7 +34,7 @@ _MOST_ATTEMPTS = 4
 """How often a request is parked for blocks before it computes what is not there."""
 _SPILL_BATCH = 16
 """Blocks of one transfer to or from files: what fails, fails together."""
-_MOST_SPILLS = 8
+_MOST_SPILLS = 16
 """Transfers to files at a time."""
 
 
@@ -88,7 +88,7 @@ class OffloadFeature(Feature):
         self._files = None if files is None else KeyList(most_files, files)
         self._costs = costs
         self._block_bytes = block_bytes
-        self._reserve = max(1, min(256, slots // 16))
+        self._reserve = max(1, min(4096, slots // 8))
         self._jobs: dict[int, Job] = {}
         self._job_of: dict[bytes, Job] = {}
         """The job that a key's contents arrive by, on the host or on the device."""
