@@ -14,6 +14,7 @@ from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, PlanBuilder, Scheduler
 from quire.scheduler.feature import overridden
+from quire.scheduler.policy import MOST_PREEMPTIONS
 from tests.brain import Loop
 from tests.fakes import FakeExecutor, expected_output
 
@@ -126,6 +127,17 @@ def test_a_request_waits_while_a_feature_brings_blocks() -> None:
     loop.drain()
     assert loop.outputs["one"] == expected_output(one, 50, None)
     assert loop.outputs["two"] == expected_output(two, 50, None)
+
+
+def test_a_request_is_preempted_a_bounded_number_of_times() -> None:
+    """Where it once fell victim to each newcomer's share of the pool, it now takes all it needs."""
+    loop = make(blocks=12, max_num_seqs=4)
+    for i in range(12):
+        loop.scheduler.add(request(f"r{i}", 4, 40))
+    loop.drain()
+    counts = [r.num_preemptions for r in loop.finished.values()]
+    assert len(counts) == 12
+    assert 1 < max(counts) <= MOST_PREEMPTIONS
 
 
 def test_drafts_go_when_blocks_run_out_and_never_pass_the_longest_length() -> None:

@@ -16,6 +16,7 @@ from quire.plan import KVGroup, int32
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler
+from quire.scheduler.policy import MOST_PREEMPTIONS
 from tests.brain import Loop, check_scheduler
 from tests.fakes import FakeExecutor, expected_output
 
@@ -213,6 +214,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.loop.drain()
         for name, request in self.requests.items():
             assert request.finished
+            if self.windows == (None,):
+                assert request.num_preemptions <= MOST_PREEMPTIONS
             if name in self.aborted:
                 continue
             expected = expected_output(request, self.executor.vocab, self.executor.stop_token)

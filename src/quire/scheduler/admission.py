@@ -10,6 +10,7 @@ from quire.errors import OverloadedError, RefusedError, RequestError
 from quire.plan import Int32
 from quire.request import Request
 from quire.scheduler.lanes import Chunk, wants_prompt_logprobs
+from quire.scheduler.policy import stays
 from quire.scheduler.running import RunningSet
 
 
@@ -107,7 +108,7 @@ class Admission:
                 match,
                 computed=start,
                 chunk_end=start + length,
-                known=request.known,
+                known=request.max_total - 1 if stays(request) else request.known,
                 spare=spare,
             ):
                 return Chunk(request, start, length)

@@ -12,6 +12,16 @@ Entry = tuple[float, int, Request]
 """(key, order, request): orders are unique, so comparing entries never reaches the request."""
 
 
+MOST_PREEMPTIONS = 4
+
+
+def stays(request: Request) -> bool:
+    """Whether the request was preempted as often as it may be. It starts again once all that it can
+    ever need fits, takes it, and then runs to its end: so requests are preempted a bounded number
+    of times, and what is computed twice is bounded as well."""
+    return request.num_preemptions >= MOST_PREEMPTIONS
+
+
 def key_function(config: SchedulerConfig) -> Callable[[Request], Key]:
     """The order of `config.policy`; the smallest key runs first.
 

@@ -12,7 +12,7 @@ from quire.config import SchedulerConfig
 from quire.plan import Int32, int32
 from quire.request import Request, RequestStatus
 from quire.scheduler.lanes import Chunk, LaneTable, Launched, Rows, wants_prompt_logprobs
-from quire.scheduler.policy import Entry, Key
+from quire.scheduler.policy import Entry, Key, stays
 from quire.scheduler.tenants import fair_parts
 
 
@@ -47,9 +47,13 @@ class RunningSet:
     def last(self, contested: bool) -> Request:
         """The first to be preempted when blocks run out: the latest in policy order, of several
         tenants the latest of who holds the most for his share. What each has running longest is
-        never taken from it, so that all come to their ends."""
+        never taken from it, so that all come to their ends. Of those that stay only where there is
+        no other: they have their blocks, but those of a window are booked as it moves."""
         greediest = self._latest_of_greediest(_tokens, 0.0) if contested else None
-        return greediest or self.entries[-1][2]
+        if greediest is not None:
+            return greediest
+        able = (r for _, _, r in reversed(self.entries) if not stays(r))
+        return next(able, self.entries[-1][2])
 
     def makes_way(self, request: Request | None, unfit: Request | None) -> Request | None:
         """The running request that must stop for `request`, which is next and of another tenant:
@@ -65,8 +69,8 @@ class RunningSet:
     def _latest_of_greediest(
         self, measure: Callable[[Request], int], least: float
     ) -> Request | None:
-        """The last request in policy order of the tenant with several that holds the most, if that
-        is `least` or more."""
+        """The last request in policy order, but for those that stay, of the tenant with several
+        that holds the most, if that is `least` or more."""
         held: dict[str, float] = {}
         latest: dict[str, Request] = {}
         several = set()
@@ -75,7 +79,8 @@ class RunningSet:
             if name in held:
                 several.add(name)
             held[name] = held.get(name, 0.0) + measure(request) / request.share
-            latest[name] = request
+            if not stays(request):
+                latest[name] = request
         names = [name for name in latest if name in several and held[name] >= least]
         return latest[max(names, key=held.__getitem__)] if names else None
 
