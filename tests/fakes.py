@@ -153,6 +153,9 @@ class FakeExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._queue.append(plan)
 
+    def mask_room(self, step_id: int, rows: int) -> Int32:
+        return np.empty((rows, 1), dtype=np.int32)
+
     def submit_head(self, inputs: HeadInputs) -> None:
         pass
 

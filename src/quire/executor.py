@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire.plan import HeadInputs, KVGroup, StepPlan, StepResult
+from quire.plan import HeadInputs, Int32, KVGroup, StepPlan, StepResult
 
 OnProgress = Callable[[str, int, int], None]
 """Told how far a start is: "weights", bytes loaded and in all; "graphs", captured and in all."""
@@ -37,6 +37,11 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> None:
         """Launch a step. Returns before it has run where the device allows that."""
+        ...
+
+    def mask_room(self, step_id: int, rows: int) -> Int32:
+        """Where masks of a submitted step may be built, from any thread: int32 [rows, ceil(vocab /
+        32)], whose content is nobody's. Masks from elsewhere cost a copy."""
         ...
 
     def submit_head(self, inputs: HeadInputs) -> None:

@@ -10,7 +10,7 @@ from quire.runner.gate import HostGate
 
 
 def test_a_mask_is_taken_once() -> None:
-    gate = HostGate()
+    gate = HostGate(3)
     assert gate.take(3, 2, wait=False) is None
     gate.give(3, np.arange(6, dtype=np.int32).reshape(2, 3))
     mask = gate.take(3, 2, wait=False)
@@ -20,7 +20,7 @@ def test_a_mask_is_taken_once() -> None:
 
 
 def test_waiting_for_another_thread() -> None:
-    gate = HostGate()
+    gate = HostGate(3)
     given = threading.Thread(
         target=lambda: [gate.give(i, np.full((1, 1), i, dtype=np.int32)) for i in (4, 5)]
     )

@@ -57,6 +57,9 @@ class StepTrace:
         self.inner.submit(plan)
         self._open.append(SeenStep(plan, self._used_blocks()))
 
+    def mask_room(self, step_id: int, rows: int) -> Int32:
+        return self.inner.mask_room(step_id, rows)
+
     def submit_head(self, inputs: HeadInputs) -> None:
         self.inner.submit_head(inputs)
 

@@ -75,7 +75,7 @@ class EngineCore:
         self._grammars = grammars
         if grammars is not None:
             features = [*features, grammars]
-            grammars.connect(executor.submit_head)
+            grammars.connect(executor)
         self._tiers = open_tiers(config, executor, self.capacity)
         if self._tiers is not None:
             features = [*features, self._tiers]

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.executor import Capacity, OnProgress
-from quire.plan import HeadInputs, StepPlan, StepResult
+from quire.plan import HeadInputs, Int32, StepPlan, StepResult
 from quire.runner import Hook, ModelRunner
 
 
@@ -27,6 +27,9 @@ class InProcessExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         self._runner.submit(plan)
+
+    def mask_room(self, step_id: int, rows: int) -> Int32:
+        return self._runner.mask_room(step_id, rows)
 
     def submit_head(self, inputs: HeadInputs) -> None:
         self._runner.submit_head(inputs)

@@ -16,9 +16,14 @@ _EVER = np.iinfo(np.int64).max
 class HostGate:
     """On a CPU: what is behind a head that has no mask yet is launched later."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int) -> None:
+        self._words = words
         self._masks: dict[int, Int32] = {}
         self._news = threading.Condition()
+
+    def room(self, step_id: int, rows: int) -> Int32:
+        """Where the mask of a step may be built, int32 [rows, words]. From any thread."""
+        return np.empty((rows, self._words), dtype=np.int32)
 
     def give(self, step_id: int, mask: Int32) -> None:
         """mask: int32 [gated rows, words]. From any thread."""
@@ -63,9 +68,14 @@ class DeviceGate:
         self._news = threading.Condition()
         self._wait_on_device(0, -1)  # compiled and loaded now
 
+    def room(self, step_id: int, rows: int) -> Int32:
+        return self._host[step_id % len(self._host), :rows]
+
     def give(self, step_id: int, mask: Int32) -> None:
         place = step_id % len(self._host)
-        self._host[place, : len(mask)] = mask
+        room = self._host[place, : len(mask)]
+        if not np.may_share_memory(room, mask):
+            room[:] = mask
         with self._news:
             self._host_flags[place] = max(step_id, self._host_flags[place])
             self._news.notify_all()

@@ -62,9 +62,9 @@ class ModelRunner:
         self._transfer: KVTransfer | None = None
         depth = config.scheduler.steps_in_flight + 1
         self._staging = Staging(self.device, depth)
-        self._gate: HostGate | DeviceGate = HostGate()
+        words = -(-config.vocab_size // 32)
+        self._gate: HostGate | DeviceGate = HostGate(words)
         if self.device.type == "cuda":
-            words = -(-config.vocab_size // 32)
             self._gate = DeviceGate(self.device, depth, config.scheduler.max_num_seqs, words)
         self._policy = ops.Policy(
             deterministic=config.args.deterministic, disabled=frozenset(config.args.disable)
@@ -152,6 +152,9 @@ class ModelRunner:
         _check(plan)
         self._later.append(plan)
         self._go_on()
+
+    def mask_room(self, step_id: int, rows: int) -> Int32:
+        return self._gate.room(step_id, rows)
 
     def submit_head(self, inputs: HeadInputs) -> None:
         """The masks of a step that was, or is about to be, submitted. From any thread."""

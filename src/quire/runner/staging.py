@@ -100,7 +100,8 @@ class Staging:
             return torch.from_numpy(np.concatenate(flat) if flat else np.empty(0, np.int32))
         i = self._next
         self._next = (i + 1) % len(self._buffers)
-        if self._read[i] is not None:
+        # Mostly it has; asking first keeps the interpreter's lock.
+        if self._read[i] is not None and not self._read[i].query():
             self._read[i].synchronize()
         buffer = self._buffers[i]
         if buffer is None or len(buffer) < size:

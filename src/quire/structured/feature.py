@@ -20,11 +20,12 @@ import numpy as np
 from llguidance import LLMatcher
 
 from quire.errors import GrammarError, RequestError
+from quire.executor import Executor
 from quire.plan import HeadInputs, Int32, RowFlag
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 from quire.structured.compiler import Compiler
-from quire.structured.masks import MaskBuilder, Row, Walk
+from quire.structured.masks import MaskBuilder, Walk
 
 _NAME = "structured"
 _FOREVER = 2**31 - 1
@@ -67,11 +68,12 @@ class GrammarFeature(Feature):
         self._news = threading.Event()
         self._failures: list[tuple[Request, RequestError]] = []
         self._broken: deque[tuple[_Gated, int, GrammarError]] = deque()
-        self._release: Callable[[HeadInputs], None] = lambda inputs: None
+        self._room: Callable[[int, int], Int32]
+        self._release: Callable[[HeadInputs], None]
 
-    def connect(self, release: Callable[[HeadInputs], None]) -> None:
-        """release: takes masks to where steps run. Called on another thread."""
-        self._release = release
+    def connect(self, executor: Executor) -> None:
+        """Where masks are to go."""
+        self._room, self._release = executor.mask_room, executor.submit_head
 
     # -- what the scheduler asks ---------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class GrammarFeature(Feature):
             compiled = self._compiler.compile(asked)
         except GrammarError as error:
             return error
-        walk = Walk(position=request.prompt_len, sent=request.prompt_len)
+        walk = Walk(position=request.prompt_len)
         eos = self._compiler.eos_token_ids
         if params.ignore_eos:
             walk.forbidden, walk.until = eos, _FOREVER
@@ -185,7 +187,7 @@ class GrammarFeature(Feature):
 
     @property
     def settled(self) -> bool:
-        """Whether all masks are begun. While some wait for tokens of steps in flight, no step should
+        """Whether all masks are begun. While some wait for tokens of steps in flight, no step may
         be submitted: its launch might wait for the device, which waits for the masks."""
         return not self._waiting
 
@@ -199,24 +201,26 @@ class GrammarFeature(Feature):
             ):
                 return
             self._waiting.popleft()
-            self._thread.submit(self._build, step, [self._row(step, i) for i in step.places])
+            rows = [self._advanced(step, i) for i in step.places]
+            self._thread.submit(self._build, step, rows)
 
-    def _row(self, step: _Gated, i: int) -> Row:
+    def _advanced(self, step: _Gated, i: int) -> Walk | None:
+        """A row's walk, past all that is known. None: the request is gone."""
         if not step.alive(i):
-            return Row(None)
+            return None
         request = step.requests[i]
         walk: Walk = request.state[_NAME]
-        tokens = request.tokens.view(walk.sent).tolist()
-        walk.sent += len(tokens)
-        return Row(walk, tokens)
+        walk.advance(request.tokens.view(walk.position).tolist())
+        return walk
 
-    def _build(self, step: _Gated, rows: list[Row]) -> None:
+    def _build(self, step: _Gated, rows: list[Walk | None]) -> None:
         """On the thread that builds masks."""
-        masks = self._masks.build(rows, self._compiler.tokenizer_vocab)
+        masks = self._room(step.step_id, len(rows))
+        self._masks.build(rows, masks, self._compiler.tokenizer_vocab)
         self._release(HeadInputs(step.step_id, masks))
-        for i, row in enumerate(rows):
-            if row.walk is not None and row.walk.error is not None:
-                self._broken.append((step, i, row.walk.error))
+        for i, walk in enumerate(rows):
+            if walk is not None and walk.error is not None:
+                self._broken.append((step, i, walk.error))
 
     def shutdown(self) -> None:
         """Idempotent."""
