@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import openai
 import pytest
 
-READY = re.compile(r"^Serving (\S+) at (http://\S+)\. ", re.MULTILINE)
+READY = re.compile(r"^Serving (\S+) at (\S+)\. ", re.MULTILINE)
 MODEL = "tiny"
 
 
@@ -73,11 +73,15 @@ def start_server(*flags: str) -> Server:
 
     threading.Thread(target=read, daemon=True).start()
     server = Server(process, "", output)
-    server.wait_for(
-        lambda: READY.search("".join(output)) is not None or process.poll() is not None,
-        "the server",
-        120,
-    )
+    try:
+        server.wait_for(
+            lambda: READY.search("".join(output)) is not None or process.poll() is not None,
+            "the server",
+            120,
+        )
+    except BaseException:
+        process.kill()
+        raise
     match = READY.search("".join(output))
     if match is None:
         pytest.fail(f"the server did not start:\n{''.join(output)}")

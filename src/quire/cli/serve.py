@@ -23,6 +23,8 @@ def serve(engine: EngineArgs, server: ServerArgs) -> None:
         key = ' -H "Authorization: Bearer $KEY"' if asks else ""
         body = {"messages": [{"role": "user", "content": "Hello!"}], "stream": True}
         typer.echo(f"Serving {model} at {url}. Ctrl-C stops it. Try:\n")
+        if server.uds is not None:
+            url = f"--unix-socket {server.uds} http://localhost"
         typer.echo(
             f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
             f"    -d '{json.dumps(body)}'\n"

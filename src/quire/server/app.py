@@ -62,13 +62,7 @@ def build_app(client: EngineClient, args: ServerArgs, limits_file: Path | None =
     limits_file: where several processes that serve together keep what is left of keys' limits.
     """
     # Bodies are read by `read_body`, FastAPI cannot describe them: `openapi.py` does.
-    app = _App(
-        title="Quire",
-        version=__version__,
-        redirect_slashes=False,
-        openapi_url=None,
-        root_path=args.root_path,
-    )
+    app = _App(title="Quire", version=__version__, redirect_slashes=False, openapi_url=None)
     defaults = model_defaults(client.config.model_path) if args.generation_config == "auto" else {}
     state = ServerState(client, args, defaults, buckets=Buckets(limits_file))
     app.state.server = state

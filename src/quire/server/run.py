@@ -16,7 +16,7 @@ import uvicorn
 from quire.config import EngineArgs
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.listen import bind, closing, tls_context, url_of, warn_if_open
+from quire.server.listen import Connection, bind, closing, tls_context, url_of, warn_if_open
 
 logger = logging.getLogger("quire.server")
 
@@ -70,7 +70,7 @@ async def _serve(
         config = uvicorn.Config(
             app,
             loop="none",
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,

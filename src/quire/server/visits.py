@@ -42,6 +42,8 @@ class Visits:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        # The router takes it off a path where a proxy has left it on.
+        scope["root_path"] = self.state.args.root_path
         visit = scope[SCOPE_KEY] = self._visit(scope)
 
         async def sending(message: Message) -> None:

@@ -1,0 +1,170 @@
+"""Real servers on TLS and on Unix sockets, with keys from a file, and what they log."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import trustme
+
+from quire.errors import ConfigError
+from quire.server.args import ServerArgs
+from quire.server.listen import bind, closing, tls_context
+from tests.server.server_process import MODEL, Server
+
+ASK: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 4}
+
+
+def write(tmp_path: Path, ca: trustme.CA, cert: trustme.LeafCert) -> list[str]:
+    """The flags of a server with that certificate, which asks its clients for one too."""
+    ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    cert.private_key_pem.write_to_path(str(tmp_path / "key.pem"))
+    for i, blob in enumerate(cert.cert_chain_pems):
+        blob.write_to_path(str(tmp_path / "cert.pem"), append=i > 0)
+    files = {"certfile": "cert.pem", "keyfile": "key.pem", "ca-certs": "ca.pem"}
+    return [
+        part for name, file in files.items() for part in (f"--ssl-{name}", str(tmp_path / file))
+    ]
+
+
+def test_tls_with_client_certificates_and_a_key_file(
+    launch: Callable[..., Server], tmp_path: Path
+) -> None:
+    ca = trustme.CA()
+    flags = write(tmp_path, ca, ca.issue_cert("127.0.0.1"))
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[alice]\nkey = "sk-alice"\nrequests_per_minute = 3\n[bob]\nkey = "sk-bob"\n')
+    server = launch(*flags, "--api-key-file", str(keys), "--log-json", "--access-log")
+    assert server.url.startswith("https://127.0.0.1:")
+
+    stranger = ssl.create_default_context()
+    ca.configure_trust(stranger)
+    with pytest.raises((httpx.TransportError, ssl.SSLError)):
+        httpx.get(f"{server.url}/health", verify=stranger)
+
+    known = ssl.create_default_context()
+    ca.configure_trust(known)
+    ca.issue_cert("client.example").configure_cert(known)
+    http = httpx.Client(verify=known)
+    assert http.get(f"{server.url}/health").status_code == 200
+    alice = server.client(api_key="sk-alice", http_client=http)
+    raw = alice.completions.with_raw_response.create(**ASK)
+    assert raw.headers["x-ratelimit-limit-requests"] == "3"
+    assert raw.headers["x-ratelimit-remaining-requests"] == "2"
+    assert raw.parse().choices[0].text
+    stream = alice.completions.create(**ASK, stream=True)
+    assert list(stream)[-1].choices[0].finish_reason == "length"
+    alice.completions.create(**ASK)
+    with pytest.raises(openai.RateLimitError) as refused:
+        alice.completions.create(**ASK)
+    assert refused.value.code == "rate_limit_exceeded"
+    assert int(refused.value.response.headers["retry-after"]) in range(1, 21)
+    server.client(api_key="sk-bob", http_client=http).completions.create(**ASK)
+
+    keys.write_text('[carol]\nkey = "sk-carol"\n')
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for(lambda: '"1 keys"' in "".join(server.output), "the reload")
+    server.client(api_key="sk-carol", http_client=http).completions.create(**ASK)
+    with pytest.raises(openai.AuthenticationError):
+        alice.models.list()
+    assert server.stop() == 0
+    lines = [json.loads(line) for line in server.output if line.startswith("{")]
+    logged = [line for line in lines if line["logger"] == "quire.access"]
+    assert [(line["key"], line["status"]) for line in logged] == [
+        ("", 200),
+        *[("alice", 200)] * 3,
+        ("alice", 429),
+        ("bob", 200),
+        ("carol", 200),
+        ("", 401),
+    ]
+    assert logged[1]["end"] == "length"
+    assert logged[1]["completion_tokens"] == 4
+    assert "Once" not in "".join(server.output)
+
+
+def test_a_unix_socket(launch: Callable[..., Server], tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(path))
+    stale.close()
+    server = launch("--uds", str(path), "--root-path", "/llm", "--max-num-seqs", "1")
+    assert server.url == f"unix:{path}"
+    assert path.stat().st_mode & 0o007 == 0
+    http = httpx.Client(transport=httpx.HTTPTransport(uds=str(path)))
+    client = openai.OpenAI(base_url="http://quire/llm/v1", api_key="none", http_client=http)
+    assert client.completions.create(**ASK).usage.completion_tokens == 4  # type: ignore[union-attr]
+
+    # Who leaves in the middle gives his lane, the only one, to who comes next.
+    long = {**ASK, "max_tokens": 1500, "stream": True, "ignore_eos": True}
+    with http.stream("POST", "http://quire/v1/completions", json=long) as response:
+        next(response.iter_lines())
+    began = time.monotonic()
+    assert client.completions.create(**ASK).choices
+    assert time.monotonic() - began < 60
+    assert server.stop() == 0
+    assert not path.exists()
+
+
+def test_a_unix_socket_takes_nobodys_place(tmp_path: Path) -> None:
+    file = tmp_path / "precious"
+    file.write_text("data")
+    with pytest.raises(ConfigError, match="there is a file of that name"):
+        bind(ServerArgs(uds=str(file)))
+    assert file.read_text() == "data"
+    args = ServerArgs(uds=str(tmp_path / "sock"))
+    sock = bind(args)
+    with closing(sock, args):
+        sock.listen()
+        with pytest.raises(ConfigError, match="a server is there already"):
+            bind(args)
+    assert not (tmp_path / "sock").exists()
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        bind(ServerArgs(uds=str(tmp_path / ("x" * 200))))
+
+
+def test_certificates_that_are_none(tmp_path: Path) -> None:
+    ca = trustme.CA()
+    write(tmp_path, ca, ca.issue_cert("127.0.0.1"))
+    cert, key, junk = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "junk.pem"))
+    Path(junk).write_text("junk")
+    assert tls_context(ServerArgs()) is None
+    assert tls_context(ServerArgs(ssl_certfile=cert, ssl_keyfile=key)) is not None
+    for certfile, keyfile in ((junk, key), (cert, junk), (cert, None)):
+        with pytest.raises(ConfigError, match="cannot use") as wrong:
+            tls_context(ServerArgs(ssl_certfile=certfile, ssl_keyfile=keyfile))
+        assert wrong.value.param == "ssl_certfile"
+    with pytest.raises(ConfigError, match="cannot use") as wrong:
+        tls_context(ServerArgs(ssl_certfile=cert, ssl_keyfile=key, ssl_ca_certs=junk))
+    assert wrong.value.param == "ssl_ca_certs"
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"ssl_keyfile": __file__}, "ssl_keyfile"),
+        ({"ssl_ca_certs": __file__}, "ssl_ca_certs"),
+        ({"ssl_certfile": "/nowhere"}, "ssl_certfile"),
+        ({"root_path": "llm"}, "root_path"),
+        ({"root_path": "/llm/"}, "root_path"),
+        ({"cors_credentials": True}, "cors_origins"),
+        ({"requests_per_minute": 0}, "requests_per_minute"),
+        ({"tokens_per_minute": -1}, "tokens_per_minute"),
+        ({"request_timeout": 0.0}, "request_timeout"),
+        ({"request_timeout": float("nan")}, "request_timeout"),
+        ({"api_key": ("a b",)}, "api_key"),
+    ],
+)
+def test_settings_that_cannot_be_meant(settings: dict[str, Any], param: str) -> None:
+    with pytest.raises(ConfigError) as wrong:
+        ServerArgs(**settings)
+    assert wrong.value.param == param
