@@ -382,9 +382,19 @@ class BlockManager:
         if group.window is not None:
             group.pool.drop(int32([self.tree.evict_block(g) for _ in range(lacking)]))
             return
+        self._evict(g, lacking)
+
+    def push_out(self) -> None:
+        """Give up every prefix that no request runs on, as if the blocks were needed."""
+        self._evict(0, self.tree.num_idle)
+
+    def _evict(self, g: int, count: int) -> None:
+        """Free the blocks of that many nodes, all of which have one in group `g`."""
+        if not count:
+            return
         evicted: list[list[int]] = []
         told: list[Evicted] = []
-        for _ in range(lacking):
+        for _ in range(count):
             key = self.tree.chain(self.tree.oldest()) if self.on_evict else b""
             evicted.append(self.tree.evict())
             told.append(Evicted(key, evicted[-1][g]))

@@ -11,7 +11,7 @@ from quire.config import EngineConfig
 from quire.engine.tiers import open_tiers
 from quire.errors import EngineDeadError, RequestError
 from quire.executor import Executor
-from quire.offload import TierStats
+from quire.offload import OffloadFeature, TierStats
 from quire.outputs import RequestTimes
 from quire.plan import Int32, StepPlan
 from quire.pooling import POOLING
@@ -27,6 +27,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 _IDLE = 5e-3
 """Seconds to wait for a grammar when there is nothing else to do."""
+
+
+_SAVE_SECONDS = 3.0
+"""How long the end of an engine may take to write cached blocks to files."""
 
 
 class EngineStats(msgspec.Struct):
@@ -271,6 +275,17 @@ class EngineCore:
         if not self.failed:
             for request_id in list(self._siblings):
                 self.abort(request_id)
+        if self._tiers is not None and not self.failed:
+            self._save(self._tiers)
         if self._grammars is not None:
             self._grammars.shutdown()
         self._executor.shutdown()
+
+    def _save(self, tiers: OffloadFeature) -> None:
+        """Leaves what was cached in files, as far as there is time."""
+        deadline = time.monotonic() + _SAVE_SECONDS
+        for move in (tiers.push_out, tiers.save) if tiers.has_files else ():
+            move()
+            while self.scheduler.has_work() and time.monotonic() < deadline:
+                self._step()
+        self._tiers = None

@@ -92,11 +92,16 @@ class OffloadFeature(Feature):
         self._jobs: dict[int, Job] = {}
         self._job_of: dict[bytes, Job] = {}
         """The job that a key's contents arrive by, on the host or on the device."""
-        self._evicted: list[tuple[bytes, int, int]] = []
+        self._leaving, self._places = Job(Kind.OUT, []), list[tuple[int, int]]()
+        """What the next plan moves out: its keys, and from which block to which slot."""
         self._queue: list[Transfer] = []
         self._next_id = 0
         self._spilling = 0
         self.counts = TierStats(host_blocks_total=slots)
+
+    @property
+    def has_files(self) -> bool:
+        return self._files is not None
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
         self._blocks = blocks
@@ -119,15 +124,17 @@ class OffloadFeature(Feature):
                 continue
             slot = self._host.expect(one.key)
             if slot is not None:
-                self._evicted.append((one.key, one.block, slot))
+                self._leaving.keys.append(one.key)
+                self._places.append((one.block, slot))
+                self._job_of[one.key] = self._leaving
 
     def plan(self, builder: PlanBuilder) -> None:
-        if self._evicted:
-            keys, ids, slots = zip(*self._evicted, strict=True)
-            self._evicted = []
-            self._send(Job(Kind.OUT, list(keys)), "out", "host", slots, blocks=ids)
-            self.counts.swapped_out += len(keys)
-            self.counts.swapped_out_bytes += len(keys) * self._block_bytes
+        if self._places:
+            blocks, slots = zip(*self._places, strict=True)
+            self._send(self._leaving, "out", "host", slots, blocks=blocks)
+            self._leaving, self._places = Job(Kind.OUT, []), []
+            self.counts.swapped_out += len(blocks)
+            self.counts.swapped_out_bytes += len(blocks) * self._block_bytes
         if self._files is not None:
             self._spill(self._files)
         for transfer in self._queue:
@@ -148,10 +155,13 @@ class OffloadFeature(Feature):
         for at in range(0, len(batch), _SPILL_BATCH):
             if self._spilling >= _MOST_SPILLS * _SPILL_BATCH:
                 return
-            part = batch[at : at + _SPILL_BATCH]
-            self._spilling += len(part)
-            slots = [self._host.pin(key) for key in part]
-            self._send(Job(Kind.SPILL, part), "out", "disk", slots, names=part)
+            self._write(batch[at : at + _SPILL_BATCH])
+
+    def _write(self, keys: list[bytes]) -> None:
+        """To files; what was written gives up its slot."""
+        self._spilling += len(keys)
+        slots = [self._host.pin(key) for key in keys]
+        self._send(Job(Kind.SPILL, keys), "out", "disk", slots, names=keys)
 
     def _send(
         self,
@@ -277,7 +287,7 @@ class OffloadFeature(Feature):
     # -- what became of it ---------------------------------------------------------------------
 
     def pending(self, idle: bool) -> bool:
-        if self._queue or self._evicted:
+        if self._queue or self._places:
             return True
         return idle and bool(self._jobs)
 
@@ -337,6 +347,20 @@ class OffloadFeature(Feature):
             self.counts.disk_hit_tokens += job.loaded * size
             self.counts.host_hit_tokens += (count - job.loaded) * size
 
+    # -- the end -------------------------------------------------------------------------------
+
+    def push_out(self) -> None:
+        """Move what only the device has to the host, with the next plan."""
+        self._blocks.push_out()
+
+    def save(self) -> None:
+        """Write what only the host has to files, last used first, with the next plan."""
+        if self._files is None:
+            return
+        keys = [key for key in self._host.oldest(self._host.num_slots) if key not in self._files]
+        for at in range(len(keys), 0, -_SPILL_BATCH):
+            self._write(keys[max(0, at - _SPILL_BATCH) : at][::-1])
+
     # -- requests ------------------------------------------------------------------------------
 
     def preempt(self, request: Request) -> bool:
@@ -348,7 +372,7 @@ class OffloadFeature(Feature):
 
     def forget(self) -> None:
         self._host.clear()
-        for job in self._jobs.values():
+        for job in (*self._jobs.values(), self._leaving):
             job.stale = True
         if self._files is not None:
             self._files.clear()

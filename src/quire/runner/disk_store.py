@@ -100,8 +100,8 @@ class DiskStore:
         return self._pool.submit(self._guarded, self._read, key, group, into)
 
     def close(self) -> None:
-        """Waits for reads and writes. Idempotent."""
-        self._pool.shutdown()
+        """Waits for what has begun; the rest is given up. Idempotent."""
+        self._pool.shutdown(cancel_futures=True)
 
     # -- on threads ----------------------------------------------------------------------------
 

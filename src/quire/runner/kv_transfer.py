@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -128,11 +128,11 @@ class KVTransfer:
 
     def close(self) -> None:
         """Waits for what is being copied. Idempotent."""
-        wait([job for jobs in self._files.values() for job in jobs])
-        while self._pending:
-            self._ended()
         if self.disk is not None:
             self.disk.close()
+        self._files.clear()
+        while self._pending:
+            self._ended()
 
 
 def open_transfer(

@@ -1,0 +1,163 @@
+"""The host and disk tiers in a whole engine: tokens are the same with and without, whatever was
+pushed out, brought back, damaged or forgotten."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stress_cache
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError
+from tests.unit.tiny_engine import TINY, TINY_WINDOW, model_folder, random_prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+STEMS = [prompt[:56] for prompt in random_prompts(40, 300, seed=7) if len(prompt) >= 56][:6]
+BLOCK_GB = 3 * 2 * 2 * 8 * 16 * 4 / 1e9
+"""Of `TINY`: layers, K and V, heads, tokens, head size, bytes."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return model_folder(tmp_path / "model", TINY)
+
+
+def engine(folder: Path, **settings: Any) -> LLM:
+    given: dict[str, Any] = {
+        "load_format": "dummy",
+        "device": "cpu",
+        "block_size": 8,
+        "max_model_len": 96,
+        "max_num_seqs": 2,
+        "num_kv_blocks": 24,
+        "skip_tokenizer_init": True,
+    }
+    return LLM(str(folder), **given | settings)
+
+
+@pytest.fixture(autouse=True)
+def copying_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tiny model on a busy machine measures is of no use to a test."""
+    monkeypatch.setattr("quire.offload.CostModel.fetch_pays", lambda self, *_: True)
+    monkeypatch.setattr("quire.offload.CostModel.swap_pays", lambda self, *_: True)
+    monkeypatch.setattr("quire.offload.CostModel.worth_keeping", True)
+
+
+def answers(llm: LLM, tail: int = 0) -> list[list[int]]:
+    """One request after another, each with a stem that the pool has lost since the last round."""
+    found = []
+    for stem in STEMS:
+        prompt = {"prompt_token_ids": [*stem, 6 + tail]}
+        found.append(llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+    return found
+
+
+def plain(folder: Path, *tails: int) -> Iterator[list[list[int]]]:
+    llm = engine(folder, enable_prefix_caching=False)
+    yield from (answers(llm, tail) for tail in tails)
+    llm.shutdown()
+
+
+def test_what_the_device_lost_comes_back_from_the_host(folder: Path) -> None:
+    llm = engine(folder, host_cache_gb=100 * BLOCK_GB)
+    found = [answers(llm, tail) for tail in range(2)]
+    stats = llm.stats()
+    assert stats.tiers is not None
+    assert stats.tiers.host_hit_tokens >= 4 * 48
+    assert stats.tiers.swapped_in_bytes == stats.tiers.swapped_in * round(BLOCK_GB * 1e9)
+    assert stats.tiers.disk_hit_tokens == stats.tiers.transfer_failures == 0
+    assert stats.prefix_hit_tokens >= stats.tiers.host_hit_tokens
+    assert stats.blocks_used == [0]
+    llm.shutdown()
+    assert found == list(plain(folder, 0, 1))
+
+
+def test_files_outlive_the_engine(folder: Path, tmp_path: Path) -> None:
+    disk = {"host_cache_gb": 16 * BLOCK_GB, "disk_cache": str(tmp_path / "kv")}
+    first = engine(folder, **disk)
+    for tail in range(3):
+        answers(first, tail)
+    first.shutdown()
+    again = engine(folder, **disk)
+    found = answers(again, 3)
+    stats = again.stats().tiers
+    again.shutdown()
+    assert stats is not None
+    assert stats.disk_hit_tokens > 0
+    assert found == next(plain(folder, 3))
+
+
+@pytest.mark.parametrize("damage", ["flip", "delete"])
+def test_damaged_files_are_computed_again(
+    folder: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = {"host_cache_gb": 16 * BLOCK_GB, "disk_cache": str(tmp_path / "kv")}
+    first = engine(folder, **disk)
+    for tail in range(3):
+        answers(first, tail)
+    first.shutdown()
+    again = engine(folder, **disk)
+    files = [path for path in (tmp_path / "kv").rglob("*") if path.is_file()]
+    assert files
+    for file in files:
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 0x40
+        file.unlink() if damage == "delete" else file.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        found = answers(again, 3)
+    stats = again.stats().tiers
+    again.shutdown()
+    assert stats is not None
+    assert stats.transfer_failures > 0
+    assert stats.disk_hit_tokens == 0
+    assert len([r for r in caplog.records if "disk cache" in r.message]) == (damage == "flip")
+    assert found == next(plain(folder, 3))
+
+
+def test_a_swapped_request_does_not_compute_again(folder: Path) -> None:
+    """Requests outgrow the pool together; the latest give way, and come back."""
+    long = SamplingParams(temperature=0.0, max_tokens=38, ignore_eos=True)
+    prompts = [{"prompt_token_ids": stem} for stem in STEMS[:4]]
+    found = []
+    for lanes in (1, 4):
+        llm = engine(folder, host_cache_gb=100 * BLOCK_GB, max_num_seqs=lanes)
+        found.append([o.outputs[0].token_ids for o in llm.generate(prompts, long, use_tqdm=False)])
+        stats = llm.stats()
+        llm.shutdown()
+    assert stats.tiers is not None
+    assert stats.preemptions == stats.swapped > 0
+    assert stats.tiers.host_hit_tokens > 0
+    assert found[0] == found[1]
+
+
+def test_forgotten_prefixes_do_not_come_back(folder: Path) -> None:
+    llm = engine(folder, host_cache_gb=100 * BLOCK_GB)
+    answers(llm)
+    assert llm._core.scheduler.reset_prefix_cache()
+    before = llm.stats().prefix_hit_tokens
+    assert answers(llm) == next(plain(folder, 0))
+    stats = llm.stats()
+    llm.shutdown()
+    assert stats.prefix_hit_tokens == before
+    assert stats.tiers is not None
+    assert stats.tiers.host_hit_tokens == 0
+
+
+def test_models_with_windows_are_refused(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "window", TINY_WINDOW)
+    with pytest.raises(ConfigError, match="sliding-window"):
+        engine(folder, host_cache_gb=0.001)
+
+
+def test_no_leak_and_no_mismatch_under_stress(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", stress_cache.TINY)
+    found = stress_cache.stress(stress_cache.parse(["--requests", "150"]), str(folder))
+    assert found["mismatches"] == 0
+    assert found["leaked_blocks"] == 0
+    assert found["with_tiers"]["preemptions"] > 0
+    assert found["tiers"]["host_hit_tokens"] > 0
+    assert found["tiers"]["disk_writes"] > 0
