@@ -46,9 +46,12 @@ def opened(
     context.set_default_timeout(WAIT)
     page = context.new_page()
     wrong: list[str] = []
+    origin = url.partition("#")[0]
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda said: wrong.append(said.text) if "Content Sec" in said.text else None)
-    page.on("request", lambda asked: None if asked.url.startswith(url) else wrong.append(asked.url))
+    page.on(
+        "request", lambda asked: None if asked.url.startswith(origin) else wrong.append(asked.url)
+    )
     page.goto(url)
     yield page
     context.close()

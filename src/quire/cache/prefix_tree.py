@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from quire.cache.chain import Namespace, next_key, root_key
 from quire.plan import Int32
@@ -205,6 +206,10 @@ class PrefixTree:
         node, _ = self._loose[group].popitem(last=False)
         block, node.blocks[group] = node.blocks[group], NO_BLOCK
         return block
+
+    def roots(self, most: int) -> list[Node]:
+        """The roots of the namespaces that came last."""
+        return list(islice(reversed(self._roots.values()), most))
 
     # -- for checks ----------------------------------------------------------------------------
 

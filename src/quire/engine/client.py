@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -26,11 +27,13 @@ from quire.engine.messages import (
     AddRequest,
     Failed,
     FromEngine,
+    GetSnapshot,
     GetStats,
     Loading,
     Outputs,
     Ready,
     Refused,
+    Seen,
     Shutdown,
     Start,
     Stats,
@@ -39,6 +42,7 @@ from quire.engine.messages import (
     encode,
 )
 from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
+from quire.engine.snapshot import Snapshot
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import EngineDeadError, QuireError, RequestError
@@ -74,7 +78,7 @@ class EngineClient:
         self._socket.set_hwm(0)  # an abort must not be lost because the engine is busy
         self._socket.bind(address)
         self._mail = Mailroom()
-        self._calls: dict[int, asyncio.Future[EngineStats]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._reader: asyncio.Task[None] | None = None
         self._compiler: Compiler | None = None
@@ -358,12 +362,20 @@ class EngineClient:
 
     async def stats(self) -> EngineStats:
         """Raises EngineDeadError."""
+        stats: EngineStats = await self._ask(GetStats)
+        return stats
+
+    async def snapshot(self, tokens: bool) -> Snapshot:
+        """What the engine is at; tokens: with those of the prefix tree. Raises EngineDeadError."""
+        snapshot: Snapshot = await self._ask(lambda call: GetSnapshot(call, tokens))
+        return snapshot
+
+    async def _ask(self, question: Callable[[int], ToEngine]) -> Any:
         self._check_alive()
         call = next(self._call_ids)
-        answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        self._calls[call] = answer
+        answer = self._calls[call] = asyncio.get_running_loop().create_future()
         try:
-            await self._send(GetStats(call))
+            await self._send(question(call))
             return await answer
         finally:
             self._calls.pop(call, None)
@@ -392,10 +404,10 @@ class EngineClient:
                 self._mail.deliver(message)
             case Refused(handle, failure):
                 self._mail.refuse(handle, failure.error())
-            case Stats(call, stats):
+            case Stats(call, found) | Seen(call, found):
                 answer = self._calls.get(call)
                 if answer is not None and not answer.done():
-                    answer.set_result(stats)
+                    answer.set_result(found)
             case Failed(failure):
                 self._fail_all(EngineDeadError(f"the engine has stopped: {failure.message}"))
             case _:

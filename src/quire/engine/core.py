@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -31,6 +32,7 @@ _IDLE = 5e-3
 
 _SAVE_SECONDS = 3.0
 """How long the end of an engine may take to write cached blocks to files."""
+_FIRSTS = 64
 
 
 class EngineStats(msgspec.Struct):
@@ -89,6 +91,9 @@ class EngineCore:
         self._steps = self._prompt_tokens = self._generation_tokens = 0
         # Running, but still without a token: few, and the only ones whose times change.
         self._tokenless: list[Request] = []
+        self._num_firsts = 0
+        self.firsts: deque[tuple[int, float]] = deque(maxlen=_FIRSTS)
+        """The last requests to get a first token: their number, and the seconds it took."""
         self._unfit: list[tuple[Request, RequestError]] = []
         self.failed = False
 
@@ -252,7 +257,10 @@ class EngineCore:
         still = []
         for request in self._tokenless:
             if request.num_output_tokens:
-                request.state["times"].first_token = now
+                times: RequestTimes = request.state["times"]
+                times.first_token = now
+                self._num_firsts += 1
+                self.firsts.append((self._num_firsts, now - times.arrival))
             elif not request.finished:
                 still.append(request)
         self._tokenless = still

@@ -11,6 +11,7 @@ import msgspec
 from quire import errors
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.core import EngineStats
+from quire.engine.snapshot import Snapshot
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.plan import Float32, Int32, Logprobs, decode_array, encode_array
 from quire.pooling_params import Pooling
@@ -76,11 +77,18 @@ class GetStats(msgspec.Struct, tag=True):
     call: int
 
 
+class GetSnapshot(msgspec.Struct, tag=True):
+    """tokens: with those of the prefix tree."""
+
+    call: int
+    tokens: bool
+
+
 class Shutdown(msgspec.Struct, tag=True):
     pass
 
 
-ToEngine = Start | AddRequest | AbortRequest | GetStats | Shutdown
+ToEngine = Start | AddRequest | AbortRequest | GetStats | GetSnapshot | Shutdown
 
 
 class Loading(msgspec.Struct, tag=True):
@@ -140,7 +148,12 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-FromEngine = Loading | Ready | Failed | Refused | Outputs | Stats
+class Seen(msgspec.Struct, tag=True):
+    call: int
+    snapshot: Snapshot
+
+
+FromEngine = Loading | Ready | Failed | Refused | Outputs | Stats | Seen
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
 _to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=decode_array)

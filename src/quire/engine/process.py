@@ -26,17 +26,20 @@ from quire.engine.messages import (
     Failure,
     First,
     FromEngine,
+    GetSnapshot,
     GetStats,
     Loading,
     Outputs,
     Ready,
     Refused,
+    Seen,
     Shutdown,
     Start,
     Stats,
     decode_to_engine,
     encode,
 )
+from quire.engine.snapshot import take_snapshot
 from quire.errors import OverloadedError, QuireError, RequestError
 from quire.plan import int32
 from quire.request import Request
@@ -119,6 +122,8 @@ class EngineProcess:
                 self.core.abort(str(handle), index)
             case GetStats(call):
                 self._send(Stats(call, self.core.stats()))
+            case GetSnapshot(call, tokens):
+                self._send(Seen(call, take_snapshot(self.core, tokens)))
             case Shutdown():
                 self._running = False
             case Start():

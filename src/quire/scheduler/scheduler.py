@@ -28,7 +28,7 @@ the old tenant that are still in flight are recognized by the lane's `tenancy` a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -95,6 +95,9 @@ class Scheduler:
             attach(self.blocks, self.wake)
         self.blocks.on_evict = overridden(features, "evict")
         self._in_flight: deque[Launched] = deque()
+        self.last_step: Launched | None = None
+        self.last_prompt_step: Launched | None = None
+        """The last that computed a part of any prompt; `last_step` is soon another."""
         self._frees: list[int] = []
         self._holds: dict[str, Hold] = {}
         self._unfit: Request | None = None
@@ -318,11 +321,12 @@ class Scheduler:
             builder = PlanBuilder(plan, requests)
             for build in self._builds:
                 build(builder)
-        self._in_flight.append(
-            Launched(
-                self._step_id, requests, lanes, q_len, tenancy, len(rows.lanes), rows.drafts, chunks
-            )
+        self.last_step = Launched(
+            self._step_id, requests, lanes, q_len, tenancy, len(rows.lanes), rows.drafts, chunks
         )
+        if chunks:
+            self.last_prompt_step = self.last_step
+        self._in_flight.append(self.last_step)
         self._frees = []
         self._step_id += 1
         self._running.join()
@@ -393,6 +397,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Queued and parked."""
         return len(self._waiting)
+
+    def requests(self) -> Iterable[Request]:
+        """All that are not finished, in order of arrival."""
+        return self._requests.values()
 
     @property
     def num_in_flight(self) -> int:

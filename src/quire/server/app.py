@@ -26,6 +26,7 @@ from quire.server.embeddings import embeddings
 from quire.server.engine_metrics import EngineMetrics
 from quire.server.error_shapes import handle_error
 from quire.server.limits import Buckets
+from quire.server.live import Lookout, live
 from quire.server.openai_responses.routes import (
     cancel_response,
     count_input_tokens,
@@ -77,6 +78,8 @@ def build_app(client: EngineClient, args: ServerArgs, limits_file: Path | None =
     app.state.chat_store = ChatStore(*limits)
     _add_routes(app)
     if args.playground:
+        app.state.lookout = Lookout(client, args.live_prompts)
+        app.add_api_route("/engine/live", live, methods=["GET"])
         add_playground(app)
     for kind in (QuireError, HTTPException, Exception):
         app.add_exception_handler(kind, handle_error)

@@ -109,7 +109,10 @@ class ServerArgs(ApiArgs):
     response_store_mb: float = _setting(256.0, "Memory for them, in MB, for each of both.")
     response_store_hours: float = _setting(24.0, "Hours after which they are gone.")
     playground: bool = _setting(
-        True, "Serve a page at / to chat with the model and to watch the engine."
+        True, "Serve a page at / to chat with the model, and /engine/live to watch the engine."
+    )
+    live_prompts: bool = _setting(
+        False, "Show the text of cached prompts to who watches the engine."
     )
     drain_timeout: float = _setting(
         30.0, "Seconds that running requests get to finish when the server is told to stop."

@@ -86,6 +86,8 @@ async def _serve(
             server.on_started = lambda: on_ready(
                 url_of(sock, server_args), app.state.server.model_name
             )
+        if server_args.playground:
+            server.on_exit = app.state.lookout.close
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, server.handle_exit, number, None)
         loop.add_signal_handler(signal.SIGHUP, app.state.server.keys.reload)
@@ -99,6 +101,7 @@ class _Server(uvicorn.Server):
     it has stopped, and so never let the process end with status 0."""
 
     on_started: Callable[[], None] | None = None
+    on_exit: Callable[[], None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -110,5 +113,7 @@ class _Server(uvicorn.Server):
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.on_exit is not None:
+            self.on_exit()
         self.force_exit = self.should_exit
         self.should_exit = True

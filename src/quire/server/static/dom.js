@@ -59,12 +59,10 @@ export function forgetColours() {
   found.clear();
 }
 
-/** 1234 -> "1 234" with thin spaces, 1.5 -> "1.5". */
+/** 1234 -> "1,234" */
 export function number(value, digits = 0) {
   if (!Number.isFinite(value)) return "–";
-  const [whole, part] = value.toFixed(digits).split(".");
-  const spaced = whole.replace(/\B(?=(\d{3})+$)/g, "\u2009");
-  return part === undefined ? spaced : `${spaced}.${part}`;
+  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
 /** A duration in seconds, for people. */

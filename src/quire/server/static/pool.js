@@ -1,0 +1,171 @@
+/* The pools of KV blocks, one cell a block or, in large pools, one for several. The shape tells what a
+ * block is (free, cached, in use, shared), the colour only whose it is. */
+
+import { laneColour, onResize, prepared } from "./canvas.js";
+import { $, colour, make, number } from "./dom.js";
+
+const FREE = -2;
+const CACHED = -1;
+/** From this many holders on (requests, and one for the prefix tree) requests share a block. */
+const SHARED = 3;
+const HEIGHT = 260;
+const LARGEST = 26;
+
+export class Pools {
+  constructor() {
+    this.pools = new Map();
+    this.names = new Map();
+    this.lane = null;
+    const legend = { free: "free", cached: "kept for reuse", used: "a request's", shared: "shared by several" };
+    for (const [kind, name] of Object.entries(legend)) {
+      const canvas = make("canvas", { "aria-hidden": "true", "data-kind": kind });
+      $("pool-legend").append(make("li", {}, canvas, name));
+    }
+  }
+
+  take(event, state) {
+    if (event.running) this.names = new Map(state.running.map(([id, lane]) => [lane, id]));
+    for (const change of event.pools ?? []) {
+      let pool = this.pools.get(change.index);
+      if (!pool || pool.cells !== change.cells) {
+        pool?.element.remove();
+        pool = new Pool(change, this);
+        this.pools.set(change.index, pool);
+        $("pools").append(pool.element);
+      }
+      pool.take(change);
+    }
+  }
+
+  /** Only this lane's blocks keep their colour; null: all. */
+  highlight(lane) {
+    if (lane === this.lane) return;
+    this.lane = lane;
+    this.draw();
+  }
+
+  draw() {
+    for (const canvas of $("pool-legend").querySelectorAll("canvas")) {
+      const sample = { free: [FREE, 0, 0], cached: [CACHED, 1, 1], used: [0, 2, 1], shared: [0, SHARED, 1] };
+      cell(prepared(canvas, 14, 14), 0, 0, 14, sample[canvas.dataset.kind], 1);
+    }
+    for (const pool of this.pools.values()) pool.draw();
+  }
+}
+
+class Pool {
+  constructor({ cells, blocks, per_cell: perCell, window }, owner) {
+    this.owner = owner;
+    this.cells = cells;
+    this.blocks = blocks;
+    this.perCell = perCell;
+    this.values = Array.from({ length: cells }, () => [FREE, 0, 0]);
+    this.at = null;
+    this.canvas = make("canvas", {
+      tabindex: 0, role: "img",
+      "aria-label": `${number(blocks)} blocks. Arrow keys go from cell to cell.`,
+    });
+    const kind = window === null ? "" : `Layers with a window of ${number(window)}: `;
+    const size = perCell > 1 ? `${number(blocks)} blocks, ${perCell} to a cell` : `${number(blocks)} blocks`;
+    this.element = make("figure", {}, this.canvas, make("figcaption", {}, kind + size));
+    this.canvas.addEventListener("pointermove", (event) => this.#point(event));
+    this.canvas.addEventListener("pointerleave", () => this.#move(null));
+    this.canvas.addEventListener("blur", () => this.#move(null));
+    this.canvas.addEventListener("keydown", (event) => this.#key(event));
+    onResize(this.element, () => this.draw());
+  }
+
+  take({ runs }) {
+    for (const [first, count, ...value] of runs) this.values.fill(value, first, first + count);
+    this.draw();
+    if (this.at !== null) this.#tell();
+  }
+
+  draw() {
+    const width = this.element.clientWidth;
+    if (width < 20) return;
+    let size = LARGEST;
+    while (size > 3 && Math.ceil(this.cells / Math.floor(width / size)) * size > HEIGHT) size -= 1;
+    this.size = size;
+    this.columns = Math.floor(width / size);
+    const height = Math.ceil(this.cells / this.columns) * size;
+    const context = prepared(this.canvas, this.columns * size, height);
+    this.values.forEach((value, i) => {
+      const dim = this.owner.lane !== null && value[0] !== this.owner.lane;
+      context.globalAlpha = dim ? 0.25 : 1;
+      cell(context, (i % this.columns) * size, Math.floor(i / this.columns) * size, size, value, this.perCell);
+    });
+    context.globalAlpha = 1;
+    if (this.at !== null) {
+      const [x, y] = [(this.at % this.columns) * size, Math.floor(this.at / this.columns) * size];
+      context.strokeStyle = colour("ink");
+      context.lineWidth = 2;
+      context.strokeRect(x, y, size, size);
+    }
+  }
+
+  #point({ offsetX, offsetY }) {
+    const at = Math.floor(offsetY / this.size) * this.columns + Math.floor(offsetX / this.size);
+    this.#move(at >= 0 && at < this.cells && offsetX < this.columns * this.size ? at : null);
+  }
+
+  #key(event) {
+    const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.columns, ArrowUp: -this.columns, Home: -Infinity, End: Infinity };
+    if (!(event.key in steps)) return;
+    const to = this.at === null ? 0 : this.at + steps[event.key];
+    this.#move(Math.max(0, Math.min(this.cells - 1, to)));
+    event.preventDefault();
+  }
+
+  #move(at) {
+    if (at === this.at) return;
+    this.at = at;
+    this.draw();
+    this.#tell();
+  }
+
+  #tell() {
+    if (this.at === null) {
+      $("pool-readout").textContent = "";
+      return;
+    }
+    const [owner, holders, filled] = this.values[this.at];
+    const first = this.at * this.perCell;
+    const last = Math.min(this.blocks, first + this.perCell) - 1;
+    const which = first === last ? `Block ${first}` : `Blocks ${first} to ${last}, ${filled} of them in use`;
+    const id = this.owner.names.get(owner);
+    const whose = owner === FREE ? "free" : owner === CACHED ? "kept for reuse" : id === undefined ? `lane ${owner}` : `request ${id}`;
+    const count = holders > 0 ? `, ${holders} holder${holders > 1 ? "s" : ""}` : "";
+    $("pool-readout").textContent = `${which}: ${whose}${count}`;
+  }
+}
+
+/** A cell at x, y. value: [owner, holders, filled]. */
+function cell(context, x, y, size, [owner, holders, filled], perCell) {
+  const gap = size > 5 ? 1 : 0.5;
+  const inner = size - 2 * gap;
+  const alpha = context.globalAlpha;
+  if (owner === FREE) {
+    const dot = Math.max(1, size * 0.18);
+    context.fillStyle = colour("edge");
+    context.globalAlpha = alpha * 0.7;
+    context.fillRect(x + (size - dot) / 2, y + (size - dot) / 2, dot, dot);
+  } else if (owner === CACHED) {
+    context.strokeStyle = colour("soft");
+    context.lineWidth = size > 8 ? 1.5 : 1;
+    context.globalAlpha = alpha * (0.45 + 0.55 * (filled / perCell));
+    const inset = gap + size * 0.12;
+    context.strokeRect(x + inset, y + inset, size - 2 * inset, size - 2 * inset);
+  } else {
+    context.fillStyle = colour(laneColour(owner));
+    context.globalAlpha = alpha * (0.4 + 0.6 * (filled / perCell));
+    context.fillRect(x + gap, y + gap, inner, inner);
+    if (holders >= SHARED) {
+      const dot = Math.max(1.5, size * 0.34);
+      context.fillStyle = colour("card");
+      context.globalAlpha = alpha;
+      context.fillRect(x + (size - dot) / 2, y + (size - dot) / 2, dot, dot);
+    }
+  }
+  context.globalAlpha = alpha;
+}

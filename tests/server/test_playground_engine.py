@@ -1,0 +1,166 @@
+"""The live view of the page, in a real browser on a real server at work."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.chromium import launched, opened
+from tests.server.server_process import Server
+
+PROMPT = "You tell stories of the sea. " * 8
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with launched() as running:
+        yield running
+
+
+class Load:
+    """Requests that run until they are cut off."""
+
+    def __init__(self, server: Server, count: int) -> None:
+        self._server = server
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._one, args=(i,)) for i in range(count)]
+
+    def _one(self, number: int) -> None:
+        body = {
+            "messages": [
+                {"role": "system", "content": PROMPT},
+                {"role": "user", "content": f"Story {number}"},
+            ],
+            "stream": True,
+            "ignore_eos": True,
+        }
+        with httpx.stream(
+            "POST", f"{self._server.url}/v1/chat/completions", json=body, timeout=60
+        ) as response:
+            for _ in response.iter_lines():
+                if self._over.is_set():
+                    return
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(30)
+
+
+def live(page: Any) -> None:
+    page.click("#tab-engine")
+    page.wait_for_selector("#live-state[data-state=live]")
+
+
+def figure(page: Any, name: str) -> str:
+    text: str = page.inner_text(f".tile:has(.name:text-is('{name}')) .value")
+    return text
+
+
+def test_an_engine_at_work(browser: Any, launch: Callable[..., Server]) -> None:
+    server = launch("--max-num-seqs", "3", "--no-live-prompts")
+    with opened(browser, f"{server.url}/") as page:
+        live(page)
+        page.wait_for_selector("#requests:has-text('Nothing runs')")
+        page.wait_for_selector("#tree:has-text('No prefix')")
+        assert figure(page, "Running") == "0"
+        with Load(server, 5):
+            page.wait_for_selector(".row >> nth=2")
+            page.wait_for_selector(".squares i >> nth=2")
+            page.wait_for_selector(".chips .chip >> nth=1")
+            page.wait_for_selector(".tree [role=treeitem].busy >> nth=1")
+            page.wait_for_selector(".tile:has-text('TTFT') .value:has-text('ms')")
+            page.wait_for_selector(".tile:has-text('ITL') .value:has-text('ms')")
+            assert (figure(page, "Running"), figure(page, "Waiting")) == ("3", "2")
+            assert float(figure(page, "Prefix hits")) > 0
+            label = page.locator(".row").first.get_attribute("aria-label")
+            assert re.search(r"prompt of \d+ tokens, \d+ found in the cache; \d+ gener", label)
+            page.locator("#pools canvas").first.focus()
+            page.keyboard.press("Home")
+            page.wait_for_selector("#pool-readout:has-text('request')")
+            assert "holders" in page.inner_text("#pool-readout")
+            page.keyboard.press("End")
+            page.wait_for_selector("#pool-readout:has-text('free')")
+            page.locator(".tree [role=treeitem][tabindex='0']").focus()
+            told = page.inner_text("#tree-readout")
+            assert re.search(r"\d+ tokens, \d requests run on it", told)
+            assert "sea" not in page.inner_text("#engine")  # nobody asked to show prompts
+            page.keyboard.press("ArrowRight")
+            assert page.inner_text("#tree-readout") != told
+        page.wait_for_selector("#requests:has-text('Nothing runs')")
+        page.wait_for_selector("#step-number:has-text('idle')")
+        blocks = "#counters div:has(dt:text-is('Blocks kept for reuse')) dd"
+        assert int(page.inner_text(blocks).replace(",", "")) > 0
+
+
+def test_nobody_is_asked_while_nobody_looks(browser: Any, server: Server) -> None:
+    with opened(browser, f"{server.url}/") as page:
+        asked: list[str] = []
+        over: list[str] = []
+        page.on("request", lambda r: asked.append(r.url) if "live" in r.url else None)
+        page.on("requestfailed", lambda r: over.append(r.url) if "live" in r.url else None)
+        page.wait_for_selector("#model:not(:empty)")
+        assert asked == []
+        live(page)
+        assert len(asked) == 1
+        page.click("#live-pause")
+        page.wait_for_selector("#live-state[data-state=paused]")
+        page.click("#live-pause")
+        page.wait_for_selector("#live-state[data-state=live]")
+        page.focus("#tab-engine")
+        page.keyboard.press("ArrowLeft")
+        assert page.is_visible("#input")
+        page.wait_for_timeout(300)
+        assert (len(asked), len(over)) == (2, 2)
+
+
+def test_a_server_that_goes_is_told_of_and_looked_for(
+    browser: Any, launch: Callable[..., Server]
+) -> None:
+    server = launch()
+    with opened(browser, f"{server.url}/") as page:
+        live(page)
+        server.stop(signal.SIGKILL)
+        page.wait_for_selector("#live-state[data-state=disconnected]")
+        assert "Next try in" in page.inner_text("#live-why")
+        assert page.is_visible("#live-retry")
+        page.wait_for_selector("#live-why:has-text('cannot be reached')")
+
+
+def test_a_key_is_asked_for_and_the_view_goes_on_with_it(
+    browser: Any, launch: Callable[..., Server]
+) -> None:
+    server = launch("--api-key", "right")
+    with opened(browser, f"{server.url}/") as page:
+        page.click("#tab-engine")
+        page.wait_for_selector("#live-state[data-state=locked]")
+        page.click("#notice-action")
+        page.fill("#key", "right")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#live-state[data-state=live]")
+        assert page.is_hidden("#notice")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_in_both_themes(browser: Any, server: Server, scheme: str) -> None:
+    options = {"width": 360, "height": 740, "color_scheme": scheme, "reduced_motion": "reduce"}
+    with opened(browser, f"{server.url}/#engine", **options) as page, Load(server, 3):
+        page.wait_for_selector(".row >> nth=2")
+        page.wait_for_selector(".tree [role=treeitem]")
+        widths = "() => ['html', '#engine'].map(s => document.querySelector(s).scrollWidth)"
+        assert page.evaluate(widths) == [360, 360]
+        pixels = page.locator("#pools canvas").first.evaluate(
+            "c => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size"
+        )
+        assert pixels > 4  # something is drawn, in more than one colour
