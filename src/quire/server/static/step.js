@@ -13,11 +13,12 @@ export class Step {
     this.prompts = make("span", { class: "num" });
     this.generating = make("span", { class: "num" });
     this.canvas = make("canvas", { role: "img", "aria-label": "Tokens of the last steps seen" });
+    this.scales = make("span", { class: "num" });
     this.history = [];
     $("step").append(
       make("p", { class: "label" }, "Prompt tokens", this.prompts), this.bar,
       make("p", { class: "label" }, "Generating", this.generating), this.squares,
-      make("p", { class: "label" }, "Steps seen"), this.canvas,
+      make("p", { class: "label" }, "Steps seen", this.scales), this.canvas,
     );
     onResize($("step"), () => this.draw());
   }
@@ -97,10 +98,7 @@ export class Step {
     });
     context.fillStyle = colour("line");
     context.fillRect(0, middle, width, 1);
-    if (!this.history.length) return;
-    context.fillStyle = colour("soft");
-    context.font = "11px sans-serif";
-    context.fillText(`prompt, to ${number(prompts)}`, 0, 10);
-    context.fillText(`generating, to ${number(rows)}`, 0, height - 3);
+    this.scales.textContent = this.history.length
+      ? `↑ prompt, to ${number(prompts)} · ↓ generating, to ${number(rows)}` : "";
   }
 }
