@@ -45,6 +45,27 @@ def throughput(records: Sequence[BenchRecord], path: Path) -> None:
     _save(figure, path)
 
 
+def online(records: Sequence[BenchRecord], path: Path) -> None:
+    """Throughput, and the times that users see, over the number of streams."""
+    figure, panels = _panels(3, _title(records))
+    cases = [record.case.removeprefix("serve-") for record in records]
+    rates = [record.metrics.get("output_tok_s", float("nan")) for record in records]
+    panels[0].plot(cases, rates, marker="o")
+    panels[0].set_ylabel(_RATE)
+    for panel, kind in zip(panels[1:], ("ttft", "itl"), strict=True):
+        names = dict.fromkeys(m for r in records for m in r.metrics if m.startswith(f"{kind}_p"))
+        for name in names:
+            values = [record.metrics.get(name, float("nan")) for record in records]
+            panel.plot(cases, values, marker="o", label=name.split("_")[1])
+        panel.set_title(_TIMES[kind])
+        panel.set_ylabel("ms")
+        panel.legend()
+    for panel in panels:
+        panel.set_xlabel("streams")
+        _from_zero(panel)
+    _save(figure, path)
+
+
 def latency(records: Sequence[BenchRecord], path: Path) -> None:
     """Time to the first token, between tokens, and to the last, each with its percentiles."""
     figure, panels = _panels(3, _title(records))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from quire.cli.settings import with_settings
 from quire.config import OPTIMIZATIONS, EngineArgs
+from quire.errors import ConfigError
 
 app = typer.Typer(help="Measure Quire.", no_args_is_help=True)
 
@@ -183,3 +184,119 @@ def scheduler(output: Output = None) -> None:
     from quire.cli import bench
 
     bench.scheduler(outputs=Outputs(output))
+
+
+@app.command("serve")
+def serve(
+    *,
+    base_url: Annotated[
+        str, typer.Option(help="A server that speaks OpenAI's API.")
+    ] = "http://127.0.0.1:8000",
+    serve_flags: Annotated[
+        str | None,
+        typer.Option(
+            "--serve",
+            help="Start `quire serve` with these flags, in quotes, and load that instead.",
+        ),
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer key.")] = None,
+    model: Annotated[str | None, typer.Option(help="Default: the first one it names.")] = None,
+    endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            help='JSON lines of {"prompt", "output_len"}, or a file in ShareGPT\'s format. '
+            "Default: random prompts."
+        ),
+    ] = None,
+    prompts: Annotated[
+        str,
+        typer.Option(help="Send random prompts as text (the server's /detokenize) or as ids."),
+    ] = "text",
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 512,
+    output_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to ask for. Default: the dataset's, or 256.")
+    ] = None,
+    spread: Annotated[float, typer.Option(help="Draw lengths up to this share off.")] = 0.0,
+    prefix_len: Annotated[
+        int, typer.Option(min=0, help="Tokens that all random prompts begin with, in addition.")
+    ] = 0,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Requests. Default: four times the concurrency.")
+    ] = None,
+    max_concurrency: Annotated[
+        str, typer.Option(help="Requests at once, one level after the other; 0 is no limit.")
+    ] = "1,2,4,8,16,32,64",
+    request_rate: Annotated[
+        float | None, typer.Option(min=1e-6, help="Requests a second, instead of levels.")
+    ] = None,
+    burstiness: Annotated[
+        float, typer.Option(min=1e-3, help="Shape of the gaps; 1 is a Poisson process.")
+    ] = 1.0,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before anything counts.")] = 4,
+    ignore_eos: Annotated[bool, typer.Option(help="Write on past the end of the text.")] = True,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling.")] = 0.0,
+    percentile: Annotated[str, typer.Option(help="Of the times in the records.")] = "50,95,99",
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help="Count answers within this, as in ttft:200, tpot:50. May be repeated."),
+    ] = None,
+    client_processes: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Default: one for every 16 streams, up to 8.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for a request.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Of prompts, lengths and gaps.")] = 0,
+    device: Annotated[
+        str, typer.Option(help="Whose name is recorded as the card: cpu or cuda.")
+    ] = "cpu",
+    output: Output = None,
+    csv: Csv = None,
+    markdown: Markdown = None,
+    png: Png = None,
+) -> None:
+    """Load a server, and measure what its users see."""
+    from quire.bench.cases import parse_numbers
+    from quire.bench.online.load import Lengths
+    from quire.bench.online.stats import parse_goodput
+    from quire.bench.online.sweep import Plan
+    from quire.bench.outputs import Outputs
+    from quire.cli import bench_serve
+
+    sampling: dict[str, Any] = {"temperature": temperature}
+    if ignore_eos:
+        sampling["ignore_eos"] = True
+    plan = Plan(
+        endpoint=endpoint,  # type: ignore[arg-type]
+        prompts=prompts,  # type: ignore[arg-type]
+        lengths=Lengths(
+            input_len=input_len, output_len=output_len or 256, spread=spread, prefix_len=prefix_len
+        ),
+        dataset=dataset,
+        dataset_output_len=output_len,
+        count=num_prompts,
+        rate=request_rate,
+        burstiness=burstiness,
+        sampling=sampling,
+        warmup=warmup,
+        processes=client_processes,
+        percentiles=parse_numbers(percentile, "percentile"),
+        goodput=parse_goodput(goodput or ()),
+        timeout=timeout,
+        seed=seed,
+    )
+    if request_rate is not None or max_concurrency.strip() == "0":
+        concurrencies = [0]
+    else:
+        concurrencies = parse_numbers(max_concurrency, "max_concurrency")
+    if concurrencies == [0] and num_prompts is None and dataset is None:
+        raise ConfigError("say how many with --num-prompts", "num_prompts")
+    bench_serve.serve(
+        plan,
+        base_url=base_url,
+        flags=serve_flags,
+        model=model,
+        api_key=api_key,
+        concurrencies=concurrencies,
+        device=device,
+        outputs=Outputs(output, csv, markdown, png),
+    )

@@ -1,0 +1,171 @@
+"""Client processes, and the server that they load."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, TypeVar
+
+import msgspec
+
+from quire.bench.online.client import Answer, Answers, Job
+from quire.errors import ConfigError, QuireError
+
+T = TypeVar("T", str, bytes)
+
+PER_PROCESS = 16
+"""Streams that one client process follows."""
+MOST_PROCESSES = 8
+BUSY = 0.85
+"""Share of a core from which on a client may be what was measured."""
+_LEAD = 0.5
+"""Seconds that client processes get to read their requests."""
+_TOPS = (10_000, 5000, 2000, 1000, 500, 200, 100)
+_SERVING = re.compile(r"^Serving (\S+) at (\S+)\. ")
+
+
+def processes_for(concurrency: int, asked: int | None) -> int:
+    if asked is not None:
+        return asked
+    return max(1, min(MOST_PROCESSES, -(-concurrency // PER_PROCESS)))
+
+
+def drive(
+    url: str,
+    headers: dict[str, str],
+    bodies: Sequence[bytes],
+    *,
+    concurrency: int,
+    processes: int,
+    send_at: Sequence[float] | None = None,
+    timeout: float = 600.0,
+) -> tuple[list[Answer], float]:
+    """Sends all bodies; the answers in order, and the share of a core that the busiest process
+    took. Requests are dealt out in turn. concurrency: streams at once in all, 0 for no limit."""
+    processes = min(processes, len(bodies), concurrency or len(bodies))
+    running = [_start() for _ in range(processes)]
+    for process in running:
+        _pipe(process.stdout).readline()  # it is ready
+    begin = time.perf_counter() + _LEAD
+    for rank, process in enumerate(running):
+        places = range(rank, len(bodies), processes)
+        streams = concurrency // processes + (rank < concurrency % processes)
+        at = None if send_at is None else [send_at[i] for i in places]
+        own = [bodies[i] for i in places]
+        job = Job(url, headers, own, streams, begin, at, timeout)
+        with _pipe(process.stdin) as pipe:
+            pipe.write(msgspec.msgpack.encode(job))
+        process.stdin = None
+    answers: list[Answer] = []
+    busiest = 0.0
+    try:
+        for rank, process in enumerate(running):
+            out, _ = process.communicate()
+            if process.returncode:
+                raise QuireError("a client process failed")
+            done = msgspec.msgpack.decode(out, type=Answers)
+            for answer in done.answers:
+                answer.index = rank + answer.index * processes
+            answers += done.answers
+            busiest = max(busiest, done.cpu)
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+    return sorted(answers, key=lambda answer: answer.index), busiest
+
+
+def _start() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "quire.bench.online.client"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+
+def _pipe(pipe: IO[T] | None) -> IO[T]:
+    if pipe is None:
+        raise QuireError("a process has no pipe")
+    return pipe
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where the load goes."""
+
+    base_url: str
+    headers: dict[str, str]
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Raises ConfigError, as a wrong URL or key is the likeliest reason."""
+        request = urllib.request.Request(
+            self.base_url + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={**self.headers, "content-type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            said = error.read()[:300].decode(errors="replace")
+            raise ConfigError(f"{path} answered {error.code}: {said}", "base_url") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot reach {self.base_url}{path}: {error}", "base_url") from None
+
+    def model(self) -> str:
+        """The first one it has."""
+        models = self.call("/v1/models").get("data") or []
+        if not models:
+            raise ConfigError("the server names no model; give --model", "model")
+        return str(models[0]["id"])
+
+    def top(self, model: str) -> int:
+        """Random ids are drawn below this: 10000, or less where the vocabulary is small."""
+        for top in _TOPS[:-1]:
+            with contextlib.suppress(ConfigError):
+                self.detokenize(model, [top - 1])
+                return top
+        return _TOPS[-1]
+
+    def detokenize(self, model: str, tokens: list[int]) -> str:
+        return str(self.call("/detokenize", {"model": model, "tokens": tokens})["prompt"])
+
+
+@contextlib.contextmanager
+def launched(flags: str, timeout: float = 600.0) -> Iterator[str]:
+    """`quire serve` with these flags on a free port, until the block ends: its URL. Raises
+    ConfigError if it does not start; what it said is on standard error by then."""
+    command = [sys.executable, "-m", "quire", "serve", *shlex.split(flags), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield _url_of(process, timeout)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _url_of(process: subprocess.Popen[str], timeout: float) -> str:
+    end = time.monotonic() + timeout
+    output = _pipe(process.stdout)
+    for line in output:
+        found = _SERVING.match(line)
+        if found:
+            threading.Thread(target=output.read, daemon=True).start()  # so that it never fills
+            return found[2]
+        if time.monotonic() > end:
+            break
+    raise ConfigError("the server did not start", "serve")

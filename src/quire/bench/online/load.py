@@ -1,0 +1,132 @@
+"""Requests to send, and when."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from quire.errors import ConfigError
+
+Endpoint = Literal["completions", "chat"]
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One prompt, and how many tokens to ask for."""
+
+    prompt: Prompt
+    output_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Of random prompts, in tokens. Lengths are drawn from [n (1 - spread), n (1 + spread)]; the
+    first `prefix_len` tokens of all prompts are the same, and not counted in `input_len`."""
+
+    input_len: int = 512
+    output_len: int = 256
+    spread: float = 0.0
+    prefix_len: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.spread < 1.0:
+            raise ConfigError(f"spread must be in [0, 1), got {self.spread}", "spread")
+
+
+def random_asks(count: int, lengths: Lengths, top: int, seed: int) -> list[Ask]:
+    """Prompts of random ids from [10, top)."""
+    draw = random.Random(seed)
+    prefix = [draw.randrange(10, top) for _ in range(lengths.prefix_len)]
+
+    def length(mean: int) -> int:
+        low, high = mean * (1 - lengths.spread), mean * (1 + lengths.spread)
+        return max(1, draw.randint(round(low), round(high)))
+
+    asks = []
+    for _ in range(count):
+        size = length(lengths.input_len)
+        prompt = prefix + [draw.randrange(10, top) for _ in range(size)]
+        asks.append(Ask(prompt, length(lengths.output_len)))
+    return asks
+
+
+def file_asks(path: Path, count: int, output_len: int | None, seed: int) -> list[Ask]:
+    """From JSON lines of {"prompt", "output_len"?}, or ShareGPT's format: a JSON array of
+    {"conversations": [{"value"}, ...]}, whose first two turns are prompt and answer. Drawn without
+    repetition while there are enough.
+
+    Raises ConfigError naming what does not fit.
+    """
+    try:
+        text = path.read_text("utf-8")
+        shared = text.lstrip().startswith("[")
+        entries = json.loads(text) if shared else [json.loads(x) for x in text.splitlines() if x]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"dataset {path}: {error}", "dataset") from None
+    found = [_from_entry(entry, output_len) for entry in entries]
+    asks = [ask for ask in found if ask is not None]
+    if not asks:
+        raise ConfigError(f"dataset {path}: no entry has a prompt and an output length", "dataset")
+    draw = random.Random(seed)
+    draw.shuffle(asks)
+    return [asks[i % len(asks)] for i in range(count)]
+
+
+_WORD = 4
+"""Characters of a token, where only an answer's text is known."""
+
+
+def _from_entry(entry: Any, output_len: int | None) -> Ask | None:
+    if not isinstance(entry, dict):
+        return None
+    turns = entry.get("conversations")
+    if isinstance(turns, list):
+        if len(turns) < 2:
+            return None
+        answer = str(turns[1].get("value", ""))
+        return Ask(str(turns[0].get("value", "")), output_len or max(1, len(answer) // _WORD))
+    prompt, length = entry.get("prompt"), output_len or entry.get("output_len")
+    if not isinstance(prompt, (str, list)) or not isinstance(length, int):
+        return None
+    return Ask(prompt, length)
+
+
+def as_text(asks: Sequence[Ask], detokenize: Callable[[list[int]], str]) -> list[Ask]:
+    """Prompts of ids as the text that a user would send."""
+    return [
+        ask if isinstance(ask.prompt, str) else Ask(detokenize(ask.prompt), ask.output_len)
+        for ask in asks
+    ]
+
+
+def body(ask: Ask, model: str, endpoint: Endpoint, sampling: dict[str, Any]) -> bytes:
+    """A streaming request, as JSON. sampling: more fields of it."""
+    fields: dict[str, Any] = {
+        "model": model,
+        "max_tokens": ask.output_len,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **sampling,
+    }
+    if endpoint == "completions":
+        fields["prompt"] = ask.prompt
+    elif isinstance(ask.prompt, str):
+        fields["messages"] = [{"role": "user", "content": ask.prompt}]
+    else:
+        raise ConfigError("chat requests need prompts as text", "prompts")
+    return json.dumps(fields).encode()
+
+
+def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds from the start at which requests are sent: gamma-distributed gaps of mean 1 / rate,
+    whose shape is `burstiness` (1: a Poisson process; below: in bursts; above: more even)."""
+    gaps = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), count)
+    return (np.cumsum(gaps) - gaps[0]).tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,87 @@
+"""What `quire bench serve` does: a server, a load, records."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import typer
+
+from quire.bench import plots
+from quire.bench.online.drive import Server, launched
+from quire.bench.online.sweep import Plan, levels
+from quire.bench.outputs import Outputs
+from quire.bench.record import BenchRecord, format_table, make_record
+from quire.errors import ConfigError
+
+_ON_SCREEN = (
+    "failed", "output_tok_s", "ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "itl_p50_ms",
+    "itl_p95_ms", "e2el_p50_ms", "goodput_s", "speedup", "client_cpu",
+)  # fmt: skip
+
+
+def serve(
+    plan: Plan,
+    *,
+    base_url: str,
+    flags: str | None,
+    model: str | None,
+    api_key: str | None,
+    concurrencies: Sequence[int],
+    device: str,
+    outputs: Outputs,
+) -> None:
+    """flags: of the `quire serve` to start, or None to load the server at `base_url`."""
+    outputs.check()
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    records: list[BenchRecord] = []
+    with _url(base_url, flags) as url:
+        server = Server(url.rstrip("/"), headers)
+        name = model or server.model()
+        settings = {
+            "endpoint": plan.endpoint,
+            "prompts": plan.prompts if plan.dataset is None else plan.dataset.name,
+            "input_len": plan.lengths.input_len,
+            "output_len": plan.lengths.output_len,
+            **({} if flags is None else {"server": flags}),
+            **({} if plan.rate is None else {"request_rate": plan.rate}),
+            **plan.sampling,
+        }
+        for level in levels(
+            plan, server, name, concurrencies, lambda text: typer.echo(text, err=True)
+        ):
+            for problem in level.problems:
+                typer.echo(f"  {problem}", err=True)
+            about = {**settings, "concurrency": level.concurrency}
+            record = make_record(
+                _case(plan, level.concurrency), level.metrics, model=name, device=device,
+                settings=about,
+            )  # fmt: skip
+            alone = next((r for r in records if r.settings["concurrency"] == 1), None)
+            if alone is not None and "output_tok_s" in level.metrics:
+                record.metrics["speedup"] = (
+                    record.metrics["output_tok_s"] / alone.metrics["output_tok_s"]
+                )
+            records.append(record)
+            outputs.add(record)
+    hidden = [m for record in records for m in record.metrics if m not in _ON_SCREEN]
+    typer.echo(format_table(records, leave_out=hidden))
+    outputs.finish(records, plots.online)
+    if any(not record.metrics.get("requests") for record in records):
+        raise ConfigError("no request was answered", "base_url")
+
+
+def _case(plan: Plan, concurrency: int) -> str:
+    if plan.rate is not None:
+        return f"serve-{plan.rate:g}rps"
+    return f"serve-{concurrency}" if concurrency else "serve-all"
+
+
+@contextlib.contextmanager
+def _url(base_url: str, flags: str | None) -> Iterator[str]:
+    if flags is None:
+        yield base_url
+    else:
+        typer.echo(f"starting quire serve {flags} ...", err=True)
+        with launched(flags) as url:
+            yield url
