@@ -241,6 +241,16 @@ class TieredMachine(SchedulerMachine):
         self.tiers = OffloadFeature(self.host_blocks, 1, always, files, most_files=30)
         return [self.tiers]
 
+    @rule()
+    def forget(self) -> None:
+        self.scheduler.reset_prefix_cache()
+        check_scheduler(self.scheduler)
+
+    @rule()
+    def push_out(self) -> None:
+        self.tiers.push_out()
+        self.tiers.save()
+
     def teardown(self) -> None:
         super().teardown()
         if hasattr(self, "tiers"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache.block_tables import BlockTables
-from quire.cache.chain import Namespace
+from quire.cache.chain import Namespace, root_key
 from quire.cache.prefix_tree import NO_BLOCK, Match, Node, PrefixTree
 from quire.errors import ConfigError, RequestTooLargeError
 from quire.plan import BlockAppends, BlockCopies, Int32, KVGroup, int32
@@ -185,6 +185,10 @@ class BlockManager:
         return True
 
     # -- blocks whose contents come from elsewhere ---------------------------------------------
+
+    def name(self, namespace: Namespace, match: Match) -> bytes:
+        """Of the contents that a match ends with (`cache/chain.py`)."""
+        return self.tree.chain(match.path[-1]) if match.length else root_key(namespace)
 
     def receive(
         self, namespace: Namespace, match: Match, tokens: Int32, known: int

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from quire.cache import BlockManager, Evicted, HostTier, KeyList, Match
-from quire.cache.chain import next_key, root_key
+from quire.cache.chain import next_key
 from quire.offload.costs import CostModel
 from quire.offload.jobs import Job, Kind
 from quire.plan import Int32, Transfer, int32
@@ -62,11 +62,9 @@ class TierStats(msgspec.Struct):
 
 
 class Wanted(msgspec.Struct):
-    """What is kept of a request. keys: names of its first blocks. attempts: how often it was parked
-    since it last ran. loaded: blocks read from files for it. recompute: it is not worth bringing
-    back."""
+    """What is kept of a request. attempts: how often it was parked since it last ran. loaded: how
+    many blocks were read from files for it. recompute: it is not worth bringing back."""
 
-    keys: list[bytes]
     attempts: int = 0
     loaded: int = 0
     recompute: bool = False
@@ -191,15 +189,14 @@ class OffloadFeature(Feature):
     # -- in ------------------------------------------------------------------------------------
 
     def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
-        wanted: Wanted = request.state.setdefault(_STATE, Wanted([]))
+        wanted: Wanted = request.state.setdefault(_STATE, Wanted())
         if wanted.recompute or wanted.attempts >= _MOST_ATTEMPTS or not self._anything:
             return False
         size = self._blocks.block_size
-        match = self._blocks.match(request.namespace, tokens, limit // size * size)
-        first = match.length // size
-        self._name(wanted, request, tokens, limit // size)
-        run, jobs, loads = self._run(wanted.keys[first : limit // size], request.lora_id)
-        if not self._costs.fetch_pays(len(run) * size, len(loads) * size):
+        whole = limit // size * size
+        match = self._blocks.match(request.namespace, tokens, whole)
+        run, jobs, loads = self._run(request, match, tokens[:whole])
+        if not run or not self._costs.fetch_pays(len(run) * size, len(loads) * size):
             return False
         if loads:
             jobs += self._load(loads)
@@ -237,24 +234,20 @@ class OffloadFeature(Feature):
     def _anything(self) -> bool:
         return bool(len(self._host) or self._files)
 
-    def _name(self, wanted: Wanted, request: Request, tokens: Int32, count: int) -> None:
-        """Work out the names of the first `count` blocks."""
-        keys, size = wanted.keys, self._blocks.block_size
-        name = keys[-1] if keys else root_key(request.namespace)
-        for at in range(len(keys), count):
-            name = next_key(name, tokens[at * size : (at + 1) * size].tobytes())
-            keys.append(name)
-
     def _run(
-        self, keys: Sequence[bytes], lora_id: int
+        self, request: Request, match: Match, tokens: Int32
     ) -> tuple[list[bytes], list[Job], list[bytes]]:
-        """The keys at the beginning that can be had, the jobs by which some are arriving already,
-        and those that lie in files only."""
+        """Of the blocks after a match those, from the first on, that can be had: their keys, the
+        jobs by which some are arriving already, and the keys that lie in files only. tokens: int32
+        [whole blocks]."""
         run: list[bytes] = []
         jobs: dict[int, Job] = {}
         loads: list[bytes] = []
-        files = self._files if not lora_id else None
-        for key in keys:
+        size = self._blocks.block_size
+        files = self._files if not request.lora_id else None
+        key = self._blocks.name(request.namespace, match)
+        for at in range(match.length, len(tokens), size):
+            key = next_key(key, tokens[at : at + size].tobytes())
             job = self._job_of.get(key)
             if job is not None:
                 jobs[id(job)] = job
@@ -366,7 +359,7 @@ class OffloadFeature(Feature):
     def preempt(self, request: Request) -> bool:
         done = request.computed if request.generating else request.planned
         pays = self._costs.swap_pays(done)
-        wanted: Wanted = request.state.setdefault(_STATE, Wanted([]))
+        wanted: Wanted = request.state.setdefault(_STATE, Wanted())
         wanted.attempts, wanted.recompute = 0, not pays
         return pays
 

@@ -37,12 +37,12 @@ def available_memory() -> int:
 
 def staging_bytes(config: EngineConfig, groups: Sequence[KVGroup], budget: int) -> int:
     """Device memory in which blocks wait for their copy to the host: as much as a step of prompts
-    can push out, and at most a fiftieth of the cache."""
+    can push out, and at most a fiftieth of the cache, or a quarter of a GB."""
     if not config.args.host_cache_gb:
         return 0
     largest = max(group.block_bytes for group in groups)
     step = -(-config.scheduler.max_num_batched_tokens // config.block_size)
-    return max(largest, min(step * largest, budget // 50))
+    return max(largest, min(step * largest, max(budget // 50, GB // 4)))
 
 
 def cuda_budget(config: EngineConfig, device: torch.device, reserve: int) -> int:
