@@ -149,6 +149,78 @@ def test_mistakes_are_told_where_they_are(page: Any) -> None:
     assert "foo" in page.inner_text(".answer-error")
 
 
+def scripted(*chunks: dict[str, Any]) -> str:
+    """A stream of these chunks, as the server would send them."""
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+def delta(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
+
+
+def answer_with(page: Any, *chunks: dict[str, Any]) -> None:
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(content_type="text/event-stream", body=scripted(*chunks)),
+    )
+
+
+def test_reasoning_is_folded_away(page: Any) -> None:
+    details = {"reasoning_tokens": 3}
+    answer_with(
+        page,
+        delta(reasoning_content="First I th"),
+        delta(reasoning_content="ink."),
+        delta(content="Done."),
+        {
+            "choices": [],
+            "usage": {
+                "prompt_tokens": 1,
+                "completion_tokens": 5,
+                "completion_tokens_details": details,
+            },
+        },
+    )
+    say(page, "Think")
+    assert page.inner_text(".answer-text") == "Done."
+    assert page.inner_text(".reasoning summary") == "Reasoning, 3 tokens"
+    assert page.is_hidden(".reasoning div")
+    page.focus(".reasoning summary")
+    page.keyboard.press("Enter")
+    assert page.inner_text(".reasoning div") == "First I think."
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "Again")
+    said = json.loads(sent.value.post_data)["messages"][1]
+    assert said == {
+        "role": "assistant",
+        "content": "Done.",
+        "reasoning_content": "First I think.",
+    }
+
+
+def test_calls_of_tools_are_shown(page: Any) -> None:
+    first = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add"}}
+    rest = {"index": 0, "function": {"arguments": '{"a": 1}'}}
+    answer_with(page, delta(tool_calls=[first]), delta(tool_calls=[rest]))
+    say(page, "Add")
+    assert page.inner_text(".calls") == 'add({"a": 1})'
+
+
+def test_an_error_in_mid_stream_keeps_what_came(page: Any) -> None:
+    error = {"error": {"message": "The engine has stopped.", "type": "x"}}
+    answer_with(page, delta(content="Once upon"), error)
+    say(page, "Story")
+    assert page.inner_text(".answer-text") == "Once upon"
+    assert page.inner_text(".answer-error") == "The engine has stopped."
+
+
+def test_text_of_a_model_is_only_text(page: Any) -> None:
+    answer_with(page, delta(content="<img src=x onerror=alert(1)><b>bold</b>"))
+    say(page, "<script>alert(1)</script>")
+    assert page.inner_text(".answer-text").startswith("<img")
+    assert page.locator(".turn img, .turn b >> text=bold, .turn script").count() == 0
+
+
 def test_export(page: Any) -> None:
     page.fill("#param-max_tokens", "5")
     say(page, 'It\'s "you"')

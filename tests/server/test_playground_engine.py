@@ -104,6 +104,18 @@ def test_an_engine_at_work(browser: Any, launch: Callable[..., Server]) -> None:
         assert int(page.inner_text(blocks).replace(",", "")) > 0
 
 
+def test_tiers_are_told_apart(browser: Any, launch: Callable[..., Server]) -> None:
+    server = launch("--host-cache-gb", "0.05")
+    with opened(browser, f"{server.url}/") as page:
+        live(page)
+        page.wait_for_selector("#counters div:has(dt:text-is('Tokens from host memory'))")
+        with Load(server, 3):
+            page.wait_for_selector("#sources .source.computed[title*=': ']:not([title$=': 0'])")
+        told = page.get_attribute("#sources .budget", "aria-label")
+        assert re.fullmatch(r"the cache [\d,]+, host memory 0, files 0, computed [\d,]+", told)
+        assert page.is_visible("#sources li:has-text('host memory')")
+
+
 def test_nobody_is_asked_while_nobody_looks(browser: Any, server: Server) -> None:
     with opened(browser, f"{server.url}/") as page:
         asked: list[str] = []

@@ -14,7 +14,23 @@ const NAMES = {
   blocks_used: "Blocks in use",
   blocks_cached: "Blocks kept for reuse",
   blocks_free: "Blocks free",
+  swapped: "Preempted, to be brought back",
+  "tiers.host_blocks_total": "Blocks of host memory",
+  "tiers.host_blocks_used": "Blocks of host memory in use",
+  "tiers.disk_blocks": "Blocks in files",
+  "tiers.host_hit_tokens": "Tokens from host memory",
+  "tiers.disk_hit_tokens": "Tokens from files",
+  "tiers.host_evictions": "Blocks that host memory gave up",
+  "tiers.disk_writes": "Blocks written to files",
+  "tiers.swapped_out": "Blocks copied out",
+  "tiers.swapped_in": "Blocks copied in",
+  "tiers.swapped_out_bytes": "Bytes copied out",
+  "tiers.swapped_in_bytes": "Bytes copied in",
+  "tiers.transfer_failures": "Transfers that failed",
 };
+
+/** Where prompts' tokens came from: the name, and the class of its part of the bar. */
+const SOURCES = { device: "the cache", host: "host memory", disk: "files", computed: "computed" };
 
 /** Told by the figures above. */
 const ELSEWHERE = new Set(["running", "waiting"]);
@@ -22,36 +38,58 @@ const ELSEWHERE = new Set(["running", "waiting"]);
 export class Counters {
   constructor() {
     this.values = new Map();
+    this.parts = new Map();
+    const legend = make("ul", { class: "legend" });
+    for (const [source, name] of Object.entries(SOURCES)) {
+      const part = make("i", { class: `source ${source}` });
+      const item = make("li", {}, make("i", { class: `source ${source}` }), name);
+      legend.append(item);
+      this.parts.set(source, { part, item });
+    }
+    const parts = [...this.parts.values()].map(({ part }) => part);
+    this.bar = make("div", { class: "budget", role: "img" }, ...parts);
+    const title = make("p", { class: "label" }, "Tokens of prompts that have started");
+    $("sources").append(title, this.bar, legend);
   }
 
   take({ stats }) {
     if (!stats) return;
+    this.#sources(stats);
     for (const [name, value] of Object.entries(stats)) {
       if (ELSEWHERE.has(name)) continue;
-      for (const [label, count] of flat(name, value)) this.#show(label, count);
+      for (const [key, count] of flat(name, value)) this.#show(key, count);
     }
   }
 
-  #show(label, count) {
-    let element = this.values.get(label);
+  #sources({ prefix_query_tokens: all, prefix_hit_tokens: hits, tiers }) {
+    const host = tiers?.host_hit_tokens ?? 0;
+    const disk = tiers?.disk_hit_tokens ?? 0;
+    const counts = { device: Math.max(0, hits - host - disk), host, disk, computed: all - hits };
+    for (const [source, { part, item }] of this.parts) {
+      part.style.width = all ? `${(100 * counts[source]) / all}%` : "0";
+      part.title = `${SOURCES[source]}: ${number(counts[source])}`;
+      item.hidden = !tiers && (source === "host" || source === "disk");
+    }
+    const told = Object.entries(SOURCES).map(([source, name]) => `${name} ${number(counts[source])}`);
+    this.bar.setAttribute("aria-label", told.join(", "));
+  }
+
+  #show(key, count) {
+    let element = this.values.get(key);
     if (!element) {
       element = make("dd", { class: "num" });
-      this.values.set(label, element);
-      $("counters").append(make("div", {}, make("dt", {}, label), element));
+      this.values.set(key, element);
+      $("counters").append(make("div", {}, make("dt", {}, NAMES[key] ?? words(key)), element));
     }
     element.textContent = number(count, Number.isInteger(count) ? 0 : 2);
   }
 }
 
-/** A statistic as named numbers: one, one per key of an object, or the sum of a list. */
+/** A statistic as numbers by name: one, the sum of a list, or those of an object. */
 function flat(name, value) {
-  const label = NAMES[name] ?? words(name);
-  if (typeof value === "number") return [[label, value]];
-  if (Array.isArray(value) && value.every((each) => typeof each === "number")) return [[label, sum(value)]];
-  if (value && typeof value === "object" && !Array.isArray(value)) {
-    return Object.entries(value).filter(([, each]) => typeof each === "number").map(([key, each]) => [`${label}, ${words(key).toLowerCase()}`, each]);
-  }
-  return [];
+  if (typeof value === "number") return [[name, value]];
+  if (Array.isArray(value)) return value.every(Number.isFinite) ? [[name, sum(value)]] : [];
+  return Object.entries(value ?? {}).flatMap(([key, each]) => flat(`${name}.${key}`, each));
 }
 
-const words = (name) => name.charAt(0).toUpperCase() + name.slice(1).replaceAll("_", " ");
+const words = (name) => name.charAt(0).toUpperCase() + name.slice(1).replaceAll(/[_.]/g, " ");

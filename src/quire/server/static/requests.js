@@ -49,8 +49,9 @@ export class Requests {
 
   #waiting({ waiting = [], stats, time }) {
     const total = stats?.waiting ?? waiting.length;
+    $("queue-size").textContent = total ? number(total) : "";
     if (!total) {
-      $("queue").replaceChildren();
+      $("queue").replaceChildren(make("p", { class: "empty" }, "Nobody waits."));
       return;
     }
     const most = Math.max(...waiting.map(([, tokens]) => tokens), 1);
@@ -60,14 +61,11 @@ export class Requests {
         parked ? "parked" : null, preemptions ? "preempted" : null,
       ];
       const chip = make("i", { class: `chip${parked ? " parked" : ""}`, title: what.filter(Boolean).join(", ") });
-      chip.style.height = `${6 + 24 * Math.sqrt(tokens / most)}px`;
+      chip.style.height = `${8 + 40 * Math.sqrt(tokens / most)}px`;
       return chip;
     });
     const label = `${number(total)} request${total > 1 ? "s" : ""} wait, ${number(waiting.length)} shown`;
-    $("queue").replaceChildren(
-      make("p", { class: "label" }, "Queue", make("span", { class: "num" }, number(total))),
-      make("div", { class: "chips", role: "img", "aria-label": label }, ...chips),
-    );
+    $("queue").replaceChildren(make("div", { class: "chips", role: "img", "aria-label": label }, ...chips));
   }
 }
 
