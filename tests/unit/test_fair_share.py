@@ -112,6 +112,45 @@ def test_who_comes_often_with_little_does_not_shut_others_out() -> None:
     assert done.count("often") >= 6
 
 
+def test_a_guest_has_a_step_to_himself_and_others_the_next_one() -> None:
+    loop = make(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=128, blocks=400)
+    flood(loop, "flood", 30, prompt=20, output=30)
+    for _ in range(40):
+        loop.step()
+    guest = request("guest", own(9, 60), 4, tenant="guest")
+    loop.scheduler.add(guest)
+    tenants, before = [], len(loop.plans)
+    while "guest" not in loop.finished:
+        loop.step()
+        running = {r.lane: r.tenant for _, _, r in loop.scheduler._running.entries}
+        if len(loop.plans) > before:
+            before = len(loop.plans)
+            tenants.append({running.get(lane) for lane in loop.plans[-1].lanes.tolist()})
+    assert tenants[0] == {"guest"}
+    assert "flood" in tenants[1]
+    assert tenants[2] == {"guest"}
+    loop.drain()
+    check_output(loop, guest)
+
+
+def test_after_a_guest_steps_are_short_for_a_while() -> None:
+    loop = make(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=128, blocks=400)
+    flood(loop, "flood", 60, prompt=100, output=4)
+    for _ in range(20):
+        loop.step()
+    longest = max(int(plan.q_len.max()) for plan in loop.plans)
+    loop.scheduler.add(request("guest", own(9, 10), 1, tenant="guest"))
+    while "guest" not in loop.finished:
+        loop.step()
+    began = len(loop.plans)
+    for _ in range(20):
+        loop.step()
+    assert longest == 100
+    assert max(int(plan.q_len.max()) for plan in loop.plans[began:]) <= 64
+    loop.drain()
+    assert len(loop.finished) == 61
+
+
 def test_a_tenant_with_blocks_to_spare_gives_some_up() -> None:
     loop = make(blocks=12, max_num_seqs=8)
     flood(loop, "flood", 4, prompt=8, output=8)

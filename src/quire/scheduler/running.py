@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -129,9 +129,10 @@ class RunningSet:
 
     # -- what a step computes ------------------------------------------------------------------
 
-    def rows(self, step_id: int, settled: bool, drafts: bool) -> Rows:
+    def rows(self, step_id: int, settled: bool, drafts: bool, only: str | None = None) -> Rows:
         """The generating requests that the step takes along, all or (where the token budget is
-        smaller than their number) the first in policy order. `settled`: no step is in flight."""
+        smaller than their number) the first in policy order. `settled`: no step is in flight.
+        only: of this tenant."""
         rows, lanes = self.generating, self.lanes
         if not rows.requests:
             return rows
@@ -143,6 +144,8 @@ class RunningSet:
             left_out = hold()
             if len(left_out):
                 eligible &= ~np.isin(rows.lanes, left_out)
+        if only is not None:
+            eligible &= np.array([request.tenant == only for request in rows.requests])
         if not eligible.all():
             rows, room = rows.select(np.nonzero(eligible)[0]), room[eligible]
         budget = self._config.max_num_batched_tokens
@@ -164,12 +167,17 @@ class RunningSet:
                 budget -= int(counts[i])
         return rows.with_drafts(counts) if counts.any() else rows
 
-    def chunks(self, budget: int, waiting: Mapping[str, tuple[int, float]]) -> list[Chunk]:
+    def chunks(
+        self, budget: int, waiting: Mapping[str, tuple[int, float]], only: str | None = None
+    ) -> list[Chunk]:
         """The prompt rows of running requests, in policy order. Tenants who want more than the
-        budget share it; waiting: what those want (tokens, share) who could start a request now."""
+        budget share it; waiting: what those want (tokens, share) who could start a request now.
+        only: of this tenant."""
         chunks: list[Chunk] = []
-        parts = self._parts(budget, waiting)
+        parts = self._parts(budget, waiting) if only is None else None
         for _, _, request in self._prompts:
+            if only is not None and request.tenant != only:
+                continue
             most = budget if parts is None else min(budget, parts[request.tenant])
             length = self.chunk_length(request, request.known - request.planned, most)
             if length > 0:
@@ -190,6 +198,11 @@ class RunningSet:
         if len(wants) < 2:
             return None
         return fair_parts(wants, budget)
+
+    @property
+    def prompts(self) -> Iterator[Request]:
+        """The requests that are in their prompts, in policy order."""
+        return (request for _, _, request in self._prompts)
 
     def chunk_length(self, request: Request, lacking: int, budget: int) -> int:
         """Without chunked prefill prompts go whole, except that one taken up again after a

@@ -28,7 +28,7 @@ the old tenant that are still in flight are recognized by the lane's `tenancy` a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from quire.executor import Capacity
 from quire.plan import Admit, Int32, StepPlan, StepResult, StopReason, int32
 from quire.request import FinishReason, Request, RequestStatus
 from quire.scheduler.admission import Admission
+from quire.scheduler.courtesy import Courtesy
 from quire.scheduler.feature import Feature, PlanBuilder, overridden
 from quire.scheduler.lanes import Chunk, Launched, Rows
 from quire.scheduler.policy import key_function
@@ -74,6 +75,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         key = key_function(config)
         self._queue = FairQueue(key)
+        self._courtesy = Courtesy(config, self._queue)
         self._waiting = WaitingSet(self._queue, overridden(features, "ready"))
         self._prompts_planned: list[Request] = []
         self._running = RunningSet(
@@ -213,15 +215,29 @@ class Scheduler:
             victim = self._running.makes_way(self._queue.peek(), self._unfit)
             if victim is not None:  # one a step: a burst is let in step by step
                 self._preempt(victim)
+        guest = self._courtesy.guest(self._next_prompts(), self._step_id)
+        plan = None if guest is None else self._plan_for(guest)
+        return plan or self._plan_for(None)
+
+    def _next_prompts(self) -> Iterator[Request]:
+        """Of which the step could compute something, most probably."""
+        yield from self._running.prompts
+        request = self._queue.peek() if self._lanes.has_free else None
+        if request is not None and request is not self._unfit:
+            yield request
+
+    def _plan_for(self, only: str | None) -> StepPlan | None:
+        """A step for everybody, or for one tenant."""
         preemptions = self._preemptions
-        rows, chunks = self._settle()
+        most = self._courtesy.prompt_tokens(only, self._step_id)
+        rows, chunks = self._settle(most, only)
         for chunk in chunks:
             self._running.begin(chunk, self._step_id)
         admits: list[Admit] = []
         if self._queue and preemptions == self._preemptions:
-            budget = self._config.max_num_batched_tokens - sum(c.length for c in chunks)
-            self._admit(budget - int(rows.q_len.sum()), chunks, admits)
-        if not chunks and not rows.requests and not self._has_pending():
+            room = self._config.max_num_batched_tokens - int(rows.q_len.sum())
+            self._admit(min(room, most) - sum(c.length for c in chunks), chunks, admits, only)
+        if not chunks and not rows.requests and (only is not None or not self._has_pending()):
             return None
         return self._launch(rows, chunks, admits)
 
@@ -229,16 +245,16 @@ class Scheduler:
         idle = not self._in_flight
         return any(pending(idle) for pending in self._pendings)
 
-    def _settle(self) -> tuple[Rows, list[Chunk]]:
+    def _settle(self, most: int, only: str | None) -> tuple[Rows, list[Chunk]]:
         """The rows of running requests, with their blocks booked. When blocks run out, drafts go
-        first, then the last requests of who holds the most."""
+        first, then the last requests of who holds the most. most: prompt tokens."""
         running, settled = self._running, not self._in_flight
-        drafts, most = True, self._config.max_num_batched_tokens
+        drafts, budget = True, self._config.max_num_batched_tokens
         able = self._queue.contested and self._lanes.has_free and self._unfit is None
         waiting = self._queue.waiting() if able else {}
         while True:
-            rows = running.rows(self._step_id, settled, drafts)
-            chunks = running.chunks(most - int(rows.q_len.sum()), waiting)
+            rows = running.rows(self._step_id, settled, drafts, only)
+            chunks = running.chunks(min(budget - int(rows.q_len.sum()), most), waiting, only)
             if running.book(rows, chunks):
                 return rows, chunks
             drafts = False
@@ -253,12 +269,14 @@ class Scheduler:
             else:
                 return Rows.none(), []
 
-    def _admit(self, budget: int, chunks: list[Chunk], admits: list[Admit]) -> None:
+    def _admit(
+        self, budget: int, chunks: list[Chunk], admits: list[Admit], only: str | None
+    ) -> None:
         """Start waiting requests in their order; the first that does not fit ends it."""
         self._unfit = None
         while budget > 0 and self._lanes.has_free:
             request = self._queue.peek()
-            if request is None:
+            if request is None or (only is not None and request.tenant != only):
                 return
             tokens = request.tokens.view()
             if self._admission.fetches(request, tokens):

@@ -58,7 +58,7 @@ class FairQueue:
         self._tenants: dict[str, Tenant] = {}
         self._turns: deque[Tenant] = deque()
         self._round = 1
-        self._present = 0
+        self._present: dict[str, Tenant] = {}
         self._count = 0
         self.tokens = 0
         """Of all that wait."""
@@ -69,7 +69,7 @@ class FairQueue:
     @property
     def contested(self) -> bool:
         """Whether more than one tenant has unfinished requests."""
-        return self._present > 1
+        return len(self._present) > 1
 
     def tenant(self, request: Request) -> Tenant:
         return self._tenants[request.tenant]
@@ -84,13 +84,14 @@ class FairQueue:
             self._tenants[request.tenant] = tenant
         tenant.share = request.share
         tenant.requests += 1
-        self._present += tenant.requests == 1
+        self._present[request.tenant] = tenant
 
     def leave(self, request: Request) -> None:
         """It is finished."""
         tenant = self.tenant(request)
         tenant.requests -= 1
-        self._present -= tenant.requests == 0
+        if tenant.requests == 0:
+            del self._present[request.tenant]
 
     def push(self, request: Request) -> None:
         tenant = self.tenant(request)
@@ -156,6 +157,13 @@ class FairQueue:
         tokens = request.known - max(request.charged, free)
         request.charged = request.known
         self.tenant(request).credit -= max(tokens, 0)
+
+    def lanes_beside(self, request: Request) -> float:
+        """How many lanes the tenant with the most has for each of this request's tenant, both for
+        their shares."""
+        own = self.tenant(request)
+        most = max(tenant.lanes / tenant.share for tenant in self._present.values())
+        return most / max(own.lanes / own.share, 1.0 / own.share)
 
     def waiting(self) -> dict[str, tuple[int, float]]:
         """By tenant: the tokens that wait, and its share."""

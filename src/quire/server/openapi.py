@@ -113,19 +113,21 @@ ROUTES = (
 
 
 async def openapi(request: Request) -> Response:
-    keys = bool(state_of(request).args.api_key)
-    return json_answer(await asyncio.to_thread(document, keys))
+    state = state_of(request)
+    args, keys = state.args, state.keys.asks
+    open_paths = PUBLIC_PATHS | ({"/metrics"} if args.public_metrics else set())
+    return json_answer(await asyncio.to_thread(document, keys, open_paths, args.root_path))
 
 
 @functools.cache
-def document(keys: bool) -> Schema:
-    """OpenAPI 3.1. keys: requests need one."""
+def document(keys: bool, open_paths: frozenset[str] = PUBLIC_PATHS, root_path: str = "") -> Schema:
+    """OpenAPI 3.1. keys: requests need one, but for those to `open_paths`."""
     asked, requests = _request_schemas()
     given, answers = _answer_schemas()
     paths: Schema = {}
     for route in ROUTES:
         operation = _operation(route, asked, given)
-        if keys and route.path not in PUBLIC_PATHS:
+        if keys and route.path not in open_paths:
             operation["security"] = _security(route.path)
         paths.setdefault(route.path, {})[route.method] = operation
     components: Schema = {"schemas": requests | answers}
@@ -137,6 +139,7 @@ def document(keys: bool) -> Schema:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": __version__},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": components,
     }

@@ -35,6 +35,9 @@ class Counts:
     failed: int = 0
 
 
+_ENGINE_DEAD = b'"engine_dead"'
+"""The code of the error."""
+
 OnCount = Callable[[Counts], None]
 """Told after each line."""
 
@@ -116,7 +119,7 @@ class _Runner:
         if line.error is not None or line.request is None:
             return refused(line)
         status, body = await call(self.app, line.request)
-        if status == 503:
+        if status == 503 and _ENGINE_DEAD in body:
             raise EngineDeadError("the engine has stopped; run the same command again to go on")
         response = BatchResponse(status, new_id("req", "_"), msgspec.Raw(body))
         return BatchOutcome(new_id("batch_req", "_"), line.custom_id, response, None)

@@ -1,0 +1,198 @@
+"""What a second key has to wait under another's flood, as a ratio within one run.
+
+    python bench/fair_share.py [--flood 500] [--rounds 3] [--out bench/results/fair_share.jsonl]
+
+One server on the embedded model. The second key sends one request after another: first alone, then
+while another key's 500 requests, all sent at once, are being answered. Its p95 time to first token
+then, by that when alone, is the ratio; what it would be without turns is measured too, by sending
+the single requests under the flood's own key. The flood comes from a process of its own. Rounds
+alternate; the median of their ratios counts, as other work on a machine disturbs both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+from quire.bench.record import append_jsonl, format_table, make_record
+
+VOCAB = 6000
+READY = re.compile(r"Serving \S+ at http://([^:]+):(\d+)\.")
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[tuple[str, int]]:
+    """A server's host and port."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
+    try:
+        for line in process.stdout or ():
+            if (found := READY.search(line)) is not None:
+                yield found[1], int(found[2])
+                return
+        raise SystemExit("the server did not start")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def first_token(address: tuple[str, int], key: str, prompt: list[int], output: int) -> float:
+    """Seconds to the first token of a streamed request, which is then read to its end."""
+    body = json.dumps(
+        {"prompt": prompt, "max_tokens": output, "stream": True, "ignore_eos": True}
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: quire\r\nAuthorization: Bearer {key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        began = time.perf_counter()
+        writer.write(head.encode() + body)
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise SystemExit(f"refused: {status!r} {await reader.read(2000)!r}")
+        first = None
+        while line := await reader.readline():
+            if first is None and line.startswith(b"data: "):
+                first = time.perf_counter() - began
+        if first is None:
+            raise SystemExit("an answer without a token")
+        return first
+    finally:
+        writer.close()
+
+
+def prompt_of(dice: random.Random, tokens: int) -> list[int]:
+    return [dice.randrange(VOCAB) for _ in range(tokens)]
+
+
+def flood(
+    address: tuple[str, int], count: int, prompt: int, output: int, seed: int, over: Event
+) -> None:
+    """All requests at once; `over` is set when the first half has been answered."""
+
+    async def go() -> None:
+        dice, done = random.Random(seed), 0
+
+        async def one() -> None:
+            nonlocal done
+            await first_token(address, "sk-flood", prompt_of(dice, prompt), output)
+            done += 1
+            if done == count // 2:
+                over.set()
+
+        await asyncio.gather(*(one() for _ in range(count)))
+
+    asyncio.run(go())
+
+
+async def singles(
+    address: tuple[str, int], key: str, args: argparse.Namespace, seed: int, until: Event | None
+) -> list[float]:
+    """Times to first token of requests one after the other: as many as asked for, or until the
+    flood is half answered."""
+    dice, times = random.Random(seed), []
+    while len(times) < args.singles if until is None else not until.is_set():
+        prompt = prompt_of(dice, args.prompt)
+        times.append(await first_token(address, key, prompt, args.single_output))
+        await asyncio.sleep(dice.uniform(0.0, 0.02))
+    return times
+
+
+def under_flood(
+    address: tuple[str, int], key: str, args: argparse.Namespace, seed: int
+) -> tuple[list[float], float]:
+    """The single requests' times, and the seconds after which half the flood was answered."""
+    context = get_context("spawn")
+    over = context.Event()
+    sizes = (args.flood, args.prompt, args.output)
+    sender = context.Process(target=flood, args=(address, *sizes, seed, over))
+    sender.start()
+    began = time.perf_counter()
+    time.sleep(args.lead)  # until it has the server to itself
+    times = asyncio.run(singles(address, key, args, seed + 1, over))
+    seconds = time.perf_counter() - began
+    sender.terminate()  # what it still waits for is aborted
+    sender.join()
+    return times, seconds
+
+
+def p95(times: list[float]) -> float:
+    return statistics.quantiles(times, n=20, method="inclusive")[-1] if len(times) > 1 else times[0]
+
+
+def measure(args: argparse.Namespace, address: tuple[str, int]) -> dict[str, float]:
+    asyncio.run(singles(address, "sk-second", args, 1, None))  # warm
+    idle: list[float] = []
+    fair: list[float] = []
+    halves: list[float] = []
+    ratios: list[float] = []
+    for turn in range(args.rounds):
+        alone = asyncio.run(singles(address, "sk-second", args, 10 * turn, None))
+        times, seconds = under_flood(address, "sk-second", args, 100 + turn)
+        ratios.append(p95(times) / p95(alone))
+        idle += alone
+        fair += times
+        halves.append(seconds)
+    unfair, half = under_flood(address, "sk-flood", args, 500)
+    return {
+        "idle_ttft_p50_ms": 1e3 * statistics.median(idle),
+        "idle_ttft_p95_ms": 1e3 * p95(idle),
+        "flood_ttft_p50_ms": 1e3 * statistics.median(fair),
+        "flood_ttft_p95_ms": 1e3 * p95(fair),
+        "flood_requests_measured": float(len(fair)),
+        "ratio_p95": statistics.median(ratios),
+        "ratio_p95_least": min(ratios),
+        "ratio_p95_most": max(ratios),
+        "same_key_ttft_p50_ms": 1e3 * statistics.median(unfair),
+        "same_key_ratio_p95": p95(unfair) / p95(idle),
+        "flood_half_answered_s": statistics.median(halves),
+        "same_key_flood_half_answered_s": half,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
+    parser.add_argument("--flood", type=int, default=500, help="requests sent at once")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument("--output", type=int, default=64, help="tokens of the flood's answers")
+    parser.add_argument("--single-output", type=int, default=8, help="of the second key's")
+    parser.add_argument("--singles", type=int, default=60, help="requests when alone")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lead", type=float, default=3.0, help="seconds before the second key")
+    parser.add_argument("--out", type=Path, help="JSONL file to append the record to")
+    parser.add_argument("flags", nargs="*", help="flags of the server, after --")
+    args = parser.parse_args()
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as keys:
+        keys.write('[flood]\nkey = "sk-flood"\n[second]\nkey = "sk-second"\n')
+        keys.flush()
+        with serving("--api-key-file", keys.name, *args.flags) as address:
+            metrics = measure(args, address)
+    named = ("flood", "prompt", "output", "single_output", "rounds")
+    settings = {name: getattr(args, name) for name in named} | {"flags": " ".join(args.flags)}
+    record = make_record("fair_share", metrics, model="quire-tiny", settings=settings)
+    print(format_table([record]))
+    if args.out is not None:
+        append_jsonl(args.out, [record])
+
+
+if __name__ == "__main__":
+    main()
