@@ -137,6 +137,7 @@ def stress(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "load_format": args.load_format,
         "dtype": args.dtype,
         "deterministic": args.deterministic,
+        "enforce_eager": args.enforce_eager,
         "block_size": args.block_size,
         "max_model_len": args.longest * 3 // 2,
         "max_num_seqs": args.lanes,
@@ -182,6 +183,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--longest", type=int, default=200, help="about the longest sequence")
     parser.add_argument("--blocks", type=int, default=60)

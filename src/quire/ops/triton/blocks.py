@@ -17,7 +17,8 @@ _PROGRAMS = 32
 is on its way at any time, several times what a link of 55 GB/s and 2 us holds."""
 
 
-@triton.jit
+# One compilation for all counts and sizes: a new one in mid-service would hold up a step.
+@triton.jit(do_not_specialize=["count", "words", "chunks"])
 def _copy(addresses_ptr, count, words, chunks, CHUNK: tl.constexpr):
     """Programs share the pieces' chunks evenly. The first `count` addresses are sources, the next
     ones their destinations, all of them multiples of 16."""
