@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import ssl
 import sys
 import time
@@ -254,7 +255,9 @@ def main() -> None:
     job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         answers = runner.run(Client(job).run())
-    sys.stdout.buffer.write(msgspec.msgpack.encode(answers))
+    data = memoryview(msgspec.msgpack.encode(answers))
+    while data:  # a pipe may take a part of it
+        data = data[os.write(sys.stdout.fileno(), data) :]
 
 
 if __name__ == "__main__":
