@@ -2,8 +2,8 @@
 
     python bench/host_tier.py                                        # the embedded model, on a CPU
     python bench/host_tier.py --model bench/configs/qwen2.5-1.5b --load-format dummy \\
-        --documents 48 --document-len 2048 --own-len 64 --output-len 64 --streams 8 \\
-        --host-cache-gb 8                                            # a GPU
+        --documents 48 --document-len 4096 --own-len 64 --output-len 32 --streams 16 \\
+        --questions 384 --host-cache-gb 12                           # a GPU
 
 Questions about documents, which come in random order. All documents together are `--over` times as
 large as the device's pool (3 unless said), so that without another tier most of them must be

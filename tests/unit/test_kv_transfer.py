@@ -121,6 +121,13 @@ def test_a_damaged_file_is_a_miss_that_is_told_once(
     assert disk.read(names[0], 0, memoryview(into)).result()
 
 
+def test_files_of_another_model_are_not_taken_for_ones_own(tmp_path: Path) -> None:
+    name = keys(1)[0].tobytes()
+    assert DiskStore(tmp_path, 1 << 20, "a").write(name, 0, memoryview(name)).result()
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert not DiskStore(tmp_path, 1 << 20, "b").read(name, 0, memoryview(bytearray(16))).result()
+
+
 def test_the_folder_may_vanish(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path / "cache", 1 << 20, "a")
     name = keys(1)[0].tobytes()

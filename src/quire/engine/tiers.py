@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -13,6 +14,8 @@ from quire.executor import Capacity, Executor
 from quire.offload import CostModel, OffloadFeature, Rates
 from quire.plan import Admit, BlockAppends, Int32, RowFlag, StepPlan, Transfer, int32
 from quire.sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 _PROMPT = {"cpu": 256, "cuda": 4096}
 """Tokens of the prompt that is timed."""
@@ -37,6 +40,13 @@ def open_tiers(
     group = capacity.groups[0]
     rates = Probe(config, executor, capacity).rates()
     costs = CostModel(rates, group.block_bytes / group.tokens_per_block)
+    if not costs.worth_keeping:
+        _log.warning(
+            "the host cache stays empty: KV is computed faster (%.0f tokens/s) than it is copied "
+            "(%.1f GB/s)",
+            rates.prefill,
+            rates.into / 1e9,
+        )
     if config.args.disk_cache is None:
         return OffloadFeature(capacity.host_blocks, group.block_bytes, costs)
     found: Int32 = executor.control({"op": "disk_keys"})

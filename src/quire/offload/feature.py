@@ -44,7 +44,8 @@ class TierStats(msgspec.Struct):
     host_blocks_total, host_blocks_used, disk_blocks: as they are now. host_hit_tokens,
     disk_hit_tokens: tokens of requests that came from there. host_evictions: what the host's pool
     gave up. disk_writes: what of it went to files. swapped_out, swapped_in: copied to the host, and
-    back. transfer_failures: transfers, of any kind.
+    back. transfer_failures: transfers, of any kind. prefill_rate, out_rate, in_rate: tokens and
+    bytes per second, as measured at the start (`Rates`).
     """
 
     host_blocks_total: int = 0
@@ -59,6 +60,9 @@ class TierStats(msgspec.Struct):
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
     transfer_failures: int = 0
+    prefill_rate: float = 0.0
+    out_rate: float = 0.0
+    in_rate: float = 0.0
 
 
 class Wanted(msgspec.Struct):
@@ -95,7 +99,12 @@ class OffloadFeature(Feature):
         self._queue: list[Transfer] = []
         self._next_id = 0
         self._spilling = 0
-        self.counts = TierStats(host_blocks_total=slots)
+        self.counts = TierStats(
+            host_blocks_total=slots,
+            prefill_rate=costs.rates.prefill,
+            out_rate=costs.rates.out,
+            in_rate=costs.rates.into,
+        )
 
     @property
     def has_files(self) -> bool:

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _HEADER = struct.Struct("<8s16s16sQ")
 _MAGIC = b"quirekv1"
 _NAME = re.compile("[0-9a-f]{32}")
-_THREADS = 4
+_THREADS = 8
 _PARTIAL = ".part"
 
 
@@ -50,6 +50,7 @@ class DiskStore:
         self._root = folder
         self._folder = folder / identity
         self._limit = limit
+        self._salt = hashlib.blake2b(identity.encode(), digest_size=16).digest()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             probe = self._folder / f"probe{os.getpid()}{_PARTIAL}"
@@ -68,14 +69,18 @@ class DiskStore:
         self._scan()
 
     def _scan(self) -> None:
-        found = []
-        for path in self._root.glob("*/??/*"):
-            with contextlib.suppress(OSError):
-                if path.suffix == _PARTIAL:
-                    path.unlink()  # from an engine that died
-                    continue
-                stat = path.stat()
-                found.append((stat.st_mtime_ns, path, stat.st_size))
+        found: list[tuple[int, Path, int]] = []
+        for identity in _folders(self._root):
+            for folder in _folders(identity.path):
+                with contextlib.suppress(OSError), os.scandir(folder.path) as entries:
+                    for entry in entries:
+                        if not entry.is_file(follow_symlinks=False):
+                            continue
+                        if entry.name.endswith(_PARTIAL):
+                            os.unlink(entry.path)  # from an engine that died
+                            continue
+                        stat = entry.stat(follow_symlinks=False)
+                        found.append((stat.st_mtime_ns, Path(entry.path), stat.st_size))
         for _, path, size in sorted(found):
             self._sizes[path] = size
             self._total += size
@@ -118,7 +123,7 @@ class DiskStore:
             return False
 
     def _write(self, path: Path, key: bytes, data: memoryview) -> bool:
-        header = _HEADER.pack(_MAGIC, key, _checksum(key, data), len(data))
+        header = _HEADER.pack(_MAGIC, key, self._checksum(key, data), len(data))
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}{_PARTIAL}")
         try:
@@ -142,7 +147,9 @@ class DiskStore:
         with open(path, "rb", buffering=0) as file:
             count = os.readv(file.fileno(), [header, into])
             whole = os.fstat(file.fileno()).st_size == _HEADER.size + len(into) == count
-        if not whole or bytes(header) != _HEADER.pack(_MAGIC, key, _checksum(key, into), len(into)):
+        if not whole or bytes(header) != _HEADER.pack(
+            _MAGIC, key, self._checksum(key, into), len(into)
+        ):
             self._tell_once("a file of the KV cache is damaged; such files are deleted")
             path.unlink(missing_ok=True)
             self._forget(path)
@@ -161,6 +168,10 @@ class DiskStore:
             with contextlib.suppress(OSError):
                 path.unlink()
 
+    def _checksum(self, key: bytes, data: memoryview) -> bytes:
+        """Of a block's bytes and of all that they depend on."""
+        return hashlib.blake2b(data, digest_size=16, key=key, salt=self._salt).digest()
+
     def _forget(self, path: Path) -> None:
         with self._lock:
             self._total -= self._sizes.pop(path, 0)
@@ -173,8 +184,10 @@ class DiskStore:
         _log.warning("disk cache: %s", what)
 
 
-def _checksum(key: bytes, data: memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=16, key=key).digest()
+def _folders(path: str | Path) -> list[os.DirEntry[str]]:
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return []
 
 
 def identity(model: Path, *facts: object) -> str:
