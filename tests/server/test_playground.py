@@ -46,6 +46,12 @@ def test_it_can_be_turned_off() -> None:
     assert statuses == [404] * len(FILES)
 
 
+def test_it_is_there_behind_a_prefix() -> None:
+    paths = ["/llm/", "/llm/playground/main.js", "/llm/v1/models"]
+    statuses = [r.status_code for r in get(*paths, api_key=("k",), root_path="/llm")]
+    assert statuses == [200, 200, 401]
+
+
 def test_a_file_that_is_known_is_not_sent_again() -> None:
     (first,) = get("/playground/main.js")
     (again,) = get("/playground/main.js", headers={"if-none-match": first.headers["etag"]})

@@ -116,6 +116,10 @@ def test_two_sides_are_compared(page: Any) -> None:
     assert one.bounding_box()["y"] == two.bounding_box()["y"]
     answers = [each.locator(".answer-text").inner_text() for each in (one, two)]
     assert answers[0].startswith(answers[1])
+    page.uncheck("#compare")
+    say(page, "And then?")
+    assert page.locator(".turn:last-child .answer").count() == 1
+    assert page.locator(".turn").first.locator(".answer").count() == 2
 
 
 def test_stop_and_regenerate(page: Any) -> None:
@@ -291,3 +295,9 @@ def test_a_phone(browser: Any, server: Server) -> None:
         say(page, "word" * 100)
         assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
         assert page.evaluate("() => document.getElementById('turns').scrollWidth") <= 360
+        below = "e => e.scrollHeight - e.scrollTop - e.clientHeight"
+        page.click("#open-params")
+        page.fill("#param-max_tokens", "150")
+        page.click("#close-params")
+        say(page, "Tell me a long story.")
+        assert page.locator("#turns").evaluate(below) < 2  # the end stays in sight

@@ -16,6 +16,7 @@ export class Chat {
     this.onUnauthorized = onUnauthorized;
     this.turns = [];
     this.params = new Params();
+    this.bottom = new Follower($("turns"));
     new Exporter(() => this.turns);
     for (const text of STARTERS) {
       $("starters").append(make("button", { type: "button", onclick: () => this.send(text) }, text));
@@ -68,7 +69,6 @@ export class Chat {
 
   #compare() {
     this.params.compare($("compare").checked);
-    $("turns").classList.toggle("compared", $("compare").checked);
   }
 
   #colour() {
@@ -168,7 +168,8 @@ export class Chat {
       ([side, body]) => new Answer(side, body, this.params.difference(side)),
     );
     turn.box.replaceChildren(...turn.answers.map((answer) => answer.element));
-    const bottom = new Follower($("turns"));
+    turn.element.classList.toggle("compared", turn.answers.length > 1);
+    const bottom = this.bottom;
     bottom.go();
     const runs = turn.answers.map((answer) => answer.run(() => bottom.follow()));
     this.#update();
@@ -212,12 +213,17 @@ class Follower {
   constructor(box) {
     this.box = box;
     this.stays = true;
+    let last = 0;
     box.addEventListener("scroll", () => {
-      this.stays = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
+      // Text that came meanwhile moves the end away too: only going up is the reader's wish.
+      if (box.scrollTop < last - 2) this.stays = false;
+      if (box.scrollHeight - box.scrollTop - box.clientHeight < 40) this.stays = true;
+      last = box.scrollTop;
     }, { passive: true });
   }
 
   go() {
+    this.stays = true;
     this.box.scrollTop = this.box.scrollHeight;
   }
 
