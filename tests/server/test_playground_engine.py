@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import threading
@@ -148,6 +149,34 @@ def test_a_server_that_goes_is_told_of_and_looked_for(
         assert "Next try in" in page.inner_text("#live-why")
         assert page.is_visible("#live-retry")
         page.wait_for_selector("#live-why:has-text('cannot be reached')")
+
+
+def test_another_engine_is_not_taken_for_the_first(browser: Any, server: Server) -> None:
+    """Its counts begin anew: nothing may be told as the difference to the first one's."""
+    asked: list[str] = []
+
+    def answer(route: Any) -> None:
+        asked.append(route.request.url)
+        old = len(asked) == 1
+        stats = {"running": 1, "waiting": 0, "blocks_total": [4], "blocks_used": [1]}
+        stats |= {"prefix_query_tokens": 10, "prefix_hit_tokens": 5}
+        first: dict[str, Any] = {"engine": {"block_size": 16, "budget": 64, "lanes": 4}}
+        first |= {"running": [], "waiting": [], "step": None, "prompt_step": None}
+        first |= {"firsts": [[90, 0.5]] if old else [[1, 0.02]]}
+        events = [
+            {"time": at, **first, "stats": stats | {"steps": n, "generation_tokens": n * 10}}
+            for at, n in (((100, 900), (101, 910)) if old else ((103, 5), (104, 6)))
+        ]
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        route.fulfill(content_type="text/event-stream", body=body)
+
+    with opened(browser, f"{server.url}/") as page:
+        page.route("**/engine/live*", answer)
+        page.click("#tab-engine")
+        page.wait_for_selector(".tile:has-text('Generated') .value:text-is('100')")
+        assert figure(page, "TTFT") == "500 ms"
+        page.wait_for_selector(".tile:has-text('TTFT') .value:text-is('20 ms')")
+        assert figure(page, "Generated") == "10"
 
 
 def test_a_key_is_asked_for_and_the_view_goes_on_with_it(

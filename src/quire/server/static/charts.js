@@ -27,17 +27,18 @@ export class Tiles {
       );
       this.tiles.set(key, { ...tile, value, more, canvas, points: [] });
     }
-    this.counted = null;
-    this.known = new Map();
-    this.lastFirst = 0;
+    this.steps = 0;
+    this.#forget();
     onResize($("tiles"), () => this.draw());
   }
 
   take(event, state) {
     const { time, stats } = state;
-    if (this.now > time) this.#forget(); // another engine, whose clock began anew
+    // Another engine, which counts anew.
+    if (this.now > time || (stats && stats.steps < this.steps)) this.#forget();
     this.now = time;
     if (!stats) return;
+    this.steps = stats.steps;
     this.#set("running", stats.running);
     this.#set("waiting", stats.waiting);
     const total = sum(stats.blocks_total);
@@ -55,6 +56,7 @@ export class Tiles {
   #forget() {
     for (const tile of this.tiles.values()) tile.points = [];
     this.counted = null;
+    this.known = new Map();
     this.lastFirst = 0;
   }
 
