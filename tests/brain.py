@@ -86,7 +86,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(set(lanes)) == len(lanes)
     blocks = scheduler.blocks
     receivers = range(len(scheduler._lanes.last), len(blocks._paths))
-    incoming = [lane for lane in receivers if lane not in blocks._receivers]
+    incoming = [lane for lane in receivers if lane not in blocks.receiver.free]
     check_blocks(blocks, lanes + incoming, list(scheduler._holds.values()))
     assert all(r.status is RequestStatus.RUNNING for r in running)
     assert all(r.computed <= r.planned < r.max_total for r in running)

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 import stress_cache
 from quire import LLM, SamplingParams
+from quire.engine.core import EngineStats
 from quire.errors import ConfigError
+from quire.offload import TierStats
+from quire.server.engine_metrics import EngineMetrics
 from tests.unit.tiny_engine import TINY, TINY_WINDOW, model_folder, random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -145,6 +149,22 @@ def test_forgotten_prefixes_do_not_come_back(folder: Path) -> None:
     assert stats.prefix_hit_tokens == before
     assert stats.tiers is not None
     assert stats.tiers.host_hit_tokens == 0
+
+
+def test_monitors_see_the_tiers() -> None:
+    metrics = EngineMetrics(registry := CollectorRegistry())
+    metrics.update(EngineStats(swapped=3), up=True)
+    assert b"host_hit_tokens" not in generate_latest(registry)
+    tiers = TierStats(host_blocks_used=7, host_hit_tokens=5, swapped_in_bytes=9)
+    metrics.update(EngineStats(swapped=3, tiers=tiers), up=True)
+    text = generate_latest(registry).decode()
+    for line in (
+        "quire_swapped_total 3.0",
+        'quire_tier_blocks{tier="host"} 7.0',
+        "quire_host_hit_tokens_total 5.0",
+        "quire_kv_bytes_in_total 9.0",
+    ):
+        assert line in text.splitlines()
 
 
 def test_models_with_windows_are_refused(tmp_path: Path) -> None:

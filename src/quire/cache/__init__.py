@@ -3,10 +3,11 @@
 `BlockManager` is the only caller of `BlockPool` and `PrefixTree`, and all that the scheduler sees.
 """
 
-from quire.cache.block_manager import BlockManager, Evicted, Incoming
+from quire.cache.block_manager import BlockManager, Evicted
 from quire.cache.block_pool import BlockPool
 from quire.cache.chain import Namespace
 from quire.cache.host_tier import HostTier, KeyList
+from quire.cache.incoming import Incoming
 from quire.cache.prefix_tree import Match, PrefixTree
 
 __all__ = [

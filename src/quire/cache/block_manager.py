@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache.block_tables import BlockTables
-from quire.cache.chain import Namespace, root_key
+from quire.cache.chain import Namespace
+from quire.cache.incoming import RECEIVERS, Receiver
 from quire.cache.prefix_tree import NO_BLOCK, Match, Node, PrefixTree
 from quire.errors import ConfigError, RequestTooLargeError
 from quire.plan import BlockAppends, BlockCopies, Int32, KVGroup, int32
-
-_RECEIVERS = 64
-"""Lanes, which no plan knows, that hold blocks whose contents are on their way."""
 
 _APART = np.iinfo(np.int32).max
 
@@ -47,19 +45,6 @@ class Evicted:
     block: int
 
 
-@dataclass(slots=True)
-class Incoming:
-    """Blocks booked for contents that are on their way: what follows `start` tokens of a prefix up
-    to `end`, both whole blocks. blocks: int32 [n], of the group that keeps every position."""
-
-    lane: int
-    namespace: Namespace
-    tokens: Int32
-    start: int
-    end: int
-    blocks: Int32
-
-
 class BlockManager:
     """All blocks of an engine.
 
@@ -79,7 +64,7 @@ class BlockManager:
         _check(groups)
         self.block_size = groups[0].tokens_per_block
         self.groups = [
-            BlockTables(g, n, num_lanes + _RECEIVERS, max_len)
+            BlockTables(g, n, num_lanes + RECEIVERS, max_len)
             for g, n in zip(groups, num_blocks, strict=True)
         ]
         self.caching = caching
@@ -87,9 +72,9 @@ class BlockManager:
         """Told what leaves the tree, before it may be overwritten."""
         self.tree = PrefixTree(self.block_size, [g.window for g in self.groups])
         self.slides = any(g.window is not None for g in self.groups)
-        self._paths: list[list[Node]] = [[] for _ in range(num_lanes + _RECEIVERS)]
-        self._receivers = list(range(num_lanes, num_lanes + _RECEIVERS))
-        self.inserted: Int32 = np.zeros(num_lanes + _RECEIVERS, dtype=np.int32)
+        self._paths: list[list[Node]] = [[] for _ in range(num_lanes + RECEIVERS)]
+        self.receiver = Receiver(self, num_lanes)
+        self.inserted: Int32 = np.zeros(num_lanes + RECEIVERS, dtype=np.int32)
         """Tokens of each lane up to the last insertion, or `_APART`."""
 
     def check_fits(self, tokens: int, chunk: int) -> None:
@@ -132,7 +117,7 @@ class BlockManager:
             start = min(group.first_needed(computed), matched)
             shared = int32([node.blocks[g] for node in match.path[1 + start : 1 + matched]])
             end = known if group.window is None else chunk_end
-            needed = group.blocks(end) - matched + self._woken(g, match, shared)
+            needed = group.blocks(end) - matched + self.woken(g, match, shared)
             if needed + spare > self.available(g):
                 return False
             shares.append(shared)
@@ -149,7 +134,7 @@ class BlockManager:
         self._reach(int32([lane]), [int32([end]) for end in ends])
         return True
 
-    def _woken(self, g: int, match: Match, shared: Int32) -> int:
+    def woken(self, g: int, match: Match, shared: Int32) -> int:
         """How many of the matched blocks are counted as available now."""
         if self.groups[g].window is None:
             return sum(node.users == 0 for node in match.path[1:])
@@ -183,61 +168,6 @@ class BlockManager:
             for group in self.groups:
                 group.copy(int(group.table[parent, whole]), int(group.table[lane, whole]))
         return True
-
-    # -- blocks whose contents come from elsewhere ---------------------------------------------
-
-    def name(self, namespace: Namespace, match: Match) -> bytes:
-        """Of the contents that a match ends with (`cache/chain.py`)."""
-        return self.tree.chain(match.path[-1]) if match.length else root_key(namespace)
-
-    def receive(
-        self, namespace: Namespace, match: Match, tokens: Int32, known: int
-    ) -> Incoming | None:
-        """Book blocks for what follows a match, up to the end of `tokens`, int32 [whole blocks].
-        The match stays held until `received`. None where there is no room for `known` tokens now,
-        with a block to spare for each running request."""
-        length = len(tokens)
-        spare = int((self.groups[0].end > 0).sum())
-        if not self._receivers or not self._has_room(match, known, spare):
-            return None
-        lane = self._receivers[-1]
-        marks = [group.mark() for group in self.groups]
-        admitted = self.admit(
-            lane,
-            namespace,
-            match,
-            computed=match.length,
-            chunk_end=length,
-            known=length,
-            spare=spare,
-        )
-        if not admitted:
-            return None
-        for group, mark in zip(self.groups, marks, strict=True):
-            group.forget_appends(mark)
-        self._receivers.pop()
-        first = match.length // self.block_size
-        blocks = self.groups[0].table[lane, first : length // self.block_size].copy()
-        return Incoming(lane, namespace, tokens, match.length, length, blocks)
-
-    @property
-    def num_incoming(self) -> int:
-        return _RECEIVERS - len(self._receivers)
-
-    def _has_room(self, match: Match, known: int, spare: int) -> bool:
-        held = match.length // self.block_size
-        return all(
-            group.blocks(known) - held + self._woken(g, match, int32([])) + spare
-            <= self.available(g)
-            for g, group in enumerate(self.groups)
-        )
-
-    def received(self, incoming: Incoming, good: bool) -> None:
-        """The contents are there, and become a prefix like any other; or they are not."""
-        if good:
-            self._enter_rest(incoming.lane, incoming.tokens, incoming.end)
-        self.release(incoming.lane)
-        self._receivers.append(incoming.lane)
 
     # -- a request runs ------------------------------------------------------------------------
 
@@ -302,9 +232,11 @@ class BlockManager:
     def insert_rest(self, lane: int, tokens: Int32, length: int) -> None:
         """Before a release: enter what the lane kept apart. tokens: int32 [>= length]."""
         if self.inserted[lane] == _APART:
-            self._enter_rest(lane, tokens, length)
+            self.enter_rest(lane, tokens, length)
 
-    def _enter_rest(self, lane: int, tokens: Int32, length: int) -> None:
+    def enter_rest(self, lane: int, tokens: Int32, length: int) -> None:
+        """Enter the whole blocks of a lane that is about to be released; where there is a node
+        already, it stays as it is."""
         fresh: list[list[int]] = [[] for _ in self.groups]
         self._insert(lane, tokens, length // self.block_size, fresh, True)
         for group, ids in zip(self.groups, fresh, strict=True):

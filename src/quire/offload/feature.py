@@ -227,7 +227,7 @@ class OffloadFeature(Feature):
             return []
         # Booking may push blocks out, to slots of the pool: not to those that are about to be read.
         slots = [self._host.pin(key) for key in run]
-        incoming = self._blocks.receive(
+        incoming = self._blocks.receiver.begin(
             request.namespace, match, tokens[:end].copy(), request.known
         )
         if incoming is None:
@@ -254,7 +254,7 @@ class OffloadFeature(Feature):
         loads: list[bytes] = []
         size = self._blocks.block_size
         files = self._files if not request.lora_id else None
-        key = self._blocks.name(request.namespace, match)
+        key = self._blocks.receiver.name(request.namespace, match)
         for at in range(match.length, len(tokens), size):
             key = next_key(key, tokens[at : at + size].tobytes())
             job = self._job_of.get(key)
@@ -339,7 +339,7 @@ class OffloadFeature(Feature):
 
     def _brought(self, job: Job, good: bool) -> None:
         if job.incoming is not None:
-            self._blocks.received(job.incoming, good and not job.stale)
+            self._blocks.receiver.end(job.incoming, good and not job.stale)
         for key in job.keys:
             self._host.unpin(key, good and not job.stale)
         if good:

@@ -264,7 +264,7 @@ class Scheduler:
                 self._preempt(running.last(self._queue.contested))
             elif chunks and chunks[0].length > 1:
                 most = chunks[0].length // 2
-            elif settled and not self._holds and not self.blocks.num_incoming:
+            elif settled and not self._holds and not self.blocks.receiver.busy:
                 raise RuntimeError("a request that fits the cache found no room in it")
             else:
                 return Rows.none(), []

@@ -16,6 +16,7 @@ _COUNTERS = {
     "prefix_query_tokens": ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),
     "prefix_hit_tokens": ("prefix_hit_tokens", "Of them, found."),
     "preemptions": ("preemptions", "Requests set back to make room for others."),
+    "swapped": ("swapped", "Of them, to be brought back rather than computed again."),
     "steps": ("engine_steps", "Steps launched."),
     "prompt_tokens": ("engine_prompt_tokens", "Prompt tokens of all requests taken."),
     "generation_tokens": (
@@ -24,6 +25,19 @@ _COUNTERS = {
     ),
 }
 """Fields of `EngineStats`: their metrics' names and meanings."""
+
+_TIER_COUNTERS = {
+    "host_hit_tokens": ("host_hit_tokens", "Prompt tokens whose KV came from host memory."),
+    "disk_hit_tokens": ("disk_hit_tokens", "Prompt tokens whose KV came from files."),
+    "host_evictions": ("host_evicted_blocks", "KV blocks that host memory gave up to newcomers."),
+    "disk_writes": ("disk_written_blocks", "KV blocks written to files."),
+    "swapped_out": ("kv_blocks_out", "KV blocks copied from the device to the host."),
+    "swapped_in": ("kv_blocks_in", "KV blocks copied from the host to the device."),
+    "swapped_out_bytes": ("kv_bytes_out", "Bytes of these."),
+    "swapped_in_bytes": ("kv_bytes_in", "Bytes of these."),
+    "transfer_failures": ("kv_transfer_failures", "Moves of KV blocks between tiers that failed."),
+}
+"""Fields of `TierStats`, likewise; there where there are lower tiers."""
 
 
 class EngineMetrics:
@@ -38,6 +52,7 @@ class EngineMetrics:
         self.running = gauge("requests_running", "Requests that hold a lane and KV blocks.")
         self.waiting = gauge("requests_waiting", "Requests in the queue.")
         self.blocks = gauge("kv_blocks", "KV blocks, by group and state.", ("group", "state"))
+        self.tiers = gauge("tier_blocks", "KV blocks in lower tiers.", ("tier",))
         self.counts = dict.fromkeys(_COUNTERS, 0)
         registry.register(_Counters(self.counts))
 
@@ -50,6 +65,10 @@ class EngineMetrics:
                 self.blocks.labels(str(group), state).set(count)
         for name in _COUNTERS:
             self.counts[name] = getattr(stats, name)
+        if stats.tiers is not None:
+            self.tiers.labels("host").set(stats.tiers.host_blocks_used)
+            self.tiers.labels("disk").set(stats.tiers.disk_blocks)
+            self.counts |= {name: getattr(stats.tiers, name) for name in _TIER_COUNTERS}
 
 
 class _Counters(Collector):
@@ -57,5 +76,6 @@ class _Counters(Collector):
         self.counts = counts
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        for field, (name, help) in _COUNTERS.items():
-            yield CounterMetricFamily(f"quire_{name}", help, value=self.counts[field])
+        for field, (name, help) in (_COUNTERS | _TIER_COUNTERS).items():
+            if field in self.counts:
+                yield CounterMetricFamily(f"quire_{name}", help, value=self.counts[field])
