@@ -115,7 +115,7 @@ class PlainTokenizer:
     def apply_chat_template(self, messages: Any, **_: Any) -> str:
         return "".join(message["content"] for message in messages)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> Any:
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> Any:
         return np.array([min(ord(char), 2**31 - 1) for char in text], dtype=np.int32)
 
     def piece(self, id: int) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
 from collections.abc import Mapping, Sequence
@@ -78,8 +79,21 @@ class Tokenizer:
         id = None if eos is None else self.hub.token_to_id(eos)
         return () if id is None else (id,)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> Int32:
-        """int32 [n]. The tokenizer's own special tokens (a BOS, say) only if asked for."""
+    @functools.cached_property
+    def longest(self) -> int:
+        """Characters of the longest token, at least."""
+        return max(map(len, self.hub.get_vocab(with_added_tokens=True)))
+
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> Int32:
+        """int32 [n]. The tokenizer's own special tokens (a BOS, say) only if asked for. A text that
+        is longer than `most` tokens can be is refused before it costs anything."""
+        if most is not None and len(text) > most and len(text) > most * self.longest:
+            raise RequestError(
+                f"The prompt has {len(text)} characters, which are more than this model's maximum "
+                f"context length of {most} tokens can hold.",
+                "prompt",
+                "context_length_exceeded",
+            )
         try:
             ids = self.hub.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # lone surrogates, which no file or socket can hold

@@ -26,7 +26,7 @@ def prompt_ids(
         RequestError: it is empty, names tokens outside the vocabulary, or needs a tokenizer that
             was not loaded.
     """
-    ids = _tokens(prompt, tokenizer)
+    ids = _tokens(prompt, tokenizer, config.scheduler.max_model_len)
     if len(ids) == 0:
         raise RequestError("the prompt is empty", "prompt")
     _in_vocabulary("prompt", (int(ids.min()), int(ids.max())), config)
@@ -50,11 +50,11 @@ def max_total(prompt_len: int, params: SamplingParams, config: EngineConfig) -> 
     return limit if params.max_tokens is None else min(limit, prompt_len + params.max_tokens)
 
 
-def _tokens(prompt: str | Sequence[int] | Int32, tokenizer: Tokenizer | None) -> Int32:
+def _tokens(prompt: str | Sequence[int] | Int32, tokenizer: Tokenizer | None, most: int) -> Int32:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer, which was not loaded", "prompt")
-        return tokenizer.encode(prompt)
+        return tokenizer.encode(prompt, most=most)
     try:
         ids = np.asarray(prompt)
     except (ValueError, OverflowError):

@@ -20,7 +20,7 @@ _LITTLE = 4
 _STEPS = 1000
 """For so many steps after a guest, another one is expected."""
 
-_PART, _LEAST = 16, 64
+_PART, _LEAST = 32, 64
 """For prompts meanwhile: this part of a step's token budget, or at least so many."""
 
 

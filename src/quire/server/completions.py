@@ -79,7 +79,8 @@ async def _inputs(state: ServerState, suffix: str | None, prompts: list[Prompt])
     """What the model reads: the prompts, or where a completion belongs between prompt and suffix,
     both of them."""
     if not suffix:
-        return await tokenized(state.client.tokenizer, prompts)
+        most = state.client.config.scheduler.max_model_len
+        return await tokenized(state.client.tokenizer, prompts, most)
     tokenizer = state.tokenizer("suffix")
     return await asyncio.to_thread(lambda: [infill(tokenizer, p, suffix) for p in prompts])
 

@@ -123,15 +123,15 @@ def prompts_of(value: Any, param: str = "prompt", most: int = MAX_COMPLETIONS) -
     )
 
 
-async def tokenized(tokenizer: Tokenizer | None, prompts: list[Prompt]) -> list[Prompt]:
+async def tokenized(tokenizer: Tokenizer | None, prompts: list[Prompt], most: int) -> list[Prompt]:
     """Many texts as token ids, made off the event loop; a few are left to the engine's client,
-    which takes care of long ones."""
+    which takes care of long ones. most: tokens that a prompt may have."""
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     if tokenizer is None or len(prompts) == 1 or size < _MUCH_TEXT:
         return prompts
     encode = tokenizer.encode
     return await asyncio.to_thread(
-        lambda: [encode(p).tolist() if isinstance(p, str) else p for p in prompts]
+        lambda: [encode(p, most=most).tolist() if isinstance(p, str) else p for p in prompts]
     )
 
 

@@ -71,7 +71,9 @@ async def embeddings(request: Request) -> Response:
     inputs = prompts_of(body.input, "input", MAX_INPUTS)
     if any(isinstance(text, str) for text in inputs):
         state.tokenizer("input")
-    inputs = await tokenized(state.client.tokenizer, inputs)
+    most = state.client.config.scheduler.max_model_len
+    with prompt_named("input"):
+        inputs = await tokenized(state.client.tokenizer, inputs, most)
     visit = visit_of(request)
     if state.args.log_prompts:
         visit.prompts += [shown_prompt(state.client.tokenizer, text) for text in inputs]

@@ -13,12 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
-
-_GOODBYE_SECONDS = 0.5
 
 logger = logging.getLogger("quire.server")
 
@@ -128,16 +124,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return error.reason or "no certificate and key in PEM that belong together"
     return getattr(error, "strerror", None) or str(error)
-
-
-class Connection(HttpToolsProtocol):
-    """A connection that ends soon when the server stops: over TLS an idle client need not answer
-    the goodbye, and would hold the server up for half a minute."""
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        if self.transport.is_closing():
-            self.loop.call_later(_GOODBYE_SECONDS, self.transport.abort)
 
 
 def url_of(sock: socket.socket, args: ServerArgs) -> str:

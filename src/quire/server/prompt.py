@@ -25,8 +25,11 @@ class RenderedPrompt:
     continued: str | None = None
 
 
-def render_prompt(tokenizer: Tokenizer, dialogue: Dialogue) -> RenderedPrompt:
-    """Applies the chat template and tokenizes its text. Runs in a thread.
+def render_prompt(
+    tokenizer: Tokenizer, dialogue: Dialogue, most: int | None = None
+) -> RenderedPrompt:
+    """Applies the chat template and tokenizes its text, unless that is longer than `most` tokens
+    can be. Runs in a thread.
 
     The template writes its special tokens itself, so the tokenizer must not add them again. To
     continue the final message, what the template puts behind that message's text is cut off.
@@ -47,7 +50,7 @@ def render_prompt(tokenizer: Tokenizer, dialogue: Dialogue) -> RenderedPrompt:
     if dialogue.continue_final_message:
         text = _up_to_mark(text)
         continued = dialogue.messages[-1]["content"]
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, most=most).tolist()
     return RenderedPrompt(text, ids, continued)
 
 

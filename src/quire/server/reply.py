@@ -33,7 +33,8 @@ async def prepare(state: ServerState, dialogue: Dialogue, visit: Visit) -> Reply
     check_tools(dialogue, state.chat_format)
 
     def prepared() -> Reply:
-        prompt = render_prompt(tokenizer, dialogue)
+        most = state.client.config.scheduler.max_model_len
+        prompt = render_prompt(tokenizer, dialogue, most)
         if state.args.log_prompts:
             visit.prompts.append(prompt.text)
         return Reply(state, tokenizer, dialogue, prompt, visit)

@@ -16,7 +16,8 @@ import uvicorn
 from quire.config import EngineArgs
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.listen import Connection, bind, closing, tls_context, url_of, warn_if_open
+from quire.server.connection import Connection
+from quire.server.listen import bind, closing, tls_context, url_of, warn_if_open
 
 logger = logging.getLogger("quire.server")
 

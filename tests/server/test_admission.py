@@ -1,0 +1,114 @@
+"""A real server under more than it can do: what it refuses, ends, and is free of afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from quire.server import connection
+from tests.server.server_process import MODEL, Server
+
+LONG: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
+SHORT = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
+
+
+def test_overload_timeouts_and_leavers(launch: Callable[..., Server]) -> None:
+    server = launch("--max-num-seqs", "1", "--max-queue", "2", "--request-timeout", "1.5")
+    url = f"{server.url}/v1/completions"
+
+    def ask(body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(url, json=body, timeout=60)
+
+    def idle() -> bool:
+        gauges = ("quire_requests_running", "quire_requests_waiting", "quire_open_requests")
+        return not any(map(server.metric, gauges))
+
+    assert ask(SHORT).status_code == 200
+    huge = ask({**SHORT, "prompt": "x" * 8_000_000})
+    assert huge.status_code == 400
+    assert huge.json()["error"]["code"] == "context_length_exceeded"
+    assert "8000000 characters" in huge.json()["error"]["message"]
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(ask, [LONG] * 12))
+    codes = [answer.status_code for answer in answers]
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert set(codes) <= {503, 504}
+    assert 1 <= codes.count(504) <= 4
+    assert len(refused) >= 8
+    for answer in refused:
+        assert answer.json()["error"]["code"] == "overloaded"
+        assert answer.headers["retry-after"] == "1"
+    server.wait_for(idle, "the engine to be free")
+
+    stream = ask({**LONG, "stream": True})
+    last = [line for line in stream.text.splitlines() if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+    server.wait_for(idle, "the timed-out stream to end")
+
+    with httpx.stream("POST", url, json={**LONG, "stream": True}) as response:
+        next(response.iter_lines())
+    server.wait_for(idle, "the leaver's request to end")
+    assert ask(SHORT).status_code == 200
+
+
+@contextlib.contextmanager
+def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of a server that waits half a second for a head."""
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    config = uvicorn.Config(
+        app, http=connection.Connection, lifespan="off", log_config=None, port=0
+    )
+    server = uvicorn.Server(config)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        serving = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+        serving.start()
+        yield sock.getsockname()[1]
+        server.should_exit = True
+        serving.join(30)
+
+
+def ended(sock: socket.socket) -> bytes:
+    """What came until the server closed."""
+    sock.settimeout(20)
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := sock.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def test_heads_are_bounded_in_size_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with bounded(monkeypatch) as port:
+        with socket.create_connection(("127.0.0.1", port)) as large:
+            large.sendall(b"GET / HTTP/1.1\r\nX-Long: ")
+            with contextlib.suppress(ConnectionError):
+                for _ in range(40):
+                    large.sendall(b"x" * 8192)
+                    time.sleep(0.002)
+            assert b"400" in ended(large)[:20]
+        for begun in (b"", b"GET / HTTP/1.1\r\nHost: quire\r\n"):
+            with socket.create_connection(("127.0.0.1", port)) as slow:
+                slow.sendall(begun)
+                assert ended(slow) == b""
+        with socket.create_connection(("127.0.0.1", port)) as kept:
+            for _ in range(2):
+                kept.sendall(b"GET / HTTP/1.1\r\nHost: quire\r\n\r\n")
+                assert kept.recv(65536).startswith(b"HTTP/1.1 204")
+                time.sleep(0.7)  # idle between requests is another matter
