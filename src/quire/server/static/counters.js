@@ -27,6 +27,9 @@ const NAMES = {
   "tiers.swapped_out_bytes": "Bytes copied out",
   "tiers.swapped_in_bytes": "Bytes copied in",
   "tiers.transfer_failures": "Transfers that failed",
+  "tiers.prefill_rate": "Prompt tokens a second, measured",
+  "tiers.out_rate": "Bytes a second out, measured",
+  "tiers.in_rate": "Bytes a second in, measured",
 };
 
 /** Where prompts' tokens came from: the name, and the class of its part of the bar. */
