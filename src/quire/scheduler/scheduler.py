@@ -37,7 +37,7 @@ from quire.cache.block_manager import Hold
 from quire.config import SchedulerConfig
 from quire.errors import RequestError
 from quire.executor import Capacity
-from quire.plan import Admit, Int32, StepPlan, StepResult, StopReason, int32
+from quire.plan import Admit, Int32, StepPlan, StepResult, StopReason
 from quire.request import FinishReason, Request, RequestStatus
 from quire.scheduler.admission import Admission
 from quire.scheduler.courtesy import Courtesy
@@ -46,6 +46,7 @@ from quire.scheduler.lanes import Chunk, Launched, Rows
 from quire.scheduler.policy import key_function
 from quire.scheduler.progress import SchedulerStats, StepProgress
 from quire.scheduler.running import RunningSet
+from quire.scheduler.steps import Columns, admit_of
 from quire.scheduler.tenants import FairQueue
 from quire.scheduler.waiting import WaitingSet
 
@@ -294,53 +295,38 @@ class Scheduler:
                 request.num_cached_tokens = chunk.start
                 self._prefix_queries += request.known
                 self._prefix_hits += chunk.start
-            admits.append(
-                Admit(
-                    lane=request.lane,
-                    generation=request.generation,
-                    request_id=request.request_id,
-                    tokens=tokens,
-                    prompt_len=request.prompt_len,
-                    computed=chunk.start,
-                    max_total=request.max_total,
-                    params=request.params,
-                    seed=request.seed,
-                    sample_index=request.sample_index,
-                )
-            )
+            admits.append(admit_of(request, tokens, chunk.start))
             chunks.append(chunk)
             budget -= chunk.length
             self._running.begin(chunk, self._step_id)
 
     def _launch(self, rows: Rows, chunks: list[Chunk], admits: list[Admit]) -> StepPlan:
-        lanes, q_len, n_logits = rows.lanes, rows.q_len, rows.q_len
-        flags, tenancy, requests = rows.flags, rows.tenancy, rows.requests
         self._running.launched(rows, self._step_id)
-        if chunks:
-            prompts = [c.request for c in chunks]
-            requests = requests + prompts
-            lanes = np.concatenate([lanes, int32([r.lane for r in prompts])])
-            tenancy = np.concatenate([tenancy, int32([r.generation for r in prompts])])
-            q_len = np.concatenate([q_len, int32([c.length for c in chunks])])
-            n_logits = np.concatenate([n_logits, int32([c.num_logits for c in chunks])])
-            flags = np.concatenate([flags, int32([c.flags for c in chunks])])
+        columns = Columns.of(rows, chunks)
         plan = StepPlan(
             step_id=self._step_id,
-            lanes=lanes,
-            q_len=q_len,
-            n_logits=n_logits,
-            flags=flags,
+            lanes=columns.lanes,
+            q_len=columns.q_len,
+            n_logits=columns.n_logits,
+            flags=columns.flags,
             admits=admits,
             frees=self._frees,
             block_appends=self.blocks.take_appends(),
             copies=self.blocks.take_copies(),
         )
         if self._builds:
-            builder = PlanBuilder(plan, requests)
+            builder = PlanBuilder(plan, columns.requests)
             for build in self._builds:
                 build(builder)
         self.last_step = Launched(
-            self._step_id, requests, lanes, q_len, tenancy, len(rows.lanes), rows.drafts, chunks
+            self._step_id,
+            columns.requests,
+            columns.lanes,
+            columns.q_len,
+            columns.tenancy,
+            len(rows.lanes),
+            rows.drafts,
+            chunks,
         )
         if chunks:
             self.last_prompt_step = self.last_step

@@ -1,0 +1,57 @@
+"""What a step holds, put together for the body."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.plan import Admit, Int32, int32
+from quire.request import Request
+from quire.scheduler.lanes import Chunk, Rows
+
+
+def admit_of(request: Request, tokens: Int32, computed: int) -> Admit:
+    """A request that has just got its lane. tokens: int32 [known]; `computed` of them are."""
+    return Admit(
+        lane=request.lane,
+        generation=request.generation,
+        request_id=request.request_id,
+        tokens=tokens,
+        prompt_len=request.prompt_len,
+        computed=computed,
+        max_total=request.max_total,
+        params=request.params,
+        seed=request.seed,
+        sample_index=request.sample_index,
+    )
+
+
+@dataclass(slots=True)
+class Columns:
+    """A step's rows: those that generate, then prompts. All arrays are int32 [R]."""
+
+    requests: list[Request]
+    lanes: Int32
+    tenancy: Int32
+    q_len: Int32
+    n_logits: Int32
+    flags: Int32
+
+    @classmethod
+    def of(cls, rows: Rows, chunks: list[Chunk]) -> Columns:
+        """Without prompts the arrays are those of `rows`."""
+        columns = cls(rows.requests, rows.lanes, rows.tenancy, rows.q_len, rows.q_len, rows.flags)
+        if chunks:
+            prompts = [c.request for c in chunks]
+            columns.requests = rows.requests + prompts
+            columns.lanes = _joined(rows.lanes, [r.lane for r in prompts])
+            columns.tenancy = _joined(rows.tenancy, [r.generation for r in prompts])
+            columns.q_len = _joined(rows.q_len, [c.length for c in chunks])
+            columns.n_logits = _joined(rows.q_len, [c.num_logits for c in chunks])
+            columns.flags = _joined(rows.flags, [c.flags for c in chunks])
+        return columns
+
+
+def _joined(array: Int32, more: list[int]) -> Int32:
+    return np.concatenate([array, int32(more)])
