@@ -29,6 +29,11 @@ COUNTED_PATHS = frozenset(
 )
 """POST requests to these count as requests of their key."""
 
+_UNQUEUED_PATHS = frozenset(
+    {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"}
+)
+"""Of them, those that the engine does not hear of."""
+
 
 class Door:
     """Pure ASGI middleware. It decides on the path as the router will see it, by exact match, so
@@ -65,7 +70,8 @@ class Door:
         visit.key = key
         if scope["method"] == "POST" and path in COUNTED_PATHS:
             visit.take_request()
-            self.state.check_room()
+            if path not in _UNQUEUED_PATHS:
+                self.state.check_room()
         else:
             visit.look_up()
 
