@@ -70,6 +70,6 @@ export function duration(seconds) {
   if (!Number.isFinite(seconds)) return "–";
   if (seconds < 0.01) return `${number(seconds * 1000, 1)} ms`;
   if (seconds < 1) return `${number(seconds * 1000)} ms`;
-  if (seconds < 100) return `${number(seconds, seconds < 10 ? 2 : 1)} s`;
+  if (seconds < 100) return `${number(seconds, 1)} s`;
   return `${number(seconds / 60, 1)} min`;
 }
