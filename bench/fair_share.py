@@ -7,6 +7,7 @@ while another key's 500 requests, all sent at once, are being answered. Its p95 
 then, by that when alone, is the ratio; what it would be without turns is measured too, by sending
 the single requests under the flood's own key. The flood comes from a process of its own. Rounds
 alternate; the median of their ratios counts, as other work on a machine disturbs both sides.
+Server, flood and second key want two cores for themselves; `load_before` tells what else ran.
 """
 
 from __future__ import annotations
@@ -181,13 +182,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSONL file to append the record to")
     parser.add_argument("flags", nargs="*", help="flags of the server, after --")
     args = parser.parse_args()
+    load = os.getloadavg()[0]
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as keys:
         keys.write('[flood]\nkey = "sk-flood"\n[second]\nkey = "sk-second"\n')
         keys.flush()
         with serving("--api-key-file", keys.name, *args.flags) as address:
             metrics = measure(args, address)
     named = ("flood", "prompt", "output", "single_output", "rounds")
-    settings = {name: getattr(args, name) for name in named} | {"flags": " ".join(args.flags)}
+    settings = {name: getattr(args, name) for name in named}
+    settings |= {"flags": " ".join(args.flags), "load_before": load, "cores": os.cpu_count()}
     record = make_record("fair_share", metrics, model="quire-tiny", settings=settings)
     print(format_table([record]))
     if args.out is not None:
