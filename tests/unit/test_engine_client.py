@@ -159,7 +159,7 @@ def test_a_killed_engine_is_noticed_at_once() -> None:
 _CLIENT = """
 import asyncio, os, signal
 from quire.config import EngineArgs
-from quire.engine import client
+from quire.engine import client, host
 
 def die(pid):
     print(pid, flush=True)
@@ -171,8 +171,8 @@ async def main():
 """
 _DIES_LATE = "asyncio.run(main())"
 _DIES_EARLY = """
-popen = client.subprocess.Popen
-client.subprocess.Popen = lambda *a, **k: die(popen(*a, stdout=2, **k).pid)
+popen = host.subprocess.Popen
+host.subprocess.Popen = lambda *a, **k: die(popen(*a, stdout=2, **k).pid)
 asyncio.run(main())
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 
 import stress_cache
 from quire import LLM, SamplingParams
@@ -17,6 +17,7 @@ from quire.engine.core import EngineStats
 from quire.errors import ConfigError
 from quire.offload import TierStats
 from quire.server.engine_metrics import EngineMetrics
+from quire.server.metrics import ServerMetrics
 from tests.unit.tiny_engine import TINY, TINY_WINDOW, model_folder, random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -152,7 +153,8 @@ def test_forgotten_prefixes_do_not_come_back(folder: Path) -> None:
 
 
 def test_monitors_see_the_tiers() -> None:
-    metrics = EngineMetrics(registry := CollectorRegistry())
+    metrics = EngineMetrics(of_server := ServerMetrics())
+    registry = of_server.registry
     metrics.update(EngineStats(swapped=3), up=True)
     assert b"host_hit_tokens" not in generate_latest(registry)
     tiers = TierStats(host_blocks_used=7, host_hit_tokens=5, swapped_in_bytes=9)

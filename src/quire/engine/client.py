@@ -5,23 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
-
-import zmq
-import zmq.asyncio
 
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.builder import build_compiler
 from quire.engine.core import EngineStats
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
+from quire.engine.host import EngineHost
 from quire.engine.inbox import Inbox, Mailroom
+from quire.engine.link import Beat, Link
 from quire.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -29,8 +22,10 @@ from quire.engine.messages import (
     FromEngine,
     GetSnapshot,
     GetStats,
+    Hello,
     Loading,
     Outputs,
+    Pong,
     Ready,
     Refused,
     Seen,
@@ -38,8 +33,6 @@ from quire.engine.messages import (
     Start,
     Stats,
     ToEngine,
-    decode_from_engine,
-    encode,
 )
 from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
 from quire.engine.snapshot import Snapshot
@@ -57,140 +50,128 @@ __all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
 _LONG_TEXT = 2000
 """Characters of a prompt that are tokenized off the event loop."""
 
-_STOP_SECONDS = 5.0
-
 _CHECKED_GRAMMARS = 16
 """Compiled grammars to keep here, where they are only checked."""
 
 
 class EngineClient:
-    """Made by `launch`. Belongs to the event loop that launched it."""
+    """Made by `launch`, or by `attach` where another process has launched the engine. Belongs to
+    the event loop that made it.
+
+    alive: requests are taken. When the engine dies they fail, and when it is there again they are
+    taken again.
+    """
 
     config: EngineConfig
     tokenizer: Tokenizer | None
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: str, address: str) -> None:
+    def __init__(
+        self, address: str, args: EngineArgs | None, on_progress: OnProgress | None
+    ) -> None:
+        """args: what the engine is to load, where that is this client's to say."""
         self.alive = False
-        self._process = process
-        self._folder = folder
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)  # an abort must not be lost because the engine is busy
-        self._socket.bind(address)
+        self.host: EngineHost | None = None
+        self._args = args
+        self._on_progress = on_progress
         self._mail = Mailroom()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
-        self._reader: asyncio.Task[None] | None = None
         self._compiler: Compiler | None = None
-        self._died = asyncio.Event()
+        self._ready: asyncio.Future[EngineConfig] = asyncio.get_running_loop().create_future()
+        self._beat = Beat()
         self._closed = False
+        self._link = Link(
+            address, on_up=self._greet, on_down=self._on_down, on_message=self._dispatch
+        )
 
     # -- life ----------------------------------------------------------------------------------
 
     @classmethod
-    async def launch(cls, args: EngineArgs, on_progress: OnProgress | None = None) -> EngineClient:
-        """Starts the engine's process and waits until it takes requests.
+    async def launch(
+        cls, args: EngineArgs, on_progress: OnProgress | None = None, *, restarts: int = 0
+    ) -> EngineClient:
+        """Starts the engine's process and waits until it takes requests. restarts: how often to
+        start it again when it dies.
 
         Raises:
             ConfigError, ModelError: the engine's own, when it cannot start.
             EngineDeadError: its process ended without a word.
         """
-        folder = tempfile.mkdtemp(prefix="quire-")  # readable by its owner alone
-        address = f"ipc://{folder}/engine"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "quire.engine.process", address, str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # a terminal's Ctrl-C is for the client alone, from the first moment
-        )
-        client = cls(process, folder, address)
+        host = EngineHost(restarts)
+        client = cls(host.address, args, on_progress)
+        client.host = host
+        host.start(client._on_death)
+        return await client._started()
+
+    @classmethod
+    async def attach(cls, address: str) -> EngineClient:
+        """Waits until an engine that another process starts takes requests."""
+        return await cls(address, None, None)._started()
+
+    async def _started(self) -> EngineClient:
         try:
-            client._watch_process()
-            await client._start(args, on_progress)
+            self.config = await self._ready
+            path = self.config.tokenizer_path
+            self.tokenizer = None
+            if path is not None:
+                self.tokenizer = await asyncio.to_thread(Tokenizer.from_path, path)
+                self._compiler = build_compiler(self.config, cached=_CHECKED_GRAMMARS)
         except BaseException:
-            await client.shutdown()
+            await self.shutdown()
             raise
-        return client
+        self.alive = True
+        self._beat.start(self._link)
+        return self
 
-    def _watch_process(self) -> None:
-        loop = asyncio.get_running_loop()
+    def _greet(self) -> None:
+        """The engine listens: it is told what to load, or asked whether it has."""
+        with contextlib.suppress(EngineDeadError):
+            self._link.send(Hello() if self._args is None else Start(self._args))
 
-        def wait() -> None:
-            self._process.wait()
-            with contextlib.suppress(RuntimeError):  # the loop may be closed by then
-                loop.call_soon_threadsafe(self._on_exit)
-
-        threading.Thread(target=wait, daemon=True, name="engine-watch").start()
-
-    def _on_exit(self) -> None:
-        self._died.set()
+    def _on_down(self) -> None:
         self._fail_all(EngineDeadError("the engine has stopped"))
 
-    async def _start(self, args: EngineArgs, on_progress: OnProgress | None) -> None:
-        await self._socket.send(encode(Start(args)))
-        while True:
-            message = await self._receive()
-            match message:
-                case Loading(what, done, total):
-                    if on_progress is not None:
-                        on_progress(what, done, total)
-                case Ready(config):
-                    self.config = config
-                    break
-                case Failed(failure):
-                    raise failure.error()
-        path = self.config.tokenizer_path
-        self.tokenizer = None
-        if path is not None:
-            self.tokenizer = await asyncio.to_thread(Tokenizer.from_path, path)
-            self._compiler = build_compiler(self.config, cached=_CHECKED_GRAMMARS)
-        self.alive = True
-        self._reader = asyncio.create_task(self._read())
+    def _on_death(self, status: int) -> None:
+        """Of the process that this client started."""
+        self._on_down()
+        if not self._ready.done():
+            error = EngineDeadError(f"the engine's process ended with status {status}")
+            # Its last words may still be on the way.
+            asyncio.get_running_loop().call_later(0.2, self._never_ready, error)
 
-    async def _receive(self) -> FromEngine:
-        """The next message, or EngineDeadError if none can come any more."""
-        receiving = asyncio.ensure_future(self._socket.recv())
-        dying = asyncio.ensure_future(self._died.wait())
-        try:
-            await asyncio.wait((receiving, dying), return_when=asyncio.FIRST_COMPLETED)
-            if not receiving.done():
-                # Its last words may still be on the way.
-                await asyncio.wait((receiving,), timeout=0.2)
-            if receiving.done():
-                return decode_from_engine(receiving.result())
-            raise EngineDeadError(
-                f"the engine's process ended with status {self._process.returncode}"
-            )
-        finally:
-            dying.cancel()
-            if not receiving.done():
-                receiving.cancel()
+    def _never_ready(self, error: QuireError) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
 
     async def shutdown(self) -> None:
-        """Stops the engine and removes its socket. Idempotent."""
+        """Stops the engine if this client launched it, and removes its socket. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        loading = not self._ready.done()
         self._fail_all(EngineDeadError("the engine was shut down"))
-        if self._reader is not None:
-            self._reader.cancel()
-        if self._process.poll() is None:
-            if self._reader is not None:  # else it is loading, and would not listen
-                with contextlib.suppress(zmq.ZMQError):
-                    self._socket.send(encode(Shutdown()), zmq.NOBLOCK)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._died.wait(), _STOP_SECONDS)
-            if self._process.poll() is None:
-                self._process.kill()
+        self._beat.stop()
+        if self.host is not None:
+            await self.host.stop(self.host.process.kill if loading else self._ask_to_stop)
         if self._compiler is not None:
             self._compiler.shutdown()
-        self._socket.close(linger=0)
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._link.close()
+
+    def _ask_to_stop(self) -> None:
+        with contextlib.suppress(EngineDeadError):
+            self._link.send(Shutdown())
 
     @property
     def pid(self) -> int:
-        """The engine's process."""
-        return self._process.pid
+        """The engine's process, where this client has launched it."""
+        if self.host is None:
+            raise QuireError("the engine is another process's child")
+        return self.host.process.pid
+
+    @property
+    def responsive(self) -> bool:
+        """Whether the engine's loop has turned lately."""
+        return self.alive and self._beat.recent
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -223,7 +204,7 @@ class EngineClient:
         self._check_alive()
         handle, inbox = self._mail.open(request_id, params.n)
         try:
-            await self._send(
+            self._link.send(
                 AddRequest(
                     handle,
                     ids,
@@ -282,7 +263,7 @@ class EngineClient:
                 if reader.finished:
                     open_readers -= 1
                     if reader.ended_by_text and news.reason is None:
-                        await self._send(AbortRequest(handle, index))
+                        self._link.send(AbortRequest(handle, index))
                 yield update
 
     async def embed(
@@ -303,7 +284,7 @@ class EngineClient:
         self._check_alive()
         handle, inbox = self._mail.open(request_id, 1)
         try:
-            await self._send(
+            self._link.send(
                 AddRequest(
                     handle,
                     ids,
@@ -350,14 +331,14 @@ class EngineClient:
         self._mail.close(request_id, handle, n)
         # Ended completions do not mind; a request that was left early must not run on.
         if self.alive:
-            with contextlib.suppress(zmq.ZMQError):
-                self._socket.send(encode(AbortRequest(handle)), zmq.NOBLOCK)
+            with contextlib.suppress(EngineDeadError):
+                self._link.send(AbortRequest(handle))
 
     async def abort(self, request_id: str) -> None:
         """Ends a request early; its iterator ends with finish reason "abort"."""
         handle = self._mail.handle_of(request_id)
         if handle is not None and self.alive:
-            await self._send(AbortRequest(handle))
+            self._link.send(AbortRequest(handle))
             self._mail.end(handle, "abort")
 
     async def stats(self) -> EngineStats:
@@ -375,7 +356,7 @@ class EngineClient:
         call = next(self._call_ids)
         answer = self._calls[call] = asyncio.get_running_loop().create_future()
         try:
-            await self._send(question(call))
+            self._link.send(question(call))
             return await answer
         finally:
             self._calls.pop(call, None)
@@ -386,29 +367,29 @@ class EngineClient:
         if not self.alive:
             raise EngineDeadError("the engine has stopped")
 
-    async def _send(self, message: ToEngine) -> None:
-        await self._socket.send(encode(message))
-
-    async def _read(self) -> None:
-        try:
-            while True:
-                self._dispatch(decode_from_engine(await self._socket.recv()))
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            self._fail_all(EngineDeadError(f"lost the engine: {type(error).__name__}"))
-
     def _dispatch(self, message: FromEngine) -> None:
         match message:
             case Outputs():
                 self._mail.deliver(message)
+            case Pong():
+                self._beat.heard()
             case Refused(handle, failure):
                 self._mail.refuse(handle, failure.error())
             case Stats(call, found) | Seen(call, found):
                 answer = self._calls.get(call)
                 if answer is not None and not answer.done():
                     answer.set_result(found)
+            case Loading(what, done, total):
+                if self._on_progress is not None and not self._ready.done():
+                    self._on_progress(what, done, total)
+            case Ready(config):
+                if not self._ready.done():
+                    self._ready.set_result(config)
+                elif not self._closed:
+                    self._beat.heard()
+                    self.alive = True
             case Failed(failure):
+                self._never_ready(failure.error())
                 self._fail_all(EngineDeadError(f"the engine has stopped: {failure.message}"))
             case _:
                 pass

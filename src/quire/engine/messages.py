@@ -1,7 +1,7 @@
-"""What passes between an engine process and its client: typed structs in MessagePack, no pickle.
+"""What passes between an engine process and its clients: typed structs in MessagePack, no pickle.
 
-A completion goes by a `handle`, an integer that the client picks: the k-th completion of a request
-has its request's handle plus k.
+A completion goes by a `handle`, an integer that its client picks: the k-th completion of a request
+has its request's handle plus k. Other clients may pick the same.
 """
 
 from __future__ import annotations
@@ -49,7 +49,13 @@ class Failure(msgspec.Struct):
 
 
 class Start(msgspec.Struct, tag=True):
+    """What to load; from the client that started the engine's process, first of all."""
+
     args: EngineArgs
+
+
+class Hello(msgspec.Struct, tag=True):
+    """From any other client: answered with `Ready` once the engine is."""
 
 
 class AddRequest(msgspec.Struct, tag=True):
@@ -84,11 +90,15 @@ class GetSnapshot(msgspec.Struct, tag=True):
     tokens: bool
 
 
+class Ping(msgspec.Struct, tag=True):
+    """Answered with `Pong` when the loop turns."""
+
+
 class Shutdown(msgspec.Struct, tag=True):
     pass
 
 
-ToEngine = Start | AddRequest | AbortRequest | GetStats | GetSnapshot | Shutdown
+ToEngine = Start | Hello | AddRequest | AbortRequest | GetStats | GetSnapshot | Ping | Shutdown
 
 
 class Loading(msgspec.Struct, tag=True):
@@ -153,7 +163,11 @@ class Seen(msgspec.Struct, tag=True):
     snapshot: Snapshot
 
 
-FromEngine = Loading | Ready | Failed | Refused | Outputs | Stats | Seen
+class Pong(msgspec.Struct, tag=True):
+    pass
+
+
+FromEngine = Loading | Ready | Failed | Refused | Outputs | Stats | Seen | Pong
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
 _to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=decode_array)

@@ -1,7 +1,7 @@
-"""The engine's loop in a process of its own: `python -m quire.engine.process ADDRESS CLIENT`.
+"""The engine's loop in a process of its own: `python -m quire.engine.process ADDRESS OWNER`.
 
-It connects to the socket of its client, whose process id is CLIENT, is told what to load, and then
-takes requests and sends tokens until it is told to stop or its client is gone.
+It listens at ADDRESS, is told what to load by the process that started it, whose id is OWNER, and
+then takes requests and sends tokens until it is told to stop or its owner is gone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import zmq
@@ -28,8 +30,11 @@ from quire.engine.messages import (
     FromEngine,
     GetSnapshot,
     GetStats,
+    Hello,
     Loading,
     Outputs,
+    Ping,
+    Pong,
     Ready,
     Refused,
     Seen,
@@ -41,7 +46,7 @@ from quire.engine.messages import (
 )
 from quire.engine.snapshot import take_snapshot
 from quire.errors import OverloadedError, QuireError, RequestError
-from quire.plan import int32
+from quire.plan import Int32, int32
 from quire.request import Request
 from quire.scheduler import StepProgress
 
@@ -49,13 +54,59 @@ _ORPHAN_CHECK = 0.5
 """Seconds between looks at whether the client still lives."""
 
 
+@dataclass(slots=True, eq=False)
+class Client:
+    """name: the socket's for it. number: counts them. handles: of its running requests, with the
+    completions that have not ended."""
+
+    name: bytes
+    number: int
+    handles: dict[int, int] = field(default_factory=dict)
+
+    def request(self, handle: int) -> str:
+        return f"{self.number}.{handle}"
+
+    def ended(self, request: Request) -> None:
+        handle = request.state["handle"] - request.sample_index
+        left = self.handles.get(handle, 1) - 1
+        if left:
+            self.handles[handle] = left
+        else:
+            self.handles.pop(handle, None)
+
+
+class Clients:
+    """Those that have said something."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[bytes, Client] = {}
+        self._count = 0
+
+    def __iter__(self) -> Iterator[Client]:
+        return iter(list(self._by_name.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def of(self, name: bytes) -> Client:
+        client = self._by_name.get(name)
+        if client is None:
+            client = self._by_name[name] = Client(name, self._count)
+            self._count += 1
+        return client
+
+    def forget(self, client: Client) -> None:
+        self._by_name.pop(client.name, None)
+
+
 class EngineProcess:
-    """The loop. `socket` is a connected PAIR."""
+    """The loop. `socket` is a bound ROUTER: clients are told apart by what it calls them."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._core: EngineCore | None = None
         self._running = True
+        self._clients = Clients()
 
     def run(self) -> None:
         try:
@@ -64,7 +115,8 @@ class EngineProcess:
                 self._take_messages()
                 self._step()
         except Exception as error:
-            self._send(Failed(Failure.of(error)))
+            for client in self._clients:
+                self._send(client, Failed(Failure.of(error)))
             if not isinstance(error, QuireError):
                 raise  # the traceback belongs in the log
         finally:
@@ -72,9 +124,14 @@ class EngineProcess:
                 self._core.shutdown()
 
     def _load(self) -> None:
-        start = decode_to_engine(self._socket.recv())
-        if not isinstance(start, Start):
-            raise QuireError("the engine was not told what to load")
+        greeted = []
+        while True:
+            name, data = self._socket.recv_multipart()
+            message, owner = decode_to_engine(data), self._clients.of(name)
+            if isinstance(message, Start):
+                break
+            if isinstance(message, Hello):
+                greeted.append(owner)
         last = 0.0
 
         def progress(what: str, done: int, total: int) -> None:
@@ -82,17 +139,29 @@ class EngineProcess:
             now = time.monotonic()
             if done >= total or now - last > 0.05:
                 last = now
-                self._send(Loading(what, done, total))
+                self._send(owner, Loading(what, done, total))
 
-        config = resolve(start.args)
+        config = resolve(message.args)
         self._core = build_core(config, progress)
         # What stands now stands for good: the collector need not walk it again and again.
         gc.collect()
         gc.freeze()
-        self._send(Ready(config))
+        for client in (owner, *greeted):
+            self._send(client, Ready(config))
 
-    def _send(self, message: FromEngine) -> None:
-        self._socket.send(encode(message))
+    def _send(self, client: Client, message: FromEngine) -> None:
+        try:
+            self._socket.send_multipart((client.name, encode(message)))
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._forget(client)
+
+    def _forget(self, client: Client) -> None:
+        """It is gone, and nobody will read what its requests give."""
+        self._clients.forget(client)
+        for handle in list(client.handles):
+            self.core.abort(client.request(handle))
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -102,10 +171,10 @@ class EngineProcess:
             self._socket.poll()
         while self._running:
             try:
-                data = self._socket.recv(zmq.NOBLOCK)
+                name, data = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(data)
+            self._handle(self._clients.of(name), data)
 
     @property
     def core(self) -> EngineCore:
@@ -113,26 +182,32 @@ class EngineProcess:
             raise QuireError("the engine is not loaded")
         return self._core
 
-    def _handle(self, data: bytes) -> None:
+    def _handle(self, client: Client, data: bytes) -> None:
         message = decode_to_engine(data)
         match message:
             case AddRequest():
-                self._add(message)
+                self._add(client, message)
             case AbortRequest(handle, index):
-                self.core.abort(str(handle), index)
+                self.core.abort(client.request(handle), index)
+                if index is None:
+                    client.handles.pop(handle, None)
+            case Ping():
+                self._send(client, Pong())
             case GetStats(call):
-                self._send(Stats(call, self.core.stats()))
+                self._send(client, Stats(call, self.core.stats()))
             case GetSnapshot(call, tokens):
-                self._send(Seen(call, take_snapshot(self.core, tokens)))
+                self._send(client, Seen(call, take_snapshot(self.core, tokens)))
+            case Hello():
+                self._send(client, Ready(self.core.config))
             case Shutdown():
                 self._running = False
             case Start():
                 raise QuireError("the engine is loaded already")
 
-    def _add(self, message: AddRequest) -> None:
+    def _add(self, client: Client, message: AddRequest) -> None:
         try:
             requests = self.core.add(
-                str(message.handle),
+                client.request(message.handle),
                 message.prompt,
                 message.params,
                 max_total=message.max_total,
@@ -143,30 +218,48 @@ class EngineProcess:
                 share=message.share,
             )
         except (RequestError, OverloadedError) as error:
-            self._send(Refused(message.handle, Failure.of(error)))
+            self._send(client, Refused(message.handle, Failure.of(error)))
             return
         for index, request in enumerate(requests):
             request.state["handle"] = message.handle + index
+            request.state["client"] = client
+        client.handles[message.handle] = len(requests)
 
     # -- out -----------------------------------------------------------------------------------
 
     def _step(self) -> None:
         progress = self.core.step()
         for request, error in self.core.take_unfit():
-            self._send(Refused(request.state["handle"], Failure.of(error)))
+            client: Client = request.state["client"]
+            client.ended(request)
+            self._send(client, Refused(request.state["handle"], Failure.of(error)))
         if progress is None or not len(progress):
             return
-        message = outputs(progress)
-        if len(message.handles) or message.prompt_logprobs:
-            self._send(message)
+        for client, places in self._by_client(progress):
+            message = outputs(progress, places)
+            if len(message.handles) or message.prompt_logprobs:
+                self._send(client, message)
+
+    def _by_client(self, progress: StepProgress) -> list[tuple[Client, Int32]]:
+        """The places of each client's rows, int32."""
+        for place in progress.finished:
+            progress.requests[place].state["client"].ended(progress.requests[place])
+        if len(self._clients) == 1:
+            return [(next(iter(self._clients)), np.arange(len(progress.requests), dtype=np.int32))]
+        numbers = int32([request.state["client"].number for request in progress.requests])
+        return [
+            (client, np.flatnonzero(numbers == client.number).astype(np.int32))
+            for client in self._clients
+        ]
 
 
-def outputs(progress: StepProgress) -> Outputs:
-    """A step's progress as a message; requests in mid-prompt are left out."""
+def outputs(progress: StepProgress, places: Int32) -> Outputs:
+    """What a step brought to the requests at `places`; those in mid-prompt are left out."""
     requests, counts = progress.requests, progress.n_tokens
     handles = int32([request.state["handle"] for request in requests])
-    ended = set(progress.finished)
-    told = np.flatnonzero((counts > 0) | _marks(len(requests), progress.finished))
+    own = _marks(len(requests), places)
+    ended = [place for place in sorted(progress.finished) if own[place]]
+    told = np.flatnonzero(own & ((counts > 0) | _marks(len(requests), ended)))
     width = np.arange(progress.tokens.shape[1])
     message = Outputs(
         handles=handles[told],
@@ -176,16 +269,20 @@ def outputs(progress: StepProgress) -> Outputs:
             First(int(handles[i]), requests[i].num_cached_tokens, requests[i].state["times"].queued)
             for i in _untold(requests, told.tolist())
         ],
-        ends=[_end(progress, i, requests[i], int(handles[i])) for i in sorted(ended)],
+        ends=[_end(progress, i, requests[i], int(handles[i])) for i in ended],
     )
     for name in ("logprobs", "prompt_logprobs", "pooled"):
         if getattr(progress, name) is not None:
-            pairs = ((item.request.state["handle"], getattr(item, name)) for item in progress)
+            pairs = (
+                (item.request.state["handle"], getattr(item, name))
+                for place, item in enumerate(progress)
+                if own[place]
+            )
             setattr(message, name, [(handle, part) for handle, part in pairs if part is not None])
     return message
 
 
-def _marks(size: int, places: list[int]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _marks(size: int, places: Sequence[int] | Int32) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     marks = np.zeros(size, dtype=bool)
     marks[places] = True
     return marks
@@ -204,28 +301,29 @@ def _end(progress: StepProgress, place: int, request: Request, handle: int) -> E
     return End(handle, str(reason or "error"), progress[place].stop_token)
 
 
-def _exit_with(client: int) -> None:
-    """Ends this process when the client that started it is gone, however it ended. It may be gone
+def _exit_with(owner: int) -> None:
+    """Ends this process when the one that started it is gone, however it ended. It may be gone
     already: importing what stands above takes a while."""
 
     def watch() -> None:
-        while os.getppid() == client:
+        while os.getppid() == owner:
             time.sleep(_ORPHAN_CHECK)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="client-watch").start()
+    threading.Thread(target=watch, daemon=True, name="owner-watch").start()
 
 
-def main(address: str, client: int) -> None:
-    # Ctrl-C reaches the whole process group; the client decides when the engine may stop.
+def main(address: str, owner: int) -> None:
+    # Ctrl-C reaches the whole process group; the owner decides when the engine may stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _exit_with(client)
+    _exit_with(owner)
     context = zmq.Context()
-    socket = context.socket(zmq.PAIR)
+    socket = context.socket(zmq.ROUTER)
     # A client that is slow for a while must not make the engine wait: its requests bound what can
-    # pile up.
+    # pile up. One that is gone is to be noticed.
     socket.set_hwm(0)
-    socket.connect(address)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.bind(address)
     try:
         EngineProcess(socket).run()
     finally:

@@ -68,7 +68,7 @@ def build_app(client: EngineClient, args: ServerArgs, limits_file: Path | None =
     state = ServerState(client, args, defaults, buckets=Buckets(limits_file))
     app.state.server = state
     app.state.metrics = state.metrics
-    app.state.engine_metrics = EngineMetrics(state.metrics.registry)
+    app.state.engine_metrics = EngineMetrics(state.metrics)
     limits = (
         args.response_store_size,
         round(args.response_store_mb * 1e6),
@@ -135,6 +135,7 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/v1/models/{model:path}", show_model, methods=["GET"])
     app.add_api_route("/openapi.json", openapi, methods=["GET"])
     app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/ready", ready, methods=["GET"])
     app.add_api_route("/metrics", metrics, methods=["GET"])
 
 
@@ -156,6 +157,13 @@ async def health(request: Request) -> Response:
     """200 while the engine lives; 503 from the moment it does not."""
     state_of(request).check_alive()
     return json_answer({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    """200 while requests are taken: 503 when the engine is gone or its loop has not turned for two
+    seconds, and when the server is stopping."""
+    state_of(request).check_ready()
+    return json_answer({"status": "ready"})
 
 
 async def metrics(request: Request) -> Response:

@@ -117,6 +117,15 @@ class ServerArgs(ApiArgs):
     drain_timeout: float = _setting(
         30.0, "Seconds that running requests get to finish when the server is told to stop."
     )
+    engine_restarts: int = _setting(
+        3,
+        "How often to start the engine again when it dies, with growing pauses, before giving up; "
+        "a minute of life clears the count.",
+    )
+    api_workers: int = _setting(
+        1,
+        "API processes that share the port. With several, responses and chats are not stored.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Log level.")
     log_json: bool = _setting(False, "Log one JSON object per line.")
     access_log: bool = _setting(False, "Log every request, without what it says.")
@@ -132,6 +141,13 @@ class ServerArgs(ApiArgs):
                 "response_store_size",
             )
         self._positive("drain_timeout", "response_store_mb", "response_store_hours")
+        for name, least, most in (("engine_restarts", 0, 1000), ("api_workers", 1, 64)):
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(
+                    f"{name} must be in [{least}, {most}], got {getattr(self, name)}", name
+                )
+        if self.api_workers > 1:
+            object.__setattr__(self, "response_store_size", 0)
         self._one_of("log_level")
         for name in ("requests_per_minute", "tokens_per_minute"):
             limit = getattr(self, name)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Gauge
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
+
+from quire.server.metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineStats
@@ -44,9 +46,16 @@ class EngineMetrics:
     """Gauges of the engine's state, and its counters, which are reported as they come: the engine
     does the counting."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, metrics: ServerMetrics) -> None:
         def gauge(name: str, help: str, labels: tuple[str, ...] = ()) -> Gauge:
-            return Gauge(f"quire_{name}", help, labels, registry=registry)
+            # Every process asks the same engine.
+            return Gauge(
+                f"quire_{name}",
+                help,
+                labels,
+                registry=metrics.registry,
+                multiprocess_mode="mostrecent",
+            )
 
         self.up = gauge("engine_up", "1 while the engine answers.")
         self.running = gauge("requests_running", "Requests that hold a lane and KV blocks.")
@@ -54,7 +63,8 @@ class EngineMetrics:
         self.blocks = gauge("kv_blocks", "KV blocks, by group and state.", ("group", "state"))
         self.tiers = gauge("tier_blocks", "KV blocks in lower tiers.", ("tier",))
         self.counts = dict.fromkeys(_COUNTERS, 0)
-        registry.register(_Counters(self.counts))
+        metrics.engine = _Counters(self.counts)
+        metrics.registry.register(metrics.engine)
 
     def update(self, stats: EngineStats, *, up: bool) -> None:
         self.up.set(int(up))

@@ -75,6 +75,8 @@ class ApiError(QuireError):
 
 _KINDS = {401: "authentication_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
+_RESTART_SECONDS = 10.0
+"""About what a start takes."""
 _RETRY_SECONDS = 1.0
 """When to come back to a full queue."""
 
@@ -130,7 +132,12 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, OverloadedError):
         return overloaded()
     if isinstance(error, EngineDeadError):
-        return ApiError(503, "The engine has stopped; restart the server.", code="engine_dead")
+        return ApiError(
+            503,
+            "The engine has stopped. If it is being started again, try later.",
+            code="engine_dead",
+            retry_after=_RESTART_SECONDS,
+        )
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
     logger.error("unexpected error", exc_info=error)

@@ -19,8 +19,9 @@ from quire.server.args import ServerArgs
 logger = logging.getLogger("quire.server")
 
 
-def bind(args: ServerArgs) -> socket.socket:
+def bind(args: ServerArgs, *, shared: bool = False) -> socket.socket:
     """A bound socket that does not listen yet: connections are refused until the engine is ready.
+    shared: other processes of this user may bind the same port, and connections are dealt out.
 
     Raises:
         ConfigError: naming what is wrong with the address.
@@ -36,6 +37,8 @@ def bind(args: ServerArgs) -> socket.socket:
         raise ConfigError(message, "host") from None
     sock = socket.socket(family, kind, protocol)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind(address)
     except OSError as error:

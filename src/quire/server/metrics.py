@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from quire.engine.output import StreamUpdate
@@ -15,11 +18,19 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
+"""The variable that has prometheus_client keep a process's values in files of this folder."""
+
+
 class ServerMetrics:
-    """What the API process sees itself; the engine's gauges are filled in at each scrape."""
+    """What the API process sees itself; the engine's gauges are filled in at each scrape.
+
+    Where several processes serve together, a scrape of one gives the sums of all.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.engine: Collector | None = None
         self.ttft = self._histogram("time_to_first_token_seconds", "Request in to first token out.")
         self.queued = self._histogram(
             "request_queue_seconds", "Request in to its first step begun."
@@ -36,7 +47,10 @@ class ServerMetrics:
         )
         self.errors = self._counter("http_errors", "Answers other than 200, by status.", ["code"])
         self.open = Gauge(
-            "quire_open_requests", "Prompts handed to the engine.", registry=self.registry
+            "quire_open_requests",
+            "Prompts handed to the engine.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
         )
 
     def _histogram(self, name: str, help: str, buckets: Iterable[float] = SECONDS) -> Histogram:
@@ -56,7 +70,13 @@ class ServerMetrics:
         self.queued.observe(queued)
 
     def text(self) -> bytes:
-        return generate_latest(self.registry)
+        if MULTIPROCESS not in os.environ:
+            return generate_latest(self.registry)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        if self.engine is not None:
+            registry.register(self.engine)
+        return generate_latest(registry)
 
 
 class RequestClock:

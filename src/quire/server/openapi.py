@@ -107,6 +107,7 @@ ROUTES = (
                  "frames": {"type": "integer", "minimum": 0}}),
     Route("get", "/", "The playground: a page for people", None, "text/html"),
     Route("get", "/health", "Whether the engine lives", None, dict[str, str]),
+    Route("get", "/ready", "Whether requests are taken now", None, dict[str, str]),
     Route("get", "/metrics", "Prometheus metrics", None, "text/plain"),
     Route("get", "/openapi.json", "This document", None, dict[str, Any]),
 )  # fmt: skip

@@ -41,6 +41,7 @@ class ServerState:
     buckets: Buckets = field(default_factory=Buckets)
     keys: KeyRing = field(init=False)
     chat_format: ChatFormat = field(init=False)
+    draining: bool = False
     _full_until: float = 0.0
 
     def __post_init__(self) -> None:
@@ -75,6 +76,14 @@ class ServerState:
     def check_alive(self) -> None:
         if not self.client.alive:
             raise EngineDeadError("the engine has stopped")
+
+    def check_ready(self) -> None:
+        """Raises ApiError, 503, unless requests would be answered now."""
+        self.check_alive()
+        if self.draining:
+            raise ApiError(503, "The server is stopping.", code="stopping")
+        if not self.client.responsive:
+            raise ApiError(503, "The engine does not respond.", code="engine_stuck")
 
     def note_full(self) -> None:
         """The engine has just refused a request because too many wait."""

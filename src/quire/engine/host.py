@@ -1,0 +1,135 @@
+"""The engine's process: started, watched, and started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+logger = logging.getLogger("quire.engine")
+
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 30.0
+_HEALTHY = 60.0
+"""Seconds of life after which earlier deaths are forgotten."""
+_STOP_SECONDS = 5.0
+_FOLDER = "quire-"
+_OWNER = "owner"
+
+
+class EngineHost:
+    """Owns the process, and the private folder of its socket. Belongs to an event loop.
+
+    restarts: how often to start it anew, with pauses that double, before giving up; a minute of
+    life clears the count.
+    """
+
+    def __init__(self, restarts: int) -> None:
+        _remove_stale()
+        self.folder = Path(tempfile.mkdtemp(prefix=_FOLDER))  # readable by its owner alone
+        (self.folder / _OWNER).write_text(str(os.getpid()))
+        self.address = f"ipc://{self.folder}/engine"
+        self.deaths = 0
+        self.gave_up = False
+        self._left = self._restarts = restarts
+        self._on_death: Callable[[int], None] = lambda status: None
+        self._loop = asyncio.get_running_loop()
+        self._again: asyncio.TimerHandle | None = None
+        self._closing = False
+        self._exited = asyncio.Event()
+
+    def start(self, on_death: Callable[[int], None]) -> None:
+        """on_death: called on the loop, with the exit status, each time the process has died."""
+        self._on_death = on_death
+        self._launch()
+
+    def _launch(self) -> None:
+        self._exited.clear()
+        self._began = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quire.engine.process", self.address, str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            process_group=0,  # a terminal's Ctrl-C is for the client alone, from the first moment
+        )
+        threading.Thread(
+            target=self._wait, args=(self.process,), daemon=True, name="engine-watch"
+        ).start()
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by then
+            self._loop.call_soon_threadsafe(self._died, status)
+
+    def _died(self, status: int) -> None:
+        self._exited.set()
+        if self._closing:
+            return
+        self.deaths += 1
+        if time.monotonic() - self._began > _HEALTHY:
+            self._left = self._restarts
+        if self._left:
+            pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (self._restarts - self._left))
+            self._left -= 1
+            logger.error("the engine ended (%s); starting it again in %g s", _how(status), pause)
+            self._again = self._loop.call_later(pause, self._launch)
+        else:
+            self.gave_up = True
+            logger.error("the engine ended (%s)", _how(status))
+        self._on_death(status)
+
+    def give_up(self) -> None:
+        """No restarts any more: it could not even start."""
+        self._left = 0
+
+    async def stop(self, ask: Callable[[], None]) -> None:
+        """Ends the process: by asking, then by force. Removes the folder. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._again is not None:
+            self._again.cancel()
+        if self.process.poll() is None:
+            ask()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exited.wait(), _STOP_SECONDS)
+            if self.process.poll() is None:
+                self.process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-status).name}"
+    return f"status {status}"
+
+
+def _remove_stale() -> None:
+    """Folders of this user whose owner is gone, as a killed process leaves them."""
+    for folder in Path(tempfile.gettempdir()).glob(_FOLDER + "*"):
+        with contextlib.suppress(OSError, ValueError):
+            if folder.stat().st_uid != os.getuid():
+                continue
+            owner = int((folder / _OWNER).read_text())
+            if not _alive(owner):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
