@@ -43,6 +43,7 @@ class FakeClient:
     error: QuireError | None = None
     encode: bool = False
     alive: bool = True
+    responsive: bool = True
     tokenizer: Any = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     seen: list[tuple[Any, SamplingParams]] = field(default_factory=list)
