@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import threading
@@ -14,6 +15,7 @@ import pytest
 
 from tests.server.chromium import launched, opened
 from tests.server.server_process import Server
+from tests.server.test_faults import child
 
 PROMPT = "You tell stories of the sea. " * 8
 
@@ -177,6 +179,22 @@ def test_another_engine_is_not_taken_for_the_first(browser: Any, server: Server)
         assert figure(page, "TTFT") == "500 ms"
         page.wait_for_selector(".tile:has-text('TTFT') .value:text-is('20 ms')")
         assert figure(page, "Generated") == "10"
+
+
+def test_an_engine_that_is_started_again_is_seen_again(
+    browser: Any, launch: Callable[..., Server]
+) -> None:
+    server = launch("--engine-restarts", "1", "--api-workers", "2")
+    with opened(browser, f"{server.url}/") as page:
+        live(page)
+        with Load(server, 4):
+            # Whichever process answers this page, it sees the requests of all.
+            page.wait_for_selector(".tile:has-text('Running') .value:text-is('4')")
+        os.kill(child(server, "quire.engine.process"), signal.SIGKILL)
+        page.wait_for_selector("#live-state[data-state=disconnected]")
+        assert "engine" in page.inner_text("#live-why")
+        page.wait_for_selector("#live-state[data-state=live]")
+        page.wait_for_selector("#tree:has-text('No prefix')")
 
 
 def test_a_key_is_asked_for_and_the_view_goes_on_with_it(
