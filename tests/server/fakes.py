@@ -50,7 +50,10 @@ class FakeClient:
     aborted: list[str] = field(default_factory=list)
     config: Any = field(
         default_factory=lambda: SimpleNamespace(
-            model_name="fake", model_path="/nowhere", scheduler=SimpleNamespace(max_model_len=64)
+            model_name="fake",
+            model_path="/nowhere",
+            device="cpu",
+            scheduler=SimpleNamespace(max_model_len=64),
         )
     )
 

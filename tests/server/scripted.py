@@ -69,6 +69,7 @@ def scripted_engine(*words: str, **options: Any) -> FakeClient:
     engine.config = SimpleNamespace(
         model_name=MODEL,
         model_path=str(EMBEDDED),
+        device="cpu",
         scheduler=SimpleNamespace(max_model_len=2048),
     )
     return engine

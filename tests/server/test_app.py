@@ -236,6 +236,7 @@ def test_metrics_count() -> None:
         async with connect(FakeClient()) as http:
             await http.post("/v1/completions", json=PROMPT)
             await http.post("/v1/completions", json={"prompt": []})
+            await http.get("/a/path/of/the/clients")
             return (await http.get("/metrics")).text
 
     text = run(go())
@@ -243,7 +244,10 @@ def test_metrics_count() -> None:
         "quire_prompt_tokens_total 3.0",
         "quire_generation_tokens_total 3.0",
         'quire_requests_finished_total{reason="stop"} 1.0',
-        'quire_http_errors_total{code="400"} 1.0',
+        'quire_errors_total{kind="invalid_value",status="400"} 1.0',
+        'quire_http_requests_total{method="POST",route="/v1/completions",status="200"} 1.0',
+        'quire_http_requests_total{method="GET",route="other",status="404"} 1.0',
+        'quire_http_request_seconds_count{method="POST",route="/v1/completions"} 2.0',
         "quire_time_to_first_token_seconds_count 1.0",
         "quire_inter_token_latency_seconds_count 2.0",
         "quire_request_seconds_count 1.0",

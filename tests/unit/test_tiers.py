@@ -153,7 +153,7 @@ def test_forgotten_prefixes_do_not_come_back(folder: Path) -> None:
 
 
 def test_monitors_see_the_tiers() -> None:
-    metrics = EngineMetrics(of_server := ServerMetrics())
+    metrics = EngineMetrics(of_server := ServerMetrics(), "a-model")
     registry = of_server.registry
     metrics.update(EngineStats(swapped=3), up=True)
     assert b"host_hit_tokens" not in generate_latest(registry)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 
 from quire.config import EngineConfig
+from quire.engine.telemetry import Histogram, Telemetry
 from quire.engine.tiers import open_tiers
 from quire.errors import EngineDeadError, RequestError
 from quire.executor import Executor
@@ -17,7 +17,7 @@ from quire.outputs import RequestTimes
 from quire.plan import Int32, StepPlan
 from quire.pooling import POOLING
 from quire.pooling_params import Pooling
-from quire.request import FinishReason, Request
+from quire.request import FinishReason, Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler, StepProgress
 from quire.structured import GrammarFeature
@@ -32,17 +32,18 @@ _IDLE = 5e-3
 
 _SAVE_SECONDS = 3.0
 """How long the end of an engine may take to write cached blocks to files."""
-_FIRSTS = 64
 
 
 class EngineStats(msgspec.Struct):
     """Block counts are per KV group; the counters count since the start. prompt_tokens are those of
     the requests taken, generation_tokens those that were read from the device. swapped: preemptions
-    after which blocks were to be brought back rather than computed again. tiers: None without any.
+    after which blocks were to be brought back rather than computed again. set_back: of those
+    waiting, how many ran before. tiers: None without any. histograms: see `Telemetry`.
     """
 
     running: int = 0
     waiting: int = 0
+    set_back: int = 0
     blocks_total: list[int] = []
     blocks_used: list[int] = []
     blocks_cached: list[int] = []
@@ -55,6 +56,7 @@ class EngineStats(msgspec.Struct):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     tiers: TierStats | None = None
+    histograms: dict[str, Histogram] = {}
 
 
 class EngineCore:
@@ -88,12 +90,8 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, self.capacity, features)
         self._siblings: dict[str, list[Request]] = {}
         self._seeds = 0
-        self._steps = self._prompt_tokens = self._generation_tokens = 0
-        # Running, but still without a token: few, and the only ones whose times change.
-        self._tokenless: list[Request] = []
-        self._num_firsts = 0
-        self.firsts: deque[tuple[int, float]] = deque(maxlen=_FIRSTS)
-        """The last requests to get a first token: their number, and the seconds it took."""
+        self._prompt_tokens = 0
+        self.telemetry = Telemetry()
         self._unfit: list[tuple[Request, RequestError]] = []
         self.failed = False
 
@@ -200,23 +198,26 @@ class EngineCore:
         while scheduler.num_in_flight < self.config.scheduler.steps_in_flight:
             if grammars is not None and not grammars.settled:
                 break
+            begun = time.monotonic()
             plan = scheduler.plan()
             if plan is None:
                 break
+            planned = time.monotonic()
             if grammars is not None:
                 grammars.begin()  # a first launch waits for the device, and that for the masks
             executor.submit(plan)
-            self._steps += 1
-            self._note_starts(plan)
+            self.telemetry.launched(plan, self._admitted(plan), begun, planned)
         if not scheduler.num_in_flight:
             if grammars is not None and grammars.parked:
                 self._wake(grammars, _IDLE)
             return None
-        progress = scheduler.update(executor.collect())
+        begun = time.monotonic()
+        result = executor.collect()
+        collected = time.monotonic()
+        progress = scheduler.update(result)
         if grammars is not None:
             grammars.begin()
-        self._generation_tokens += int(progress.n_tokens.sum())
-        self._note_times(progress)
+        self.telemetry.read(progress, result.gpu_us, begun, collected)
         for place in progress.finished:
             self._forget_ended(progress.requests[place].request_id.rpartition("/")[0])
         return progress
@@ -240,42 +241,27 @@ class EngineCore:
         """Whether requests are parked until their grammar is compiled: a step may bring nothing."""
         return self._grammars is not None and self._grammars.parked
 
-    def _note_starts(self, plan: StepPlan) -> None:
-        now = time.monotonic()
-        for admit in plan.admits:
-            name, _, index = admit.request_id.rpartition("/")
-            request = self._siblings[name][int(index)]
-            times: RequestTimes = request.state["times"]
-            if times.first_scheduled is None:
-                times.first_scheduled = now
-                self._tokenless.append(request)
-
-    def _note_times(self, progress: StepProgress) -> None:
-        if not self._tokenless and not progress.finished:
-            return
-        now = time.monotonic()
-        still = []
-        for request in self._tokenless:
-            if request.num_output_tokens:
-                times: RequestTimes = request.state["times"]
-                times.first_token = now
-                self._num_firsts += 1
-                self.firsts.append((self._num_firsts, now - times.arrival))
-            elif not request.finished:
-                still.append(request)
-        self._tokenless = still
-        for place in progress.finished:
-            progress.requests[place].state["times"].finished = now
+    def _admitted(self, plan: StepPlan) -> list[Request]:
+        names = [admit.request_id.rpartition("/") for admit in plan.admits]
+        return [self._siblings[name][int(index)] for name, _, index in names]
 
     def stats(self) -> EngineStats:
         found = self.scheduler.stats()
         names = set(found.__slots__) & set(EngineStats.__struct_fields__)
         return EngineStats(
             **{name: getattr(found, name) for name in names},
-            steps=self._steps,
+            set_back=self._set_back() if found.preemptions else 0,
+            steps=self.telemetry.steps,
             prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
+            generation_tokens=self.telemetry.generation_tokens,
             tiers=None if self._tiers is None else self._tiers.stats(),
+            histograms=self.telemetry.histograms,
+        )
+
+    def _set_back(self) -> int:
+        return sum(
+            request.num_preemptions > 0 and request.status is not RequestStatus.RUNNING
+            for request in self.scheduler.requests()
         )
 
     def shutdown(self) -> None:

@@ -125,7 +125,7 @@ def take_snapshot(core: EngineCore, tokens: bool) -> Snapshot:
         waiting=waiting,
         step=_step(core.scheduler.last_step),
         prompt_step=_step(core.scheduler.last_prompt_step),
-        firsts=list(core.firsts),
+        firsts=list(core.telemetry.firsts),
         tree=[
             Branch(
                 twig.parent, twig.length, twig.users, twig.hidden, twig.tokens if tokens else None

@@ -25,6 +25,7 @@ from quire.server.convert import model_defaults
 from quire.server.embeddings import embeddings
 from quire.server.engine_metrics import EngineMetrics
 from quire.server.error_shapes import handle_error
+from quire.server.gpu_metrics import GpuMetrics
 from quire.server.limits import Buckets
 from quire.server.live import Lookout, live
 from quire.server.openai_responses.routes import (
@@ -68,7 +69,8 @@ def build_app(client: EngineClient, args: ServerArgs, limits_file: Path | None =
     state = ServerState(client, args, defaults, buckets=Buckets(limits_file))
     app.state.server = state
     app.state.metrics = state.metrics
-    app.state.engine_metrics = EngineMetrics(state.metrics)
+    app.state.engine_metrics = EngineMetrics(state.metrics, state.model_name)
+    app.state.gpu_metrics = GpuMetrics(state.metrics, client.config.device)
     limits = (
         args.response_store_size,
         round(args.response_store_mb * 1e6),
@@ -174,7 +176,8 @@ async def metrics(request: Request) -> Response:
         async with asyncio.timeout(_SCRAPE_TIMEOUT):
             engine.update(await state.client.stats(), up=state.client.alive)
     except (QuireError, TimeoutError):
-        engine.up.set(0)
+        engine.up = False
+    await asyncio.to_thread(request.app.state.gpu_metrics.update)
     return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -54,7 +54,7 @@ class Door:
         try:
             self._let_in(scope)
         except ApiError as error:
-            self.state.metrics.count_error(error.status)
+            self.state.metrics.count_error(error)
             await error_response(error, scope)(scope, receive, send)
             return
         await self.app(scope, receive, send)

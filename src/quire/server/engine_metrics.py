@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prometheus_client import Gauge
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+from quire import __version__
 from quire.server.metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineStats
+    from quire.offload import TierStats
 
 _COUNTERS = {
     "prefix_query_tokens": ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),
@@ -42,50 +52,88 @@ _TIER_COUNTERS = {
 """Fields of `TierStats`, likewise; there where there are lower tiers."""
 
 
-class EngineMetrics:
-    """Gauges of the engine's state, and its counters, which are reported as they come: the engine
-    does the counting."""
+_HISTOGRAMS = {
+    "step_seconds": (
+        "engine_step_seconds",
+        "A step's own time, from its launch, or the end of the one before, to its end.",
+    ),
+    "step_device_seconds": ("engine_step_device_seconds", "What the device took of it."),
+    "step_requests": ("engine_step_requests", "Requests in a step."),
+    "step_tokens": ("engine_step_tokens", "Tokens in a step."),
+    "prefill_seconds": ("request_prefill_seconds", "A request's first step to its first token."),
+}
+"""Histograms of `EngineStats`, likewise."""
 
-    def __init__(self, metrics: ServerMetrics) -> None:
-        def gauge(name: str, help: str, labels: tuple[str, ...] = ()) -> Gauge:
-            # Every process asks the same engine.
-            return Gauge(
-                f"quire_{name}",
-                help,
-                labels,
-                registry=metrics.registry,
-                multiprocess_mode="mostrecent",
-            )
 
-        self.up = gauge("engine_up", "1 while the engine answers.")
-        self.running = gauge("requests_running", "Requests that hold a lane and KV blocks.")
-        self.waiting = gauge("requests_waiting", "Requests in the queue.")
-        self.blocks = gauge("kv_blocks", "KV blocks, by group and state.", ("group", "state"))
-        self.tiers = gauge("tier_blocks", "KV blocks in lower tiers.", ("tier",))
-        self.counts = dict.fromkeys(_COUNTERS, 0)
-        metrics.engine = _Counters(self.counts)
-        metrics.registry.register(metrics.engine)
+class EngineMetrics(Collector):
+    """What the engine said when it was last asked. It does the counting."""
+
+    def __init__(self, metrics: ServerMetrics, model: str) -> None:
+        self.up = False
+        self._stats: EngineStats | None = None
+        self._build = {
+            "version": __version__,
+            "python": platform.python_version(),
+            "torch": importlib.metadata.version("torch"),
+            "model": model,
+        }
+        metrics.collect_from(self)
 
     def update(self, stats: EngineStats, *, up: bool) -> None:
-        self.up.set(int(up))
-        self.running.set(stats.running)
-        self.waiting.set(stats.waiting)
-        for state in ("used", "cached", "free"):
-            for group, count in enumerate(getattr(stats, f"blocks_{state}")):
-                self.blocks.labels(str(group), state).set(count)
-        for name in _COUNTERS:
-            self.counts[name] = getattr(stats, name)
-        if stats.tiers is not None:
-            self.tiers.labels("host").set(stats.tiers.host_blocks_used)
-            self.tiers.labels("disk").set(stats.tiers.disk_blocks)
-            self.counts |= {name: getattr(stats.tiers, name) for name in _TIER_COUNTERS}
+        self.up = up
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        yield _gauge("engine_up", "1 while the engine answers.", int(self.up))
+        build = _gauge("build_info", "1; what runs is in its labels.", labels=tuple(self._build))
+        build.add_metric(list(self._build.values()), 1)
+        yield build
+        if self._stats is not None:
+            yield from _gauges(self._stats)
+            yield from _counters(self._stats, _COUNTERS)
+            yield from _histograms(self._stats)
+            if self._stats.tiers is not None:
+                yield from _tiers(self._stats.tiers)
 
 
-class _Counters(Collector):
-    def __init__(self, counts: dict[str, int]) -> None:
-        self.counts = counts
+def _gauges(stats: EngineStats) -> Iterator[Metric]:
+    yield _gauge("requests_running", "Requests that hold a lane and KV blocks.", stats.running)
+    yield _gauge("requests_waiting", "Requests in the queue.", stats.waiting)
+    yield _gauge(
+        "requests_swapped", "Of those in the queue, preempted after they had run.", stats.set_back
+    )
+    blocks = _gauge("kv_blocks", "KV blocks, by group and state.", labels=("group", "state"))
+    for state in ("used", "cached", "free"):
+        for group, count in enumerate(getattr(stats, f"blocks_{state}")):
+            blocks.add_metric([str(group), state], count)
+    yield blocks
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        for field, (name, help) in (_COUNTERS | _TIER_COUNTERS).items():
-            if field in self.counts:
-                yield CounterMetricFamily(f"quire_{name}", help, value=self.counts[field])
+
+def _tiers(tiers: TierStats) -> Iterator[Metric]:
+    blocks = _gauge("tier_blocks", "KV blocks in lower tiers.", labels=("tier",))
+    blocks.add_metric(["host"], tiers.host_blocks_used)
+    blocks.add_metric(["disk"], tiers.disk_blocks)
+    yield blocks
+    yield from _counters(tiers, _TIER_COUNTERS)
+
+
+def _counters(stats: object, names: dict[str, tuple[str, str]]) -> Iterator[Metric]:
+    for field, (name, help) in names.items():
+        yield CounterMetricFamily(f"quire_{name}", help, value=getattr(stats, field))
+
+
+def _histograms(stats: EngineStats) -> Iterator[Metric]:
+    for field, (name, help) in _HISTOGRAMS.items():
+        if field in stats.histograms:
+            found = stats.histograms[field]
+            bounds = [*map(floatToGoString, found.bounds), "+Inf"]
+            buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+            yield HistogramMetricFamily(
+                f"quire_{name}", help, buckets=buckets, sum_value=found.total
+            )
+
+
+def _gauge(
+    name: str, help: str, value: float | None = None, labels: tuple[str, ...] = ()
+) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"quire_{name}", help, value, None if value is not None else labels)

@@ -33,5 +33,5 @@ async def handle_error(request: Request, error: Exception) -> Response:
     """Exception handler of the app: counts the error and answers in the shape of the route's API,
     which holds for paths and methods that do not exist too."""
     api_error = as_api_error(error)
-    request.app.state.metrics.count_error(api_error.status)
+    request.app.state.metrics.count_error(api_error)
     return error_response(api_error, request.scope)

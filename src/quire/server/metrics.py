@@ -11,26 +11,27 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from quire.server.errors import ApiError
+
 if TYPE_CHECKING:
     from quire.engine.output import StreamUpdate
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
-
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 """The variable that has prometheus_client keep a process's values in files of this folder."""
 
 
 class ServerMetrics:
-    """What the API process sees itself; the engine's gauges are filled in at each scrape.
+    """What the API process sees itself; collectors add what is everybody's at each scrape.
 
     Where several processes serve together, a scrape of one gives the sums of all.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.engine: Collector | None = None
+        self.collectors: list[Collector] = []
         self.ttft = self._histogram("time_to_first_token_seconds", "Request in to first token out.")
         self.queued = self._histogram(
             "request_queue_seconds", "Request in to its first step begun."
@@ -45,7 +46,15 @@ class ServerMetrics:
         self.finished = self._counter(
             "requests_finished", "Completions, by the reason of their end.", ["reason"]
         )
-        self.errors = self._counter("http_errors", "Answers other than 200, by status.", ["code"])
+        self.errors = self._counter(
+            "errors", "Errors told to clients, in streams too.", ["kind", "status"]
+        )
+        self.http = self._counter(
+            "http_requests", "HTTP requests that ended.", ["route", "method", "status"]
+        )
+        self.http_seconds = self._histogram(
+            "http_request_seconds", "First byte in to last byte out.", labels=["route", "method"]
+        )
         self.open = Gauge(
             "quire_open_requests",
             "Prompts handed to the engine.",
@@ -53,14 +62,32 @@ class ServerMetrics:
             multiprocess_mode="livesum",
         )
 
-    def _histogram(self, name: str, help: str, buckets: Iterable[float] = SECONDS) -> Histogram:
-        return Histogram(f"quire_{name}", help, buckets=tuple(buckets), registry=self.registry)
+    def _histogram(
+        self,
+        name: str,
+        help: str,
+        buckets: Iterable[float] = SECONDS,
+        labels: Iterable[str] = (),
+    ) -> Histogram:
+        return Histogram(
+            f"quire_{name}", help, tuple(labels), buckets=tuple(buckets), registry=self.registry
+        )
 
     def _counter(self, name: str, help: str, labels: Iterable[str] = ()) -> Counter:
         return Counter(f"quire_{name}", help, tuple(labels), registry=self.registry)
 
-    def count_error(self, status: int) -> None:
-        self.errors.labels(str(status)).inc()
+    def collect_from(self, collector: Collector) -> None:
+        """Its numbers are everybody's: of several processes, the one that is asked reports them."""
+        self.collectors.append(collector)
+        self.registry.register(collector)
+
+    def count_error(self, error: ApiError) -> None:
+        info = error.body.error
+        self.errors.labels(info.code or info.type, str(error.status)).inc()
+
+    def count_http(self, route: str, method: str, status: int, seconds: float) -> None:
+        self.http.labels(route, method, str(status)).inc()
+        self.http_seconds.labels(route, method).observe(seconds)
 
     def count_prompt(self, tokens: int, cached: int, queued: float) -> None:
         """queued: seconds until its first step."""
@@ -74,8 +101,8 @@ class ServerMetrics:
             return generate_latest(self.registry)
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        if self.engine is not None:
-            registry.register(self.engine)
+        for collector in self.collectors:
+            registry.register(collector)
         return generate_latest(registry)
 
 

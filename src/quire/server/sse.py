@@ -139,7 +139,7 @@ class EventStream(Response, Generic[T]):
             raise
         except Exception as error:
             api_error = as_api_error(error)
-            self.metrics.count_error(api_error.status)
+            self.metrics.count_error(api_error)
             if self.media_type != "text/event-stream":
                 raise
             buffer = bytearray()

@@ -30,6 +30,10 @@ EXPOSED_HEADERS = [
 ]
 """What scripts of other sites may read of an answer, where they may ask at all."""
 
+_NO_ROUTE = "other"
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_CLIENT_GONE = 499
+
 
 class Visits:
     """Pure ASGI middleware."""
@@ -60,8 +64,16 @@ class Visits:
             await self.app(scope, receive, sending)
         finally:
             visit.release()
+            self._count(scope, visit)
             if access.isEnabledFor(logging.INFO):
                 _log(scope, visit)
+
+    def _count(self, scope: Scope, visit: Visit) -> None:
+        """Under the route's template: neither paths nor methods are a client's to choose."""
+        route = getattr(scope.get("route"), "path", _NO_ROUTE)
+        method = scope["method"] if scope["method"] in _METHODS else _NO_ROUTE
+        seconds = time.perf_counter() - visit.began
+        self.state.metrics.count_http(route, method, visit.status or _CLIENT_GONE, seconds)
 
     def _visit(self, scope: Scope) -> Visit:
         timeout = self.state.args.request_timeout

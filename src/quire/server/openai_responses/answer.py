@@ -91,7 +91,7 @@ class ResponseAnswer:
             raise
         except Exception as error:
             api_error = as_api_error(error)
-            metrics.count_error(api_error.status)
+            metrics.count_error(api_error)
             writer.fail(api_error)
         finally:
             record.task = None

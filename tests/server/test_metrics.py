@@ -1,0 +1,217 @@
+"""What `/metrics` tells, and that documents and dashboards speak of nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.engine.core import EngineStats
+from quire.engine.telemetry import Histogram, Telemetry
+from quire.offload import TierStats
+from quire.server.engine_metrics import EngineMetrics
+from quire.server.errors import ApiError
+from quire.server.gpu_metrics import GpuMetrics
+from quire.server.metrics import ServerMetrics
+
+ROOT = Path(__file__).parents[2]
+_SUFFIX = re.compile(r"_(bucket|sum|count)$")
+
+
+class NvmlError(Exception):
+    pass
+
+
+def fake_nvml() -> Any:
+    """Two GPUs; the second one does not say how busy it is, as a share of one does not."""
+
+    def utilization(handle: int) -> SimpleNamespace:
+        if handle:
+            raise NvmlError
+        return SimpleNamespace(gpu=37)
+
+    return SimpleNamespace(
+        NVMLError=NvmlError,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}abc",
+        nvmlDeviceGetName=lambda handle: b"A GPU",
+        nvmlDeviceGetUtilizationRates=utilization,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=5, total=7),
+        nvmlDeviceGetPowerUsage=lambda handle: 300_000,
+        nvmlDeviceGetTemperature=lambda handle, kind: 40,
+    )
+
+
+@pytest.fixture
+def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
+    """All metrics that there are, with a value at least."""
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    metrics = ServerMetrics()
+    stats = EngineStats(
+        running=1,
+        set_back=2,
+        blocks_used=[1],
+        blocks_cached=[2],
+        blocks_free=[3],
+        tiers=TierStats(),
+        histograms=Telemetry().histograms,
+    )
+    EngineMetrics(metrics, "a-model").update(stats, up=True)
+    GpuMetrics(metrics, "cuda").update()
+    metrics.count_error(ApiError(404, "no", code="model_not_found"))
+    metrics.count_error(ApiError(400, "no"))
+    metrics.count_http("/health", "GET", 200, 0.01)
+    metrics.finished.labels("stop").inc()
+    return metrics
+
+
+def families(metrics: ServerMetrics) -> dict[str, Any]:
+    """By the names that queries use."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        if not family.name.endswith("_created"):
+            found[family.name + "_total" * (family.type == "counter")] = family
+    return found
+
+
+def test_the_table_is_what_there_is(everything: ServerMetrics) -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    rows = re.findall(r"^\| `(quire_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \|$", text, re.MULTILINE)
+    told = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels, _ in rows}
+    assert len(told) == len(rows)
+    there = {
+        name: (family.type, {key for sample in family.samples for key in sample.labels} - {"le"})
+        for name, family in families(everything).items()
+    }
+    assert told == there
+
+
+def expressions(document: Any) -> Iterator[str]:
+    """Wherever they are: of panels, variables and alerts."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            if key in ("expr", "definition", "query") and isinstance(value, str):
+                yield value
+            else:
+                yield from expressions(value)
+    elif isinstance(document, list):
+        for item in document:
+            yield from expressions(item)
+
+
+def unknown(document: Any, metrics: ServerMetrics) -> set[str]:
+    names = {n for text in expressions(document) for n in re.findall(r"\bquire_\w+", text)}
+    known = families(metrics)
+    assert len(names) > 5
+    return {
+        name
+        for name in names
+        if name not in known
+        and getattr(known.get(_SUFFIX.sub("", name)), "type", None) != "histogram"
+    }
+
+
+def test_the_dashboard(everything: ServerMetrics) -> None:
+    board = json.loads((ROOT / "docs" / "grafana" / "quire.json").read_text())
+    assert unknown(board, everything) == set()
+    panels = board["panels"]
+    titles = [panel["title"] for panel in panels if panel["type"] == "row"]
+    assert titles == ["Traffic", "Latency", "Engine", "Cache", "GPU", "Errors"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    for panel in panels:
+        if panel["type"] != "row":
+            assert panel["targets"], panel["title"]
+            assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+    shown = " ".join(expressions(board))
+    missing = [name for name in families(everything) if not re.search(rf"\b{name}", shown)]
+    assert missing == []
+    for text in expressions(board):
+        assert text.count("(") == text.count(")"), text
+
+
+def test_the_examples(everything: ServerMetrics) -> None:
+    folder = ROOT / "examples" / "observability"
+    assert unknown(yaml.safe_load((folder / "alerts.yml").read_text()), everything) == set()
+    config = yaml.safe_load((folder / "prometheus.yml").read_text())
+    assert config["rule_files"] == ["alerts.yml"]
+    services = yaml.safe_load((folder / "docker-compose.yml").read_text())["services"]
+    for service in services.values():
+        for volume in service["volumes"]:
+            assert (folder / volume.split(":")[0]).exists(), volume
+
+
+def test_histograms_of_the_engine() -> None:
+    histogram = Histogram.of((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.add(value)
+    assert (histogram.counts, histogram.total) == ([2, 1, 1], 12.0)
+    metrics = ServerMetrics()
+    engine = EngineMetrics(metrics, "m")
+    engine.update(EngineStats(histograms={"step_seconds": histogram}), up=True)
+    lines = metrics.text().decode().splitlines()
+    for line in (
+        'quire_engine_step_seconds_bucket{le="1.0"} 2.0',
+        'quire_engine_step_seconds_bucket{le="2.0"} 3.0',
+        'quire_engine_step_seconds_bucket{le="+Inf"} 4.0',
+        "quire_engine_step_seconds_count 4.0",
+        "quire_engine_step_seconds_sum 12.0",
+    ):
+        assert line in lines
+
+
+def test_an_engine_that_never_answered() -> None:
+    metrics = ServerMetrics()
+    EngineMetrics(metrics, "m")
+    found = families(metrics)
+    assert found["quire_engine_up"].samples[0].value == 0
+    assert "quire_requests_running" not in found
+
+
+def test_gpus(everything: ServerMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    def readings() -> dict[str, dict[str, float]]:
+        metrics = ServerMetrics()
+        GpuMetrics(metrics, "cuda:1").update()
+        return {
+            name: {sample.labels["gpu"]: sample.value for sample in family.samples}
+            for name, family in families(metrics).items()
+            if name.startswith("quire_gpu_")
+        }
+
+    found = readings()
+    assert found["quire_gpu_utilization_ratio"] == {"0": 0.37}
+    assert found["quire_gpu_memory_used_bytes"] == {"0": 5, "1": 5}
+    assert found["quire_gpu_power_watts"] == {"0": 300, "1": 300}
+    for visible in ("1", "GPU-1", " 1 ,", "GPU-1abc"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert readings()["quire_gpu_memory_total_bytes"] == {"1": 7}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert readings() == {}
+
+
+@pytest.mark.parametrize("fault", ["no package", "no driver", "a driver that fails later", "cpu"])
+def test_no_gpus(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise NvmlError
+
+    nvml = fake_nvml()
+    if fault == "no driver":
+        nvml.nvmlInit = fail
+    elif fault == "a driver that fails later":
+        nvml.nvmlDeviceGetCount = fail
+    monkeypatch.setitem(sys.modules, "pynvml", None if fault == "no package" else nvml)
+    metrics = ServerMetrics()
+    gpus = GpuMetrics(metrics, "cpu" if fault == "cpu" else "cuda")
+    gpus.update()
+    assert not any("gpu" in name for name in families(metrics))
