@@ -47,7 +47,6 @@ def test_the_base_does_nothing() -> None:
     base, one = Feature(), request("one")
     assert base.admit(one) is None
     assert base.ready(one)
-    assert len(base.hold()) == 0
     assert not base.fetch(one, one.tokens.view(), 5)
     assert not base.preempt(one)
     assert not base.pending(True)
@@ -223,32 +222,3 @@ def test_a_feature_may_keep_the_blocks_of_an_ended_request() -> None:
     loop.scheduler.add(request("three"))
     loop.scheduler.abort("three")
     assert keeps.released == ["one", "two", "three"]
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_lanes_on_hold_are_left_out_while_others_go_on(depth: int) -> None:
-    class Holds(Feature):
-        """The first tenant's next token waits for every fourth step, while there is another."""
-
-        step = 0
-
-        def hold(self) -> Int32:
-            return int32([0]) if self.step % 4 and not other.finished else int32([])
-
-        def plan(self, builder: PlanBuilder) -> None:
-            self.step = builder.step_id + 1
-            generating = builder.lanes[(builder.flags & RowFlag.PROMPT) == 0].tolist()
-            if 0 in generating and not other.finished:
-                held.append(builder.step_id % 4)
-
-    held: list[int] = []
-    other = request("two", output=12)
-    loop = make(Holds(), steps_in_flight=depth)
-    requests = [request("one"), other]
-    for one in requests:
-        loop.scheduler.add(one)
-    while loop.scheduler.has_work() and loop.executor.steps < 200:
-        loop.step()
-    assert set(held) == {0}
-    for one in requests:
-        assert one.output.tolist() == expected_output(one, loop.executor.vocab, None)

@@ -67,10 +67,6 @@ class Feature:
         """How many draft tokens to book for a generating request's next row, at most `room`."""
         return 0
 
-    def hold(self) -> Int32:
-        """Lanes, int32 [n], whose next token the step about to be planned must leave out."""
-        return int32([])
-
     def plan(self, builder: PlanBuilder) -> None:
         """Add to a step whose rows are settled."""
 

@@ -28,13 +28,11 @@ class RunningSet:
         blocks: BlockManager,
         key: Callable[[Request], Key],
         lookaheads: Sequence[Callable[[Request, int], int]],
-        holds: Sequence[Callable[[], Int32]] = (),
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._key = key
         self._lookaheads = lookaheads
-        self._holds = holds
         self.lanes = LaneTable(config.max_num_seqs, config.max_model_len)
         self.entries: list[Entry] = []
         self._prompts: list[Entry] = []
@@ -140,10 +138,6 @@ class RunningSet:
         eligible = room > 0
         if self._config.lag > 1 and not settled:
             eligible &= lanes.ready_step[rows.lanes] <= step_id
-        for hold in self._holds:
-            left_out = hold()
-            if len(left_out):
-                eligible &= ~np.isin(rows.lanes, left_out)
         if only is not None:
             eligible &= np.array([request.tenant == only for request in rows.requests])
         if not eligible.all():

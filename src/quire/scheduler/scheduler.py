@@ -84,7 +84,6 @@ class Scheduler:
             self.blocks,
             key,
             overridden(features, "lookahead"),
-            overridden(features, "hold"),
         )
         self._lanes = self._running.lanes
         self._admission = Admission(
