@@ -97,6 +97,9 @@ class EngineArgs:
         (), f"Optimization to switch off, to measure its worth: {', '.join(OPTIMIZATIONS)}."
     )
     tensor_parallel_size: int = _setting(1, "GPUs that share each layer.")
+    trace_dir: str | None = _setting(
+        None, "Folder for a trace of every step, for Perfetto (256 MB at most; slows it a little)."
+    )
     skip_tokenizer_init: bool = _setting(False, "Serve token ids only; load no tokenizer.")
 
     def __post_init__(self) -> None:

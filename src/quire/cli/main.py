@@ -141,3 +141,21 @@ def info(
     from quire.cli.info import info as run
 
     run(engine, as_json=json)
+
+
+@app.command()
+@with_settings(EngineArgs, positional=False)
+def trace(
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT.json", help="The trace, for https://ui.perfetto.dev.")
+    ],
+    *,
+    engine: EngineArgs,
+    requests: Annotated[int, typer.Option(min=1, max=100_000, help="Requests to run.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Random tokens of each.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 32,
+) -> None:
+    """Run a small workload and write a trace of every step (a server does it with --trace-dir)."""
+    from quire.cli.trace import trace as run
+
+    run(output, engine, requests, prompt_tokens, output_tokens)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.telemetry import Histogram, Telemetry
 from quire.engine.tiers import open_tiers
+from quire.engine.trace import StepTrace
+from quire.engine.trace_files import TraceFiles
 from quire.errors import EngineDeadError, RequestError
 from quire.executor import Executor
 from quire.offload import OffloadFeature, TierStats
@@ -78,6 +81,8 @@ class EngineCore:
         grammars: GrammarFeature | None = None,
     ) -> None:
         self.config = config
+        folder = config.args.trace_dir
+        files = None if folder is None else TraceFiles(Path(folder))
         self._executor = executor
         self.capacity = executor.start()
         self._grammars = grammars
@@ -91,7 +96,7 @@ class EngineCore:
         self._siblings: dict[str, list[Request]] = {}
         self._seeds = 0
         self._prompt_tokens = 0
-        self.telemetry = Telemetry()
+        self.telemetry = Telemetry(None if files is None else StepTrace(files, self.scheduler))
         self._unfit: list[tuple[Request, RequestError]] = []
         self.failed = False
 
@@ -273,6 +278,7 @@ class EngineCore:
             self._save(self._tiers)
         if self._grammars is not None:
             self._grammars.shutdown()
+        self.telemetry.close()
         self._executor.shutdown()
 
     def _save(self, tiers: OffloadFeature) -> None:

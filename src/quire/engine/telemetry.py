@@ -8,6 +8,7 @@ from collections import deque
 
 import msgspec
 
+from quire.engine.trace import StepTrace
 from quire.outputs import RequestTimes
 from quire.plan import StepPlan
 from quire.request import Request
@@ -47,9 +48,11 @@ class Telemetry:
         step_requests, step_tokens: what was launched.
         prefill_seconds: a request's first step to its first token.
     firsts: the last requests to get a first token: their number, and the seconds it took.
+    trace: is told as well, where one is written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trace: StepTrace | None = None) -> None:
+        self._trace = trace
         self.steps = self.generation_tokens = 0
         self.histograms = {
             "step_seconds": Histogram.of(STEP_SECONDS),
@@ -70,16 +73,17 @@ class Telemetry:
     ) -> None:
         """A step was submitted just now. begun, planned: the scheduler's work on it. admitted: the
         requests that got their lanes with it."""
-        now = time.monotonic()
         self.steps += 1
-        self._launches.append(now)
+        self._launches.append(planned)
         self.histograms["step_requests"].add(plan.num_rows)
         self.histograms["step_tokens"].add(plan.num_tokens)
         for request in admitted:
             times: RequestTimes = request.state["times"]
             if times.first_scheduled is None:
-                times.first_scheduled = now
+                times.first_scheduled = planned
                 self._tokenless.append(request)
+        if self._trace is not None:
+            self._trace.launched(plan, admitted, begun, planned, time.monotonic())
 
     def read(
         self, progress: StepProgress, device_us: float, begun: float, collected: float
@@ -93,6 +97,8 @@ class Telemetry:
         self.generation_tokens += int(progress.n_tokens.sum())
         if self._tokenless or progress.finished:
             self._note_times(progress)
+        if self._trace is not None:
+            self._trace.read(progress, device_us, begun, collected, time.monotonic())
 
     def _note_times(self, progress: StepProgress) -> None:
         now = time.monotonic()
@@ -105,6 +111,11 @@ class Telemetry:
         self._tokenless = still
         for place in progress.finished:
             progress.requests[place].state["times"].finished = now
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._trace is not None:
+            self._trace.close()
 
     def _note_first(self, times: RequestTimes, now: float) -> None:
         times.first_token = now

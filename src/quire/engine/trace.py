@@ -1,0 +1,223 @@
+"""Every step of the engine, and every request's way through it, as Chrome trace events."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.engine.trace_files import Event, TraceFiles
+from quire.outputs import RequestTimes
+from quire.plan import StepPlan
+from quire.request import Request, RequestStatus
+from quire.scheduler import StepProgress
+
+if TYPE_CHECKING:
+    from quire.scheduler import Scheduler
+
+ENGINE, REQUESTS = 1, 2
+"""Groups of tracks ("processes" to the format)."""
+HOST, DEVICE = 1, 2
+_WAITED = 50e-6
+"""A wait for a result longer than this ended with the device's step."""
+
+
+@dataclass(slots=True)
+class _Track:
+    """A request's line. phase: what it is in; since: from when on."""
+
+    request: Request
+    number: int
+    phase: str
+    since: float
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class _Launch:
+    step: int
+    at: float
+    rows: int
+    tokens: int
+
+
+class StepTrace:
+    """All times are of `time.monotonic`, in seconds; in the files they are microseconds of it.
+
+    On the host's track: plan, submit (the upload and the launches), wait (for the oldest step's
+    result), update. On the device's: the steps, as long as the device says they took. On a
+    request's: queue, prefill, decode, preempted.
+    """
+
+    def __init__(self, files: TraceFiles, scheduler: Scheduler) -> None:
+        self._files = files
+        self._scheduler = scheduler
+        self._launches: deque[_Launch] = deque()
+        self._device_end = 0.0
+        self._tracks: dict[str, _Track] = {}
+        self._prefilling: list[_Track] = []
+        self._count = 0
+        files.begin = self._names
+
+    def _names(self) -> Iterator[Event]:
+        yield _name("process_name", ENGINE, HOST, "engine")
+        yield _name("process_name", REQUESTS, 0, "requests")
+        yield _name("thread_name", ENGINE, HOST, "host")
+        yield _name("thread_name", ENGINE, DEVICE, "device")
+        clock = {"unix_us": time.time() * 1e6, "ts": time.monotonic() * 1e6}
+        yield {"name": "clock", "ph": "M", "pid": ENGINE, "args": clock}
+        for track in self._tracks.values():
+            yield _name("thread_name", REQUESTS, track.number, track.request.request_id)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def launched(
+        self, plan: StepPlan, admitted: list[Request], begun: float, planned: float, now: float
+    ) -> None:
+        """As `Telemetry.launched`."""
+        step, rows, tokens = plan.step_id, plan.num_rows, plan.num_tokens
+        self._launches.append(_Launch(step, planned, rows, tokens))
+        args = {"step": step, "requests": rows, "tokens": tokens, "admitted": len(admitted)}
+        self._span("plan", ENGINE, HOST, begun, planned, args)
+        self._span("submit", ENGINE, HOST, planned, now, {"step": step})
+        if plan.frees or self._scheduler.num_running < len(self._tracks):
+            self._look_for_left(planned)
+        for request in admitted:
+            self._admit(request, planned)
+        self._count_at(begun, {"batch": {"requests": rows}, "tokens": {"tokens": tokens}})
+
+    def read(
+        self, progress: StepProgress, device_us: float, begun: float, collected: float, now: float
+    ) -> None:
+        """As `Telemetry.read`."""
+        launch = self._launches.popleft()
+        args = {"step": launch.step}
+        self._span("wait", ENGINE, HOST, begun, collected, args)
+        self._span("update", ENGINE, HOST, collected, now, args)
+        self._device(launch, device_us * 1e-6, begun, collected)
+        self._note_first_tokens(now)
+        for place in progress.finished:
+            self._end(progress.requests[place].request_id, now)
+        scheduler = self._scheduler
+        usage = scheduler.blocks.usage()
+        self._count_at(
+            now,
+            {
+                "queue": {"waiting": scheduler.num_waiting},
+                "running": {"running": scheduler.num_running},
+                "blocks used": {f"group {i}": group.used for i, group in enumerate(usage)},
+            },
+        )
+        if not scheduler.has_work():
+            self._files.flush()  # nothing may come for long
+
+    def _device(self, launch: _Launch, seconds: float, begun: float, collected: float) -> None:
+        """Where in time a step's device time lies is known from when its result was waited for, or
+        else from what came before it."""
+        earliest = max(launch.at, self._device_end)
+        end = earliest + seconds if collected - begun < _WAITED else collected
+        end = min(end, collected)
+        start = max(earliest, end - seconds)
+        idle = max(0.0, start - self._device_end) * 1e6 if self._device_end else 0.0
+        args = {
+            "step": launch.step,
+            "requests": launch.rows,
+            "tokens": launch.tokens,
+            "device_us": round(seconds * 1e6, 1),
+            "idle_before_us": round(idle, 1),
+        }
+        self._span("step", ENGINE, DEVICE, start, max(start, end), args)
+        self._device_end = max(start, end)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def _admit(self, request: Request, now: float) -> None:
+        times: RequestTimes = request.state["times"]
+        track = self._tracks.get(request.request_id)
+        if track is None:
+            self._count += 1
+            track = _Track(request, self._count, "queue", times.arrival)
+            self._tracks[request.request_id] = track
+            self._files.write(_name("thread_name", REQUESTS, track.number, request.request_id))
+        args = {"prompt_tokens": request.prompt_len, "cached_tokens": request.num_cached_tokens}
+        self._move(track, "decode" if times.first_token is not None else "prefill", now, args)
+        if track.phase == "prefill":
+            self._prefilling.append(track)
+
+    def _note_first_tokens(self, now: float) -> None:
+        still = []
+        for track in self._prefilling:
+            if track.phase != "prefill":
+                continue
+            if track.request.num_output_tokens:
+                self._move(track, "decode", now)
+            else:
+                still.append(track)
+        self._prefilling = still
+
+    def _look_for_left(self, now: float) -> None:
+        """Requests that lost their lane: preempted, or aborted."""
+        for track in list(self._tracks.values()):
+            request = track.request
+            if request.status is RequestStatus.FINISHED:
+                self._end(request.request_id, now)
+            elif request.num_preemptions > track.preemptions:
+                track.preemptions = request.num_preemptions
+                self._move(track, "preempted", now, {"preemptions": track.preemptions})
+
+    def _end(self, request_id: str, now: float) -> None:
+        track = self._tracks.pop(request_id, None)
+        if track is None:
+            return
+        request = track.request
+        reason = str(request.finish_reason or "error")
+        args = {"output_tokens": request.num_output_tokens, "finish_reason": reason}
+        self._move(track, "ended", now, args)
+
+    def _move(
+        self, track: _Track, phase: str, now: float, args: Mapping[str, object] | None = None
+    ) -> None:
+        """Writes the phase that is over."""
+        self._span(track.phase, REQUESTS, track.number, track.since, now, args)
+        track.phase, track.since = phase, now
+
+    def close(self) -> None:
+        """Those that still run end here. Idempotent."""
+        now = time.monotonic()
+        for request_id in list(self._tracks):
+            self._end(request_id, now)
+        self._files.close()
+
+    # -- events --------------------------------------------------------------------------------
+
+    def _span(
+        self,
+        name: str,
+        group: int,
+        track: int,
+        start: float,
+        end: float,
+        args: Mapping[str, object] | None = None,
+    ) -> None:
+        event: Event = {
+            "name": name,
+            "ph": "X",
+            "pid": group,
+            "tid": track,
+            "ts": round(start * 1e6, 1),
+            "dur": round(max(0.0, end - start) * 1e6, 1),
+        }
+        if args is not None:
+            event["args"] = args
+        self._files.write(event)
+
+    def _count_at(self, at: float, counters: dict[str, dict[str, int]]) -> None:
+        for name, values in counters.items():
+            event = {"name": name, "ph": "C", "pid": ENGINE, "ts": round(at * 1e6, 1)}
+            self._files.write(event | {"args": values})
+
+
+def _name(kind: str, group: int, track: int, name: str) -> Event:
+    return {"name": kind, "ph": "M", "pid": group, "tid": track, "args": {"name": name}}
