@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from quire.errors import ConfigError
 from quire.server.keys import check_secret
+from quire.server.tracing import check_endpoint
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -126,6 +127,11 @@ class ServerArgs(ApiArgs):
         1,
         "API processes that share the port. With several, responses and chats are not stored.",
     )
+    otlp_endpoint: str | None = _setting(
+        None,
+        "Collector for OpenTelemetry traces of requests, as in http://localhost:4318 (OTLP over "
+        "HTTP; needs the extra `otel`).",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Log level.")
     log_json: bool = _setting(False, "Log one JSON object per line.")
     access_log: bool = _setting(False, "Log every request, without what it says.")
@@ -157,6 +163,8 @@ class ServerArgs(ApiArgs):
             self._positive("request_timeout")
         if not all(check_secret(key) for key in self.api_key):
             raise ConfigError("an api_key must be printable ASCII without spaces", "api_key")
+        if self.otlp_endpoint is not None:
+            check_endpoint(self.otlp_endpoint)
         self._check_listening()
 
     def _check_listening(self) -> None:

@@ -20,6 +20,7 @@ from quire.server.errors import prompt_named
 from quire.server.sse import json_answer, unless_gone
 from quire.server.state import ServerState, new_id, state_of
 from quire.server.strict import INT32_MAX, Name, Strict, TextsOrIds
+from quire.server.tracing import Phases
 from quire.server.visit import Visit, timed_out, visit_of
 
 if TYPE_CHECKING:
@@ -152,5 +153,9 @@ async def _embed(
     visit.end = "stop"
     metrics.count_prompt(len(found.prompt_token_ids), found.num_cached_tokens, found.queued)
     metrics.finished.labels("stop").inc()
-    metrics.e2e.observe(time.perf_counter() - start)
+    now = time.perf_counter()
+    metrics.e2e.observe(now - start)
+    if visit.trace is not None:
+        prompt, cached = len(found.prompt_token_ids), found.num_cached_tokens
+        visit.trace.prompts.append(Phases(start, now, found.queued, None, prompt, cached))
     return found

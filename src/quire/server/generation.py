@@ -186,6 +186,8 @@ class Generation:
             self.visit.end = "error"
             self._error = self._error or error
         finally:
+            if self.visit.trace is not None:
+                self.visit.trace.prompts.append(clock.phases())
             self.metrics.open.dec()
             self._running -= 1
             self._news.set()

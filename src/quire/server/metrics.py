@@ -12,6 +12,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from quire.server.errors import ApiError
+from quire.server.tracing import Phases
 
 if TYPE_CHECKING:
     from quire.engine.output import StreamUpdate
@@ -109,11 +110,13 @@ class ServerMetrics:
 class RequestClock:
     """Measures one prompt with its `n` completions, update by update."""
 
-    __slots__ = ("last", "metrics", "outputs", "start")
+    __slots__ = ("about", "first", "last", "metrics", "outputs", "start")
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self.metrics = metrics
         self.start = time.perf_counter()
+        self.first: float | None = None
+        self.about: tuple[int, int, float] | None = None
         self.last: dict[int, float] = {}
         self.outputs: dict[int, int] = {}
 
@@ -121,14 +124,15 @@ class RequestClock:
         now = time.perf_counter()
         metrics, index, count = self.metrics, update.index, len(update.token_ids)
         if update.prompt_token_ids is not None:
-            metrics.count_prompt(
-                len(update.prompt_token_ids), update.num_cached_tokens, update.queued
-            )
+            prompt = len(update.prompt_token_ids)
+            self.about = prompt, update.num_cached_tokens, update.queued
+            metrics.count_prompt(*self.about)
         if count:
             metrics.output_tokens.inc(count)
             if index in self.last:
                 metrics.itl.observe((now - self.last[index]) / count)
             elif not self.last:
+                self.first = now
                 metrics.ttft.observe(now - self.start)
             self.last[index] = now
             self.outputs[index] = self.outputs.get(index, 0) + count
@@ -136,3 +140,10 @@ class RequestClock:
             metrics.finished.labels(str(update.finish_reason)).inc()
             metrics.output_len.observe(self.outputs.get(index, 0))
             metrics.e2e.observe(now - self.start)
+
+    def phases(self) -> Phases:
+        """What there was of it until now."""
+        prompt, cached, queued = self.about or (0, 0, None)
+        outputs = sum(self.outputs.values())
+        now = time.perf_counter()
+        return Phases(self.start, now, queued, self.first, prompt, cached, outputs)

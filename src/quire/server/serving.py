@@ -47,7 +47,11 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.handle_exit, number, None)
     loop.add_signal_handler(signal.SIGHUP, app.state.server.keys.reload)
-    await server.serve(sockets=[sock])
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        if app.state.server.tracing is not None:
+            await asyncio.to_thread(app.state.server.tracing.close)
 
 
 class _Server(uvicorn.Server):

@@ -19,6 +19,7 @@ from quire.server.errors import ApiError, overloaded
 from quire.server.keys import KeyRing
 from quire.server.limits import Buckets
 from quire.server.metrics import ServerMetrics
+from quire.server.tracing import Tracing
 
 if TYPE_CHECKING:
     from quire.engine.client import EngineClient
@@ -41,6 +42,7 @@ class ServerState:
     buckets: Buckets = field(default_factory=Buckets)
     keys: KeyRing = field(init=False)
     chat_format: ChatFormat = field(init=False)
+    tracing: Tracing | None = None
     draining: bool = False
     _full_until: float = 0.0
 
@@ -62,6 +64,8 @@ class ServerState:
             except (OSError, UnicodeDecodeError, RequestError) as error:
                 raise ConfigError(f"chat_template {file!r}: {error}", "chat_template") from None
         self.chat_format = ChatFormat.of(tokenizer, self.args)
+        if self.args.otlp_endpoint is not None:
+            self.tracing = Tracing(self.args.otlp_endpoint, self.model_name)
 
     @property
     def model_name(self) -> str:

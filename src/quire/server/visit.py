@@ -14,6 +14,7 @@ from starlette.types import Scope
 from quire.server.errors import ApiError
 from quire.server.keys import Key
 from quire.server.limits import Buckets, Left, Levels
+from quire.server.tracing import RequestTrace
 
 if TYPE_CHECKING:
     from quire.engine.output import StreamUpdate
@@ -41,6 +42,7 @@ class Visit:
     completion_tokens: int = 0
     first_token: float | None = None
     prompts: list[str] = field(default_factory=list)
+    trace: RequestTrace | None = None
     _taken: int = 0
     _holders: int = 1
 
@@ -82,8 +84,11 @@ class Visit:
         self._holders += 1
 
     def release(self) -> None:
-        """With the last one, the tokens that were taken and not used are given back."""
+        """With the last one, the tokens that were taken and not used are given back, and its trace
+        is complete."""
         self._holders -= 1
+        if self._holders == 0 and self.trace is not None:
+            self.trace.end(self)
         if self._holders == 0 and self.key.tokens_per_minute is not None:
             used = self.prompt_tokens + self.completion_tokens
             self.buckets.give_back(self.key, self._taken - used)

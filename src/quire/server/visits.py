@@ -76,12 +76,13 @@ class Visits:
         self.state.metrics.count_http(route, method, visit.status or _CLIENT_GONE, seconds)
 
     def _visit(self, scope: Scope) -> Visit:
-        timeout = self.state.args.request_timeout
+        timeout, tracing = self.state.args.request_timeout, self.state.tracing
         return Visit(
             id=_given_id(scope) or new_id("req", "_"),
             key=self.state.keys.anonymous,
             buckets=self.state.buckets,
             deadline=None if timeout is None else time.monotonic() + timeout,
+            trace=None if tracing is None else tracing.begin(route_of(scope), scope),
         )
 
 
