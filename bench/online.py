@@ -70,7 +70,7 @@ def main() -> None:
     lengths = Lengths(input_len=INPUT, output_len=OUTPUT)
     records: list[BenchRecord] = []
     began = time.perf_counter()
-    with launched(flags) as url:
+    with launched(flags) as (url, _):
         print(f"the server started in {time.perf_counter() - began:.1f} s", flush=True)
         server = Server(url, {})
         name = server.model()

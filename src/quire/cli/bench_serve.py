@@ -83,5 +83,5 @@ def _url(base_url: str, flags: str | None) -> Iterator[str]:
         yield base_url
     else:
         typer.echo(f"starting quire serve {flags} ...", err=True)
-        with launched(flags) as url:
+        with launched(flags) as (url, _):
             yield url

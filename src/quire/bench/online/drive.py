@@ -143,13 +143,13 @@ class Server:
 
 
 @contextlib.contextmanager
-def launched(flags: str, timeout: float = 600.0) -> Iterator[str]:
-    """`quire serve` with these flags on a free port, until the block ends: its URL. Raises
-    ConfigError if it does not start; what it said is on standard error by then."""
+def launched(flags: str, timeout: float = 600.0) -> Iterator[tuple[str, int]]:
+    """`quire serve` with these flags on a free port, until the block ends: its URL and process.
+    Raises ConfigError if it does not start; what it said is on standard error by then."""
     command = [sys.executable, "-m", "quire", "serve", *shlex.split(flags), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        yield _url_of(process, timeout)
+        yield _url_of(process, timeout), process.pid
     finally:
         process.send_signal(signal.SIGTERM)
         try:
