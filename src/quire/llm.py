@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any
 
 from quire.config import EngineArgs
 from quire.engine.builder import build_compiler, build_core, resolve
 from quire.engine.core import EngineStats
 from quire.engine.embedding import NO_TOKENS, finish, pooling_of
+from quire.engine.given import Prompt, as_list, one_each, read_prompt
 from quire.engine.interrupts import interrupts_held
 from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
 from quire.engine.tokenizer import Tokenizer
@@ -30,12 +29,7 @@ from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Progress, StepProgress
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
-
 Message = Mapping[str, Any]
-
-Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 @dataclass(slots=True)
@@ -103,8 +97,8 @@ class LLM:
             KeyboardInterrupt: between two steps, so that the engine is fit for the next call.
             EngineDeadError: an earlier call has failed in a step.
         """
-        many = _as_list(prompts)
-        params = _one_each(sampling_params, len(many), SamplingParams())
+        many = as_list(prompts)
+        params = one_each(sampling_params, len(many), SamplingParams())
         priorities = [0] * len(many) if priority is None else list(priority)
         if len(priorities) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(priorities)} priorities", "priority")
@@ -167,10 +161,10 @@ class LLM:
             RequestError: a request is invalid. Nothing has run then.
             KeyboardInterrupt, EngineDeadError: as `generate`.
         """
-        many = _as_list(prompts)
-        params = _one_each(pooling_params, len(many), PoolingParams())
+        many = as_list(prompts)
+        params = one_each(pooling_params, len(many), PoolingParams())
         modes = [pooling_of(each, self.config) for each in params]
-        given = [_read_prompt(prompt)[1] for prompt in many]
+        given = [read_prompt(prompt)[1] for prompt in many]
         ids = [prompt_ids(prompt, NO_TOKENS, self.config, self._tokenizer) for prompt in given]
         found: dict[str, EmbeddingRequestOutput] = {}
         names = [str(self._count + place) for place in range(1, len(many) + 1)]
@@ -235,7 +229,7 @@ class LLM:
                     self._compiler.checked(p.structured_outputs)
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
-        text, given = _read_prompt(prompt)
+        text, given = read_prompt(prompt)
         ids = prompt_ids(given, params, self.config, self._tokenizer)
         if params.structured_outputs is not None and self._compiler is not None:
             self._compiler.check(params.structured_outputs)
@@ -351,46 +345,6 @@ def _add(output: CompletionOutput, update: StreamUpdate) -> None:
         output.logprobs = [*(output.logprobs or ()), *update.logprobs]
     output.finish_reason = update.finish_reason
     output.stop_reason = update.stop_reason
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype != object:
-        return [prompts]
-    many: list[Any] = list(prompts)
-    if many and all(isinstance(item, (int, np.integer)) for item in many):
-        return [many]
-    return many
-
-
-def _read_prompt(prompt: Prompt) -> tuple[str | None, str | Sequence[int]]:
-    """(its text, what to tokenize or run)."""
-    if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-        if unknown or not prompt:
-            raise RequestError(
-                'a prompt given as a dict has "prompt" or "prompt_token_ids", not '
-                f"{', '.join(sorted(map(str, unknown))) or 'nothing'}",
-                "prompt",
-            )
-        text = prompt.get("prompt")
-        ids = prompt.get("prompt_token_ids")
-        return text, text if ids is None else ids  # type: ignore[return-value]
-    return (prompt if isinstance(prompt, str) else None), prompt
-
-
-def _one_each(
-    params: Params | Sequence[Params] | None, count: int, default: Params
-) -> list[Params]:
-    if params is None:
-        return [default] * count
-    if isinstance(params, (SamplingParams, PoolingParams)):
-        return [params] * count
-    if len(params) != count:
-        kind = "sampling" if isinstance(default, SamplingParams) else "pooling"
-        raise RequestError(f"{count} prompts but {len(params)} {kind} parameters", f"{kind}_params")
-    return list(params)
 
 
 @contextlib.contextmanager
