@@ -119,6 +119,8 @@ class StepGraphs:
         self._bodies: dict[tuple[int, int], Body] = {}
         # By row places, kind, and whether it takes a mask.
         self._heads: dict[tuple[int, HeadKind, bool], Head] = {}
+        # Logits for masked heads, by row places.
+        self._scores: dict[int, torch.cuda.CUDAGraph] = {}
         self._stops = sampler.stops
         vocab = model.spec.vocab_size
         self._logits = torch.empty(rows, vocab, dtype=model.dtype, device=device)
@@ -129,7 +131,8 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> None:
         """Captures every bucket, largest first, so that the smaller ones fit in its memory."""
-        self._capture([*self._planned_bodies(), *self._planned_heads()], progress)
+        works = *self._planned_bodies(), *self._planned_scores(), *self._planned_heads()
+        self._capture(works, progress)
 
     def _capture(self, works: Sequence[Work], progress: Progress | None = None) -> None:
         self.inputs.copy_(torch.from_numpy(self._idle()))
@@ -169,6 +172,19 @@ class StepGraphs:
             self._bodies[tokens, rows] = Body(graph, *out)
 
         return Work(functools.partial(self._body, tokens, rows, decode), keep)
+
+    def _planned_scores(self) -> Iterator[Work]:
+        for rows in reversed(self._masked_sizes):
+            yield self._planned_score(rows)
+
+    def _planned_score(self, rows: int) -> Work:
+        def keep(graph: torch.cuda.CUDAGraph, out: Tensor) -> None:
+            self._scores[rows] = graph
+
+        def run(*, shallow: bool) -> Tensor:
+            return self._logits[:rows].copy_(self._model.scores(self._last[:rows]))
+
+        return Work(run, keep)
 
     def _planned_heads(self) -> Iterator[Work]:
         for rows in reversed(self._decode_sizes):
@@ -222,13 +238,16 @@ class StepGraphs:
     def _head(self, rows: int, kind: HeadKind, masked: bool) -> Tensor:
         state, sampler = self._state, self._sampler
         lanes, starts = self._lanes[:rows], self._starts[: rows + 1]
-        logits = self._model.scores(self._last[:rows])
+        logits = self._logits[:rows] if masked else self._model.scores(self._last[:rows])
         own = lanes.clamp(min=0).long()
         length = state.position[own] + starts[1:] - starts[:-1]
         adjusts = kind is HeadKind.ADJUST
         if adjusts:
             # The graphs share their memory, and log-probabilities are read after the replay.
-            self._logits[:rows].copy_(logits)
+            if masked:
+                logits = logits.clone()
+            else:
+                self._logits[:rows].copy_(logits)
             logits = self._adjusted(logits, lanes, length)
         if masked:
             mask_logits(logits, self.mask, self._lines[:rows])
@@ -310,8 +329,13 @@ class StepGraphs:
         body.graph.replay()
         return body
 
+    def scores(self, rows: int) -> None:
+        """Replays what a masked head begins with, which need not wait for the mask."""
+        self._scores[_at_least(self._masked_sizes, rows)].replay()
+
     def head(self, rows: int, kind: HeadKind, *, masked: bool = False) -> Head:
-        """Replays the smallest head for so many rows, those of the body that was replayed last."""
+        """Replays the smallest head for so many rows, those of the body that was replayed last.
+        Before a masked one goes `scores`."""
         if self._stops is not self._sampler.stops:
             self._recapture_heads()
         sizes = self._masked_sizes if masked else self._decode_sizes

@@ -228,6 +228,8 @@ class ModelRunner:
         if not step.replayed:
             step.hidden = body.hidden
             self.state.locate(step, graphs.inputs[: plan.num_rows])
+        elif plan.gated:
+            graphs.scores(plan.num_rows)
         return step
 
     def _replay_head(self, graphs: StepGraphs, step: Step, masks: Tensor | None) -> None:
