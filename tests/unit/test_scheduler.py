@@ -80,6 +80,31 @@ def test_a_long_prompt_is_chunked_and_decodes_ride_along() -> None:
     check_output(loop, second)
 
 
+@pytest.mark.parametrize(
+    ("count", "length", "steps"),
+    [
+        (4, 600, [1, 1, 1, 1]),  # a few do not wait for each other
+        (5, 200, [3, 2]),  # short ones fill a step together
+        (9, 600, [5, 4]),  # of many, as many as the budget holds
+        (1, 2000, [1]),
+    ],
+)
+def test_few_prompts_come_one_after_the_other(count: int, length: int, steps: list[int]) -> None:
+    loop = make(
+        blocks=400, block_size=16, max_num_seqs=16, max_num_batched_tokens=2999, max_model_len=2048
+    )
+    for i in range(count):
+        loop.scheduler.add(request(str(i), own(i, length)))
+    begun = []
+    while sum(begun) < count:
+        plan = loop.scheduler.plan()
+        assert plan is not None
+        begun.append(len(plan.admits))
+        loop.executor.submit(plan)
+        loop.scheduler.update(loop.executor.collect())
+    assert begun == steps
+
+
 def test_counts_of_a_request() -> None:
     loop = make(max_num_batched_tokens=6, steps_in_flight=2)
     one = request("a", own(1, 8))

@@ -13,6 +13,18 @@ from quire.scheduler.lanes import Chunk, wants_prompt_logprobs
 from quire.scheduler.policy import stays
 from quire.scheduler.running import RunningSet
 
+_FEW = 8
+"""With so many requests or less, each one's wait counts for more than how full a step is."""
+_FULL = 512
+"""Prompt tokens with which a step of a large model keeps a GPU busy."""
+
+
+def enough(chunks: Sequence[Chunk], requests: int) -> bool:
+    """Whether a step should take on no more prompts. Of a few that come together, each step takes
+    one or as many as fill it, so that the first need not wait for the last. requests: all there
+    are."""
+    return requests <= _FEW and sum(chunk.length for chunk in chunks) >= _FULL
+
 
 class Admission:
     """Decides who may enter, and with which blocks."""
