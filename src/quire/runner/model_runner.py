@@ -24,21 +24,18 @@ from quire.models import Decoder, build_model, load_config, load_weights, spec_f
 from quire.plan import HeadInputs, Int32, RowFlag, StepPlan, StepResult
 from quire.runner import memory
 from quire.runner.batch_state import BatchState
+from quire.runner.eager_head import HEAD_ELEMENTS, EagerHead, index_on, sampled_logprobs
 from quire.runner.gate import DeviceGate, HostGate
 from quire.runner.hook import Hook
 from quire.runner.kv_cache import KVCache
 from quire.runner.kv_transfer import KVTransfer, open_transfer
 from quire.runner.results import mark, read_back, result
 from quire.runner.sampling import Sampler
-from quire.runner.sampling.logprobs import token_logprobs
 from quire.runner.staging import Staging, Upload
-from quire.runner.step import DeviceLogprobs, Step
+from quire.runner.step import Step
 
 if TYPE_CHECKING:  # Triton is needed only where graphs are
     from quire.runner.cuda_graphs import StepGraphs
-
-_HEAD_ELEMENTS = 1 << 26
-"""Logits computed at once for a prompt's log-probabilities."""
 
 
 class ModelRunner:
@@ -102,6 +99,7 @@ class ModelRunner:
             for column in hook.columns():
                 self.state.add(column)
         self.sampler = Sampler(self.state, self.config.vocab_size, self.config.eos_token_ids)
+        self._eager = EagerHead(self.model, self.state, self.sampler, self.hooks)
         if self.device.type == "cuda" and not self.config.eager:
             began = time.perf_counter()
             with ops.use_policy(self._policy):
@@ -141,7 +139,7 @@ class ModelRunner:
         widest = 2 * (heads + attention.heads * attention.head_dim) + 3 * spec.mlp.width
         body = limits.max_num_batched_tokens * (4 * spec.hidden_size + widest) * 4
         # Logits with their copies, and the sampler's token counts.
-        head = 8 * max(limits.max_num_seqs * spec.vocab_size, _HEAD_ELEMENTS) * 4
+        head = 8 * max(limits.max_num_seqs * spec.vocab_size, HEAD_ELEMENTS) * 4
         return body + head + (1 << 30)
 
     # -- a step --------------------------------------------------------------------------------
@@ -198,9 +196,7 @@ class ModelRunner:
         if self._graphs is not None and step.replayed:
             self._replay_head(self._graphs, step, masks)
         else:
-            self._start_results(step)
-            if step.plan.num_rows:
-                self._heads(step, masks)
+            self._eager.run(step, masks)
         read_back(step, self.device)
 
     def _masks(self, step: Step, wait: bool) -> Tensor | None:
@@ -244,23 +240,11 @@ class ModelRunner:
         asked = np.flatnonzero(wanted >= 0)
         if head.logits is None or not len(asked):
             return
-        where = self._index(rows[asked])
+        where = index_on(self.device, rows[asked])
         # The head has moved the lanes on: they stand where their new token is.
         length = self.state.position[graphs.inputs[where].long()]
         raw, tokens = head.logits[where].float(), head.results[0][where]
-        self._sampled_logprobs(step, rows[asked], raw, tokens, length, wanted[asked])
-
-    def _heads(self, step: Step, masks: Tensor | None) -> None:
-        """The head of all rows, op by op."""
-        plan = step.plan
-        for hook in self.hooks:
-            hook.after_body(step)
-        self._prompt_head(step)
-        self._head(step, step.sampled_rows, masks)
-        # Rows in mid-prompt only move on; the others do so with their token.
-        silent = np.flatnonzero((plan.flags & RowFlag.SAMPLE) == 0).astype(np.int32)
-        if len(silent):
-            self.state.advance(step, silent, None)
+        sampled_logprobs(step, rows[asked], raw, tokens, length, wanted[asked])
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
@@ -316,86 +300,6 @@ class ModelRunner:
         if step.plan.num_rows:
             step.hidden = self.model(step.batch, self.cache.layers)
 
-    # -- the head ------------------------------------------------------------------------------
-
-    def _start_results(self, step: Step) -> None:
-        rows = step.plan.num_rows
-        step.results = torch.zeros(2, rows, dtype=torch.int32, device=self.device)
-        step.tokens.fill_(-1)
-
-    def _logits(self, step: Step, tokens: Int32) -> Tensor:
-        """float32 [n, vocab] of the hidden states at places `tokens` of the batch."""
-        if step.hidden is None:
-            raise QuireError("the head runs after the body")
-        return self.model.logits(step.hidden[self._index(tokens)])
-
-    def _index(self, places: Int32) -> Tensor:
-        index = torch.from_numpy(places.astype(np.int64))
-        if self.device.type == "cuda":
-            return index.pin_memory().to(self.device, non_blocking=True)
-        return index
-
-    def _head(self, step: Step, rows: Int32, masks: Tensor | None) -> None:
-        """Samples `rows`, int32 on the host, and moves their lanes on. masks: int32 [g, words]."""
-        if not len(rows):
-            return
-        places = step.logit_rows.token[step.logit_rows.last[rows]]
-        logits = self._logits(step, places)
-        where = self._index(rows)
-        host_lanes = step.plan.lanes[rows]
-        lanes, length = step.lanes[where], step.position[where]
-        wanted = self.sampler.logprobs[host_lanes]
-        raw = logits.clone() if (wanted >= 0).any() else None
-        if masks is not None:
-            ops.mask_logits(logits, masks, self._index(step.plan.mask_lines[rows]).int())
-        for hook in self.hooks:
-            logits = hook.head(step, logits, where)
-        tokens = self.sampler.sample(logits, lanes, host_lanes, length)
-        step.tokens[where] = tokens
-        step.stop_reason[where] = self.sampler.stop_reason(tokens, lanes, host_lanes, length)
-        self.state.advance(step, rows, tokens)
-        if raw is not None:
-            asked = np.flatnonzero(wanted >= 0).astype(np.int32)
-            pick = self._index(asked)
-            self._sampled_logprobs(
-                step, rows[asked], raw[pick], tokens[pick], length[pick], wanted[asked]
-            )
-        for hook in self.hooks:
-            hook.after_head(step, where, tokens)
-
-    def _sampled_logprobs(
-        self, step: Step, rows: Int32, raw: Tensor, tokens: Tensor, length: Tensor, wanted: Int32
-    ) -> None:
-        """Of `rows` that all asked, with their logits [n, V], tokens and lengths [n]."""
-        ids, values, ranks = token_logprobs(raw, tokens, int(wanted.max()))
-        part = DeviceLogprobs(rows, wanted, length.int(), ids, values, ranks)
-        step.logprobs.append(part)
-
-    def _prompt_head(self, step: Step) -> None:
-        """Log-probabilities of the prompt's own tokens, a slice of logit rows at a time, so that
-        vocabulary x prompt is never allocated."""
-        plan, logit_rows = step.plan, step.logit_rows
-        wanted = self.sampler.prompt_logprobs[plan.lanes]
-        row = logit_rows.row
-        prompt = (plan.flags[row] & RowFlag.PROMPT) != 0
-        samples = (plan.flags[row] & RowFlag.SAMPLE) != 0
-        is_last = np.zeros(len(row), dtype=bool)
-        is_last[logit_rows.last[plan.n_logits > 0]] = True
-        chosen = np.flatnonzero(prompt & (wanted[row] >= 0) & ~(samples & is_last))
-        chunk = max(1, _HEAD_ELEMENTS // self.config.vocab_size)
-        for start in range(0, len(chosen), chunk):
-            part = chosen[start : start + chunk]
-            self._prompt_logprobs(step, row[part], logit_rows.token[part], wanted[row[part]])
-
-    def _prompt_logprobs(self, step: Step, row: Int32, token: Int32, wanted: Int32) -> None:
-        logits = self._logits(step, token)
-        lanes = step.lanes[self._index(row)]
-        position = step.batch.positions[self._index(token)] + 1
-        targets = self.state.tokens[lanes, position.long()]
-        ids, values, ranks = token_logprobs(logits, targets, int(wanted.max()))
-        part = DeviceLogprobs(row, wanted, position.int(), ids, values, ranks)
-        step.prompt_logprobs.append(part)
-
     # -- everything else -----------------------------------------------------------------------
 
     def control(self, message: dict[str, Any]) -> Any:
@@ -417,7 +321,7 @@ class ModelRunner:
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None
-        for name in ("model", "cache", "state", "sampler"):
+        for name in ("model", "cache", "state", "sampler", "_eager"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
