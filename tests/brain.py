@@ -8,6 +8,7 @@ import numpy as np
 
 from quire.cache import BlockManager
 from quire.cache.block_manager import Hold
+from quire.cache.node import NO_BLOCK, Node
 from quire.plan import StepPlan
 from quire.request import Request, RequestStatus
 from quire.scheduler import Scheduler
@@ -17,42 +18,74 @@ from tests.fakes import FakeExecutor
 def check_blocks(manager: BlockManager, lanes: Sequence[int], holds: Sequence[Hold] = ()) -> None:
     """No block is lost, freed twice or counted wrongly: what these occupied lanes and holds have is
     recounted from scratch."""
-    nodes = manager.tree.nodes()
-    assert len(nodes) == manager.tree.num_nodes
+    tree = manager.tree
+    nodes = tree.nodes()
+    assert len(nodes) == tree.num_nodes
     users = {id(node): 0 for node in nodes}
-    for path in [manager._paths[lane] for lane in lanes] + [hold.path for hold in holds]:
-        for node in path[1:]:
-            users[id(node)] += 1
+    lasts = [manager.lanes.last(lane) for lane in lanes]
+    for last in lasts + [hold.last for hold in holds if hold.last is not None]:
+        at: Node | None = last
+        while at is not None and at.parent is not None:
+            users[id(at)] += 1
+            at = at.parent
     if manager.caching:
-        for lane in lanes:
-            path = manager._paths[lane][1:]
-            for group in (g for g in range(len(manager.groups)) if not manager.groups[g].window):
+        for lane, last in zip(lanes, lasts, strict=True):
+            for g in (g for g in range(len(manager.groups)) if not manager.groups[g].window):
                 # A node that is used without its block would withhold that block from everybody.
-                table = manager.groups[group].table[lane, : len(path)]
-                assert [node.blocks[group] for node in path] == table.tolist()
+                table = manager.groups[g].table[lane, : last.end]
+                assert last.path(g, 0, last.end).tolist() == table.tolist()
     for node in nodes:
         assert node.users == users[id(node)]
-        assert (node.users == 0) == (node in manager.tree._idle)
+        assert (node.users == 0) == (node in tree._idle)
+        check_node(node, tree.block_size)
+    order = {id(node): place for place, node in enumerate(tree._idle)}
+    for node in tree._idle:
+        assert all(order[id(child)] < order[id(node)] for child in node.children.values())
+    assert tree.num_idle == sum(node.count for node in tree._idle)
     for g, group in enumerate(manager.groups):
         holders = np.zeros(group.pool.num_blocks, dtype=np.int64)
         for lane in lanes:
             np.add.at(holders, group.held(lane), 1)
         for hold in holds:
             np.add.at(holders, hold.blocks[g], 1)
-        loose = {node for node in nodes if node.blocks[g] >= 0 and not holders[node.blocks[g]]}
-        for node in nodes:
-            if node.blocks[g] >= 0:
-                holders[node.blocks[g]] += 1
-            else:
-                assert group.window is not None
+        of_tree = [block for node in nodes for block in node.blocks[g] if block != NO_BLOCK]
+        assert len(set(of_tree)) == len(of_tree)
+        loose = {block for block in of_tree if not holders[block]}
+        holders[of_tree] += 1
+        if group.window is None:
+            assert len(of_tree) == sum(node.count for node in nodes)
         assert (group.pool.holders == holders).all()
         assert group.pool.num_free == int((holders == 0).sum())
         if group.window is not None:
-            assert set(manager.tree._loose[g]) == loose
+            assert set(tree.loose[g]._blocks) == loose
+            for block, (node, place) in tree.loose[g]._blocks.items():
+                owner = node.upto(place + 1)
+                assert owner.blocks[g][place - owner.start] == block
         else:
-            # What counts as available is: giving up an idle node frees its block.
-            assert all(holders[n.blocks[g]] == 1 for n in nodes if n.users == 0)
+            # What counts as available is: giving up an idle node frees its blocks.
+            assert all((holders[list(node.blocks[g])] == 1).all() for node in tree._idle)
     check_free_list(manager)
+
+
+def check_node(node: Node, block_size: int) -> None:
+    """Its shape, and that of what hangs on it."""
+    stride = 4 * block_size
+    assert node.count > 0
+    assert len({len(ids) for ids in node.blocks}) == 1
+    assert node.written <= node.count
+    if len(node.run) % stride:
+        assert (node.count, node.users, len(node.children)) == (1, 0, 0)
+        assert len(node.run) < stride
+    else:
+        assert len(node.run) == node.count * stride
+    for key, child in node.children.items():
+        assert child.parent is node
+        assert child.start == node.end
+        assert bytes(child.run[:stride]) == key
+        tail = len(key) < stride
+        assert not any(o.startswith(key) for o in node.order if tail and o != key)
+    written = sorted(key for key, child in node.children.items() if child.written)
+    assert list(node.order or ()) == written
 
 
 def check_free_list(manager: BlockManager) -> None:
@@ -85,7 +118,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     lanes = [request.lane for request in running]
     assert len(set(lanes)) == len(lanes)
     blocks = scheduler.blocks
-    receivers = range(len(scheduler._lanes.last), len(blocks._paths))
+    receivers = range(len(scheduler._lanes.last), len(blocks.lanes.inserted))
     incoming = [lane for lane in receivers if lane not in blocks.receiver.free]
     check_blocks(blocks, lanes + incoming, list(scheduler._holds.values()))
     assert all(r.status is RequestStatus.RUNNING for r in running)

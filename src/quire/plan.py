@@ -91,7 +91,9 @@ class BlockAppends(msgspec.Struct, array_like=True):
 
 
 class BlockCopies(msgspec.Struct, array_like=True):
-    """Whole-block copies within a group, done before the body (copy-on-write)."""
+    """Whole-block copies within a group, done before the body (copy-on-write), in this order: a
+    block whose contents are given up may be read by one copy and then written by the same or a
+    later one, or by the body. None reads what an earlier one has written."""
 
     src: Int32
     dst: Int32

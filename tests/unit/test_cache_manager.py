@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quire.cache import BlockManager
-from quire.cache.block_manager import Hold
+from quire.cache.block_manager import Evicted, Hold
+from quire.cache.chain import next_key, root_key
 from quire.errors import ConfigError, RequestTooLargeError
 from quire.plan import Int32, KVGroup, int32
 from tests.brain import check_blocks
@@ -44,7 +45,7 @@ def seat(
     )
     if not admitted:
         return None
-    manager.insert([lane], rows(lane, tokens), [end])
+    manager.insert(int32([lane]), rows(lane, tokens), int32([end]))
     return match.length
 
 
@@ -73,7 +74,7 @@ def test_at_most_all_but_one_token_comes_from_the_cache() -> None:
     manager = make(8)
     seat(manager, 0, [1] * 8)
     manager.release(0)
-    assert seat(manager, 1, [1] * 8) == 4
+    assert seat(manager, 1, [1] * 8) == 7
 
 
 def test_without_caching_nothing_is_shared_or_kept() -> None:
@@ -127,6 +128,138 @@ def test_release_is_idempotent() -> None:
     check_blocks(manager, [])
 
 
+def plan(manager: BlockManager) -> list[tuple[int, int]]:
+    """Completes the plan; its copies in the first group."""
+    manager.take_appends()
+    copies = manager.take_copies()[0]
+    return list(zip(copies.src.tolist(), copies.dst.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("shared", range(1, 13))
+def test_a_shared_prefix_that_ends_anywhere_is_found_to_the_token(shared: int) -> None:
+    manager = make(16)
+    common = list(range(100, 100 + shared))
+    table = manager.groups[0].table
+    for lane in range(3):
+        assert seat(manager, lane, common + [lane] * 5) == (shared if lane else 0)
+        copies = plan(manager)
+        assert len(copies) == (lane > 0 and shared % _SIZE > 0)
+        assert all(target == table[lane, shared // _SIZE] for _, target in copies)
+        check_blocks(manager, range(lane + 1))
+    assert manager.copied == (2 if shared % _SIZE else 0)
+
+
+def test_what_this_plan_computes_is_shared_by_reference_only() -> None:
+    manager = make(16)
+    tokens = [1] * 11
+    for lane in range(2):
+        match = manager.match(_BASE, int32(tokens), 10)
+        assert match.length == (8 if lane else 0)
+        manager.admit(lane, _BASE, match, computed=match.length, chunk_end=11, known=11, spare=0)
+        manager.insert(int32([lane]), rows(lane, tokens), int32([11]), ahead=True)
+    assert manager.match(_BASE, int32([1] * 7), 6).length == 4
+    assert not plan(manager)
+    assert manager.match(_BASE, int32([1] * 7), 6).length == 6
+
+
+def test_what_a_finished_request_leaves_is_found_to_the_token() -> None:
+    manager = make(8)
+    seat(manager, 0, [1] * 6)
+    plan(manager)
+    manager.book(int32([0]), int32([10]))
+    manager.insert(int32([0]), rows(0, [1] * 10), int32([10]))
+    tail = int(manager.groups[0].table[0, 2])
+    manager.release(0, int32([1] * 10), 10)
+    check_blocks(manager, [])
+    assert manager.usage()[0].cached == 3
+    plan(manager)
+    chat = [1] * 10 + [2] * 3
+    assert seat(manager, 1, chat) == 10
+    ((source, target),) = plan(manager)
+    assert (source, target) == (tail, manager.groups[0].table[1, 2])
+    # The block that continues it takes its place.
+    assert manager.usage()[0].cached == 0
+    assert [node.tokens for node in manager.tree.nodes()] == [12]
+    check_blocks(manager, [1])
+
+
+def test_a_copys_source_may_be_given_up_in_the_same_plan() -> None:
+    manager = make(4)
+    seat(manager, 0, [1] * 10)
+    manager.release(0, int32([1] * 10), 10)
+    plan(manager)
+    tail = manager.match(_BASE, int32([1] * 11), 10).source
+    # Three cached, one free: two are shared, and the two others hold what is new.
+    assert seat(manager, 1, [1] * 10 + [2] * 6) == 10
+    ((source, _),) = plan(manager)
+    assert [source] == tail
+    assert source in manager.groups[0].table[1, 2:4].tolist()
+    assert manager.usage()[0].free == 0
+    check_blocks(manager, [1])
+
+
+def test_nothing_is_kept_of_a_tail_that_is_there_already() -> None:
+    manager = make(12)
+    for lane in range(2):
+        seat(manager, lane, [1] * 6)
+    manager.release(0, int32([1] * 6), 6)
+    manager.release(1, int32([1] * 5), 5)
+    assert manager.usage()[0].cached == 2
+    seat(manager, 0, [1] * 7)
+    manager.release(0, int32([1] * 7), 7)
+    assert sorted(node.tokens for node in manager.tree.nodes()) == [3, 4]
+    assert manager.usage()[0].cached == 2
+    check_blocks(manager, [])
+
+
+def test_a_hold_keeps_its_last_block_until_it_is_dropped() -> None:
+    manager = make(2)
+    seat(manager, 0, [1] * 6)
+    hold = manager.keep(0, int32([1] * 6), 6)
+    assert seat(manager, 1, [2] * 4) is None
+    check_blocks(manager, [], [hold])
+    manager.drop(hold)
+    check_blocks(manager, [])
+    assert manager.match(_BASE, int32([1] * 8), 8).length == 6
+
+
+def test_a_window_that_has_moved_on_leaves_no_tail() -> None:
+    narrow = KVGroup(layers=(1,), kind="window", tokens_per_block=_SIZE, window=1)
+    manager = make(8, 8, groups=(_FULL, narrow))
+    seat(manager, 0, [1] * 7)
+    manager.book(int32([0]), int32([9]))
+    # A step that is under way is two tokens further than what is confirmed.
+    manager.slide(int32([0]), int32([8]))
+    manager.release(0, int32([1] * 7), 7)
+    assert [node.tokens for node in manager.tree.nodes()] == [4]
+    check_blocks(manager, [])
+
+
+def test_a_tails_window_block_can_be_taken_alone() -> None:
+    manager = make(16, 4, groups=(_FULL, _WINDOW))
+    seat(manager, 0, [1] * 6)
+    manager.release(0, int32([1] * 6), 6)
+    check_blocks(manager, [])
+    assert manager.match(_BASE, int32([1] * 8), 8).length == 6
+    assert seat(manager, 1, [2] * 16) == 0
+    check_blocks(manager, [1])
+    assert manager.match(_BASE, int32([1] * 8), 8).length == 0
+
+
+def test_evictions_are_counted_and_told_by_name() -> None:
+    manager = make(4)
+    told: list[Evicted] = []
+    manager.on_evict = [told.extend]
+    seat(manager, 0, [1] * 10)
+    manager.release(0, int32([1] * 10), 10)
+    seat(manager, 0, [2] * 16)
+    # The tail went first, and nobody wants it: names are of whole blocks.
+    names = [next_key(root_key(_BASE), int32([1] * 4).tobytes())]
+    names.append(next_key(names[0], int32([1] * 4).tobytes()))
+    assert [one.key for one in told] == names[::-1]
+    assert manager.evicted == 3
+
+
 def test_a_hold_outlives_its_lane() -> None:
     manager = make(2)
     seat(manager, 0, [1] * 8)
@@ -176,16 +309,15 @@ def test_equal_work_done_twice_is_entered_once() -> None:
     # Both start before either has inserted anything.
     assert seat(manager, 0, [1] * 9, end=2) == 0
     assert seat(manager, 1, [1] * 9, end=2) == 0
-    manager.insert([0], rows(0, [1] * 9), [9])
-    manager.insert([1], rows(1, [1] * 9), [9])
-    assert manager.tree.num_nodes == 2
+    manager.insert(int32([0]), rows(0, [1] * 9), int32([9]))
+    manager.insert(int32([1]), rows(1, [1] * 9), int32([9]))
+    assert [node.tokens for node in manager.tree.nodes()] == [8]
     check_blocks(manager, [0, 1])
     # What the second computes beyond is entered when it ends.
     manager.book(int32([1]), int32([12]))
-    manager.insert([1], rows(1, [1] * 12), [12])
-    manager.insert_rest(1, int32([1] * 12), 12)
-    manager.release(1)
-    assert manager.tree.num_nodes == 3
+    manager.insert(int32([1]), rows(1, [1] * 12), int32([12]))
+    manager.release(1, int32([1] * 12), 12)
+    assert [node.tokens for node in manager.tree.nodes()] == [8, 4]
     check_blocks(manager, [0])
 
 
@@ -210,7 +342,9 @@ def test_a_match_is_where_every_group_can_resume() -> None:
     # Take three window blocks away from the cached prefix: one free, and the two let go first.
     assert seat(manager, 1, [2] * 12) == 0
     assert manager.match(_BASE, int32([1] * 16), 16).length == 16
-    assert manager.match(_BASE, int32([1] * 16), 15).length == 0
+    # A window of 6 needs the 5 tokens before, and the third block is the first that is left.
+    lengths = [manager.match(_BASE, int32([1] * 16), n).length for n in (15, 13, 12)]
+    assert lengths == [15, 13, 0]
     check_blocks(manager, [1])
 
 
@@ -240,7 +374,7 @@ def test_reset_forgets_what_nobody_uses() -> None:
     seat(manager, 1, [2] * 8)
     manager.release(0)
     assert not manager.reset_cache()
-    assert manager.tree.num_nodes == 2
+    assert [node.tokens for node in manager.tree.nodes()] == [8]
     manager.release(1)
     assert manager.reset_cache()
     assert manager.usage()[0].free == 8
@@ -276,7 +410,7 @@ class ManagerMachine(RuleBasedStateMachine):
         tokens = self.live[lane] + [token] * count
         self.manager.slide(int32([lane]), int32([len(self.live[lane])]))
         if len(tokens) <= 64 and self.manager.book(int32([lane]), int32([len(tokens)])):
-            self.manager.insert([lane], rows(lane, tokens), [len(tokens)])
+            self.manager.insert(int32([lane]), rows(lane, tokens), int32([len(tokens)]))
             self.live[lane] = tokens
 
     @precondition(lambda self: 0 < len(self.live) < 4)
@@ -293,8 +427,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject, twice: bool) -> None:
         lane = self.lane(data)
         tokens = self.live.pop(lane)
-        self.manager.insert_rest(lane, int32(tokens), len(tokens))
-        self.manager.release(lane)
+        self.manager.release(lane, int32(tokens), len(tokens))
         if twice:
             self.manager.release(lane)
 
@@ -302,8 +435,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def keep(self, data: st.DataObject) -> None:
         lane = self.lane(data)
-        del self.live[lane]
-        self.holds.append(self.manager.keep(lane))
+        tokens = self.live.pop(lane)
+        self.holds.append(self.manager.keep(lane, int32(tokens), len(tokens)))
 
     @precondition(lambda self: self.holds)
     @rule()

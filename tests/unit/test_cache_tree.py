@@ -1,57 +1,158 @@
-"""The prefix tree: what matches, and in which order it is given up."""
+"""The prefix tree: what matches, how its nodes are cut, and in which order it gives up what."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.cache.prefix_tree import NO_BLOCK, Namespace, Node, PrefixTree
-from quire.plan import Int32, int32
+from quire.cache.chain import Namespace, next_key, root_key
+from quire.cache.node import NO_BLOCK, Node, common_start
+from quire.cache.prefix_tree import Match, PrefixTree
+from quire.plan import int32
+from tests.brain import check_node
 
 _SIZE = 2
 _BASE: Namespace = (0, "")
 
 
 def grow(
-    tree: PrefixTree, tokens: list[int], first_block: int, namespace: Namespace = _BASE
-) -> list[Node]:
-    """A request runs through `tokens`; returns its path, still in use."""
-    match = tree.match(namespace, int32(tokens), len(tokens))
-    tree.enter(namespace, match.path)
-    path = match.path
-    groups = len(tree.windows)
-    for i in range(len(path) - 1, len(tokens) // _SIZE):
-        key = int32(tokens[i * _SIZE : (i + 1) * _SIZE]).tobytes()
-        tree.extend(path, key, [first_block + i] * groups)
-    return path
+    tree: PrefixTree,
+    tokens: list[int],
+    first_block: int,
+    namespace: Namespace = _BASE,
+    ahead: bool = False,
+) -> Node:
+    """A request runs through the whole blocks of `tokens`; returns its last node, still in use.
+    Block i of the sequence gets the id `first_block + i`, unless it is known."""
+    match = tree.match(namespace, int32(tokens), len(tokens), whole_only=True)
+    last = tree.enter(namespace, match.node, match.whole)
+    whole = len(tokens) // _SIZE
+    if whole > match.whole:
+        blocks = int32(range(first_block + match.whole, first_block + whole))
+        data = int32(tokens[match.whole * _SIZE : whole * _SIZE]).tobytes()
+        last = tree.extend(last, data, [blocks.tobytes()] * len(tree.windows), ahead)
+    return last
 
 
-def test_match_is_the_longest_prefix_of_whole_blocks_within_the_limit() -> None:
+def ids(blocks: list[int]) -> list[bytes]:
+    """Of one group."""
+    return [int32(blocks).tobytes()]
+
+
+def tail(tree: PrefixTree, last: Node, tokens: list[int], block: int) -> Node | None:
+    return tree.add_tail(
+        last, int32(tokens).tobytes(), [int32([block]).tobytes()] * len(tree.windows)
+    )
+
+
+def find(tree: PrefixTree, tokens: list[int], limit: int | None = None) -> Match:
+    return tree.match(_BASE, int32(tokens), len(tokens) if limit is None else limit)
+
+
+def shared(tree: PrefixTree, match: Match) -> list[int]:
+    return match.node.path(0, 0, match.whole).tolist()
+
+
+def evict(tree: PrefixTree, count: int) -> list[int]:
+    return tree.evict(count, named=False).blocks[0].tolist()
+
+
+def test_a_match_is_whole_blocks_and_a_block_to_copy() -> None:
+    tree = PrefixTree(4, [None])
+    last = tree.enter(_BASE, find(tree, []).node, 0)
+    tree.extend(last, int32(range(12)).tobytes(), ids([10, 11, 12]), False)
+    match = find(tree, [0, 1, 2, 3, 4, 5, 6, 99, 7])
+    assert (match.length, shared(tree, match), match.source) == (7, [10], [11])
+    match = find(tree, list(range(20)), 10)
+    assert (match.length, shared(tree, match), match.source) == (10, [10, 11], [12])
+    match = find(tree, list(range(20)))
+    assert (match.length, shared(tree, match), match.source) == (12, [10, 11, 12], None)
+    match = find(tree, [0, 1, 99])
+    assert (match.length, shared(tree, match), match.source) == (2, [], [10])
+    assert find(tree, [1, 0]).length == 0
+    whole = tree.match(_BASE, int32([0, 1, 2, 3, 4, 5]), 6, whole_only=True)
+    assert (whole.length, whole.source) == (4, None)
+
+
+def test_the_child_that_shares_most_is_copied_from() -> None:
+    tree = PrefixTree(8, [None])
+    root = tree.enter(_BASE, find(tree, []).node, 0)
+    for block, first in enumerate([[1, 2, 3, 9], [1, 2, 7, 7], [1, 2, 3, 4], [5, 5, 5, 5]]):
+        tree.extend(root, int32([*first, 0, 0, 0, 0]).tobytes(), ids([block]), False)
+    for tokens, length, source in (
+        ([1, 2, 3, 4, 5], 4, [2]),
+        ([1, 2, 3, 9, 1], 4, [0]),
+        ([1, 2, 7, 1, 1], 3, [1]),
+        ([5, 6], 1, [3]),
+        ([6], 0, None),
+    ):
+        match = find(tree, tokens)
+        assert (match.length, match.source) == (length, source)
+
+
+def test_what_this_plan_computes_is_shared_but_not_copied() -> None:
     tree = PrefixTree(_SIZE, [None])
-    grow(tree, [1, 2, 3, 4, 5, 6], 10)
-    tokens = int32([1, 2, 3, 4, 9, 9])
-    match = tree.match(_BASE, tokens, 6)
-    assert match.length == 4
-    assert [node.blocks for node in match.path[1:]] == [[10], [11]]
-    assert tree.match(_BASE, tokens, 3).length == 2
-    assert tree.match(_BASE, int32([2, 1]), 2).length == 0
+    grow(tree, [1, 2, 3, 4], 0, ahead=True)
+    assert find(tree, [1, 2, 3, 9]).length == 2
+    assert find(tree, [1, 9]).length == 0
+    tree.settle()
+    assert find(tree, [1, 2, 3, 9]).length == 3
+    assert find(tree, [1, 9]).length == 1
+    # The first part of a node is written, the rest is not; and so it stays when the node is cut.
+    grow(tree, [1, 2, 3, 4, 5, 6, 7, 8], 0, ahead=True)
+    assert find(tree, [1, 2, 3, 9]).length == 3
+    assert find(tree, [1, 2, 3, 4, 5, 9]).length == 4
+    grow(tree, [1, 2, 3, 4, 5, 6], 0)
+    assert find(tree, [1, 2, 3, 9]).length == 3
+    assert find(tree, [1, 2, 3, 4, 5, 6, 7, 9]).length == 6
+    tree.settle()
+    assert find(tree, [1, 2, 3, 4, 5, 9]).length == 5
+    assert find(tree, [1, 2, 3, 4, 5, 6, 7, 9]).length == 7
+
+
+def test_a_node_grows_in_place_until_something_else_hangs_on_it() -> None:
+    tree = PrefixTree(_SIZE, [None])
+    last = grow(tree, [1, 2], 0)
+    again = tree.extend(last, int32([3, 4, 5, 6]).tobytes(), ids([1, 2]), False)
+    assert again is last
+    assert tree.num_nodes == 1
+    second = grow(tree, [1, 2, 3, 4, 5, 6], 50)
+    assert second is last
+    assert tree.extend(last, int32([7, 7]).tobytes(), ids([3]), False) is not last
+    third = grow(tree, [1, 2, 9, 9], 60)
+    assert [node.tokens for node in (last.parent, last, third) if node] == [2, 4, 2]
+    assert tree.num_nodes == 4
+    assert [node.users for node in (last.parent, last, third) if node] == [3, 2, 1]
+
+
+def test_a_cut_keeps_what_ended_below_it() -> None:
+    tree = PrefixTree(_SIZE, [None])
+    first = grow(tree, [1, 2, 3, 4, 5, 6], 0)
+    tree.leave(first)
+    assert tree.num_idle == 3
+    second = grow(tree, [1, 2, 7, 7], 10)
+    assert (tree.num_idle, tree.num_nodes) == (2, 3)
+    assert shared(tree, find(tree, [1, 2, 3, 4, 5, 6])) == [0, 1, 2]
+    tree.leave(second)
+    # The rest of the first is oldest, its end before its beginning; then the second.
+    assert evict(tree, 4) == [2, 1, 11, 0]
 
 
 def test_a_namespace_is_a_tree_of_its_own_and_leaves_no_trace() -> None:
     tree = PrefixTree(_SIZE, [None])
-    path = grow(tree, [1, 2], 0, (0, "salt"))
+    last = grow(tree, [1, 2], 0, (0, "salt"))
     assert tree.match(_BASE, int32([1, 2]), 2).length == 0
     assert tree.match((1, "salt"), int32([1, 2]), 2).length == 0
     assert tree.match((0, "salt"), int32([1, 2]), 2).length == 2
-    tree.leave(path)
-    assert tree.evict() == [0]
+    tree.leave(last)
+    assert evict(tree, 1) == [0]
     assert not tree._roots
-    assert not tree._names
-    empty = tree.match((0, "once"), int32([7, 8]), 2)
-    tree.enter((0, "once"), empty.path)
-    tree.leave(empty.path)
+    assert not tree._namespaces
+    tree.leave(grow(tree, [7], 0, (0, "once")))
     assert not tree._roots
 
 
@@ -62,94 +163,248 @@ def test_least_recently_used_leaves_go_first() -> None:
     tree.leave(first)
     assert tree.num_idle == 1
     tree.leave(second)
-    again = grow(tree, [1, 2, 3, 4], 0)
-    tree.leave(again)
+    tree.leave(grow(tree, [1, 2, 3, 4], 0))
     # [5, 6] was left before [3, 4], and [1, 2] hangs above both.
-    assert [tree.evict() for _ in range(3)] == [[11], [1], [0]]
+    assert evict(tree, 3) == [11, 1, 0]
     assert tree.num_nodes == tree.num_idle == 0
+
+
+def test_as_many_blocks_go_as_are_wanted() -> None:
+    tree = PrefixTree(_SIZE, [None])
+    tree.leave(grow(tree, list(range(20)), 0))
+    tree.leave(grow(tree, [50, 51], 20))
+    assert evict(tree, 3) == [9, 8, 7]
+    assert find(tree, list(range(20))).length == 14
+    assert evict(tree, 8) == [6, 5, 4, 3, 2, 1, 0, 20]
+    assert tree.num_idle == 0
 
 
 def test_nodes_in_use_are_not_given_up() -> None:
     tree = PrefixTree(_SIZE, [None])
     grow(tree, [1, 2], 0)
-    with pytest.raises(KeyError):
-        tree.evict()
+    with pytest.raises(StopIteration):
+        evict(tree, 1)
+
+
+def test_a_tail_is_copied_from_and_goes_when_it_is_covered() -> None:
+    tree = PrefixTree(4, [None])
+    root = tree.enter(_BASE, find(tree, []).node, 0)
+    last = tree.extend(root, int32([1, 1, 1, 1]).tobytes(), ids([0]), False)
+    one = tail(tree, last, [5, 6], 7)
+    assert one is not None
+    match = find(tree, [1, 1, 1, 1, 5, 6, 7, 8])
+    assert (match.length, match.whole, match.source, match.tail) == (6, 1, [7], one)
+    assert find(tree, [1, 1, 1, 1, 5]).length == 5
+    # What begins a tail is not entered; what a longer one begins with makes way.
+    assert tail(tree, last, [5], 8) is None
+    assert tail(tree, last, [5, 6], 8) is None
+    other = tail(tree, last, [5, 6, 7], 9)
+    assert other is not None
+    assert tree.take_shed() == [[7]]
+    assert tree.num_idle == 1
+    assert tail(tree, last, [5, 9], 10) is not None
+    assert find(tree, [1, 1, 1, 1, 5, 9, 9, 9]).source == [10]
+    # A request that goes on through a tail's tokens takes its place, and grows its own node if
+    # nothing else is left.
+    evicted = evict(tree, 2)
+    assert evicted == [9, 10]
+    tail(tree, last, [5, 6], 11)
+    assert tree.extend(last, int32([5, 6, 7, 8]).tobytes(), ids([1]), False) is last
+    assert tree.take_shed() == [[11]]
+    assert tail(tree, last.parent or last, [1, 1], 12) is None
+    assert (tree.num_nodes, tree.num_idle) == (1, 0)
+
+
+def test_a_copied_tail_is_used_last() -> None:
+    tree = PrefixTree(4, [None])
+    root = tree.enter(_BASE, find(tree, []).node, 0)
+    first, _ = tail(tree, root, [1, 2], 0), tail(tree, root, [3, 4], 1)
+    assert first is not None
+    tree.touch(first)
+    tree.leave(root)
+    assert evict(tree, 2) == [1, 0]
+    assert not tree._roots
+
+
+def test_names_follow_the_tokens_wherever_nodes_are_cut() -> None:
+    tree = PrefixTree(_SIZE, [None])
+    tokens = list(range(12))
+    names = [root_key(_BASE)]
+    for at in range(0, 12, _SIZE):
+        names.append(next_key(names[-1], int32(tokens[at : at + _SIZE]).tobytes()))
+    assert tree.name(find(tree, tokens), _BASE) == names[0]
+    first = grow(tree, tokens[:8], 0)
+    assert [tree.name(find(tree, tokens, n), _BASE) for n in (8, 4, 2)] == [
+        names[4],
+        names[2],
+        names[1],
+    ]
+    second = grow(tree, [*tokens[:4], 50, 51], 10)
+    first = tree.extend(first, int32(tokens[8:]).tobytes(), ids([4, 5]), False)
+    assert tree.name(find(tree, tokens), _BASE) == names[6]
+    tail(tree, first, [77], 20)
+    tree.leave(first)
+    tree.leave(second)
+    given = tree.evict(8, named=True)
+    assert given.blocks[0].tolist() == [20, 5, 4, 3, 2, 12, 1, 0]
+    assert given.names[0] == b""
+    assert given.names[1:5] == [names[6], names[5], names[4], names[3]]
+    assert given.names[6:] == [names[2], names[1]]
+    assert given.names[5] == next_key(names[2], int32([50, 51]).tobytes())
 
 
 def test_a_window_needs_only_its_last_tokens() -> None:
     tree = PrefixTree(_SIZE, [None, 3])
-    path = grow(tree, [1, 2, 3, 4, 5, 6, 7, 8], 0)
-    tokens = int32([1, 2, 3, 4, 5, 6, 7, 8])
-    for node in path[1:4]:
-        tree.loosen(1, node)
-    assert tree.num_loose(1) == 3
-    assert tree.evict_block(1) == 0
-    assert path[1].blocks == [0, NO_BLOCK]
-    # The last 2 tokens before 8 are there, and so are those before 6 and 4; not before 2.
-    assert [tree.match(_BASE, tokens, n).length for n in (8, 6, 4, 2)] == [8, 6, 4, 0]
-    assert tree.evict_block(1) == 1
-    assert [tree.match(_BASE, tokens, n).length for n in (8, 6, 4)] == [8, 6, 0]
-    tree.tighten(1, path[3])
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    last = grow(tree, tokens, 0)
+    for place in range(3):
+        tree.loose[1].add(last, place, place)
+    assert len(tree.loose[1]) == 3
+    assert tree.loose[1].take() == 0
+    # The last 2 tokens before 8 are there, and so are those before 6 and 4; not before 2, of whose
+    # only block the second token would be copied.
+    assert [find(tree, tokens, n).length for n in (8, 7, 6, 5, 4)] == [8, 7, 6, 5, 4]
+    assert [find(tree, tokens, n).length for n in (3, 2, 1)] == [0, 0, 0]
+    assert tree.loose[1].take() == 1
+    assert [find(tree, tokens, n).length for n in (8, 7, 6, 5, 4)] == [8, 7, 6, 0, 0]
+    tree.loose[1].discard([2])
     with pytest.raises(KeyError):
-        tree.evict_block(1)
+        tree.loose[1].take()
+
+
+def test_window_blocks_are_found_where_nodes_were_cut_since() -> None:
+    tree = PrefixTree(_SIZE, [None, 3])
+    first = grow(tree, list(range(8)), 0)
+    for place in range(3):
+        tree.loose[1].add(first, place, place)
+    second = grow(tree, [0, 1, 50, 51], 10)
+    tree.leave(first)
+    assert tree.evict(3, named=False).blocks[1].tolist() == [3, 2, 1]
+    assert len(tree.loose[1]) == 1
+    assert tree.loose[1].take() == 0
+    assert second.path(1, 0, 2).tolist() == [NO_BLOCK, 11]
+
+
+def test_common_starts_are_counted_in_tokens() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        one = [draw.choice([0, 1, 256, -1]) for _ in range(draw.randrange(6))]
+        other = [draw.choice([0, 1, 256, -1]) for _ in range(draw.randrange(6))]
+        pairs = zip(one, other, strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+        assert common_start(int32(one).tobytes(), int32(other).tobytes()) == same
+
+
+def test_a_hub_of_many_children_is_searched_to_the_token() -> None:
+    tree = PrefixTree(8, [None])
+    draw = random.Random(3)
+    stem = int32([7] * 8).tobytes()
+    root = tree.enter(_BASE, find(tree, []).node, 0)
+    hub = tree.extend(root, stem, ids([0]), False)
+    tree.enter(_BASE, hub, hub.end)  # a second user: children are made, the hub does not grow
+    firsts = list({tuple(draw.randrange(9) for _ in range(8)) for _ in range(10_000)})
+    for block, first in enumerate(firsts, 1):
+        child = tree.extend(hub, int32(first).tobytes(), ids([block]), False)
+        child.users -= 1
+        tree._idle[child] = None
+        tree.num_idle += 1
+    for _ in range(200):
+        asked = tuple(draw.randrange(9) for _ in range(7))
+        most = max(sum(first[:n] == asked[:n] for n in range(1, 8)) for first in firsts)
+        assert find(tree, [7] * 8 + list(asked)).length == 8 + most
+    evict(tree, len(firsts) // 2)
+    assert len(hub.children) == len(hub.order) == len(firsts) - len(firsts) // 2
+    check_node(hub, 8)
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Against a list of the prefixes that must be there, in the order of their last use."""
+    """Against a list of the prefixes that must be there, in the order of their last use, and
+    against the tokens of all tails."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tree = PrefixTree(_SIZE, [None])
         self.next_block = 0
-        self.paths: list[tuple[list[Node], tuple[int, ...]]] = []
+        self.lasts: list[tuple[Node, tuple[int, ...]]] = []
         self.present: set[tuple[int, ...]] = set()
         self.order: list[tuple[int, ...]] = []
 
     def prefixes(self, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Of whole blocks."""
         return [tokens[: i + _SIZE] for i in range(0, len(tokens) - _SIZE + 1, _SIZE)]
 
-    @rule(tokens=st.lists(st.integers(0, 1), max_size=9))
-    def run(self, tokens: list[int]) -> None:
+    @rule(tokens=st.lists(st.integers(0, 2), max_size=9), partly=st.booleans())
+    def run(self, tokens: list[int], partly: bool) -> None:
         whole = tuple(tokens[: len(tokens) // _SIZE * _SIZE])
-        array: Int32 = int32(tokens)
-        expected = [p for p in self.prefixes(whole) if p in self.present]
-        assert self.tree.match(_BASE, array, len(tokens)).length == _SIZE * len(expected)
-        self.paths.append((grow(self.tree, tokens, self.next_block), whole))
+        match = find(self.tree, tokens)
+        assert match.length == self.longest(tuple(tokens))
+        assert match.whole == sum(prefix in self.present for prefix in self.prefixes(whole))
+        self.lasts.append((grow(self.tree, tokens, self.next_block), whole))
         self.next_block += 10
         for prefix in self.prefixes(whole):
             self.present.add(prefix)
+            self.drop_tail(prefix[:-1])
             if prefix in self.order:
                 self.order.remove(prefix)
+        if partly and len(tokens) % _SIZE:
+            last, _ = self.lasts[-1]
+            covered = self.longest(tuple(tokens)) == len(tokens)
+            made = tail(self.tree, last, tokens[-1:], self.next_block - 1)
+            assert (made is None) == covered
+            if not covered:
+                self.present.add(tuple(tokens))
+                self.order.append(tuple(tokens))
 
-    @precondition(lambda self: self.paths)
+    def drop_tail(self, tokens: tuple[int, ...]) -> None:
+        """What is no whole block, and is covered now."""
+        if tokens in self.present and len(tokens) % _SIZE:
+            self.present.remove(tokens)
+            self.order.remove(tokens)
+
+    def longest(self, tokens: tuple[int, ...]) -> int:
+        """The most tokens that anything present begins with."""
+        lengths = range(len(tokens), 0, -1)
+        return next((n for n in lengths if any(p[:n] == tokens[:n] for p in self.present)), 0)
+
+    @precondition(lambda self: self.lasts)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        path, tokens = self.paths.pop(data.draw(st.integers(0, len(self.paths) - 1)))
-        self.tree.leave(path)
-        used = {p for _, other in self.paths for p in self.prefixes(other)}
+        last, tokens = self.lasts.pop(data.draw(st.integers(0, len(self.lasts) - 1)))
+        self.tree.leave(last)
+        used = {p for _, other in self.lasts for p in self.prefixes(other)}
+        # Nodes of which others use the first part keep that part.
         self.order += [p for p in reversed(self.prefixes(tokens)) if p not in used]
 
     @precondition(lambda self: self.order)
-    @rule()
-    def evict(self) -> None:
-        self.tree.evict()
-        self.present.remove(self.order.pop(0))
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, len(self.order)))
+        assert len(evict(self.tree, count)) == count
+        for prefix in self.order[:count]:
+            self.present.remove(prefix)
+        del self.order[:count]
 
     @invariant()
     def agrees(self) -> None:
-        assert self.tree.num_nodes == len(self.present)
+        nodes = self.tree.nodes()
+        assert self.tree.num_nodes == len(nodes)
         assert self.tree.num_idle == len(self.order)
-        found = {spell(node) for node in self.tree.nodes()}
+        found = set()
+        for node in nodes:
+            check_node(node, _SIZE)
+            tokens = spell(node)
+            found.add(tokens)
+            found.update(p for p in self.prefixes(tokens) if len(p) > node.start * _SIZE)
         assert found == self.present
 
 
 def spell(node: Node) -> tuple[int, ...]:
-    keys = []
+    runs = []
     at: Node | None = node
     while at is not None:
-        keys.append(at.key)
+        runs.append(at.run)
         at = at.parent
-    return tuple(int(b) for b in b"".join(reversed(keys))[::4])
+    return tuple(int(b) for b in b"".join(map(bytes, reversed(runs)))[::4])
 
 
 TestTreeMachine = TreeMachine.TestCase

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import QuireError
-from quire.plan import HeadInputs, RowFlag, StepPlan, int32
+from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan, int32
 from quire.runner import Hook
+from quire.runner.kv_cache import KVCache
 from quire.runner.step import Step
 from quire.sampling_params import SamplingParams
 from tests.unit.tiny_engine import (
@@ -86,6 +87,55 @@ def test_prefix_hits_give_the_same_tokens(folder: Path) -> None:
     second = engine.run([job])
     assert engine.scheduler.stats().prefix_hit_tokens > 0
     assert first == second == alone(folder, [job])
+
+
+def test_prefixes_that_end_anywhere_are_found_whole_and_give_the_same_tokens(
+    folder: Path,
+) -> None:
+    """Blocks are of 8 tokens, and windows of 20."""
+    stem = random_prompts(1, 61, seed=5)[0] * 2
+    engine, params = TinyEngine(folder), SamplingParams(temperature=0.0, max_tokens=5)
+    jobs = []
+    for shared in range(30, 47):
+        before = engine.scheduler.stats().prefix_hit_tokens
+        jobs.append(
+            Job([*stem[:shared], 6 + shared, *random_prompts(1, 9, seed=shared)[0]], params)
+        )
+        engine.run([Job([*stem[:shared], 100, 101], params)])
+        middle = engine.scheduler.stats().prefix_hit_tokens
+        found = engine.run([jobs[-1]])
+        assert engine.scheduler.stats().prefix_hit_tokens - middle == shared
+        assert middle - before in (0, shared - 1)
+        assert found == alone(folder, [jobs[-1]])
+    again = TinyEngine(folder, blocks=24, depth=2)
+    assert again.run(jobs) == alone(folder, jobs)
+
+
+def test_the_next_turn_of_a_chat_computes_only_what_is_new(folder: Path) -> None:
+    engine, known, fed = TinyEngine(folder), random_prompts(1, 61, seed=6)[0], 0
+    params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
+    for turn in range(5):
+        (request,) = engine.add(str(turn), Job(known, params))
+        engine.drain()
+        assert request.num_cached_tokens == fed
+        assert [request.output.tolist()] == alone(folder, [Job(known, params)])
+        known = [*request.tokens.view().tolist(), 50 + turn, 51]
+        fed = len(known) - 3  # an answer's last token was not
+
+
+def test_blocks_are_copied_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few at a time: a block may be written once it was read."""
+    group = KVGroup(layers=(0, 1), tokens_per_block=2)
+    for most in (1, 3 * 2 * 2 * 2 * 2 * 4 * 4, 1 << 20):
+        monkeypatch.setattr("quire.runner.kv_cache._COPY_BYTES", most)
+        cache = KVCache(
+            [group], [8], kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu")
+        )
+        (tensor,) = cache.tensors
+        tensor.copy_(torch.arange(8.0).view(8, 1, 1, 1, 1, 1).expand_as(tensor))
+        cache.copy_blocks(0, torch.tensor([1, 2, 3, 5]), torch.tensor([6, 2, 1, 3]))
+        assert tensor[:, 0, 0, 0, 0, 0].tolist() == [0, 3, 2, 5, 4, 5, 1, 7]
+        assert (tensor == tensor[:, :1, :1, :1, :1, :1]).all()
 
 
 def test_a_fork_in_mid_block_leaves_the_parent_alone(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "x"]),
         tenant=st.sampled_from(["", "", "a", "b"]),
         prompt_logprobs=st.booleans(),
+        data=st.data(),
     )
     def arrive(
         self,
@@ -142,8 +143,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str,
         tenant: str,
         prompt_logprobs: bool,
+        data: st.DataObject,
     ) -> None:
-        prompt = int32(_STEMS[stem][:shared] + own)
+        before = _STEMS[stem][:shared]
+        if self.loop.finished and data.draw(st.booleans()):
+            # The next turn of what was said before.
+            earlier = self.loop.finished[data.draw(st.sampled_from(sorted(self.loop.finished)))]
+            before = earlier.tokens.view().tolist()[: _LONGEST - 10]
+        prompt = int32(before + own)
         params = SamplingParams(prompt_logprobs=0 if prompt_logprobs else None)
         leader = None
         for index in range(count):

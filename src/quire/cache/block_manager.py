@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from quire.cache.block_tables import BlockTables
 from quire.cache.chain import Namespace
 from quire.cache.incoming import RECEIVERS, Receiver
-from quire.cache.prefix_tree import NO_BLOCK, Match, Node, PrefixTree
+from quire.cache.node import NO_BLOCK, Node
+from quire.cache.prefix_tree import Match, PrefixTree
+from quire.cache.tree_lanes import TreeLanes
 from quire.errors import ConfigError, RequestTooLargeError
 from quire.plan import BlockAppends, BlockCopies, Int32, KVGroup, int32
-
-_APART = np.iinfo(np.int32).max
 
 
 @dataclass(slots=True)
@@ -29,12 +27,13 @@ class Usage:
 
 @dataclass(slots=True)
 class Hold:
-    """What a request held: per group, block ids from table entry `starts` on; and its place in the
-    tree, which keeps the nodes of those blocks."""
+    """What a request held: per group, block ids from table entry `starts` on; its last node in the
+    tree; and the tokens, packed, of the partly filled block after that, which is kept as well."""
 
     blocks: list[Int32]
     starts: list[int]
-    path: list[Node]
+    last: Node | None
+    tail: bytes = b""
 
 
 @dataclass(slots=True)
@@ -72,10 +71,12 @@ class BlockManager:
         """Told what leaves the tree, before it may be overwritten."""
         self.tree = PrefixTree(self.block_size, [g.window for g in self.groups])
         self.slides = any(g.window is not None for g in self.groups)
-        self._paths: list[list[Node]] = [[] for _ in range(num_lanes + RECEIVERS)]
+        self.lanes = TreeLanes(self.tree, self.groups, num_lanes + RECEIVERS)
         self.receiver = Receiver(self, num_lanes)
-        self.inserted: Int32 = np.zeros(num_lanes + RECEIVERS, dtype=np.int32)
-        """Tokens of each lane up to the last insertion, or `_APART`."""
+        self.evicted = 0
+        """Blocks, of all groups, that were given up for others, or because `push_out` asked."""
+        self.copied = 0
+        """Blocks, of all groups, that were copied because they are shared up to their middle."""
 
     def check_fits(self, tokens: int, chunk: int) -> None:
         """`RequestTooLargeError` if a sequence that computes `tokens` positions, at most `chunk` at
@@ -87,9 +88,13 @@ class BlockManager:
 
     # -- a request comes -----------------------------------------------------------------------
 
-    def match(self, namespace: Namespace, tokens: Int32, limit: int) -> Match:
-        """The longest prefix of at most `limit` tokens that blocks are there for."""
-        return self.tree.match(namespace, tokens, limit if self.caching else 0)
+    def match(
+        self, namespace: Namespace, tokens: Int32, limit: int, *, whole_only: bool = False
+    ) -> Match:
+        """The longest prefix of at most `limit` tokens that blocks are there for, of which the last
+        may be partly shared."""
+        limit = limit if self.caching else 0
+        return self.tree.match(namespace, tokens, limit, whole_only=whole_only)
 
     def admit(
         self,
@@ -102,20 +107,21 @@ class BlockManager:
         known: int,
         spare: int,
     ) -> bool:
-        """Seat a request on an empty lane: the matched blocks, shared, and new ones.
+        """Seat a request on an empty lane: the matched blocks, shared, and new ones, to the first
+        of which a partly matched block is copied, before the next body runs.
 
         All of its `known` tokens are booked at once where every position is kept, so that a prompt
         once begun never waits for blocks; groups with a window book up to `chunk_end`. `computed`
         (>= match.length) is where the request's first row starts. `spare` blocks per group must
         stay available.
         """
-        matched = match.length // self.block_size
+        matched = match.whole
         shares: list[Int32] = []
         starts: list[int] = []
         ends: list[int] = []
         for g, group in enumerate(self.groups):
             start = min(group.first_needed(computed), matched)
-            shared = int32([node.blocks[g] for node in match.path[1 + start : 1 + matched]])
+            shared = match.node.path(g, start, matched)
             end = known if group.window is None else chunk_end
             needed = group.blocks(end) - matched + self.woken(g, match, shared)
             if needed + spare > self.available(g):
@@ -123,22 +129,28 @@ class BlockManager:
             shares.append(shared)
             starts.append(start)
             ends.append(end)
-        self.tree.enter(namespace, match.path)
-        self._paths[lane] = match.path
-        self.inserted[lane] = match.length
+        self.lanes.enter(lane, namespace, match.node, matched)
+        if match.tail is not None:
+            self.tree.touch(match.tail)
         for g, group in enumerate(self.groups):
             group.seat(lane, starts[g], shares[g])
             if group.window is not None:
-                for node in match.path[1 + starts[g] :]:
-                    self.tree.tighten(g, node)
+                self.tree.loose[g].discard(shares[g].tolist())
         self._reach(int32([lane]), [int32([end]) for end in ends])
+        if match.source is not None:
+            for source, group in zip(match.source, self.groups, strict=True):
+                self._copy(group, source, int(group.table[lane, matched]))
         return True
 
     def woken(self, g: int, match: Match, shared: Int32) -> int:
         """How many of the matched blocks are counted as available now."""
         if self.groups[g].window is None:
-            return sum(node.users == 0 for node in match.path[1:])
+            return self.tree.idle_blocks(match)
         return int((self.groups[g].pool.holders[shared] == 1).sum())
+
+    def _copy(self, group: BlockTables, source: int, target: int) -> None:
+        group.copy(source, target)
+        self.copied += 1
 
     def fork(
         self, lane: int, namespace: Namespace, parent: int, length: int, known: int, spare: int
@@ -148,7 +160,7 @@ class BlockManager:
         booked up to `known` tokens. False as well if the parent let go of a block it would need, or
         goes apart from the tree: blocks that lanes share must be of nodes that all of them use.
         """
-        if self.inserted[parent] == _APART:
+        if self.lanes.apart(parent):
             return False
         whole, partial = divmod(length, self.block_size)
         for g, group in enumerate(self.groups):
@@ -156,17 +168,16 @@ class BlockManager:
                 return False
             if group.blocks(known) - whole + spare > self.available(g):
                 return False
-        path = self._paths[parent][: 1 + whole]
-        self.tree.enter(namespace, path)
-        self._paths[lane] = path
-        self.inserted[lane] = (len(path) - 1) * self.block_size
+        last = self.lanes.last(parent)
+        in_tree = min(whole, last.end)
+        self.lanes.enter(lane, namespace, last.upto(in_tree), in_tree)
         for group in self.groups:
             start = group.first_needed(length)
             group.seat(lane, start, group.table[parent, start:whole])
         self._reach(int32([lane]), [int32([known]) for _ in self.groups])
         if partial:
             for group in self.groups:
-                group.copy(int(group.table[parent, whole]), int(group.table[lane, whole]))
+                self._copy(group, int(group.table[parent, whole]), int(group.table[lane, whole]))
         return True
 
     # -- a request runs ------------------------------------------------------------------------
@@ -198,115 +209,86 @@ class BlockManager:
             for lane, column, block in zip(
                 owners.tolist(), columns.tolist(), blocks.tolist(), strict=True
             ):
-                self._drop_window_block(g, self._paths[lane], column, block)
+                self._drop_window_block(g, self.lanes.last(lane), column, block)
 
-    def _drop_window_block(self, g: int, path: list[Node], column: int, block: int) -> None:
+    def _drop_window_block(self, g: int, last: Node, column: int, block: int) -> None:
         pool = self.groups[g].pool
         pool.drop(int32([block]))
-        if pool.holders[block] == 1 and column + 1 < len(path):
-            node = path[column + 1]
-            if node.blocks[g] == block:
-                self.tree.loosen(g, node)
+        if pool.holders[block] == 1:
+            self.tree.loose[g].add(last, column, block)
 
-    def insert(self, lanes: Sequence[int], tokens: Int32, lengths: Sequence[int]) -> None:
-        """Enter the whole blocks among each lane's first `lengths` tokens into the tree. `tokens`
-        int32 [all lanes, room]: a lane's tokens are its line's first ones.
+    def insert(self, lanes: Int32, tokens: Int32, lengths: Int32, *, ahead: bool = False) -> None:
+        """Enter the whole blocks among these distinct lanes' first `lengths` tokens into the tree.
+        `tokens` int32 [all lanes, room]: a lane's tokens are its line's first ones. ahead: the plan
+        that is being made computes them; others have been computed by earlier ones.
 
         A lane that meets an equal prefix, computed by another at the same time, goes on with its
-        own blocks and stops inserting until `insert_rest`: a node that it used without holding its
-        block would keep that block from being reused, for nobody.
+        own blocks and stops inserting until it ends: a node that it used without holding its block
+        would keep that block from being reused, for nobody.
         """
-        if not self.caching:
-            return
-        fresh: list[list[int]] = [[] for _ in self.groups]
-        for lane, length in zip(lanes, lengths, strict=True):
-            if self.inserted[lane] != _APART:
-                apart = self._insert(lane, tokens[lane], length // self.block_size, fresh, False)
-                self.inserted[lane] = (
-                    _APART if apart else length // self.block_size * self.block_size
-                )
-        for group, ids in zip(self.groups, fresh, strict=True):
-            if ids:
-                group.pool.hold(int32(ids))
-
-    def insert_rest(self, lane: int, tokens: Int32, length: int) -> None:
-        """Before a release: enter what the lane kept apart. tokens: int32 [>= length]."""
-        if self.inserted[lane] == _APART:
-            self.enter_rest(lane, tokens, length)
+        if self.caching:
+            self.lanes.insert(lanes, tokens, lengths, ahead)
 
     def enter_rest(self, lane: int, tokens: Int32, length: int) -> None:
-        """Enter the whole blocks of a lane that is about to be released; where there is a node
-        already, it stays as it is."""
-        fresh: list[list[int]] = [[] for _ in self.groups]
-        self._insert(lane, tokens, length // self.block_size, fresh, True)
-        for group, ids in zip(self.groups, fresh, strict=True):
-            group.pool.hold(int32(ids))
-
-    def _insert(
-        self, lane: int, tokens: Int32, whole: int, fresh: list[list[int]], through: bool
-    ) -> bool:
-        """Extend a lane's path to `whole` blocks, noting blocks that got a node in `fresh`.
-        Whether an equal prefix stopped it, which `through` forbids."""
-        path, size = self._paths[lane], self.block_size
-        for i in range(len(path) - 1, whole):
-            key = tokens[i * size : (i + 1) * size].tobytes()
-            if not through and key in path[-1].children:
-                return True
-            blocks = [
-                int(group.table[lane, i]) if i >= group.start[lane] else NO_BLOCK
-                for group in self.groups
-            ]
-            if not self.tree.extend(path, key, blocks):
-                self._adopt(path[-1], blocks, fresh)
-                continue
-            for ids, block in zip(fresh, blocks, strict=True):
-                if block != NO_BLOCK:
-                    ids.append(block)
-        return False
-
-    def _adopt(self, node: Node, blocks: list[int], fresh: list[list[int]]) -> None:
-        """Give an existing node the window blocks it has lost."""
-        for g, block in enumerate(blocks):
-            if node.blocks[g] == NO_BLOCK and block != NO_BLOCK:
-                node.blocks[g] = block
-                fresh[g].append(block)
+        """Enter the whole blocks of a lane that is about to be released, int32 [>= length]; what is
+        known already stays as it is."""
+        self.lanes.enter_rest(lane, tokens, length)
 
     # -- a request goes ------------------------------------------------------------------------
 
-    def release(self, lane: int) -> None:
-        """Give back all the lane holds. Idempotent."""
-        self.drop(self.keep(lane))
+    def release(self, lane: int, tokens: Int32 | None = None, length: int = 0) -> None:
+        """Give back all the lane holds, as `keep` and `drop` do. Idempotent."""
+        self.drop(self.keep(lane, tokens, length))
 
-    def keep(self, lane: int) -> Hold:
-        """Empty the lane, but leave its blocks as they are until `drop`."""
+    def keep(self, lane: int, tokens: Int32 | None = None, length: int = 0) -> Hold:
+        """Empty the lane, but leave its blocks as they are until `drop`. tokens, int32 [>= length]:
+        the first `length` are computed, and all of them stay for reuse."""
+        tail = b""
+        if tokens is not None and self.caching:
+            if self.lanes.apart(lane):
+                self.enter_rest(lane, tokens, length)
+            end = self.lanes.last(lane).end
+            if end == length // self.block_size:
+                tail = tokens[end * self.block_size : length].tobytes()
         hold = Hold(
             blocks=[group.held(lane).copy() for group in self.groups],
             starts=[int(group.start[lane]) for group in self.groups],
-            path=self._paths[lane],
+            last=self.lanes.clear(lane),
+            tail=tail,
         )
         for group in self.groups:
             group.clear(lane)
-        self._paths[lane] = []
-        self.inserted[lane] = 0
         return hold
 
     def drop(self, hold: Hold) -> None:
         """Give back what was kept. Idempotent."""
+        if hold.last is None:
+            return
+        last = self._keep_tail(hold, hold.last)
         for g, (ids, start) in enumerate(zip(hold.blocks, hold.starts, strict=True)):
             if self.groups[g].window is None:
                 self.groups[g].pool.drop(ids)
                 continue
             for i, block in enumerate(ids.tolist()):
-                self._drop_window_block(g, hold.path, start + i, block)
-        self.tree.leave(hold.path)
-        hold.blocks, hold.starts, hold.path = [], [], []
+                self._drop_window_block(g, last, start + i, block)
+        self.tree.leave(hold.last)
+        hold.blocks, hold.starts, hold.last = [], [], None
+
+    def _keep_tail(self, hold: Hold, last: Node) -> Node:
+        """Enter the partly filled block of a request that is going; the last node of its blocks."""
+        if not hold.tail or any(start > last.end for start in hold.starts):
+            return last
+        blocks = [
+            int(ids[last.end - start]) for ids, start in zip(hold.blocks, hold.starts, strict=True)
+        ]
+        return self.lanes.keep_tail(last, hold.tail, blocks)
 
     # -- blocks to be had ----------------------------------------------------------------------
 
     def available(self, g: int) -> int:
         """Blocks of a group that are free, or that the tree can give up."""
         group = self.groups[g]
-        cached = self.tree.num_idle if group.window is None else self.tree.num_loose(g)
+        cached = self.tree.num_idle if group.window is None else len(self.tree.loose[g])
         return group.pool.num_free + cached
 
     def _reclaim(self, g: int, n: int) -> None:
@@ -316,7 +298,9 @@ class BlockManager:
         if lacking <= 0:
             return
         if group.window is not None:
-            group.pool.drop(int32([self.tree.evict_block(g) for _ in range(lacking)]))
+            loose = self.tree.loose[g]
+            group.pool.drop(int32([loose.take() for _ in range(lacking)]))
+            self.evicted += lacking
             return
         self._evict(g, lacking)
 
@@ -325,27 +309,26 @@ class BlockManager:
         self._evict(0, self.tree.num_idle)
 
     def _evict(self, g: int, count: int) -> None:
-        """Free the blocks of that many nodes, all of which have one in group `g`."""
-        if not count:
-            return
-        evicted: list[list[int]] = []
-        told: list[Evicted] = []
-        for _ in range(count):
-            key = self.tree.chain(self.tree.oldest()) if self.on_evict else b""
-            evicted.append(self.tree.evict())
-            told.append(Evicted(key, evicted[-1][g]))
+        """Free that many blocks of group `g`, which keeps every position, and those of the other
+        groups for the same tokens."""
+        given = self.tree.evict(count, named=bool(self.on_evict))
+        told = [
+            Evicted(name, block)
+            for name, block in zip(given.names, given.blocks[g].tolist(), strict=False)
+            if name
+        ]
         for tell in self.on_evict:
             tell(told)
-        for each, blocks in zip(self.groups, zip(*evicted, strict=True), strict=True):
-            ids = int32(blocks)
-            each.pool.drop(ids[ids != NO_BLOCK])
+        for group, ids in zip(self.groups, given.blocks, strict=True):
+            ids = ids[ids != NO_BLOCK]
+            group.pool.drop(ids)
+            self.evicted += len(ids)
 
     def reset_cache(self) -> bool:
         """Forget every prefix that no request runs on; whether the tree is empty now."""
-        while self.tree.num_idle:
-            for group, block in zip(self.groups, self.tree.evict(), strict=True):
-                if block != NO_BLOCK:
-                    group.pool.drop(int32([block]))
+        given = self.tree.evict(self.tree.num_idle, named=False)
+        for group, ids in zip(self.groups, given.blocks, strict=True):
+            group.pool.drop(ids[ids != NO_BLOCK])
         return self.tree.num_nodes == 0
 
     # -- what the next plan tells --------------------------------------------------------------
@@ -354,6 +337,9 @@ class BlockManager:
         return [group.take_appends() for group in self.groups]
 
     def take_copies(self) -> list[BlockCopies]:
+        """Completes the plan: what it computes can be copied from by later ones."""
+        self.tree.settle()
+        self.lanes.adjust()
         return [group.take_copies() for group in self.groups]
 
     def usage(self) -> list[Usage]:

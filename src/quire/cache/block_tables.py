@@ -55,6 +55,22 @@ class BlockTables:
         """The lane's blocks, int32 [end - start]."""
         return self.table[lane, self.start[lane] : self.end[lane]]
 
+    def entries(self, lane: int, first: int, last: int) -> Int32:
+        """A lane's blocks `first` to `last - 1`, int32; -1 for those that fell out of the
+        window."""
+        found = self.table[lane, first:last]
+        if self.window is not None:
+            places = np.arange(first, last, dtype=np.int32)
+            found = np.where(places < self.start[lane], np.int32(-1), found)
+        return found
+
+    def entry_each(self, lanes: Int32, places: Int32) -> Int32:
+        """As `entries`, of one block of each lane, int32 [n]."""
+        found = self.table[lanes, places]
+        if self.window is not None:
+            found[places < self.start[lanes]] = -1
+        return found
+
     def lacking(self, lanes: Int32, ends: Int32) -> tuple[Int32, Int32, int]:
         """(lanes, counts, total) of the blocks that these distinct lanes lack to reach `ends`
         tokens; only lanes that lack some."""

@@ -9,7 +9,8 @@ from itertools import islice
 import numpy as np
 
 from quire.cache.block_tables import BlockTables
-from quire.cache.prefix_tree import Node, PrefixTree
+from quire.cache.node import Node
+from quire.cache.prefix_tree import PrefixTree
 from quire.plan import Int32, int32
 
 FREE = -2
@@ -82,9 +83,9 @@ def outline(tree: PrefixTree, most: int, shown: int) -> list[Twig]:
                 continue
             run = [node, *_straight(node)]
             steps += len(run)
-            data = b"".join(each.key for each in run[: shown // tree.block_size + 1])
+            data = b"".join(bytes(each.run[: 4 * shown]) for each in run[: shown + 1])
             tokens = np.frombuffer(data, dtype=np.int32)[:shown]
-            length = sum(len(each.key) for each in run) // 4
+            length = sum(each.tokens for each in run)
             twigs.append(Twig(parent, length, tokens, run[0].users))
             children = list(islice(reversed(run[-1].children.values()), _NEWEST))
             twigs[-1].hidden = len(run[-1].children) - len(children)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.cache.chain import Namespace, root_key
+from quire.cache.chain import Namespace
 from quire.plan import Int32, int32
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Receiver:
 
     def name(self, namespace: Namespace, match: Match) -> bytes:
         """Of the contents that a match ends with (`cache/chain.py`)."""
-        return self._manager.tree.chain(match.path[-1]) if match.length else root_key(namespace)
+        return self._manager.tree.name(match, namespace)
 
     def begin(
         self, namespace: Namespace, match: Match, tokens: Int32, known: int

@@ -1,7 +1,8 @@
-"""An index from token prefixes to KV blocks: a radix tree over whole blocks of tokens.
+"""An index from token prefixes to KV blocks: a radix tree whose nodes are runs of tokens.
 
-Prefix sharing by a tree over tokens follows SGLang's RadixAttention (Zheng et al., 2024); keys of
-whole blocks, as in vLLM, keep a node's size fixed, so that no node ever has to be split.
+Prefix sharing by a tree over tokens follows SGLang's RadixAttention (Zheng et al., 2024). Here
+nodes begin at block boundaries, so that a block belongs to one node, and what two prompts share of
+a block that they do not share as a whole is copied.
 """
 
 from __future__ import annotations
@@ -11,207 +12,365 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from quire.cache.chain import Namespace, next_key, root_key
-from quire.plan import Int32
+import numpy as np
 
-NO_BLOCK = -1
-
-
-class Node:
-    """One block of tokens, after those of its ancestors.
-
-    Attributes:
-        users: requests that run on it. A request counts on each node from its root to its last.
-        children: the nodes hanging on it, by the bytes of their tokens.
-        blocks: one block id per KV group, or `NO_BLOCK`.
-        chain: the name of its contents (`cache/chain.py`), once it was asked for.
-    """
-
-    __slots__ = ("blocks", "chain", "children", "key", "parent", "users")
-
-    def __init__(self, key: bytes, parent: Node | None, blocks: list[int], users: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.blocks = blocks
-        self.users = users
-        self.chain: bytes | None = None
-        self.children: dict[bytes, Node] = {}
+from quire.cache.chain import Namespace, root_key
+from quire.cache.loose import LooseBlocks
+from quire.cache.node import NO_BLOCK, Node, common_run
+from quire.plan import Int32, int32
 
 
 @dataclass(slots=True)
 class Match:
-    """The longest reusable prefix.
+    """The longest reusable prefix. Good until the tree changes.
 
-    length: in tokens. path: the root, then one node per block of the prefix.
+    length: in tokens. whole: in whole blocks, which are shared; `node` is where they end, maybe
+    before its end. source: the block that holds the other tokens, per group, to be copied; None
+    where there are none. tail: the node of that block, if it is a tail.
     """
 
     length: int
-    path: list[Node]
+    whole: int
+    node: Node
+    source: list[int] | None = None
+    tail: Node | None = None
+
+
+@dataclass(slots=True)
+class Given:
+    """Blocks that the tree gave up: their ids per group (or `NO_BLOCK`), and the names of their
+    contents, b"" for a tail's. `names` is empty if they were not asked for."""
+
+    blocks: list[Int32]
+    names: list[bytes]
 
 
 class PrefixTree:
     """The tree of one engine. It keeps block ids but never touches the pools.
 
+    **Shape.** A node's children differ in their first block. A request holds its last node, and
+    uses that and its ancestors to their ends: where a match ends inside a node, the part before is
+    split off as a new node above, and the old one stays the last of those that it was the last of.
+    A node that one request uses, and nothing hangs on, grows in place with that request.
+
     **Eviction.** `_idle` lists the nodes without users in the order in which their last user left.
     Leaving happens from the last node up to the root, and whoever uses a node uses its ancestors,
     so a node always comes after all of its descendants: the first of the list is a leaf, and the
-    least recently used one. `OrderedDict` is a hash table with a doubly linked list through it, so
-    adding, removing and taking the first are O(1).
+    least recently used one, which loses as many blocks from its end as are wanted. `OrderedDict` is
+    a hash table with a doubly linked list through it, so adding, removing and taking the first are
+    O(1). A split node above is made for somebody who uses it, so it joins the list after the rest.
 
-    **Windows.** A group with a sliding window can lose the block of any node that no request
-    holds, and the node lives on for the other groups: `_loose` lists those, one list per group.
+    **Tails.** What a request leaves in a partly filled block becomes a child of its last node with
+    fewer tokens than a block, unless another child begins with them. Such a child goes when one
+    comes that begins with all of its tokens. So the tokens of no tail begin a sibling's.
+
+    **Windows.** A group with a sliding window can lose any block that no request holds, and the
+    node lives on for the other groups: `loose` lists those blocks, by group.
     """
 
     def __init__(self, block_size: int, windows: Sequence[int | None]) -> None:
         self.block_size = block_size
         self.windows = tuple(windows)
+        self._stride = 4 * block_size
         self._windowed = [(g, w) for g, w in enumerate(windows) if w is not None]
         self._roots: dict[Namespace, Node] = {}
-        self._names: dict[Node, Namespace] = {}
+        self._namespaces: dict[Node, Namespace] = {}
         self._idle: OrderedDict[Node, None] = OrderedDict()
-        self._loose: list[OrderedDict[Node, None]] = [OrderedDict() for _ in windows]
+        self.loose = {g: LooseBlocks(g) for g, _ in self._windowed}
+        self._ahead: list[Node] = []
+        self._shed: list[list[int]] = []
         self.num_nodes = 0
-
-    @property
-    def num_idle(self) -> int:
-        """Nodes that eviction could remove."""
-        return len(self._idle)
-
-    def num_loose(self, group: int) -> int:
-        """Blocks of a window group that only nodes hold."""
-        return len(self._loose[group])
+        self.num_idle = 0
+        """Blocks that eviction could give up, in each group that keeps every position."""
 
     # -- finding -------------------------------------------------------------------------------
 
-    def match(self, namespace: Namespace, tokens: Int32, limit: int) -> Match:
+    def match(
+        self, namespace: Namespace, tokens: Int32, limit: int, *, whole_only: bool = False
+    ) -> Match:
         """The longest prefix of `tokens`, int32 [n], of at most `limit` tokens, at which every
-        group can resume. Changes nothing; `enter` the path before anything else happens."""
-        node = self._roots.get(namespace) or Node(b"", None, [], 0)
-        path = [node]
-        stride = 4 * self.block_size
-        data = tokens[: limit // self.block_size * self.block_size].tobytes()
-        for at in range(0, len(data), stride):
+        group can resume. Changes nothing; `enter` it before anything else happens."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return Match(0, 0, Node(None, 0, 0, len(self.windows)))
+        data = tokens[:limit].tobytes()
+        node, whole, more = self._follow(root, data)
+        match = Match(whole * self.block_size, whole, node)
+        if not whole_only:
+            self._find_source(match, data, more)
+        if self._windowed:
+            self._fall_back(match)
+        return match
+
+    def _follow(self, node: Node, data: bytes) -> tuple[Node, int, int]:
+        """How much is known of `data`, packed tokens that follow a node's end: the node in which
+        that ends, whole blocks from the root, and tokens of that node's next block."""
+        at, stride = 0, self._stride
+        while at + stride <= len(data):
             child = node.children.get(data[at : at + stride])
             if child is None:
                 break
-            path.append(child)
             node = child
-        if self._windowed:
-            del path[self._resumable(path) + 1 :]
-        return Match((len(path) - 1) * self.block_size, path)
+            if not data.startswith(node.run, at):
+                blocks, more = divmod(common_run(node.run, data, at), self.block_size)
+                return node, node.start + blocks, more
+            at += len(node.run)
+        return node, node.end, 0
 
-    def _resumable(self, path: list[Node]) -> int:
-        """The largest number of blocks at which each window group holds its last window."""
-        runs = [0] * len(self.windows)
-        best = 0
-        for i in range(1, len(path)):
-            complete = True
-            for g, window in self._windowed:
-                runs[g] = runs[g] + 1 if path[i].blocks[g] != NO_BLOCK else 0
-                complete &= runs[g] == i or runs[g] * self.block_size >= window - 1
-            if complete:
-                best = i
-        return best
+    def _find_source(self, match: Match, data: bytes, more: int) -> None:
+        """Lengthen a match by tokens of a block to copy. more: tokens of the node's next block."""
+        node, index = match.node, match.whole - match.node.start
+        if index == node.count:
+            at = match.whole * self._stride
+            child, more = node.closest(data[at : at + self._stride])
+            if child is None:
+                return
+            node, index = child, 0
+            match.tail = child if len(child.run) < self._stride else None
+        elif not more or index >= node.written:
+            return
+        source = node.at(index)
+        if NO_BLOCK in source:
+            match.tail = None
+            return
+        match.length += more
+        match.source = source
+
+    def _fall_back(self, match: Match) -> None:
+        """Shorten a match to where each window group holds its last window."""
+        whole = match.whole
+        held = np.arange(whole + 1) * self.block_size
+        held[whole] = match.length
+        good = np.ones(whole + 1, dtype=bool)
+        for g, window in self._windowed:
+            lost = match.node.path(g, 0, whole) == NO_BLOCK
+            if lost.any():
+                # Where the unbroken run before each block begins, in tokens.
+                begins = np.maximum.accumulate(np.where(lost, np.arange(1, whole + 1), 0))
+                begins = np.concatenate([[0], begins]) * self.block_size
+                good &= (begins == 0) | (held - begins >= window - 1)
+        if not good[whole]:
+            match.whole = int(np.flatnonzero(good)[-1])
+            match.length = match.whole * self.block_size
+            match.node = match.node.upto(match.whole)
+            match.source = match.tail = None
+
+    def idle_blocks(self, match: Match) -> int:
+        """How many of the whole blocks of a match nobody uses."""
+        end, count = match.whole, 0
+        at: Node | None = match.node
+        while at is not None and not at.users:
+            count += end - at.start
+            end, at = at.start, at.parent
+        return count
 
     # -- using ---------------------------------------------------------------------------------
 
-    def enter(self, namespace: Namespace, path: list[Node]) -> None:
-        """A request starts to run on these nodes, the first of which is the namespace's root."""
-        root = path[0]
-        if root not in self._names:
-            self._roots[namespace] = root
-            self._names[root] = namespace
-        root.users += 1
-        for node in path[1:]:
-            self._use(node)
+    def enter(self, namespace: Namespace, node: Node, whole: int) -> Node:
+        """A request starts to run on what leads to the end of the first `whole` blocks, which is in
+        `node`. Returns its last node."""
+        if node.parent is None and node not in self._namespaces:
+            self._roots[namespace] = node
+            self._namespaces[node] = namespace
+            node.names += root_key(namespace)
+        return self._use(node, whole, None)
 
-    def _use(self, node: Node) -> None:
-        if node.users == 0:
-            del self._idle[node]
-        node.users += 1
+    def advance(self, node: Node, data: bytes) -> Node:
+        """A request whose last node this is goes on through what is known of `data`, packed
+        tokens. Returns its last node."""
+        last, whole, _ = self._follow(node, data)
+        return self._use(last, whole, node)
 
-    def leave(self, path: list[Node]) -> None:
-        """A request stops running on these nodes, given from the root down."""
-        for node in reversed(path):
-            node.users -= 1
-            if node.users == 0:
-                if node.parent is not None:
-                    self._idle[node] = None
+    def _use(self, last: Node, whole: int, after: Node | None) -> Node:
+        """One more user for what leads from a node to the end of `whole` blocks."""
+        if whole < last.end:
+            last = self._split(last, whole - last.start)
+        at: Node | None = last
+        while at is not after and at is not None:
+            if not at.users and at.parent is not None:
+                del self._idle[at]
+                self.num_idle -= at.count
+            at.users += 1
+            at = at.parent
+        return last
+
+    def _split(self, node: Node, count: int) -> Node:
+        """Make the first `count` blocks of a node one of their own, and return that."""
+        parent, stride = node.parent, self._stride
+        if parent is None:
+            raise RuntimeError("split a root")
+        upper = node.cut(count, stride)
+        parent.children[bytes(upper.run[:stride])] = upper
+        key = bytes(node.run[:stride])
+        upper.children[key] = node
+        if node.written:
+            upper.index(key)
+        if upper.written < count:
+            self._ahead.append(upper)
+        if not upper.users:
+            self._idle[upper] = None
+        self.num_nodes += 1
+        return upper
+
+    def leave(self, last: Node) -> None:
+        """A request stops running on what leads to the end of a node."""
+        at: Node | None = last
+        while at is not None:
+            at.users -= 1
+            if not at.users:
+                if at.parent is None:
+                    self._prune(at)
                 else:
-                    self._prune(node)
+                    self._idle[at] = None
+                    self.num_idle += at.count
+            at = at.parent
+
+    def touch(self, tail: Node) -> None:
+        """A tail was copied. Its parent is in use, so that it will still come after it."""
+        self._idle.move_to_end(tail)
 
     def _prune(self, root: Node) -> None:
         """Forget a root that nothing needs, so that salts used once leave no trace."""
         if not root.users and not root.children:
-            del self._roots[self._names.pop(root)]
+            del self._roots[self._namespaces.pop(root)]
 
-    def extend(self, path: list[Node], key: bytes, blocks: list[int]) -> bool:
-        """Go one block further, to the node of `key` (a block's tokens, as bytes). Where there is
-        none it is made, with these blocks, and the answer is True. An existing node keeps its
-        own."""
-        parent = path[-1]
-        node = parent.children.get(key)
-        if node is not None:
-            self._use(node)
-            path.append(node)
-            return False
-        node = Node(key, parent, blocks, 1)
-        parent.children[key] = node
-        path.append(node)
+    # -- growing -------------------------------------------------------------------------------
+
+    def extend(self, node: Node, data: bytes, blocks: Sequence[bytes], ahead: bool) -> Node:
+        """A request whose last node this is goes on by whole blocks, of whose first there is no
+        child. data: their tokens, and blocks: their ids per group; packed int32. ahead: the plan
+        that is being made will fill them. Returns its last node."""
+        if node.children:
+            self._uncover(node, data[: self._stride])
+        if node.users > 1 or node.children or node.parent is None:
+            parent, node = node, Node(node, node.end, 1, len(self.windows))
+            parent.children[data[: self._stride]] = node
+            self.num_nodes += 1
+        count = node.count
+        pending = node.written < count
+        node.grow(data, blocks)
+        if pending:
+            pass  # until `settle`
+        elif ahead:
+            self._ahead.append(node)
+        elif count:
+            node.written = node.count
+        else:
+            self._settle(node)
+        return node
+
+    def settle(self) -> None:
+        """The plan that was being made is complete: what it will fill can be copied by later
+        ones."""
+        for node in self._ahead:
+            if node.count:
+                self._settle(node)
+        self._ahead.clear()
+
+    def _settle(self, node: Node) -> None:
+        new, node.written = not node.written, node.count
+        if new and node.parent is not None:
+            key = bytes(node.run[: self._stride])
+            self._uncover(node.parent, key)
+            node.parent.index(key)
+
+    def add_tail(self, node: Node, data: bytes, blocks: Sequence[bytes]) -> Node | None:
+        """Keep a partly filled block of tokens `data` after a node's end, for requests to copy; all
+        packed int32. None if there are such tokens already."""
+        order = node.order
+        if order:
+            place = order.bisect_left(data)
+            if place < len(order) and order[place].startswith(data):
+                return None
+            self._uncover(node, data)
+        tail = Node(node, node.end, 0, len(self.windows))
+        tail.grow(data, blocks)
+        tail.written = 1
+        node.children[data] = tail
+        node.index(data)
+        self._idle[tail] = None
+        self.num_idle += 1
         self.num_nodes += 1
-        return True
+        return tail
 
     # -- giving up -----------------------------------------------------------------------------
 
-    def chain(self, node: Node) -> bytes:
-        """The name of the contents of a node's block. Each node's is worked out once."""
-        path = [node]
-        while path[-1].chain is None and path[-1].parent is not None:
-            path.append(path[-1].parent)
-        if path[-1].chain is None:
-            path[-1].chain = root_key(self._names[path[-1]])
-        name = path.pop().chain or b""
-        for each in reversed(path):
-            name = each.chain = next_key(name, each.key)
-        return name
+    def name(self, match: Match, namespace: Namespace) -> bytes:
+        """Of the contents of the last whole block of a match."""
+        if not match.whole:
+            return root_key(namespace)
+        return match.node.name(match.whole - match.node.start - 1, self._stride)
 
-    def oldest(self) -> Node:
-        """What `evict` removes next."""
-        return next(iter(self._idle))
+    def evict(self, count: int, named: bool) -> Given:
+        """Give up `count` blocks of each group that keeps every position, of nodes least recently
+        used, each node's last blocks first. There must be as many."""
+        parts: list[list[Int32]] = []
+        names: list[bytes] = []
+        while count:
+            node = next(iter(self._idle))
+            if node.parent is None or node.children:
+                raise RuntimeError("evicted a node that others hang on")
+            take = min(count, node.count)
+            count -= take
+            self.num_idle -= take
+            if named:
+                names += self._last_names(node, take)
+            if take == node.count:
+                self._remove(node)
+            parts.append([ids[::-1] for ids in node.trim(take, self._stride)])
+            self._forget_loose(parts[-1])
+        groups = range(len(self.windows))
+        return Given([np.concatenate([p[g] for p in parts] or [int32([])]) for g in groups], names)
 
-    def evict(self) -> list[int]:
-        """Remove the least recently used node; its blocks, one or `NO_BLOCK` per group."""
-        node, _ = self._idle.popitem(last=False)
+    def _last_names(self, node: Node, count: int) -> list[bytes]:
+        """Of its last `count` blocks, the last first."""
+        if len(node.run) < self._stride:
+            return [b""]
+        last = range(node.count - 1, node.count - 1 - count, -1)
+        return [node.name(i, self._stride) for i in last]
+
+    def _remove(self, node: Node) -> None:
+        """Take an idle leaf out of the tree."""
         parent = node.parent
-        if parent is None or node.children:
-            raise RuntimeError("evicted a node that others hang on")
-        del parent.children[node.key]
-        for g, _ in self._windowed:
-            self._loose[g].pop(node, None)
+        if parent is None:
+            raise RuntimeError("removed a root")
+        del self._idle[node]
+        key = bytes(node.run[: self._stride])
+        del parent.children[key]
+        if node.written:
+            parent.order.remove(key)
         self.num_nodes -= 1
         if parent.parent is None:
             self._prune(parent)
-        return node.blocks
 
-    def loosen(self, group: int, node: Node) -> None:
-        """No request holds this node's block of a window group any more."""
-        self._loose[group][node] = None
+    def _uncover(self, parent: Node, key: bytes) -> None:
+        """Give up the tail of which `key` has all tokens, and more, if there is one."""
+        order = parent.order
+        place = order.bisect_left(key) if order else 0
+        if not place:
+            return
+        other = order[place - 1]
+        if len(other) < len(key) and key.startswith(other):
+            tail = parent.children[other]
+            self._remove(tail)
+            self.num_idle -= 1
+            self._shed.append(tail.at(0))
+            self._forget_loose(tail.trim(1, self._stride))
 
-    def tighten(self, group: int, node: Node) -> None:
-        """A request holds it again."""
-        self._loose[group].pop(node, None)
+    def take_shed(self) -> list[list[int]]:
+        """What the tree gave up of itself since the last call: a block, or none, of each group."""
+        shed, self._shed = self._shed, []
+        return shed
 
-    def evict_block(self, group: int) -> int:
-        """Take the block of a window group that was let go longest ago from its node."""
-        node, _ = self._loose[group].popitem(last=False)
-        block, node.blocks[group] = node.blocks[group], NO_BLOCK
-        return block
+    def _forget_loose(self, blocks: Sequence[Int32]) -> None:
+        for g, loose in self.loose.items():
+            loose.discard(blocks[g].tolist())
+
+    # -- looking -------------------------------------------------------------------------------
 
     def roots(self, most: int) -> list[Node]:
         """The roots of the namespaces that came last."""
         return list(islice(reversed(self._roots.values()), most))
-
-    # -- for checks ----------------------------------------------------------------------------
 
     def nodes(self) -> list[Node]:
         """Every node but the roots. For tests: it walks the tree."""

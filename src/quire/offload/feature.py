@@ -203,7 +203,7 @@ class OffloadFeature(Feature):
             return False
         size = self._blocks.block_size
         whole = limit // size * size
-        match = self._blocks.match(request.namespace, tokens, whole)
+        match = self._blocks.match(request.namespace, tokens, whole, whole_only=True)
         run, jobs, loads = self._run(request, match, tokens[:whole])
         if not run or not self._costs.fetch_pays(len(run) * size, len(loads) * size):
             return False

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from quire.plan import KVGroup
 
+_COPY_BYTES = 64 << 20
+"""Of blocks that are copied at once."""
+
 LayerCache = tuple[Tensor, Tensor]
 """(k, v) of one layer: strided views [blocks, kv_heads, block_size, head_dim]."""
 
@@ -52,6 +55,10 @@ class KVCache:
         return [self.tensors[group]]
 
     def copy_blocks(self, group: int, src: Tensor, dst: Tensor) -> None:
-        """Copies whole blocks `src[i]` to `dst[i]`, int64 [n]; no block is in both."""
+        """Copies whole blocks `src[i]` to `dst[i]`, int64 [n], as `BlockCopies` says, a bounded
+        number at a time."""
         tensor = self.tensors[group]
-        tensor.index_copy_(0, dst, tensor.index_select(0, src))
+        most = max(1, _COPY_BYTES // (tensor[0].numel() * tensor.element_size()))
+        for at in range(0, len(src), most):
+            part = slice(at, at + most)
+            tensor.index_copy_(0, dst[part], tensor.index_select(0, src[part]))

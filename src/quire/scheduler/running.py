@@ -110,7 +110,7 @@ class RunningSet:
         """A prompt row is certain to be launched: its whole blocks can be shared from here on."""
         request, lane = chunk.request, chunk.request.lane
         request.planned = chunk.start + chunk.length
-        self._blocks.insert([lane], self.lanes.tokens, [request.planned])
+        self._blocks.insert(int32([lane]), self.lanes.tokens, int32([request.planned]), ahead=True)
         if chunk.ends_prompt:
             request.generating = True
             self.lanes.prompt_step[lane] = step_id
@@ -241,9 +241,9 @@ class RunningSet:
         if self._config.lag > 1:
             ready = lanes.ready_step[step.lanes] == step.step_id + self._config.lag
             lanes.ready_step[step.lanes[ready]] = 0
-        whole = computed - self._blocks.inserted[generating] >= self._blocks.block_size
+        whole = computed - self._blocks.lanes.inserted[generating] >= self._blocks.block_size
         if whole.any():
-            self._blocks.insert(generating[whole].tolist(), lanes.tokens, computed[whole].tolist())
+            self._blocks.insert(generating[whole], lanes.tokens, computed[whole])
         for chunk in step.chunks:
             request, end = chunk.request, chunk.start + chunk.length
             request.computed = end

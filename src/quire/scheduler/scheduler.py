@@ -179,8 +179,7 @@ class Scheduler:
         """Give up lanes and blocks."""
         for request in requests:
             valid = request.computed if request.generating else request.planned
-            self.blocks.insert_rest(request.lane, request.tokens.view(), valid)
-            hold = self.blocks.keep(request.lane)
+            hold = self.blocks.keep(request.lane, request.tokens.view(), valid)
             if self._release(request) and ended:
                 self._holds[request.request_id] = hold
             else:
