@@ -12,8 +12,10 @@ from shapes import Shape
 from timing import DEVICE, copies_beyond_l2, graph_us
 from torch import Tensor
 
-from quire.ops import reference
+from quire.ops import KVFormat, KVLayer, reference
 from quire.ops.triton.attention import AttentionTuning, Tiles, attention_schedule, paged_attention
+from quire.plan import KVGroup
+from quire.runner.kv_cache import KVCache
 
 PAGE = 16
 
@@ -23,7 +25,7 @@ class Batch:
     """A batch over caches laid out as the engine's: one block holds all layers."""
 
     q: list[Tensor]
-    caches: list[tuple[Tensor, Tensor]]
+    caches: list[KVLayer]
     query_start: Tensor
     seq_lens: Tensor
     table: Tensor
@@ -39,8 +41,9 @@ class Batch:
         dim: int,
         layers: int = 1,
         dtype: torch.dtype = torch.bfloat16,
+        form: KVFormat | None = None,
     ) -> Batch:
-        """rows: (query length, context length)."""
+        """rows: (query length, context length). form: how KV is stored, by default in dtype."""
         widths = [-(-total // PAGE) for _, total in rows]
         blocks = sum(widths) + 1
         order = torch.randperm(blocks - 1) + 1
@@ -49,14 +52,20 @@ class Batch:
         for row, width in enumerate(widths):
             table[row, :width] = order[at : at + width]
             at += width
-        store = torch.empty(blocks, layers, 2, kv_heads, PAGE, dim, dtype=dtype, device=DEVICE)
-        store.normal_()
+        form = form or KVFormat(dtype)
+        fixed = torch.rand(layers, 2, kv_heads, device=DEVICE) + 0.5
+        cache = KVCache(
+            [KVGroup(tuple(range(layers)), tokens_per_block=PAGE)], [blocks], kv_heads=kv_heads,
+            head_dim=dim, form=form, device=torch.device(DEVICE),
+            head_scales=fixed if form.scales == "head" else None,
+        )  # fmt: skip
+        fill(cache.block_tensors(0))
         tokens = sum(q for q, _ in rows)
         q = torch.randn(layers, tokens, heads + 2 * kv_heads, dim, dtype=dtype, device=DEVICE)
         starts = torch.tensor([0, *(q for q, _ in rows)]).cumsum(0).int()
         return cls(
             q=[q[layer][:, :heads] for layer in range(layers)],
-            caches=[(store[:, layer, 0], store[:, layer, 1]) for layer in range(layers)],
+            caches=cache.layers,
             query_start=starts.to(DEVICE),
             seq_lens=torch.tensor([total for _, total in rows], dtype=torch.int32, device=DEVICE),
             table=table.to(DEVICE),
@@ -66,29 +75,61 @@ class Batch:
 
     def schedule(self, tuning: AttentionTuning) -> dict[str, object]:
         """What a step makes once for all its layers."""
-        q, (k_cache, _) = self.q[0], self.caches[0]
+        q, kv = self.q[0], self.caches[0]
         made = attention_schedule(
-            self.query_start, self.seq_lens, heads=q.shape[1], kv_heads=k_cache.shape[1],
-            head_dim=q.shape[2], dtype=q.dtype, max_q_len=max(self.q_lens), tuning=tuning,
+            self.query_start, self.seq_lens, heads=q.shape[1], kv_heads=kv.k.shape[1],
+            head_dim=q.shape[2], dtype=q.dtype, kv_format=kv.format, max_q_len=max(self.q_lens),
+            tuning=tuning,
         )  # fmt: skip
         torch.cuda.synchronize()
         return {"schedule": made}
 
     def run(self, layer: int, tuning: AttentionTuning, **extra: object) -> Tensor:
         return paged_attention(
-            self.q[layer], *self.caches[layer], self.query_start, self.seq_lens, self.table,
+            self.q[layer], self.caches[layer], self.query_start, self.seq_lens, self.table,
             max_q_len=max(self.q_lens), max_seq_len=self.max_seq_len, scale=0.1,
             tuning=tuning, **extra,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def exact(self, **extra: object) -> Tensor:
-        k, v = self.caches[0]
         return reference.paged_attention(
-            self.q[0].double(), k.double(), v.double(), self.query_start, self.seq_lens,
+            self.q[0].double(), widened(self.caches[0]), self.query_start, self.seq_lens,
             self.table.clamp(min=0), q_lens=self.q_lens, max_q_len=max(self.q_lens),
             max_seq_len=self.max_seq_len, scale=0.1, window=extra.get("window"),
             softcap=extra.get("softcap"), scratch=None,
         )  # fmt: skip
+
+    def error(self, tuning: AttentionTuning, **extra: object) -> float:
+        """The largest, in units of what the type allows."""
+        got, want = self.run(0, tuning, **extra).double(), self.exact(**extra)
+        dtype = self.q[0].dtype
+        allowed = {torch.float32: 2e-5}.get(dtype, 3 * torch.finfo(dtype).eps)
+        return float(((got - want).abs() / (allowed * (1 + want.abs()))).max())
+
+
+def fill(tensors: list[Tensor]) -> None:
+    """Values, of about one, and scales of tokens, if there are any."""
+    values, *scales = tensors
+    if values.dtype == torch.int8:
+        values.random_(-127, 128)
+    elif values.dtype == torch.float8_e4m3fn:
+        values.view(torch.uint8).random_(0, 256).bitwise_and_(0xBF)  # up to 1.875
+    else:
+        values.normal_()
+    for scale in scales:
+        scale.uniform_(0.5, 1.5).mul_(0.01 if values.dtype == torch.int8 else 1.0)
+
+
+def widened(kv: KVLayer) -> KVLayer:
+    """What is stored, in float64."""
+
+    def values(x: Tensor, scale: Tensor | None) -> Tensor:
+        x = x.float().double()
+        if scale is None:
+            return x
+        return x * (scale[:, None, None] if scale.dim() == 1 else scale[..., None])
+
+    return KVLayer(values(kv.k, kv.k_scale), values(kv.v, kv.v_scale))
 
 
 MIXED = [(1, 1), (1, 777), (140, 140), (3, 200), (170, 900), (1, 16), (9, 9), (2, 1300), (1, 64)]
@@ -108,9 +149,7 @@ def checks() -> Iterator[tuple[str, Callable[[], float]]]:
         **extra: object,
     ) -> float:
         batch = Batch.make(rows, heads, kv_heads, dim, dtype=dtype)
-        got, want = batch.run(0, tuning, **extra).double(), batch.exact(**extra)
-        allowed = {torch.float32: 2e-5}.get(dtype, 3 * torch.finfo(dtype).eps)
-        return float(((got - want).abs() / (allowed * (1 + want.abs()))).max())
+        return batch.error(tuning, **extra)
 
     for heads, kv_heads, dim in ((16, 8, 128), (12, 2, 128), (32, 8, 128), (4, 4, 64), (8, 1, 256)):
         name = f"heads {heads}/{kv_heads} x {dim}"

@@ -11,7 +11,7 @@ from shapes import Shape
 from timing import DEVICE, copies_beyond_l2, graph_us
 from torch import Tensor
 
-from quire.ops import reference
+from quire.ops import KVLayer, reference
 from quire.ops.triton import activation, norm
 from quire.ops.triton.embedding import embedding
 from quire.ops.triton.rope_store import qk_norm_rope_store
@@ -42,7 +42,7 @@ class Rope:
 
     def run(self, copy: int = 0, **tuning: object) -> Tensor:
         return qk_norm_rope_store(
-            self.qkv[copy], self.cache[:, copy, 0], self.cache[:, copy, 1],
+            self.qkv[copy], KVLayer(self.cache[:, copy, 0], self.cache[:, copy, 1]),
             positions=self.positions, slots=self.slots, cos_sin=self.cos_sin,
             q_weight=self.weights[0], k_weight=self.weights[1], **tuning,  # type: ignore[arg-type]
         )  # fmt: skip
@@ -51,7 +51,7 @@ class Rope:
         wide = self.cache.double()
         weights = [None if w is None else w.double() for w in self.weights]
         want = reference.qk_norm_rope_store(
-            self.qkv[0].double(), wide[:, 0, 0], wide[:, 0, 1], positions=self.positions,
+            self.qkv[0].double(), KVLayer(wide[:, 0, 0], wide[:, 0, 1]), positions=self.positions,
             slots=self.slots, cos_sin=self.cos_sin.double(), q_weight=weights[0],
             k_weight=weights[1], eps=1e-6, scratch=None,
         )  # fmt: skip

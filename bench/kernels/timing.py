@@ -12,14 +12,16 @@ L2_BYTES = 64 << 20
 """A little more than an H200's L2: what is rotated over more than this comes from memory."""
 
 
-def graph_us(calls: Sequence[Callable[[], object]], target_ms: float = 4.0) -> float:
-    """µs per call of a CUDA graph that runs the calls one after the other. Several calls on
-    different buffers keep L2 as cold as the rest of a model would leave it."""
+def graph_us(
+    calls: Sequence[Callable[[], object]], target_ms: float = 4.0, at_least: int = 32
+) -> float:
+    """µs per call of a CUDA graph that runs the calls one after the other, `at_least` of them.
+    Several calls on different buffers keep L2 as cold as the rest of a model would leave it."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    repeats = max(1, 32 // len(calls))
+    repeats = max(1, at_least // len(calls))
     with torch.cuda.graph(graph):
         for _ in range(repeats):
             for call in calls:

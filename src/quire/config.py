@@ -16,6 +16,12 @@ one is read. fusions: norms, activations and residuals inside linear layers. ski
 linear layers of few rows. pdl: programmatic dependent launch."""
 
 
+KV_CACHE_DTYPES = (
+    "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_dynamic", "int8"
+)  # fmt: skip
+"""What `EngineArgs.kv_cache_dtype` knows. fp8 is fp8_e4m3."""
+
+
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -49,6 +55,11 @@ class EngineArgs:
     num_kv_blocks: int | None = _setting(None, "KV blocks to allocate, instead of measuring.")
     kv_cache_gb: float | None = _setting(
         None, "Memory for the KV cache in GB, instead of measuring. Default on CPU: 4, or less."
+    )
+    kv_cache_dtype: str = _setting(
+        "auto",
+        "How KV is stored. auto: in dtype. fp8: e4m3 with the checkpoint's scales per head, or 1; "
+        "fp8_dynamic, int8: with a scale per token and head.",
     )
     enable_prefix_caching: bool = _setting(True, "Reuse KV blocks of equal prefixes.")
     host_cache_gb: float = _setting(
@@ -137,6 +148,7 @@ class EngineArgs:
         for name in self.disable:
             _one_of("disable", name, OPTIMIZATIONS)
         _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _one_of("pooling", self.pooling, ("auto", "last", "mean"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
@@ -208,7 +220,8 @@ class SchedulerConfig:
 class EngineConfig:
     """Resolved settings: nothing here is a guess any more.
 
-    pooling: of embeddings. matryoshka: the sizes they may be cut to, () for any, None for none.
+    kv_cache_dtype: how KV is stored, dtype's name or one in 8 bits; auto: dtype. pooling: of
+    embeddings. matryoshka: the sizes they may be cut to, () for any, None for none.
     """
 
     args: EngineArgs
@@ -221,6 +234,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     eos_token_ids: tuple[int, ...]
     vocab_size: int
+    kv_cache_dtype: str = "auto"
     hidden_size: int = 0
     pooling: Literal["last", "mean"] = "last"
     matryoshka: tuple[int, ...] | None = None

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.models import Decoder, ForwardBatch, GroupBatch
+from quire.ops import kv_format
+from quire.runner.kv_cache import KVCache
 
 
 @dataclass
@@ -27,30 +29,33 @@ class Harness:
     block_size: int = 4
     num_blocks: int = 256
     seed: int = 0
+    kv_cache_dtype: str = "auto"
+    head_scales: Tensor | None = None
     padding: int = 0
     """Padding tokens put behind the rows of every step."""
     sequences: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         model = self.model
-        self.groups = model.kv_groups(self.block_size)
         head_dim = model.spec.attention.head_dim
-        self.kv: list[tuple[Tensor, Tensor]] = [None] * model.spec.num_layers  # type: ignore[list-item]
+        form = kv_format(self.kv_cache_dtype, model.dtype, head_dim)
+        self.groups = model.kv_groups(self.block_size, form)
+        cache = KVCache(
+            self.groups,
+            [self.num_blocks] * len(self.groups),
+            kv_heads=model.local_kv_heads,
+            head_dim=head_dim,
+            form=form,
+            device=model.device,
+            head_scales=self.head_scales,
+        )
+        for index, group in enumerate(self.groups):
+            tensors = cache.block_tensors(index)
+            assert sum(tensor[0].nbytes for tensor in tensors) == group.block_bytes
+        self.kv = cache.layers
         self.free: list[list[int]] = []
         draw = random.Random(self.seed)
-        for group in self.groups:
-            shape = (
-                self.num_blocks,
-                len(group.layers),
-                2,
-                model.local_kv_heads,
-                self.block_size,
-                head_dim,
-            )
-            cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
-            assert cache[0].numel() * cache.element_size() == group.block_bytes
-            for index, layer in enumerate(group.layers):
-                self.kv[layer] = cache[:, index, 0], cache[:, index, 1]
+        for _ in self.groups:
             blocks = list(range(self.num_blocks))
             draw.shuffle(blocks)
             self.free.append(blocks)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from quire.errors import ConfigError
-from quire.models import build_model, load_config, load_weights, spec_from_config
+from quire.models import build_model, head_scales, load_config, load_weights, spec_from_config
 from quire.parallel import ProcessGroup, SingleGroup, TorchGroup
 from quire.sharding import ShardSpec
 from tests.models.checkpoints import make
@@ -20,22 +20,35 @@ from tests.models.harness import Harness
 PROMPTS = [[5, 17, 99, 3, 42, 7, 7, 150, 23], [11]]
 CASES = ["qwen3-tied-bias", "llama-mqa-tied", "gpt2", "qwen3-window"]
 """Two KV heads over two ranks, one KV head that both hold, LayerNorm and biases, two KV groups; a
-vocabulary that does not divide evenly in all of them."""
+vocabulary that does not divide evenly in all of them. The first two also with 8-bit KV, where each
+rank has the scales of its own heads."""
 
 
-def tokens_of(folder: Path, load_format: str, group: ProcessGroup) -> list[list[int]]:
+def tokens_of(
+    folder: Path, load_format: str, group: ProcessGroup, kv_cache_dtype: str = "auto"
+) -> list[list[int]]:
     spec = spec_from_config(load_config(folder))
     model = build_model(spec, device="cpu", dtype=torch.float32, group=group)
     load_weights(model, folder, load_format)
-    return Harness(model).generate(PROMPTS, 24, chunk=5)
+    scales = None
+    if kv_cache_dtype == "fp8_e4m3":
+        scales = head_scales(model, folder, load_format)
+    harness = Harness(model, kv_cache_dtype=kv_cache_dtype, head_scales=scales)
+    return harness.generate(PROMPTS, 24, chunk=5)
+
+
+def all_tokens(folders: list[Path], group: ProcessGroup) -> list[list[list[int]]]:
+    found = [tokens_of(folder, "auto", group) for folder in folders]
+    found.append(tokens_of(folders[0], "dummy", group))
+    for kind in ("fp8_e4m3", "fp8_dynamic", "int8"):
+        found += [tokens_of(folder, "auto", group, kind) for folder in folders[:2]]
+    return found
 
 
 def _rank(rank: int, world: int, folders: list[Path], rendezvous: str, out: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
-    found = [tokens_of(folder, "auto", TorchGroup()) for folder in folders]
-    found.append(tokens_of(folders[0], "dummy", TorchGroup()))
-    out.put((rank, found))
+    out.put((rank, all_tokens(folders, TorchGroup())))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -44,8 +57,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     folders = [tmp_path / case for case in CASES]
     for folder, case in zip(folders, CASES, strict=True):
         make(folder, case)
-    expected = [tokens_of(folder, "auto", SingleGroup()) for folder in folders]
-    expected.append(tokens_of(folders[0], "dummy", SingleGroup()))
+    expected = all_tokens(folders, SingleGroup())
 
     context = multiprocessing.get_context("spawn")
     out = context.Queue()

@@ -109,8 +109,7 @@ def test_qk_norm_rope_store(dtype: torch.dtype, normed: bool, rotary: int) -> No
         table = table.float()
     q = ops.qk_norm_rope_store(
         qkv,
-        k_cache,
-        v_cache,
+        ops.KVLayer(k_cache, v_cache),
         positions=positions,
         slots=slots,
         cos_sin=table if rotary else None,
@@ -151,7 +150,7 @@ def test_a_batch_of_padding_stores_nothing() -> None:
     before = cache.clone()
     none = torch.full((2,), -1, dtype=torch.int32)
     qkv = randn(2, 6, 8, dtype=torch.float32)
-    ops.qk_norm_rope_store(qkv, k_cache, v_cache, positions=none, slots=none)
+    ops.qk_norm_rope_store(qkv, ops.KVLayer(k_cache, v_cache), positions=none, slots=none)
     assert torch.equal(cache, before)
 
 
@@ -189,8 +188,7 @@ def test_paged_attention(
     starts = [sum(q_lens[:i]) for i in range(len(q_lens) + 1)]
     found = ops.paged_attention(
         q,
-        k_cache,
-        v_cache,
+        ops.KVLayer(k_cache, v_cache),
         torch.tensor(starts, dtype=torch.int32),
         torch.tensor([length for _, length in lengths], dtype=torch.int32),
         torch.tensor(

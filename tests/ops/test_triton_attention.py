@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.ops import KVLayer
 from quire.ops.triton.attention import (
     AttentionTuning,
     Tiles,
@@ -83,7 +84,7 @@ class Case:
         used[ids[ids >= 0]] = True
         store[~used] = float("nan")
         store = store.to(dtype).to(device)
-        self.k, self.v = store[:, 1, 0], store[:, 1, 1]
+        self.kv = KVLayer(store[:, 1, 0], store[:, 1, 1])
         qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=make)
         self.q = qkv.to(dtype).to(device)[:, :heads]
         self.real = sum(lengths)
@@ -92,7 +93,7 @@ class Case:
 
     def run(self, tuning: AttentionTuning = SMALL, **keywords: object) -> Tensor:
         return paged_attention(
-            self.q, self.k, self.v, self.query_start, self.seq_lens, self.table,
+            self.q, self.kv, self.query_start, self.seq_lens, self.table,
             max_q_len=self.max_q, max_seq_len=self.max_seq, scale=0.3, tuning=tuning,
             **keywords,  # type: ignore[arg-type]
         )[: self.real]  # fmt: skip
@@ -101,7 +102,7 @@ class Case:
         out = self.run(tuning, **keywords)
         starts, lens = self.query_start.tolist(), self.seq_lens.tolist()[: self.rows]
         want = twin(
-            self.q, self.k, self.v, starts, lens, self.table, 0.3,
+            self.q, self.kv.k, self.kv.v, starts, lens, self.table, 0.3,
             **keywords,  # type: ignore[arg-type]
         )[: self.real]  # fmt: skip
         tolerance = TOLERANCE[self.q.dtype]
@@ -140,7 +141,7 @@ def test_sliding_window(kernel_device: str, window: int) -> None:
 
 def test_blocks_before_the_window_may_be_gone(kernel_device: str) -> None:
     case = Case(kernel_device, MIXED)
-    window, page = 20, case.k.shape[2]
+    window, page = 20, case.kv.k.shape[2]
     want = case.check(window=window)
     for row, (length, total) in enumerate(MIXED):
         gone = max(total - length - window + 1, 0) // page
@@ -165,7 +166,7 @@ def test_a_schedule_serves_all_layers(kernel_device: str) -> None:
     case = Case(kernel_device, MIXED)
     made = attention_schedule(
         case.query_start, case.seq_lens, heads=4, kv_heads=2, head_dim=64, dtype=case.q.dtype,
-        max_q_len=case.max_q, tuning=SMALL,
+        kv_format=case.kv.format, max_q_len=case.max_q, tuning=SMALL,
     )  # fmt: skip
     assert made is not None
     want = case.check()
@@ -243,7 +244,7 @@ def test_fixed_path_ignores_the_rest_of_the_batch(kernel_device: str) -> None:
         start, end = case.query_start[row].item(), case.query_start[row + 1].item()
         for first in (start, end - 1):
             alone = paged_attention(
-                case.q[first:end], case.k, case.v,
+                case.q[first:end], case.kv,
                 torch.tensor([0, end - first], dtype=torch.int32, device=kernel_device),
                 case.seq_lens[row : row + 1], case.table[row : row + 1],
                 max_q_len=end - first, max_seq_len=case.max_seq, scale=0.3, tuning=fixed,

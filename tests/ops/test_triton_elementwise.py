@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops import reference
+from quire.ops import KVLayer, reference
 from quire.ops.triton import activation, norm
 from quire.ops.triton.embedding import embedding
 from quire.ops.triton.rope_store import qk_norm_rope_store
@@ -114,12 +114,12 @@ class Rope:
         same = {"positions": self.positions, "slots": self.slots, "eps": 1e-6}
         wide = self.cache.double()
         out = qk_norm_rope_store(
-            self.qkv, self.cache[:, 1, 0], self.cache[:, 1, 1],
+            self.qkv, KVLayer(self.cache[:, 1, 0], self.cache[:, 1, 1]),
             cos_sin=cos_sin, **weights, **same, **tuning,
         )  # fmt: skip
         exact = {name: weight.double() for name, weight in weights.items()}
         want = reference.qk_norm_rope_store(
-            self.qkv.double(), wide[:, 1, 0], wide[:, 1, 1], scratch=None,
+            self.qkv.double(), KVLayer(wide[:, 1, 0], wide[:, 1, 1]), scratch=None,
             cos_sin=None if cos_sin is None else cos_sin.double(),
             q_weight=exact.get("q_weight"), k_weight=exact.get("k_weight"), **same,
         )  # fmt: skip

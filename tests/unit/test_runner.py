@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import QuireError
+from quire.ops import KVFormat
 from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan, int32
 from quire.runner import Hook
 from quire.runner.kv_cache import KVCache
@@ -123,19 +124,32 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new(folder: Path) -> None
         fed = len(known) - 3  # an answer's last token was not
 
 
-def test_blocks_are_copied_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few at a time: a block may be written once it was read."""
+@pytest.mark.parametrize(
+    "form",
+    [
+        KVFormat(torch.float32),
+        KVFormat(torch.float8_e4m3fn, "head"),
+        KVFormat(torch.float8_e4m3fn, "token"),
+        KVFormat(torch.int8, "token"),
+    ],
+    ids=str,
+)
+def test_blocks_are_copied_in_order(monkeypatch: pytest.MonkeyPatch, form: KVFormat) -> None:
+    """However few at a time: a block may be written once it was read. Scales go along."""
     group = KVGroup(layers=(0, 1), tokens_per_block=2)
     for most in (1, 3 * 2 * 2 * 2 * 2 * 4 * 4, 1 << 20):
         monkeypatch.setattr("quire.runner.kv_cache._COPY_BYTES", most)
-        cache = KVCache(
-            [group], [8], kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu")
-        )
-        (tensor,) = cache.tensors
-        tensor.copy_(torch.arange(8.0).view(8, 1, 1, 1, 1, 1).expand_as(tensor))
+        cache = KVCache([group], [8], kv_heads=2, head_dim=4, form=form, device=torch.device("cpu"))
+        tensors = cache.block_tensors(0)
+        assert len(tensors) == 1 + (form.scales == "token")
+        for tensor in tensors:
+            numbers = torch.arange(8.0).to(tensor.dtype)
+            tensor.copy_(numbers.view(8, *[1] * (tensor.dim() - 1)).expand_as(tensor))
         cache.copy_blocks(0, torch.tensor([1, 2, 3, 5]), torch.tensor([6, 2, 1, 3]))
-        assert tensor[:, 0, 0, 0, 0, 0].tolist() == [0, 3, 2, 5, 4, 5, 1, 7]
-        assert (tensor == tensor[:, :1, :1, :1, :1, :1]).all()
+        for tensor in tensors:
+            blocks = tensor.float().flatten(1)
+            assert blocks[:, 0].tolist() == [0, 3, 2, 5, 4, 5, 1, 7]
+            assert (blocks == blocks[:, :1]).all()
 
 
 def test_a_fork_in_mid_block_leaves_the_parent_alone(tmp_path: Path) -> None:
@@ -151,12 +165,12 @@ def test_a_fork_in_mid_block_leaves_the_parent_alone(tmp_path: Path) -> None:
 
     def watch(plan: StepPlan) -> None:
         sources = [copies.src for copies in plan.copies if len(copies.src)]
-        before = [engine.runner.cache.tensors[0][src].clone() for src in sources]
+        before = [engine.runner.cache.block_tensors(0)[0][src].clone() for src in sources]
         submit(plan)
         for src, was in zip(sources, before, strict=True):
             # Positions up to the last prompt token; the parent may write behind them.
             filled = (len(prompt) - 1) % 8
-            now = engine.runner.cache.tensors[0][src]
+            now = engine.runner.cache.block_tensors(0)[0][src]
             copied.append((was[..., :filled, :], now[..., :filled, :]))
 
     engine.runner.submit = watch  # type: ignore[method-assign]

@@ -60,12 +60,14 @@ def model_section(config: EngineConfig) -> Section:
     import torch
 
     from quire.models import build_model, load_config, spec_from_config
+    from quire.ops import kv_format
 
     spec = spec_from_config(load_config(config.model_path))
     dtype = getattr(torch, config.dtype)
     model = build_model(spec, device="meta", dtype=dtype)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    groups = model.kv_groups(config.block_size)
+    form = kv_format(config.kv_cache_dtype, dtype, spec.attention.head_dim)
+    groups = model.kv_groups(config.block_size, form)
     per_token = sum(group.block_bytes // group.tokens_per_block for group in groups)
     capacity = _kv_bytes(config, parameters * dtype.itemsize)
     return {
@@ -104,6 +106,7 @@ def settings_section(config: EngineConfig) -> Section:
     return {
         "device": config.device,
         "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "block_size": config.block_size,
         **scheduler,
     }

@@ -57,6 +57,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
         max_queue=args.max_queue,
         max_queue_tokens=args.max_queue_tokens,
     )
+    dtype = _dtype(args.dtype, device, str(spec.dtype).removeprefix("torch."))
     tokenizer_path = None if args.skip_tokenizer_init else str(tokenizer)
     return EngineConfig(
         args=args,
@@ -64,7 +65,8 @@ def resolve(args: EngineArgs) -> EngineConfig:
         tokenizer_path=tokenizer_path,
         model_name=args.model or path.name,
         device=device,
-        dtype=_dtype(args.dtype, device, str(spec.dtype).removeprefix("torch.")),
+        dtype=dtype,
+        kv_cache_dtype=_kv_cache_dtype(args.kv_cache_dtype, dtype, spec.attention.head_dim),
         block_size=args.block_size,
         scheduler=scheduler,
         eos_token_ids=_eos_ids(path, hf_config, tokenizer_path, spec.vocab_size),
@@ -135,6 +137,24 @@ def _dtype(wanted: str, device: str, checkpoint: str) -> str:
     return wanted
 
 
+def _kv_cache_dtype(wanted: str, dtype: str, head_dim: int) -> str:
+    import torch
+
+    from quire.ops import kv_format
+
+    if wanted == "auto":
+        return dtype
+    wanted = {"fp8": "fp8_e4m3"}.get(wanted, wanted)
+    stored = kv_format(wanted, getattr(torch, dtype), head_dim)
+    if stored.scales == "none" and wanted != dtype:
+        raise ConfigError(
+            f"kv_cache_dtype={wanted}: the model computes in {dtype}, and its KV is stored like "
+            "that (auto) or in 8 bits (fp8, fp8_dynamic, int8). dtype sets both",
+            "kv_cache_dtype",
+        )
+    return wanted
+
+
 def _has_bf16(device: str) -> bool:
     import torch
 
@@ -192,6 +212,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "model": config.model_name,
         "device": config.device,
         "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "block_size": config.block_size,
         **dataclasses.asdict(config.scheduler),
     }

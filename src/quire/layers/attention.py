@@ -92,16 +92,14 @@ class Attention(nn.Module):
         norm: RMSNorm,
         batch: ForwardBatch,
         group: GroupBatch,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        kv: ops.KVLayer,
     ) -> Tensor:
         """x + attention(norm(x)), [T, hidden] -> [T, hidden]."""
         qkv = self.qkv(x, norm=norm)
         rotary = self._rotary[0]
         q = ops.qk_norm_rope_store(
             qkv.view(len(x), -1, self.head_dim),
-            k_cache,
-            v_cache,
+            kv,
             positions=batch.positions,
             slots=group.slots,
             cos_sin=None if rotary is None else rotary.cos_sin,
@@ -112,8 +110,7 @@ class Attention(nn.Module):
         )
         out = ops.paged_attention(
             q,
-            k_cache,
-            v_cache,
+            kv,
             batch.query_start,
             batch.seq_lens,
             group.block_table,

@@ -7,6 +7,7 @@ import torch
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models.config import load_config, resolve_model_path, spec_from_config
 from quire.models.decoder import Decoder
+from quire.models.kv_scales import head_scales
 from quire.models.spec import ModelSpec
 from quire.models.weights import load_weights
 from quire.parallel import ProcessGroup, SingleGroup
@@ -18,6 +19,7 @@ __all__ = [
     "GroupBatch",
     "ModelSpec",
     "build_model",
+    "head_scales",
     "load_config",
     "load_weights",
     "resolve_model_path",

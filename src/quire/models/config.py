@@ -89,10 +89,20 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
             f"unknown architecture: {found}. Known are: {', '.join(sorted(BY_ARCHITECTURE))}"
         )
     quantization = config.get("quantization_config")
-    if quantization:
+    if quantization and not _only_kv(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
         raise ModelError(
             f"the checkpoint is quantized ({method or 'unknown method'}), which is not supported "
             "yet; use an unquantized one"
         )
     return family.spec(config)
+
+
+def _only_kv(quantization: object) -> bool:
+    """Whether what is quantized are not the weights: the checkpoint only has scales for fp8 KV."""
+    if not isinstance(quantization, Mapping) or quantization.get("config_groups"):
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    if not isinstance(scheme, Mapping):
+        return False
+    return scheme.get("type") == "float" and scheme.get("num_bits") == 8

@@ -69,10 +69,8 @@ class Block(nn.Module):
             dtype=dtype,
         )
 
-    def forward(
-        self, x: Tensor, batch: ForwardBatch, group: GroupBatch, kv: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        x = self.attention(x, self.attention_norm, batch, group, *kv)
+    def forward(self, x: Tensor, batch: ForwardBatch, group: GroupBatch, kv: ops.KVLayer) -> Tensor:
+        x = self.attention(x, self.attention_norm, batch, group, kv)
         return self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]
 
 
@@ -128,11 +126,13 @@ class Decoder(nn.Module):
         self._layer_groups = [self._group_windows.index(window) for window in windows]
         self._shallow = 1 + max(windows.index(window) for window in self._group_windows)
 
-    def kv_groups(self, block_size: int) -> tuple[KVGroup, ...]:
+    def kv_groups(self, block_size: int, form: ops.KVFormat | None = None) -> tuple[KVGroup, ...]:
         """Layers whose KV is booked together: those that see everything first, then one group per
-        window width. Sizes are those of this rank, in the model's dtype."""
-        attention = self.spec.attention
-        per_layer = 2 * self.local_kv_heads * attention.head_dim * block_size * self.dtype.itemsize
+        window width. Sizes are those of this rank. form: how KV is stored, by default as the model
+        computes it."""
+        form = form or ops.KVFormat(self.dtype)
+        per_token = form.bytes_per_head(self.spec.attention.head_dim)
+        per_layer = 2 * self.local_kv_heads * per_token * block_size
         groups = []
         for index, window in enumerate(self._group_windows):
             members = tuple(i for i, group in enumerate(self._layer_groups) if group == index)
@@ -155,17 +155,17 @@ class Decoder(nn.Module):
         return high - low
 
     def forward(
-        self, batch: ForwardBatch, kv: Sequence[tuple[Tensor, Tensor]], *, shallow: bool = False
+        self, batch: ForwardBatch, kv: Sequence[ops.KVLayer], *, shallow: bool = False
     ) -> Tensor:
         """Computes the batch's tokens and stores their KV.
 
-        kv: per layer, (k, v) cache views [blocks, kv_heads, block_size, head_dim]. shallow: only
-        the first layers, up to one of each kind, which is enough to compile for all.
+        kv: per layer. shallow: only the first layers, up to one of each kind, which is enough to
+        compile for all.
         Returns the final normed hidden states [T, hidden] in the model's dtype.
         """
         for group_batch, window in zip(batch.groups, self._group_windows, strict=True):
             group_batch.scratch.setdefault("workspace", self._workspace)
-            group_batch.scratch["schedule"] = self._schedule(batch, window)
+            group_batch.scratch["schedule"] = self._schedule(batch, window, kv[0].format)
         x = self.embedding(batch.input_ids)
         if self.positions is not None:
             x = x.add_(self.positions(batch.positions))
@@ -176,7 +176,7 @@ class Decoder(nn.Module):
         hidden: Tensor = self.norm(x)
         return hidden
 
-    def _schedule(self, batch: ForwardBatch, window: int | None) -> Any:
+    def _schedule(self, batch: ForwardBatch, window: int | None, form: ops.KVFormat) -> Any:
         heads, kv_heads = self.spec.attention.heads // self.group.world, self.local_kv_heads
         return ops.attention_schedule(
             batch.query_start,
@@ -185,6 +185,7 @@ class Decoder(nn.Module):
             kv_heads=kv_heads,
             head_dim=self.spec.attention.head_dim,
             dtype=self.dtype,
+            kv_format=form,
             max_q_len=batch.max_q_len,
             window=window,
         )

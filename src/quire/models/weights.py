@@ -7,7 +7,6 @@ by a few threads, only the part that this rank holds, straight into their (stack
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.errors import ModelError
@@ -23,12 +21,13 @@ from quire.layers.pieces import Piece, named_pieces
 from quire.models.decoder import Decoder
 from quire.models.dummy import fill_dummy
 from quire.models.families.family import Family, Source
+from quire.models.files import open_file, some, weight_files
+from quire.models.kv_scales import is_scale
 from quire.models.registry import BY_NAME
 from quire.parallel import ProcessGroup
 
 Progress = Callable[[int, int], None]
 
-_SHOWN = 8
 _READERS = 8
 """Threads that read tensors."""
 _PIECE = 32 << 20
@@ -55,7 +54,7 @@ def load_weights(
     family = BY_NAME[model.spec.family]
     places = _places(model, family)
     with contextlib.ExitStack() as stack:
-        files = [_open(stack, file) for file in _files(Path(path))]
+        files = [open_file(stack, file) for file in weight_files(Path(path))]
         found = _check(files, places, family, tied=model.spec.tied_head)
         total = sum(entry.nbytes for entry in found.values())
         with ThreadPoolExecutor(_READERS) as pool:
@@ -96,39 +95,6 @@ def _places(model: Decoder, family: Family) -> dict[str, list[_Place]]:
     return places
 
 
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(
-                f"{index.name} is not a valid index of a sharded checkpoint"
-            ) from error
-        # A name out of the folder would read what the checkpoint has no business with.
-        absent = [n for n in names if Path(n).name != n or not (folder / n).exists()]
-        if absent:
-            raise ModelError(f"{index.name} names files that are not there: {_some(absent)}")
-        return [folder / name for name in names]
-    single = folder / "model.safetensors"
-    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        hint = ""
-        if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
-            hint = "; its pickled weights are not read, convert them to safetensors"
-        raise ModelError(f"{folder} holds no *.safetensors file{hint}")
-    return files
-
-
-def _open(stack: contextlib.ExitStack, file: Path) -> Any:
-    try:
-        return stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"cannot read {file.name}: {error}") from error
-
-
 def _check(
     files: list[Any], places: dict[str, list[_Place]], family: Family, *, tied: bool
 ) -> dict[str, _Entry]:
@@ -140,7 +106,8 @@ def _check(
             name = stored_name.removeprefix(family.prefix)
             wanted = places.get(name)
             if wanted is None and not (tied and name == family.head):
-                if family.ignored is None or not family.ignored.search(name):
+                ignored = family.ignored is not None and family.ignored.search(name)
+                if not ignored and not is_scale(name):
                     problems.append(f"unexpected tensor {stored_name}")
                 continue
             if name in found:
@@ -158,7 +125,7 @@ def _check(
     missing = [name for name in places if name not in found]
     problems = [f"missing tensor {name}" for name in missing] + problems
     if problems:
-        raise ModelError(f"the checkpoint does not fit its config.json: {_some(problems)}")
+        raise ModelError(f"the checkpoint does not fit its config.json: {some(problems)}")
     return found
 
 
@@ -219,8 +186,3 @@ def _check_tied(entry: _Entry, model: Decoder, name: str) -> None:
         f"config.json says that the head is tied to the embeddings, but {name} {shape} differs "
         f"from the embeddings {piece.shape}"
     )
-
-
-def _some(items: list[str]) -> str:
-    rest = len(items) - _SHOWN
-    return "; ".join(items[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")

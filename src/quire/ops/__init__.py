@@ -16,15 +16,19 @@ from quire.ops.dispatch import (
     rms_norm,
     silu_and_mul,
 )
+from quire.ops.kv import KVFormat, KVLayer, kv_format
 
 __all__ = [
     "Activation",
+    "KVFormat",
+    "KVLayer",
     "Policy",
     "RmsScale",
     "Scratch",
     "attention_schedule",
     "embedding",
     "gelu",
+    "kv_format",
     "layer_norm",
     "linear",
     "mask_logits",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.choose import choose
+from quire.ops.kv import KVFormat, KVLayer
 
 Activation = Literal["silu_and_mul", "gelu", "gelu_tanh"]
 
@@ -82,8 +83,7 @@ def embedding(ids: Tensor, table: Tensor, start: int = 0) -> Tensor:
 
 def qk_norm_rope_store(
     qkv: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: KVLayer,
     *,
     positions: Tensor,
     slots: Tensor,
@@ -95,9 +95,9 @@ def qk_norm_rope_store(
 ) -> Tensor:
     """Norms the heads of q and k, rotates them, and stores k and v in the paged cache.
 
-    qkv: [T, Hq + 2 * Hkv, D], the fused projection. k_cache, v_cache: [NB, Hkv, BS, D], strided
-        views are fine; each head's BS * D values lie together. slots: int [T], where each token
-        goes (block * BS + offset), -1: nowhere.
+    qkv: [T, Hq + 2 * Hkv, D], the fused projection. kv: where k and v go, rounded to 8 bits if
+        that is how they are stored. slots: int [T], where each token goes (block * BS + offset),
+        -1: nowhere.
     cos_sin: float32 [positions, rotary], cosines then sines, of the first `rotary` dimensions of a
         head, which turn in pairs (i, i + rotary / 2) (Su et al. 2021); None: no rotation.
     q_weight, k_weight: [D] RMSNorm weights over a head, applied before the rotation, or None.
@@ -105,8 +105,7 @@ def qk_norm_rope_store(
     """
     return choose("qk_norm_rope_store", qkv.device)(  # type: ignore[no-any-return]
         qkv,
-        k_cache,
-        v_cache,
+        kv,
         positions=positions,
         slots=slots,
         cos_sin=cos_sin,
@@ -125,12 +124,13 @@ def attention_schedule(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
+    kv_format: KVFormat,
     max_q_len: int,
     window: int | None = None,
 ) -> Any:
     """How the work of `paged_attention` on a step's rows is shared out, for all layers with these
     shapes and this window: goes into its `scratch` under "schedule". See there for the arguments;
-    heads, kv_heads: of this rank."""
+    heads, kv_heads: of this rank; dtype: of the queries."""
     return choose("attention_schedule", seq_lens.device)(
         query_start,
         seq_lens,
@@ -138,6 +138,7 @@ def attention_schedule(
         kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=dtype,
+        kv_format=kv_format,
         max_q_len=max_q_len,
         window=window,
     )
@@ -145,8 +146,7 @@ def attention_schedule(
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: KVLayer,
     query_start: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
@@ -163,7 +163,7 @@ def paged_attention(
 
     q: [T, Hq, D]; row r's tokens start at query_start[r] and are the last q_lens[r] of its
         seq_lens[r] positions, whose k and v are in the cache already.
-    k_cache, v_cache: [NB, Hkv, BS, D], strided views; all values finite, written or not.
+    kv: what is stored; all values finite, written or not.
     block_table: int32 [R, max_blocks]. q_lens, max_q_len, max_seq_len: host-known lengths of the
         rows and upper bounds.
     window: a token sees itself and the window - 1 before it (Beltagy et al. 2020).
@@ -172,8 +172,7 @@ def paged_attention(
     """
     return choose("paged_attention", q.device)(  # type: ignore[no-any-return]
         q,
-        k_cache,
-        v_cache,
+        kv,
         query_start,
         seq_lens,
         block_table,

@@ -1,4 +1,4 @@
-"""The paged KV cache: one tensor per KV group."""
+"""The paged KV cache: a tensor of values per KV group, and one of scales where tokens have such."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.ops import KVFormat, KVLayer
 from quire.plan import KVGroup
 
 _COPY_BYTES = 64 << 20
 """Of blocks that are copied at once."""
 
-LayerCache = tuple[Tensor, Tensor]
-"""(k, v) of one layer: strided views [blocks, kv_heads, block_size, head_dim]."""
-
 
 class KVCache:
-    """A group's tensor is [blocks, layers, 2, kv_heads, block_size, head_dim].
+    """A group's values are [blocks, layers, 2, kv_heads, block_size, head_dim], the scales of its
+    tokens, float32, the same without the last dimension.
 
     A block is contiguous over its group's layers, so that one copy moves it, and heads come before
     tokens, so that one slice takes a range of heads.
 
     Zeros at first, as attention may read what nobody wrote.
+
+    head_scales: float32 [all layers, 2, kv_heads], where heads have fixed ones.
     """
 
     def __init__(
@@ -32,33 +33,43 @@ class KVCache:
         *,
         kv_heads: int,
         head_dim: int,
-        dtype: torch.dtype,
+        form: KVFormat,
         device: torch.device,
+        head_scales: Tensor | None = None,
     ) -> None:
         self.groups = tuple(groups)
-        self.tensors = [
-            torch.zeros(
-                (blocks, len(group.layers), 2, kv_heads, group.tokens_per_block, head_dim),
-                dtype=dtype,
-                device=device,
-            )
-            for group, blocks in zip(groups, num_blocks, strict=True)
-        ]
-        by_layer: dict[int, LayerCache] = {}
-        for group, tensor in zip(groups, self.tensors, strict=True):
+        self._tensors: list[list[Tensor]] = []
+        by_layer: dict[int, KVLayer] = {}
+        for group, blocks in zip(groups, num_blocks, strict=True):
+            shape = blocks, len(group.layers), 2, kv_heads, group.tokens_per_block
+            values = torch.zeros((*shape, head_dim), dtype=form.dtype, device=device)
+            self._tensors.append([values])
+            scales = None
+            if form.scales == "token":
+                scales = torch.zeros(shape, dtype=torch.float32, device=device)
+                self._tensors[-1].append(scales)
             for i, layer in enumerate(group.layers):
-                by_layer[layer] = tensor[:, i, 0], tensor[:, i, 1]
-        self.layers: list[LayerCache] = [by_layer[layer] for layer in sorted(by_layer)]
+                own: tuple[Tensor | None, Tensor | None] = (None, None)
+                if scales is not None:
+                    own = scales[:, i, 0], scales[:, i, 1]
+                elif head_scales is not None:
+                    own = head_scales[layer, 0], head_scales[layer, 1]
+                by_layer[layer] = KVLayer(values[:, i, 0], values[:, i, 1], *own)
+        self.layers: list[KVLayer] = [by_layer[layer] for layer in sorted(by_layer)]
 
     def block_tensors(self, group: int) -> list[Tensor]:
         """All that holds a group's blocks; the first dimension of each is the block."""
-        return [self.tensors[group]]
+        return self._tensors[group]
 
     def copy_blocks(self, group: int, src: Tensor, dst: Tensor) -> None:
         """Copies whole blocks `src[i]` to `dst[i]`, int64 [n], as `BlockCopies` says, a bounded
         number at a time."""
-        tensor = self.tensors[group]
-        most = max(1, _COPY_BYTES // (tensor[0].numel() * tensor.element_size()))
-        for at in range(0, len(src), most):
-            part = slice(at, at + most)
-            tensor.index_copy_(0, dst[part], tensor.index_select(0, src[part]))
+        for tensor in self._tensors[group]:
+            # As integers, wide ones where that can be: not every type can be indexed.
+            raw = tensor.flatten(1).view(torch.uint8)
+            if raw.shape[1] % 8 == 0:
+                raw = raw.view(torch.int64)
+            most = max(1, _COPY_BYTES // raw[0].nbytes)
+            for at in range(0, len(src), most):
+                part = slice(at, at + most)
+                raw.index_copy_(0, dst[part], raw.index_select(0, src[part]))

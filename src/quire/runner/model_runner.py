@@ -20,8 +20,15 @@ from quire import ops
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.executor import Capacity, OnProgress
-from quire.models import Decoder, build_model, load_config, load_weights, spec_from_config
-from quire.plan import HeadInputs, Int32, RowFlag, StepPlan, StepResult
+from quire.models import (
+    Decoder,
+    build_model,
+    head_scales,
+    load_config,
+    load_weights,
+    spec_from_config,
+)
+from quire.plan import HeadInputs, Int32, KVGroup, RowFlag, StepPlan, StepResult
 from quire.runner import memory
 from quire.runner.batch_state import BatchState
 from quire.runner.eager_head import HEAD_ELEMENTS, EagerHead, index_on, sampled_logprobs
@@ -81,17 +88,20 @@ class ModelRunner:
             seed=self.config.args.seed,
             progress=self._told("weights"),
         )
-        groups = self.model.kv_groups(self.config.block_size)
+        head_dim = spec.attention.head_dim
+        form = ops.kv_format(self.config.kv_cache_dtype, self.dtype, head_dim)
+        groups = self.model.kv_groups(self.config.block_size, form)
         limits = self.config.scheduler
-        blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(self.model))
+        blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(groups))
         seconds = {"weights": time.perf_counter() - began}
         self.cache = KVCache(
             groups,
             blocks,
             kv_heads=self.model.local_kv_heads,
-            head_dim=spec.attention.head_dim,
-            dtype=self.dtype,
+            head_dim=head_dim,
+            form=form,
             device=self.device,
+            head_scales=self._head_scales(form),
         )
         self._transfer = open_transfer(self.config, self.cache, blocks)
         self.state = BatchState(limits.max_num_seqs, limits.max_model_len, groups, self.device)
@@ -123,11 +133,17 @@ class ModelRunner:
     def _told(self, what: str) -> Callable[[int, int], None] | None:
         return None if self._progress is None else functools.partial(self._progress, what)
 
-    def _cache_budget(self, model: Decoder) -> int | None:
+    def _head_scales(self, form: ops.KVFormat) -> Tensor | None:
+        if form.scales != "head":
+            return None
+        path, load_format = Path(self.config.model_path), self.config.args.load_format
+        return head_scales(self.model, path, load_format)
+
+    def _cache_budget(self, groups: Sequence[KVGroup]) -> int | None:
         if self.device.type != "cuda":
             return memory.cpu_budget(self.config)
-        budget = memory.cuda_budget(self.config, self.device, self._activation_bytes(model))
-        groups = model.kv_groups(self.config.block_size)
+        reserve = self._activation_bytes(self.model)
+        budget = memory.cuda_budget(self.config, self.device, reserve)
         return budget - memory.staging_bytes(self.config, groups, budget)
 
     def _activation_bytes(self, model: Decoder) -> int:

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.kv import KVLayer
 from quire.ops.reference.cache import head_rows, host_reads
+from quire.ops.reference.kv8 import dequantize
 
 _TILE = 256
 """Most queries of one piece: bounds the mask, and skips most of what causality hides."""
@@ -56,8 +58,7 @@ def attention_schedule(query_start: Tensor, seq_lens: Tensor, **shapes: object) 
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: KVLayer,
     query_start: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
@@ -71,22 +72,21 @@ def paged_attention(
     scratch: dict[Any, Any] | None,
 ) -> Tensor:
     scratch = {} if scratch is None else scratch
-    key = ("attention", block_table.data_ptr(), k_cache.shape, k_cache.stride(0), window, q.dtype)
+    key = ("attention", block_table.data_ptr(), kv.k.shape, kv.k.stride(0), window, q.dtype)
     plan: list[_Bucket] | None = scratch.get(key)
     if plan is None:
-        pieces = _pieces(q_lens, seq_lens, max_seq_len, window, k_cache.shape[2])
-        block_bytes = k_cache[0].numel() * k_cache.element_size()
+        pieces = _pieces(q_lens, seq_lens, max_seq_len, window, kv.k.shape[2])
+        block_bytes = kv.k[0].numel() * q.element_size()
         plan = scratch[key] = [
-            _bucket(group, seq_lens, block_table, k_cache, window, q.dtype)
+            _bucket(group, seq_lens, block_table, kv.k, window, q.dtype)
             for group in _group(pieces, block_bytes)
         ]
     workspace = scratch.setdefault("workspace", {})
     if len(plan) == 1 and plan[0].tokens == slice(0, len(q)):
-        return _attend(q, k_cache, v_cache, plan[0], workspace, scale, softcap)
+        return _attend(q, kv, plan[0], workspace, scale, softcap)
     out = q.new_zeros(q.shape)
     for bucket in plan:
-        found = _attend(q[bucket.tokens], k_cache, v_cache, bucket, workspace, scale, softcap)
-        out[bucket.tokens] = found
+        out[bucket.tokens] = _attend(q[bucket.tokens], kv, bucket, workspace, scale, softcap)
     return out
 
 
@@ -176,21 +176,18 @@ def _bucket(
 
 def _attend(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: KVLayer,
     bucket: _Bucket,
     workspace: dict[Any, Tensor],
     scale: float,
     softcap: float | None,
 ) -> Tensor:
     """q: [P * queries, Hq, D] -> the same shape."""
-    count, kv_heads, context = bucket.pieces, k_cache.shape[1], bucket.mask.shape[-1]
+    count, kv_heads, context = bucket.pieces, kv.k.shape[1], bucket.mask.shape[-1]
     heads, head_dim = q.shape[1:]
     shape = count, kv_heads, context, head_dim
-    k = _gather("k", k_cache, bucket.blocks, workspace).view(shape)
-    v = _gather("v", v_cache, bucket.blocks, workspace).view(shape)
-    if k.dtype is not q.dtype:
-        k, v = k.to(q.dtype), v.to(q.dtype)
+    k = _values("k", kv.k, kv.k_scale, bucket.blocks, workspace, shape, q.dtype)
+    v = _values("v", kv.v, kv.v_scale, bucket.blocks, workspace, shape, q.dtype)
     if bucket.queries == 1:
         # The query heads that share a KV head are the rows of one product.
         grouped = q.reshape(count, kv_heads, heads // kv_heads, head_dim)
@@ -205,6 +202,27 @@ def _attend(
         mask = bucket.mask.repeat(1, 1, heads // kv_heads, 1)
         out = _products(grouped, k, v, mask, scale, softcap).reshape(q.shape)
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _values(
+    name: str,
+    cache: Tensor,
+    scale: Tensor | None,
+    rows: Tensor,
+    workspace: dict[Any, Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Rows of `head_rows(cache)` as `shape`, [P, Hkv, context, D], in `dtype`."""
+    if scale is None:
+        return _gather(name, cache, rows, workspace).view(shape).to(dtype)
+    stored = _gather(name, cache.view(torch.int8), rows, workspace).view(shape)
+    if scale.dim() == 1:
+        scales = scale.unsqueeze(1).expand(shape[:-1])
+    else:
+        name = f"{name} scale"
+        scales = _gather(name, scale.unsqueeze(-1), rows, workspace).view(shape[:-1])
+    return dequantize(stored, scales, cache.dtype, dtype)
 
 
 def _gather(name: str, cache: Tensor, rows: Tensor, workspace: dict[Any, Tensor]) -> Tensor:

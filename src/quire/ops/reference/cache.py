@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.ops.kv import KVFormat, KVLayer
 from quire.ops.reference.dense import rms_norm
+from quire.ops.reference.kv8 import quantize
 
 
 def qk_norm_rope_store(
     qkv: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: KVLayer,
     *,
     positions: Tensor,
     slots: Tensor,
@@ -25,7 +26,7 @@ def qk_norm_rope_store(
     scratch: dict[Any, Any] | None,
 ) -> Tensor:
     scratch = {} if scratch is None else scratch
-    kv_heads = k_cache.shape[1]
+    kv_heads = kv.k.shape[1]
     heads = qkv.shape[1] - 2 * kv_heads
     qk = qkv[:, : heads + kv_heads]
     if q_weight is not None and k_weight is not None:
@@ -33,10 +34,23 @@ def qk_norm_rope_store(
         qk = torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)), dim=1)
     if cos_sin is not None:
         qk = _rotate(qk, *_cos_sin(cos_sin, positions, qkv.dtype, scratch))
-    plan = _store_plan(slots, k_cache, scratch)
-    plan.store(qk[:, heads:], k_cache)
-    plan.store(qkv[:, heads + kv_heads :], v_cache)
+    plan = _store_plan(slots, kv.k, scratch)
+    _put(plan, qk[:, heads:], kv.k, kv.k_scale, kv.format)
+    _put(plan, qkv[:, heads + kv_heads :], kv.v, kv.v_scale, kv.format)
     return qk[:, :heads]
+
+
+def _put(
+    plan: _StorePlan, values: Tensor, cache: Tensor, scale: Tensor | None, form: KVFormat
+) -> None:
+    """Stores values [T, Hkv, D], and their scales where each has its own."""
+    if scale is None:
+        plan.store(values, cache)
+        return
+    stored, scales = quantize(values, form, scale)
+    plan.store(stored, cache.view(torch.int8))
+    if form.scales == "token":
+        plan.store(scales.unsqueeze(-1), scale.unsqueeze(-1))
 
 
 def _cos_sin(

@@ -18,6 +18,8 @@ import triton
 from torch import Tensor
 
 from quire.ops.choose import current_policy
+from quire.ops.kv import KVFormat, KVLayer
+from quire.ops.triton import kv8
 from quire.ops.triton.attention_kernels import attend_long, attend_short, combine
 from quire.ops.triton.attention_schedule import Schedule, Tiles, schedule
 from quire.ops.triton.launch import DeviceTraits, launch, options, traits
@@ -48,6 +50,7 @@ class AttentionTuning:
     prefetch: bool | None = None
     pdl: bool | None = None
     upcast: bool | None = None
+    native: bool = False
     fixed: bool = False
 
 
@@ -99,6 +102,7 @@ def attention_schedule(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
+    kv_format: KVFormat,
     max_q_len: int,
     window: int | None = None,
     tuning: AttentionTuning | None = None,
@@ -107,8 +111,8 @@ def attention_schedule(
     tuning = tuning or _tuning()
     card = traits(seq_lens.device)
     group, rows = heads // kv_heads, seq_lens.shape[0]
-    width = _width(dtype, card, tuning)
-    tiles = tuning.decode or _short_tiles(group, max_q_len, head_dim, width, rows, kv_heads, card)
+    d_pad, width = _padded(head_dim, kv_format), _width(dtype, kv_format, card, tuning)
+    tiles = tuning.decode or _short_tiles(group, max_q_len, d_pad, width, rows, kv_heads, card)
     programs = tuning.programs
     if programs is None:
         # Rows that fill the card by themselves are only sorted.
@@ -128,17 +132,18 @@ def attention_schedule(
 
 
 def _short_tiles(
-    group: int, max_q_len: int, head_dim: int, width: int, rows: int, kv_heads: int,
+    group: int, max_q_len: int, d_pad: int, width: int, rows: int, kv_heads: int,
     card: DeviceTraits,
 ) -> Tiles:  # fmt: skip
     fits = max_q_len * group <= _SHORT_TILE
-    d_pad = max(16, triton.next_power_of_2(head_dim))
     queries = max_q_len * group if fits else group
     return decode_tiles(queries, d_pad, width, rows, kv_heads, card)
 
 
-def _width(dtype: torch.dtype, card: DeviceTraits, tuning: AttentionTuning) -> int:
+def _width(dtype: torch.dtype, form: KVFormat, card: DeviceTraits, tuning: AttentionTuning) -> int:
     """Bytes of an element as it enters a matrix product."""
+    if form.scales != "none":
+        return 2
     return 4 if _upcast(dtype, card, tuning) else dtype.itemsize
 
 
@@ -149,8 +154,7 @@ def _upcast(dtype: torch.dtype, card: DeviceTraits, tuning: AttentionTuning) -> 
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: KVLayer,
     query_start: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
@@ -166,41 +170,45 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of each row's last `q_len` positions over its `seq_len` stored ones.
 
-    q: [T, heads, D], the last dimension dense. k_cache, v_cache: [blocks, kv_heads, block_size, D]
-    views of any block, head and token stride; block_size a power of two. query_start: int32
-    [R + 1], rows of length 0 are padding. seq_lens: int32 [R], this step's tokens included.
-    block_table: int32 [R, max_blocks]. max_q_len: a host bound; q_lens and max_seq_len are not
-    used. window: positions a query sees, itself included. softcap: logits become `cap * tanh(logit
-    / cap)`. scratch: under "schedule" what `attention_schedule` made of the same rows; made here
-    if absent. Returns [T, heads, D]; rows of padding are undefined.
+    q: [T, heads, D], the last dimension dense. kv: of any block, head and token stride; block_size
+    a power of two. query_start: int32 [R + 1], rows of length 0 are padding. seq_lens: int32 [R],
+    this step's tokens included. block_table: int32 [R, max_blocks]. max_q_len: a host bound; q_lens
+    and max_seq_len are not used. window: positions a query sees, itself included. softcap: logits
+    become `cap * tanh(logit / cap)`. scratch: under "schedule" what `attention_schedule` made of
+    the same rows; made here if absent. Returns [T, heads, D]; rows of padding are
+    undefined.
     """
     del q_lens, max_seq_len
     tuning = tuning or _tuning()
     card = traits(q.device)
     tokens, heads, head_dim = q.shape
-    kv_heads = k_cache.shape[1]
+    kv_heads = kv.k.shape[1]
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     if tokens == 0 or seq_lens.shape[0] == 0:
         return out
-    width = _width(q.dtype, card, tuning)
+    width = _width(q.dtype, kv.format, card, tuning)
     max_q_len = min(max_q_len, tokens)
     pdl = card.pdl if tuning.pdl is None else tuning.pdl
     launch = _Launch(
-        (q, k_cache, v_cache, out, query_start, seq_lens, block_table),
+        (q, *_stored(kv), out),
+        (query_start, seq_lens, block_table),
         (scale * _LOG2E, 0.0) if softcap is None else (2.0 * scale / softcap, softcap * _LOG2E),
         window or 0,
         {
             "GROUP": heads // kv_heads,
             "HEAD_DIM": head_dim,
-            "D_PAD": max(16, triton.next_power_of_2(head_dim)),
-            "PAGE": k_cache.shape[2],
+            "D_PAD": _padded(head_dim, kv.format),
+            "PAGE": kv.k.shape[2],
             "WINDOW": window is not None,
             "SOFTCAP": softcap is not None,
             "UPCAST": _upcast(q.dtype, card, tuning),
             "PRECISION": "ieee" if width == 4 else "tf32",
+            **kv8.constants(kv.format, card),
         },
         pdl,
     )
+    if tuning.native and kv.format.dtype == torch.float8_e4m3fn:
+        launch.constants["KIND"] = 3
     if tuning.fixed:
         long_tiles = tuning.prefill or prefill_tiles(_MANY, head_dim, width, card)
         launch.long_rows(long_tiles, shortest=1, one_loop=True)
@@ -210,7 +218,7 @@ def paged_attention(
     early = made is not None and pdl
     plan = made or attention_schedule(
         query_start, seq_lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        dtype=q.dtype, max_q_len=max_q_len, window=window, tuning=tuning,
+        dtype=q.dtype, kv_format=kv.format, max_q_len=max_q_len, window=window, tuning=tuning,
     )  # fmt: skip
     prefetch = (
         seq_lens.shape[0] * kv_heads <= card.num_sms if tuning.prefetch is None else tuning.prefetch
@@ -221,11 +229,26 @@ def paged_attention(
     return out
 
 
+def _stored(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """k, v, k_scale and v_scale as kernels read them: 8-bit values in pairs; where there are no
+    scales, anything."""
+    if kv.k_scale is None or kv.v_scale is None:
+        return kv.k, kv.v, kv.k, kv.v
+    return kv.k.view(torch.int16), kv.v.view(torch.int16), kv.k_scale, kv.v_scale
+
+
+def _padded(head_dim: int, form: KVFormat) -> int:
+    """Dimensions that a tile has room for. A matrix product takes 16, or 16 pairs."""
+    return max(16 if form.scales == "none" else 32, triton.next_power_of_2(head_dim))
+
+
 @dataclass(frozen=True)
 class _Launch:
-    """The arguments that both launches share."""
+    """The arguments that both launches share. tensors: q, k, v, k_scale, v_scale, out. rows:
+    query_start, seq_lens, block_table."""
 
     tensors: tuple[Tensor, ...]
+    rows: tuple[Tensor, Tensor, Tensor]
     scales: tuple[float, float]
     window: int
     constants: dict[str, Any]
@@ -234,17 +257,17 @@ class _Launch:
     def short_rows(self, plan: Schedule, longest: int, *, pdl: bool, prefetch: bool) -> None:
         """Rows of at most `longest` tokens, which fit a tile. pdl: the schedule was complete before
         the preceding kernel began, so that it may be read early."""
-        q, _, _, out, _, _, table = self.tensors
+        q, k, *_, out = self.tensors
         tiles = plan.tiles
         num_items, num_rows = plan.items.shape[0], plan.rows.shape[1]
-        kv_heads, head_dim = self.tensors[1].shape[1], q.shape[2]
+        kv_heads, head_dim = k.shape[1], q.shape[2]
         partial = lse = out
         if plan.parts:
             parts = num_items * kv_heads * tiles.m
             partial = torch.empty(parts * head_dim, dtype=torch.float32, device=q.device)
             lse = torch.empty(parts, dtype=torch.float32, device=q.device)
         launch(attend_short, (kv_heads, num_items))(
-            *self.tensors[:3], out, partial, lse, plan.items, table, *self._numbers(),
+            *self.tensors, partial, lse, plan.items, self.rows[2], *self._numbers(),
             BM=tiles.m, BN=tiles.n, PDL=pdl, PREFETCH=prefetch, PARTS=plan.parts,
             **self.constants,
             **options(pdl, num_warps=tiles.warps, num_stages=tiles.stages),
@@ -261,19 +284,19 @@ class _Launch:
 
     def long_rows(self, tiles: Tiles, shortest: int, one_loop: bool = False) -> None:
         """Rows of at least `shortest` tokens."""
-        q, k_cache, _, _, _, seq_lens, _ = self.tensors
-        tokens, heads, _ = q.shape
-        kv_heads, rows = k_cache.shape[1], seq_lens.shape[0]
+        (tokens, heads, _), kv_heads = self.tensors[0].shape, self.tensors[1].shape[1]
+        rows = len(self.rows[1])
         most = tokens * (heads // kv_heads) // tiles.m + rows
         launch(attend_long, (kv_heads, most))(
-            *self.tensors, rows, *self._numbers(), BM=tiles.m, BN=tiles.n, SHORTEST=shortest,
-            ONE_LOOP=one_loop, PDL=self.pdl, **self.constants,
+            *self.tensors, *self.rows, rows, *self._numbers(), BM=tiles.m, BN=tiles.n,
+            SHORTEST=shortest, ONE_LOOP=one_loop, PDL=self.pdl, **self.constants,
             **options(self.pdl, num_warps=tiles.warps, num_stages=tiles.stages),
         )  # fmt: skip
 
     def _numbers(self) -> tuple[float, ...]:
-        q, k_cache, v_cache, out, _, _, table = self.tensors
+        q, k, _, k_scale, _, out = self.tensors
+        own = k_scale.stride()[:2] if self.constants["OWN_SCALES"] else (0, 0)
         return (
-            *self.scales, self.window, *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3],
-            *v_cache.stride()[:3], table.stride(0),
+            *self.scales, self.window, *q.stride()[:2], *out.stride()[:2], *k.stride()[:3], *own,
+            self.rows[2].stride(0),
         )  # fmt: skip

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.triton import kv8
+
 ROWS_AT_ONCE = tl.constexpr(256)
 PARTS_AT_ONCE = tl.constexpr(8)
 
@@ -45,43 +47,75 @@ def _stored(positions, begin, end):
 
 
 @triton.jit
+def _scores(q, k, UPCAST, PRECISION: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
+    """q kᵀ, over `unit` of the kind."""
+    if KIND:
+        scores = tl.dot(q[0], tl.trans(kv8.even(k, KIND, PACKED)))
+        return tl.dot(q[1], tl.trans(kv8.odd(k, KIND, PACKED)), scores)
+    else:
+        if UPCAST:
+            k = k.to(tl.float32)
+        return tl.dot(q, tl.trans(k), input_precision=PRECISION)
+
+
+@triton.jit
+def _add_values(
+    acc, decay, weights, v, UPCAST, PRECISION: tl.constexpr, KIND: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """acc * decay + weights v, the latter over `unit` of the kind."""
+    if KIND:
+        weights = weights.to(tl.float16)
+        even = tl.dot(weights, kv8.even(v, KIND, PACKED), acc[0] * decay[:, None])
+        odd = tl.dot(weights, kv8.odd(v, KIND, PACKED), acc[1] * decay[:, None])
+        return even, odd
+    else:
+        if UPCAST:
+            v = v.to(tl.float32)
+        acc = acc * decay[:, None]
+        return tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def _attend_range(
-    acc, peak, total, q, limit, start, end, begin, k_ptr, v_ptr, table_ptr, qk_scale,
-    softcap, window, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
+    acc, peak, total, q, limit, start, end, begin, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+    table_ptr, qk_scale, softcap, window, kv_stride_b, kv_stride_t, scale_stride_b,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over KV tiles [start, end). Only MASKED tiles check positions: causality
     (`limit` is each query's position) and the window; what lies outside [begin, end) belongs to
     none of the queries, may not be stored (any more), and is not read.
-    `peak` and `total` are the running maximum (in log2 units) and sum."""
+    `peak` and `total` are the running maximum (in log2 units) and sum. 8-bit KV is read as pairs
+    of values (see `kv8.py`): HEAD_DIM, D_PAD and strides count those, `q` and `acc` are two tensors
+    each, of the even and of the odd dimensions. OWN_SCALES: each token has its own."""
     dims = tl.arange(0, D_PAD)
     # Block ids are fetched a tile ahead, else each tile's loads would wait for them.
     positions = start + tl.arange(0, BN)
     page = tl.load(table_ptr + positions // PAGE, mask=_stored(positions, begin, end), other=0)
     for tile in range(start, end, BN):
         positions = tile + tl.arange(0, BN)
-        k_rows = page.to(tl.int64) * k_stride_b + (positions % PAGE) * k_stride_t
-        v_rows = page.to(tl.int64) * v_stride_b + (positions % PAGE) * v_stride_t
+        rows = page.to(tl.int64) * kv_stride_b + (positions % PAGE) * kv_stride_t
+        scale_rows = page.to(tl.int64) * scale_stride_b + positions % PAGE
         ahead = positions + BN
         page = tl.load(table_ptr + ahead // PAGE, mask=_stored(ahead, begin, end), other=0)
-        k_at = k_ptr + k_rows[:, None] + dims[None, :]
-        v_at = v_ptr + v_rows[:, None] + dims[None, :]
+        k_at = k_ptr + rows[:, None] + dims[None, :]
+        v_at = v_ptr + rows[:, None] + dims[None, :]
         if MASKED:
             inside = _stored(positions, begin, end)[:, None] & (dims[None, :] < HEAD_DIM)
-            k = tl.load(k_at, mask=inside, other=0.0)
-            v = tl.load(v_at, mask=inside, other=0.0)
+            k = tl.load(k_at, mask=inside, other=0)
+            v = tl.load(v_at, mask=inside, other=0)
         elif HEAD_DIM == D_PAD:
             k = tl.load(k_at)
             v = tl.load(v_at)
         else:
-            k = tl.load(k_at, mask=dims[None, :] < HEAD_DIM, other=0.0)
-            v = tl.load(v_at, mask=dims[None, :] < HEAD_DIM, other=0.0)
-        if UPCAST:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            k = tl.load(k_at, mask=dims[None, :] < HEAD_DIM, other=0)
+            v = tl.load(v_at, mask=dims[None, :] < HEAD_DIM, other=0)
+        scores = _scores(q, k, UPCAST, PRECISION, KIND, PACKED)
+        if OWN_SCALES:
+            known = _stored(positions, begin, end)
+            scores *= tl.load(k_scale_ptr + scale_rows, mask=known, other=0.0)[None, :]
         factor = qk_scale
         if SOFTCAP:
             # cap * tanh(x / cap): qk_scale is then 2 * scale / cap, and the cap in log2 units.
@@ -100,8 +134,10 @@ def _attend_range(
         weights = tl.exp2(scores * factor - base[:, None])
         decay = tl.exp2(peak - base)
         total = total * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        if OWN_SCALES:
+            v_scale = tl.load(v_scale_ptr + scale_rows, mask=known, other=0.0)
+            weights *= (v_scale * kv8.unit(KIND))[None, :]
+        acc = _add_values(acc, decay, weights, v, UPCAST, PRECISION, KIND, PACKED)
         peak = higher
     return acc, peak, total
 
@@ -123,17 +159,61 @@ def _flat_rows(
 def _load_queries(
     q_ptr, head, local, q_start, q_len, first, stride_t, stride_h,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a row's tile [BM, D_PAD], and their positions [BM], -1 for what is none. The
-    row's first query stands at position `first`."""
+    """The queries of a row's tile [BM, D_PAD], in two where KV is in 8 bits, and their positions
+    [BM], -1 for what is none. The row's first query stands at position `first`."""
     tokens, rows, live = _flat_rows(head, local, q_start, q_len, stride_t, stride_h, GROUP, BM)
     dims = tl.arange(0, D_PAD)
     inside = live[:, None] & (dims[None, :] < HEAD_DIM)
-    q = tl.load(q_ptr + rows[:, None] + dims[None, :], mask=inside, other=0.0)
-    if UPCAST:
-        q = q.to(tl.float32)
-    return q, tl.where(live, first + tokens, -1)
+    positions = tl.where(live, first + tokens, -1)
+    if KIND:
+        at = q_ptr + rows[:, None] + 2 * dims[None, :]
+        even = tl.load(at, mask=inside, other=0.0)
+        odd = tl.load(at + 1, mask=inside, other=0.0)
+        return (kv8.fp16(even), kv8.fp16(odd)), positions
+    else:
+        q = tl.load(q_ptr + rows[:, None] + dims[None, :], mask=inside, other=0.0)
+        if UPCAST:
+            q = q.to(tl.float32)
+        return q, positions
+
+
+@triton.jit
+def _nothing(BM: tl.constexpr, D_PAD: tl.constexpr, KIND: tl.constexpr):
+    """What `_attend_range` begins with: acc, peak, total."""
+    acc = tl.zeros([BM, D_PAD], tl.float32)
+    peak = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    if KIND:
+        return (acc, acc), peak, total
+    else:
+        return acc, peak, total
+
+
+@triton.jit
+def _average(acc, total, v_scale_ptr, head, KIND: tl.constexpr, OWN_SCALES: tl.constexpr):
+    """acc / total, [BM, all dimensions]; and the sums, 1 where there was nothing to see."""
+    total = tl.where(total > 0.0, total, 1.0)
+    if KIND:
+        factor = 1.0
+        if not OWN_SCALES:
+            factor = tl.load(v_scale_ptr + head) * kv8.unit(KIND)
+        return tl.interleave(acc[0], acc[1]) * (factor / total)[:, None], total
+    else:
+        return acc / total[:, None], total
+
+
+@triton.jit
+def _score_scale(
+    qk_scale, k_scale_ptr, head, KIND: tl.constexpr, OWN_SCALES: tl.constexpr
+):  # fmt: skip
+    """What scores as they come from the products are multiplied by."""
+    if KIND:
+        qk_scale *= kv8.unit(KIND)
+        if not OWN_SCALES:
+            qk_scale *= tl.load(k_scale_ptr + head)
+    return qk_scale
 
 
 @triton.jit
@@ -150,7 +230,7 @@ def _store_output(
 
 @triton.jit
 def _prefetch(
-    k_ptr, v_ptr, table_ptr, start, end, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
+    k_ptr, v_ptr, table_ptr, start, end, kv_stride_b, kv_stride_t,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Ask for the KV of positions [start, min(end, start + BN)) to be brought into L2."""
@@ -158,11 +238,10 @@ def _prefetch(
     LINES: tl.constexpr = (HEAD_DIM + LINE - 1) // LINE
     positions = tl.minimum(start + tl.arange(0, BN), end - 1)
     page = tl.load(table_ptr + positions // PAGE).to(tl.int64)
-    k_rows = k_ptr + page * k_stride_b + (positions % PAGE) * k_stride_t
-    v_rows = v_ptr + page * v_stride_b + (positions % PAGE) * v_stride_t
+    rows = page * kv_stride_b + (positions % PAGE) * kv_stride_t
     for line in tl.static_range(LINES):
-        for rows in tl.static_range(2):
-            at = (k_rows if rows == 0 else v_rows) + line * LINE
+        for k_or_v in tl.static_range(2):
+            at = (k_ptr if k_or_v == 0 else v_ptr) + rows + line * LINE
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
                 "=r,l",
@@ -175,16 +254,19 @@ def _prefetch(
 
 @triton.jit(do_not_specialize=["window"])
 def attend_short(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, table_ptr,
-    qk_scale, softcap, window, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
-    k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t, table_stride,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr,
+    table_ptr, qk_scale, softcap, window, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
+    kv_stride_b, kv_stride_h, kv_stride_t, scale_stride_b, scale_stride_h, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
-    PARTS: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr,
+    PACKED: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Rows whose queries fit one tile. Grid (KV heads, items); an item is a range of a row's KV
     positions, see `attention_schedule`. PARTS: a row may have several; see `combine`."""
+    # What KV is counted in: values, or pairs of them.
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND else HEAD_DIM
+    W_PAD: tl.constexpr = D_PAD // 2 if KIND else D_PAD
     head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * 8
     row = tl.load(item)
@@ -196,15 +278,19 @@ def attend_short(
     parts = 1
     if PARTS:
         parts = tl.load(item + 6)
-    k_ptr += head.to(tl.int64) * k_stride_h
-    v_ptr += head.to(tl.int64) * v_stride_h
+    k_ptr += head.to(tl.int64) * kv_stride_h
+    v_ptr += head.to(tl.int64) * kv_stride_h
+    qk_scale = _score_scale(qk_scale, k_scale_ptr, head, KIND, OWN_SCALES)
+    if OWN_SCALES:
+        k_scale_ptr += head.to(tl.int64) * scale_stride_h
+        v_scale_ptr += head.to(tl.int64) * scale_stride_h
     table_ptr += row.to(tl.int64) * table_stride
     if PDL:
         if PREFETCH and (row >= 0) & (start < first):
             # What earlier steps stored does not wait for this one.
             _prefetch(
                 k_ptr, v_ptr, table_ptr, start, tl.minimum(first, end),
-                k_stride_b, k_stride_t, v_stride_b, v_stride_t, HEAD_DIM, PAGE, BN,
+                kv_stride_b, kv_stride_t, WIDTH, PAGE, BN,
             )  # fmt: skip
         gdc_wait()
         gdc_launch_dependents()
@@ -212,21 +298,21 @@ def attend_short(
         return
     q, limit = _load_queries(
         q_ptr, head, 0, q_start, q_len, first, q_stride_t, q_stride_h,
-        GROUP, HEAD_DIM, D_PAD, BM, UPCAST,
+        GROUP, WIDTH, W_PAD, BM, UPCAST, KIND,
     )  # fmt: skip
     begin = 0
     if WINDOW:
         begin = first - window + 1
     # One masked loop: two would drain the pipeline in between, and decode is all pipeline.
+    acc, peak, total = _nothing(BM, W_PAD, KIND)
     acc, peak, total = _attend_range(
-        tl.zeros([BM, D_PAD], tl.float32), tl.full([BM], float("-inf"), tl.float32),
-        tl.zeros([BM], tl.float32), q, limit, start, end, begin, k_ptr, v_ptr, table_ptr, qk_scale,
-        softcap, window, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
-        HEAD_DIM, D_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
+        acc, peak, total, q, limit, start, end, begin, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+        table_ptr, qk_scale, softcap, window, kv_stride_b, kv_stride_t, scale_stride_b,
+        WIDTH, W_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
+        KIND, OWN_SCALES, PACKED,
     )  # fmt: skip
-    # A part may hold nothing for some of its queries: their sum is 0, their peak -inf.
-    total = tl.where(total > 0.0, total, 1.0)
-    result = acc / total[:, None]
+    # A part may hold nothing for some of its queries: their peak is -inf.
+    result, total = _average(acc, total, v_scale_ptr, head, KIND, OWN_SCALES)
     if PARTS:
         dims = tl.arange(0, D_PAD)
         part = (tl.program_id(1) * tl.num_programs(0) + head).to(tl.int64) * BM
@@ -290,16 +376,20 @@ def combine(
 
 @triton.jit(do_not_specialize=["num_rows", "window"])
 def attend_long(
-    q_ptr, k_ptr, v_ptr, out_ptr, query_start_ptr, seq_lens_ptr, table_ptr,
-    num_rows, qk_scale, softcap, window, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
-    k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t, table_stride,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, query_start_ptr, seq_lens_ptr,
+    table_ptr, num_rows, qk_scale, softcap, window,
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h,
+    kv_stride_b, kv_stride_h, kv_stride_t, scale_stride_b, scale_stride_h, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SHORTEST: tl.constexpr, ONE_LOOP: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of at least SHORTEST queries. Grid (KV heads, tiles). ONE_LOOP: every KV tile takes the
     masked road; a query's rounding then does not depend on its neighbours in the tile."""
+    # What KV is counted in: values, or pairs of them.
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND else HEAD_DIM
+    W_PAD: tl.constexpr = D_PAD // 2 if KIND else D_PAD
     head = tl.program_id(0)
     # The last tiles of a causal prompt are the longest: start them first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -315,7 +405,7 @@ def attend_long(
         return
     q, limit = _load_queries(
         q_ptr, head, local, q_start, q_len, seq_len - q_len, q_stride_t, q_stride_h,
-        GROUP, HEAD_DIM, D_PAD, BM, UPCAST,
+        GROUP, WIDTH, W_PAD, BM, UPCAST, KIND,
     )  # fmt: skip
     first = seq_len - q_len + local * BM // GROUP
     last = seq_len - q_len + tl.minimum((local * BM + BM - 1) // GROUP, q_len - 1)
@@ -323,12 +413,14 @@ def attend_long(
     if WINDOW:
         begin = first - window + 1
     lo = _window_start(first, window, WINDOW, BN)
-    k_ptr += head.to(tl.int64) * k_stride_h
-    v_ptr += head.to(tl.int64) * v_stride_h
+    k_ptr += head.to(tl.int64) * kv_stride_h
+    v_ptr += head.to(tl.int64) * kv_stride_h
+    qk_scale = _score_scale(qk_scale, k_scale_ptr, head, KIND, OWN_SCALES)
+    if OWN_SCALES:
+        k_scale_ptr += head.to(tl.int64) * scale_stride_h
+        v_scale_ptr += head.to(tl.int64) * scale_stride_h
     table_ptr += row.to(tl.int64) * table_stride
-    acc = tl.zeros([BM, D_PAD], tl.float32)
-    peak = tl.full([BM], float("-inf"), tl.float32)
-    total = tl.zeros([BM], tl.float32)
+    acc, peak, total = _nothing(BM, W_PAD, KIND)
     # Tiles that every query sees whole, between those that must be masked.
     whole_from = lo
     whole_to = lo
@@ -338,21 +430,27 @@ def attend_long(
             whole_from = tl.cdiv(tl.maximum(last - window + 1, 0), BN) * BN
             whole_from = tl.minimum(tl.maximum(whole_from, lo), whole_to)
             acc, peak, total = _attend_range(
-                acc, peak, total, q, limit, lo, whole_from, begin, k_ptr, v_ptr, table_ptr,
-                qk_scale, softcap, window, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
-                HEAD_DIM, D_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
+                acc, peak, total, q, limit, lo, whole_from, begin, k_ptr, v_ptr, k_scale_ptr,
+                v_scale_ptr, table_ptr, qk_scale, softcap, window, kv_stride_b, kv_stride_t,
+                scale_stride_b,
+                WIDTH, W_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
+                KIND, OWN_SCALES, PACKED,
             )  # fmt: skip
         acc, peak, total = _attend_range(
-            acc, peak, total, q, limit, whole_from, whole_to, begin, k_ptr, v_ptr, table_ptr,
-            qk_scale, softcap, window, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
-            HEAD_DIM, D_PAD, PAGE, BN, False, SOFTCAP, WINDOW, UPCAST, PRECISION,
+            acc, peak, total, q, limit, whole_from, whole_to, begin, k_ptr, v_ptr, k_scale_ptr,
+            v_scale_ptr, table_ptr, qk_scale, softcap, window, kv_stride_b, kv_stride_t,
+            scale_stride_b,
+            WIDTH, W_PAD, PAGE, BN, False, SOFTCAP, WINDOW, UPCAST, PRECISION,
+            KIND, OWN_SCALES, PACKED,
         )  # fmt: skip
     acc, peak, total = _attend_range(
-        acc, peak, total, q, limit, whole_to, last + 1, begin, k_ptr, v_ptr, table_ptr, qk_scale,
-        softcap, window, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
-        HEAD_DIM, D_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
+        acc, peak, total, q, limit, whole_to, last + 1, begin, k_ptr, v_ptr, k_scale_ptr,
+        v_scale_ptr, table_ptr, qk_scale, softcap, window, kv_stride_b, kv_stride_t,
+        scale_stride_b,
+        WIDTH, W_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
+        KIND, OWN_SCALES, PACKED,
     )  # fmt: skip
-    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    result, _ = _average(acc, total, v_scale_ptr, head, KIND, OWN_SCALES)
     _store_output(
         out_ptr, result, head, local, q_start, q_len, out_stride_t, out_stride_h,
         GROUP, HEAD_DIM, D_PAD, BM,

@@ -10,17 +10,21 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.choose import current_policy
+from quire.ops.kv import KVLayer
+from quire.ops.triton import kv8
 from quire.ops.triton.launch import launch, options, traits
 
 
 @triton.jit
 def _rotate(
-    in_ptr, out_ptr, weight_ptr, cos_sin_ptr, rows, live, in_stride, out_stride, eps,
+    in_ptr, out_ptr, scale_ptr, weight_ptr, cos_sin_ptr, rows, live, in_stride, out_stride,
+    scale_stride, eps,
     DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr, TAIL_PAD: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the heads `rows` [H] of one token from in_ptr to out_ptr. A head is held as
-    the two halves that rotate into each other, and a tail that does not rotate."""
+    the two halves that rotate into each other, and a tail that does not rotate. KIND, OWN_SCALES:
+    of what is stored, see `kv8.constants`."""
     half: tl.constexpr = ROTARY // 2
     kind = in_ptr.dtype.element_ty
     pair = tl.arange(0, HALF_PAD)
@@ -52,22 +56,28 @@ def _rotate(
         turned = a * cos - b * sin
         b = b * cos + a * sin
         a = turned
-    to_kind = out_ptr.dtype.element_ty
-    tl.store(to_row + pair[None, :], a.to(to_kind), mask=inside)
-    tl.store(to_row + half + pair[None, :], b.to(to_kind), mask=inside)
+    inverse_scale = rows * 0.0
+    if KIND:
+        top = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+        if TAIL_PAD > 0:
+            top = tl.maximum(top, tl.max(tl.abs(tail), 1))
+        scale_at = scale_ptr + rows * scale_stride
+        inverse_scale = kv8.inverse_scale(top, scale_at, live, KIND, OWN_SCALES)
+    kv8.store(to_row + pair[None, :], a, inside, inverse_scale, KIND)
+    kv8.store(to_row + half + pair[None, :], b, inside, inverse_scale, KIND)
     if TAIL_PAD > 0:
-        tl.store(to_row + at_tail[None, :], tail.to(to_kind), mask=in_tail)
+        kv8.store(to_row + at_tail[None, :], tail, in_tail, inverse_scale, KIND)
 
 
 @triton.jit
 def _qk_norm_rope_store(
-    qkv_ptr, out_ptr, k_cache_ptr, v_cache_ptr, positions_ptr, slots_ptr, cos_sin_ptr,
-    q_weight_ptr, k_weight_ptr, eps, stride_t, stride_h,
-    kc_stride_b, kc_stride_h, kc_stride_t, vc_stride_b, vc_stride_h, vc_stride_t, cos_sin_stride,
+    qkv_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, positions_ptr, slots_ptr,
+    cos_sin_ptr, q_weight_ptr, k_weight_ptr, eps, stride_t, stride_h,
+    kv_stride_b, kv_stride_h, kv_stride_t, scale_stride_b, scale_stride_h, cos_sin_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr,
     D_PAD: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr, TAIL_PAD: tl.constexpr,
     PAGE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    ROPE: tl.constexpr, PDL: tl.constexpr,
+    ROPE: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, groups of H heads: first those of q, then of k, then of v)."""
     Q_GROUPS: tl.constexpr = (HEADS + H - 1) // H
@@ -83,37 +93,44 @@ def _qk_norm_rope_store(
         return
     cos_sin_ptr += position * cos_sin_stride
     from_token = qkv_ptr + token * stride_t
+    place = slot // PAGE * kv_stride_b + slot % PAGE * kv_stride_t
+    if OWN_SCALES:
+        k_scale_ptr += slot // PAGE * scale_stride_b + slot % PAGE
+        v_scale_ptr += slot // PAGE * scale_stride_b + slot % PAGE
     if group < Q_GROUPS:
         rows = group * H + tl.arange(0, H)
         _rotate(
-            from_token, out_ptr + token * HEADS * DIM, q_weight_ptr, cos_sin_ptr,
-            rows, rows < HEADS, stride_h, DIM, eps,
-            DIM, ROTARY, HALF_PAD, TAIL_PAD, Q_NORM, ROPE,
+            from_token, out_ptr + token * HEADS * DIM, k_scale_ptr, q_weight_ptr, cos_sin_ptr,
+            rows, rows < HEADS, stride_h, DIM, 0, eps,
+            DIM, ROTARY, HALF_PAD, TAIL_PAD, Q_NORM, ROPE, 0, False,
         )  # fmt: skip
     elif group < Q_GROUPS + KV_GROUPS:
         rows = (group - Q_GROUPS) * H + tl.arange(0, H)
-        to = k_cache_ptr + slot // PAGE * kc_stride_b + slot % PAGE * kc_stride_t
         _rotate(
-            from_token + HEADS * stride_h, to, k_weight_ptr, cos_sin_ptr,
-            rows, rows < KV_HEADS, stride_h, kc_stride_h, eps,
-            DIM, ROTARY, HALF_PAD, TAIL_PAD, K_NORM, ROPE,
+            from_token + HEADS * stride_h, k_ptr + place, k_scale_ptr, k_weight_ptr, cos_sin_ptr,
+            rows, rows < KV_HEADS, stride_h, kv_stride_h, scale_stride_h, eps,
+            DIM, ROTARY, HALF_PAD, TAIL_PAD, K_NORM, ROPE, KIND, OWN_SCALES,
         )  # fmt: skip
     else:
         rows = (group - Q_GROUPS - KV_GROUPS) * H + tl.arange(0, H)
         dims = tl.arange(0, D_PAD)
-        inside = (rows[:, None] < KV_HEADS) & (dims[None, :] < DIM)
+        live = rows < KV_HEADS
+        inside = live[:, None] & (dims[None, :] < DIM)
         from_row = from_token + (HEADS + KV_HEADS + rows[:, None]) * stride_h
         values = tl.load(from_row + dims[None, :], mask=inside, other=0.0)
-        to = v_cache_ptr + slot // PAGE * vc_stride_b + slot % PAGE * vc_stride_t
-        to_row = to + rows[:, None] * vc_stride_h
-        values = values.to(v_cache_ptr.dtype.element_ty)
-        tl.store(to_row + dims[None, :], values, mask=inside)
+        inverse_scale = rows * 0.0
+        if KIND:
+            values = values.to(tl.float32)
+            scale_at = v_scale_ptr + rows * scale_stride_h
+            top = tl.max(tl.abs(values), 1)
+            inverse_scale = kv8.inverse_scale(top, scale_at, live, KIND, OWN_SCALES)
+        to_row = v_ptr + place + rows[:, None] * kv_stride_h
+        kv8.store(to_row + dims[None, :], values, inside, inverse_scale, KIND)
 
 
 def qk_norm_rope_store(
     qkv: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: KVLayer,
     *,
     positions: Tensor,
     slots: Tensor,
@@ -128,14 +145,14 @@ def qk_norm_rope_store(
     """Norm and rotate the heads of q and k, store k and v, and return q [T, heads, D], dense.
 
     qkv: [T, heads + 2 * kv_heads, D], the fused projection, read in place. positions: int [T].
-    k_cache, v_cache: [blocks, kv_heads, block_size, D] views of any block, head and token stride.
-    slots: int [T], -1 is padding: nothing is stored and that token's q is undefined.
+    kv: of any block, head and token stride. slots: int [T], -1 is padding: nothing is stored and
+    that token's q is undefined.
     cos_sin: [positions, rotary], cosines, then sines, of pairs (i, i + rotary / 2); None rotates
     nothing. q_weight, k_weight: [D], RMS norms over a head, or None. scratch is not used.
     """
     del scratch
     tokens, all_heads, dim = qkv.shape
-    kv_heads = k_cache.shape[1]
+    kv_heads = kv.k.shape[1]
     heads = all_heads - 2 * kv_heads
     out = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
@@ -145,18 +162,30 @@ def qk_norm_rope_store(
     few = tokens < 128 and not current_policy().deterministic
     width = heads_per_program or (4 if few else 8)
     groups = triton.cdiv(heads, width) + 2 * triton.cdiv(kv_heads, width)
-    use_pdl = traits(qkv.device).pdl if pdl is None else pdl
+    card = traits(qkv.device)
+    use_pdl = card.pdl if pdl is None else pdl
+    k, v, k_scale, v_scale = _bytes(kv)
+    kinds = kv8.constants(kv.format, card)
     angles = positions if cos_sin is None else cos_sin
     launch(_qk_norm_rope_store, (tokens, groups))(
-        qkv, out, k_cache, v_cache, positions, slots, angles,
+        qkv, out, k, v, k_scale, v_scale, positions, slots, angles,
         qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, eps,
-        *qkv.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        *qkv.stride()[:2], *k.stride()[:3],
+        *(k_scale.stride()[:2] if kinds["OWN_SCALES"] else (0, 1)),
         0 if cos_sin is None else cos_sin.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, H=width, DIM=dim, D_PAD=triton.next_power_of_2(dim),
         ROTARY=rotary, HALF_PAD=triton.next_power_of_2(rotary // 2),
         TAIL_PAD=triton.next_power_of_2(dim - rotary) if dim > rotary else 0,
-        PAGE=k_cache.shape[2], Q_NORM=q_weight is not None, K_NORM=k_weight is not None,
-        ROPE=cos_sin is not None, PDL=use_pdl,
+        PAGE=kv.k.shape[2], Q_NORM=q_weight is not None, K_NORM=k_weight is not None,
+        ROPE=cos_sin is not None, KIND=kinds["KIND"], OWN_SCALES=kinds["OWN_SCALES"],
+        PDL=use_pdl,
         **options(use_pdl, num_warps=1 if width == 1 else 4),
     )  # fmt: skip
     return out
+
+
+def _bytes(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """k, v, k_scale and v_scale as the kernel writes them; where there are no scales, anything."""
+    if kv.k_scale is None or kv.v_scale is None:
+        return kv.k, kv.v, kv.k, kv.v
+    return kv.k.view(torch.int8), kv.v.view(torch.int8), kv.k_scale, kv.v_scale

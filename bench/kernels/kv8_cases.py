@@ -1,0 +1,117 @@
+"""8-bit KV: attention over it and the store into it, against float64 twins."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from attention_cases import MIXED, SHORT, Batch
+from shapes import QWEN25_1_5B, Shape
+from timing import DEVICE
+from torch import Tensor
+
+from quire.ops import KVFormat, KVLayer, reference
+from quire.ops.triton.attention import AttentionTuning
+from quire.ops.triton.rope_store import qk_norm_rope_store
+
+FORMATS = {
+    "fp8": KVFormat(torch.float8_e4m3fn, "head"),
+    "fp8_dynamic": KVFormat(torch.float8_e4m3fn, "token"),
+    "int8": KVFormat(torch.int8, "token"),
+}
+AUTO = AttentionTuning()
+
+
+def checks() -> Iterator[tuple[str, Callable[[], float]]]:
+    """Name, and a function that gives the largest error in units of what bf16 allows."""
+
+    def error(
+        form: KVFormat,
+        rows: list[tuple[int, int]],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        tuning: AttentionTuning = AUTO,
+        dtype: torch.dtype = torch.bfloat16,
+        **extra: object,
+    ) -> float:
+        batch = Batch.make(rows, heads, kv_heads, dim, dtype=dtype, form=form)
+        return batch.error(tuning, **extra)
+
+    for kind, form in FORMATS.items():
+        check = functools.partial(error, form)
+        for heads, kv_heads, dim in ((12, 2, 128), (16, 8, 128), (4, 4, 64), (8, 1, 256)):
+            shape = heads, kv_heads, dim
+            yield f"{kind}, mixed {shape}", functools.partial(check, MIXED, *shape)
+            yield f"{kind}, decode {shape}", functools.partial(check, SHORT, *shape)
+        mixed = functools.partial(check, MIXED, 8, 4, 128)
+        yield f"{kind}, head size 80", functools.partial(check, MIXED, 4, 2, 80)
+        yield f"{kind}, fp16", functools.partial(mixed, dtype=torch.float16)
+        yield f"{kind}, window", functools.partial(mixed, window=100)
+        yield f"{kind}, soft-cap", functools.partial(mixed, softcap=20.0)
+        yield f"{kind}, fixed path", functools.partial(mixed, AttentionTuning(fixed=True))
+        yield f"{kind}, store", functools.partial(store_error, form)
+        if form.dtype is torch.float8_e4m3fn and DEVICE == "cuda":
+            yield f"{kind}, native", functools.partial(mixed, AttentionTuning(native=True))
+
+
+class Store:
+    """Tokens between the projection and an 8-bit cache."""
+
+    def __init__(self, shape: Shape, tokens: int, form: KVFormat, copies: int = 1) -> None:
+        heads = shape.heads + 2 * shape.kv_heads
+        self.qkv = torch.randn(copies, tokens, heads, 128, device=DEVICE).bfloat16()
+        self.form = form
+        blocks = -(-tokens // 16) + 1
+        size = blocks, copies, 2, shape.kv_heads, 16
+        self.values = torch.zeros((*size, 128), dtype=form.dtype, device=DEVICE)
+        self.scales = torch.zeros(size, device=DEVICE)
+        if form.scales == "head":
+            self.scales = torch.full((copies, 2, shape.kv_heads), 0.01, device=DEVICE)
+        angles = torch.outer(torch.arange(tokens + 1.0), 0.9 ** torch.arange(64.0))
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(DEVICE)
+        self.positions = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
+        self.slots = torch.randperm(16 * blocks, device=DEVICE)[:tokens].int()
+
+    def layer(self, copy: int) -> KVLayer:
+        own: tuple[Tensor | None, Tensor | None] = None, None
+        if self.form.scales == "token":
+            own = self.scales[:, copy, 0], self.scales[:, copy, 1]
+        elif self.form.scales == "head":
+            own = self.scales[copy, 0], self.scales[copy, 1]
+        return KVLayer(self.values[:, copy, 0], self.values[:, copy, 1], *own)
+
+    def run(self, copy: int = 0) -> Tensor:
+        return qk_norm_rope_store(
+            self.qkv[copy], self.layer(copy), positions=self.positions, slots=self.slots,
+            cos_sin=self.cos_sin,
+        )  # fmt: skip
+
+    def stored(self) -> Tensor:
+        """k and v of the tokens, [tokens, 2, kv_heads, 128]."""
+        slots = self.slots.long()
+        values = self.values[slots // 16, 0, :, :, slots % 16].float()
+        if self.form.scales == "token":
+            return values * self.scales[slots // 16, 0, :, :, slots % 16][..., None]
+        return values * self.scales[0][None, ..., None] if self.form.scales == "head" else values
+
+
+def store_error(form: KVFormat) -> float:
+    """In units of half a step between stored numbers, and bf16's error of what is turned."""
+    case = Store(QWEN25_1_5B, 300, form)
+    case.run()
+    found = case.stored()
+    exact = Store(QWEN25_1_5B, 300, KVFormat(torch.float64))
+    exact.qkv, exact.slots = case.qkv.double(), case.slots
+    reference.qk_norm_rope_store(
+        exact.qkv[0], exact.layer(0), positions=exact.positions, slots=exact.slots,
+        cos_sin=exact.cos_sin.double(), q_weight=None, k_weight=None, eps=0.0, scratch=None,
+    )  # fmt: skip
+    slots = exact.slots.long()
+    want = exact.values[slots // 16, 0, :, :, slots % 16]
+    top = want.abs().amax(-1, keepdim=True)
+    half = top / 254 if form.dtype is torch.int8 else want.abs() / 16 + top / 448 / 1024
+    limit = 448 * 0.01 if form.scales == "head" else torch.inf
+    want = want.clamp(-limit, limit)
+    return float(((found - want).abs() / (1.01 * half + 1e-5 * top + 1e-6)).max())

@@ -1,0 +1,55 @@
+"""The safetensors files of a model's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from quire.errors import ModelError
+
+_SHOWN = 8
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The folder's safetensors files, as its index names them. Raises ModelError for none."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"{index.name} is not a valid index of a sharded checkpoint"
+            ) from error
+        # A name out of the folder would read what the checkpoint has no business with.
+        absent = [n for n in names if Path(n).name != n or not (folder / n).exists()]
+        if absent:
+            raise ModelError(f"{index.name} names files that are not there: {some(absent)}")
+        return [folder / name for name in names]
+    single = folder / "model.safetensors"
+    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        hint = ""
+        if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+            hint = "; its pickled weights are not read, convert them to safetensors"
+        raise ModelError(f"{folder} holds no *.safetensors file{hint}")
+    return files
+
+
+def open_file(stack: contextlib.ExitStack, file: Path) -> Any:
+    """Open until `stack` ends. Raises ModelError for what is no safetensors file."""
+    try:
+        return stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"cannot read {file.name}: {error}") from error
+
+
+def some(items: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    rest = len(items) - _SHOWN
+    return "; ".join(items[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")

@@ -1,0 +1,90 @@
+"""The fixed scales of 8-bit KV that a checkpoint may bring along."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.models.decoder import Decoder
+from quire.models.files import open_file, weight_files
+from quire.sharding import ShardSpec
+
+_log = logging.getLogger(__name__)
+
+_STORED = re.compile(
+    r"(?:^|\.)layers\.(?P<layer>\d+)\.self_attn\."
+    r"(?:(?:attn\.|[kv]_proj\.)?(?P<kind>[kv])_scale|(?P<output>[kv])_proj\.output_scale)$"
+)
+"""As compressed-tensors and vLLM name them, and as AutoFP8 and ModelOpt did."""
+_OTHER = re.compile(r"\.self_attn\.(attn\.)?(q|prob)_scale$")
+"""Of queries and weights, which are never stored."""
+
+
+def is_scale(name: str) -> bool:
+    """Whether a checkpoint's tensor is a scale of attention's, rather than a weight."""
+    return bool(_STORED.search(name) or _OTHER.search(name))
+
+
+def head_scales(model: Decoder, path: Path, load_format: str) -> Tensor:
+    """float32 [layers, 2, KV heads of this rank] on the model's device: what stored keys and values
+    are to be multiplied by. 1 where the checkpoint has none.
+
+    Raises:
+        ModelError: it has some, but not all, or what they hold are no scales.
+    """
+    heads = model.spec.attention.kv_heads
+    scales = torch.ones(model.spec.num_layers, 2, heads)
+    found = {} if load_format == "dummy" else _read(path, model.spec.num_layers)
+    if not found:
+        _log.warning(
+            "the checkpoint has no scales for fp8 KV: values beyond 448 are cut off "
+            "(kv_cache_dtype=fp8_dynamic needs none)"
+        )
+    for (layer, kind), (name, value) in found.items():
+        scales[layer, kind] = _checked(name, value, heads)
+    if found and len(found) < 2 * model.spec.num_layers:
+        wanted = {(layer, kind) for layer in range(model.spec.num_layers) for kind in range(2)}
+        layer, kind = min(wanted - found.keys())
+        raise ModelError(
+            f"the checkpoint has KV scales, but {'kv'[kind]}_scale of layer {layer} is missing"
+        )
+    low, high = ShardSpec(0).bounds(heads, model.group.rank, model.group.world)
+    return scales[:, :, low:high].contiguous().to(model.device)
+
+
+def _read(path: Path, layers: int) -> dict[tuple[int, int], tuple[str, Tensor]]:
+    """By layer and 0 for k, 1 for v: the tensor's name and itself."""
+    found: dict[tuple[int, int], tuple[str, Tensor]] = {}
+    with contextlib.ExitStack() as stack:
+        for path_of_file in weight_files(path):
+            file = open_file(stack, path_of_file)
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                match = _STORED.search(name)
+                if match is None:
+                    continue
+                key = int(match["layer"]), "kv".index(match["kind"] or match["output"])
+                if key[0] >= layers:
+                    raise ModelError(f"{name} is of a layer that config.json does not have")
+                if key in found:
+                    raise ModelError(f"{name} and {found[key][0]} are the same scale")
+                found[key] = name, file.get_tensor(name)
+    return found
+
+
+def _checked(name: str, value: Tensor, heads: int) -> Tensor:
+    """One for all heads, or one each; float32 [1 or heads]."""
+    if value.numel() not in (1, heads) or not value.is_floating_point():
+        raise ModelError(
+            f"{name} is {tuple(value.shape)} {value.dtype}, expected one float, or {heads}"
+        )
+    value = value.float().flatten()
+    if not all(math.isfinite(x) and x > 0 for x in value.tolist()):
+        raise ModelError(f"{name} holds what is no scale: {value.tolist()}")
+    return value
