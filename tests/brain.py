@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.cache import BlockManager
+from quire.cache import BlockManager, PrefixTree
 from quire.cache.block_manager import Hold
 from quire.cache.node import NO_BLOCK, Node
 from quire.plan import StepPlan
@@ -15,11 +15,22 @@ from quire.scheduler import Scheduler
 from tests.fakes import FakeExecutor
 
 
+def nodes_of(tree: PrefixTree) -> list[Node]:
+    """Every node but the roots."""
+    found: list[Node] = []
+    stack = list(tree._roots.values())
+    while stack:
+        children = list(stack.pop().children.values())
+        found.extend(children)
+        stack.extend(children)
+    return found
+
+
 def check_blocks(manager: BlockManager, lanes: Sequence[int], holds: Sequence[Hold] = ()) -> None:
     """No block is lost, freed twice or counted wrongly: what these occupied lanes and holds have is
     recounted from scratch."""
     tree = manager.tree
-    nodes = tree.nodes()
+    nodes = nodes_of(tree)
     assert len(nodes) == tree.num_nodes
     users = {id(node): 0 for node in nodes}
     lasts = [manager.lanes.last(lane) for lane in lanes]
@@ -78,14 +89,14 @@ def check_node(node: Node, block_size: int) -> None:
         assert len(node.run) < stride
     else:
         assert len(node.run) == node.count * stride
+    order = [] if node.order is None else node.order.keys()
     for key, child in node.children.items():
         assert child.parent is node
         assert child.start == node.end
-        assert bytes(child.run[:stride]) == key
+        assert bytes(child.run[:stride]) == child.key == key
         tail = len(key) < stride
-        assert not any(o.startswith(key) for o in node.order if tail and o != key)
-    written = sorted(key for key, child in node.children.items() if child.written)
-    assert list(node.order or ()) == written
+        assert not any(o.startswith(key) for o in order if tail and o != key)
+    assert order == sorted(key for key, child in node.children.items() if child.written)
 
 
 def check_free_list(manager: BlockManager) -> None:

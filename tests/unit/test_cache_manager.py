@@ -12,7 +12,7 @@ from quire.cache.block_manager import Evicted, Hold
 from quire.cache.chain import next_key, root_key
 from quire.errors import ConfigError, RequestTooLargeError
 from quire.plan import Int32, KVGroup, int32
-from tests.brain import check_blocks
+from tests.brain import check_blocks, nodes_of
 
 _SIZE = 4
 _FULL = KVGroup(layers=(0,), tokens_per_block=_SIZE)
@@ -179,7 +179,7 @@ def test_what_a_finished_request_leaves_is_found_to_the_token() -> None:
     assert (source, target) == (tail, manager.groups[0].table[1, 2])
     # The block that continues it takes its place.
     assert manager.usage()[0].cached == 0
-    assert [node.tokens for node in manager.tree.nodes()] == [12]
+    assert [node.tokens for node in nodes_of(manager.tree)] == [12]
     check_blocks(manager, [1])
 
 
@@ -207,7 +207,7 @@ def test_nothing_is_kept_of_a_tail_that_is_there_already() -> None:
     assert manager.usage()[0].cached == 2
     seat(manager, 0, [1] * 7)
     manager.release(0, int32([1] * 7), 7)
-    assert sorted(node.tokens for node in manager.tree.nodes()) == [3, 4]
+    assert sorted(node.tokens for node in nodes_of(manager.tree)) == [3, 4]
     assert manager.usage()[0].cached == 2
     check_blocks(manager, [])
 
@@ -231,7 +231,7 @@ def test_a_window_that_has_moved_on_leaves_no_tail() -> None:
     # A step that is under way is two tokens further than what is confirmed.
     manager.slide(int32([0]), int32([8]))
     manager.release(0, int32([1] * 7), 7)
-    assert [node.tokens for node in manager.tree.nodes()] == [4]
+    assert [node.tokens for node in nodes_of(manager.tree)] == [4]
     check_blocks(manager, [])
 
 
@@ -311,13 +311,13 @@ def test_equal_work_done_twice_is_entered_once() -> None:
     assert seat(manager, 1, [1] * 9, end=2) == 0
     manager.insert(int32([0]), rows(0, [1] * 9), int32([9]))
     manager.insert(int32([1]), rows(1, [1] * 9), int32([9]))
-    assert [node.tokens for node in manager.tree.nodes()] == [8]
+    assert [node.tokens for node in nodes_of(manager.tree)] == [8]
     check_blocks(manager, [0, 1])
     # What the second computes beyond is entered when it ends.
     manager.book(int32([1]), int32([12]))
     manager.insert(int32([1]), rows(1, [1] * 12), int32([12]))
     manager.release(1, int32([1] * 12), 12)
-    assert [node.tokens for node in manager.tree.nodes()] == [8, 4]
+    assert [node.tokens for node in nodes_of(manager.tree)] == [8, 4]
     check_blocks(manager, [0])
 
 
@@ -374,7 +374,7 @@ def test_reset_forgets_what_nobody_uses() -> None:
     seat(manager, 1, [2] * 8)
     manager.release(0)
     assert not manager.reset_cache()
-    assert [node.tokens for node in manager.tree.nodes()] == [8]
+    assert [node.tokens for node in nodes_of(manager.tree)] == [8]
     manager.release(1)
     assert manager.reset_cache()
     assert manager.usage()[0].free == 8

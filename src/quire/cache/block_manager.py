@@ -9,7 +9,7 @@ from quire.cache.block_tables import BlockTables
 from quire.cache.chain import Namespace
 from quire.cache.incoming import RECEIVERS, Receiver
 from quire.cache.node import NO_BLOCK, Node
-from quire.cache.prefix_tree import Match, PrefixTree
+from quire.cache.prefix_tree import Given, Match, PrefixTree
 from quire.cache.tree_lanes import TreeLanes
 from quire.errors import ConfigError, RequestTooLargeError
 from quire.plan import BlockAppends, BlockCopies, Int32, KVGroup, int32
@@ -302,33 +302,35 @@ class BlockManager:
             group.pool.drop(int32([loose.take() for _ in range(lacking)]))
             self.evicted += lacking
             return
-        self._evict(g, lacking)
+        self.evict(g, lacking)
 
     def push_out(self) -> None:
         """Give up every prefix that no request runs on, as if the blocks were needed."""
-        self._evict(0, self.tree.num_idle)
+        self.evict(0, self.tree.num_idle)
 
-    def _evict(self, g: int, count: int) -> None:
+    def evict(self, g: int, count: int) -> None:
         """Free that many blocks of group `g`, which keeps every position, and those of the other
         groups for the same tokens."""
         given = self.tree.evict(count, named=bool(self.on_evict))
-        told = [
-            Evicted(name, block)
-            for name, block in zip(given.names, given.blocks[g].tolist(), strict=False)
-            if name
-        ]
-        for tell in self.on_evict:
-            tell(told)
+        if self.on_evict:
+            blocks = given.blocks[g].tolist()
+            told = [Evicted(*one) for one in zip(given.names, blocks, strict=True) if one[0]]
+            for tell in self.on_evict:
+                tell(told)
+        self.evicted += self._let_go(given)
+
+    def _let_go(self, given: Given) -> int:
+        """The pools follow the tree; how many blocks of all groups that is."""
+        count = 0
         for group, ids in zip(self.groups, given.blocks, strict=True):
-            ids = ids[ids != NO_BLOCK]
-            group.pool.drop(ids)
-            self.evicted += len(ids)
+            left = ids if group.window is None else ids[ids != NO_BLOCK]
+            group.pool.free(left)
+            count += len(left)
+        return count
 
     def reset_cache(self) -> bool:
         """Forget every prefix that no request runs on; whether the tree is empty now."""
-        given = self.tree.evict(self.tree.num_idle, named=False)
-        for group, ids in zip(self.groups, given.blocks, strict=True):
-            group.pool.drop(ids[ids != NO_BLOCK])
+        self._let_go(self.tree.evict(self.tree.num_idle, named=False))
         return self.tree.num_nodes == 0
 
     # -- what the next plan tells --------------------------------------------------------------

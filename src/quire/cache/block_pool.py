@@ -40,22 +40,35 @@ class BlockPool:
         if reused < n:
             first, self._fresh = self._fresh, self._fresh + n - reused
             ids = np.concatenate([ids, np.arange(first, self._fresh, dtype=np.int32)])
-        self.holders[ids] = 1
+        self.holders[ids.astype(np.intp)] = 1
         return ids
 
     def hold(self, ids: Int32) -> None:
         """One more holder for each of these distinct blocks, which must not be free."""
-        counts = self.holders[ids]
+        index = ids.astype(np.intp)  # two to three times as fast as int32
+        counts = self.holders.take(index)
         if len(counts) and counts.min() < 1:
             raise RuntimeError("held a free block")
-        self.holders[ids] = counts + 1
+        self.holders[index] = counts + 1
 
     def drop(self, ids: Int32) -> None:
         """One holder less for each of these distinct blocks; those without any become free."""
-        counts = self.holders[ids] - 1
-        if len(counts) and counts.min() < 0:
+        index = ids.astype(np.intp)
+        counts = self.holders.take(index) - 1
+        least = counts.min(initial=1)
+        if least < 0:
             raise RuntimeError("dropped a free block")
-        self.holders[ids] = counts
-        freed = ids[counts == 0]
-        self._returned[self._num_returned : self._num_returned + len(freed)] = freed
-        self._num_returned += len(freed)
+        self.holders[index] = counts
+        if least == 0:
+            freed = ids[counts == 0]
+            self._returned[self._num_returned : self._num_returned + len(freed)] = freed
+            self._num_returned += len(freed)
+
+    def free(self, ids: Int32) -> None:
+        """As `drop`, of blocks that have no other holder."""
+        index = ids.astype(np.intp)
+        if np.count_nonzero(self.holders.take(index) != 1):
+            raise RuntimeError("freed a block that others hold")
+        self.holders[index] = 0
+        self._returned[self._num_returned : self._num_returned + len(ids)] = ids
+        self._num_returned += len(ids)

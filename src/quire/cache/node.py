@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from sortedcontainers import SortedList
 
 from quire.cache.chain import KEY_BYTES, next_key
+from quire.cache.sorted_keys import SortedKeys
 from quire.plan import Int32
 
 NO_BLOCK = -1
@@ -22,14 +21,14 @@ class Node:
     no children and no users; requests copy its block.
 
     Attributes:
-        run: the tokens, packed int32.
+        run: the tokens, packed int32. key: those of its first block.
         blocks: their blocks' ids, per KV group; `NO_BLOCK` where a window group has lost one.
         start: blocks of its ancestors.
         written: how many of its blocks hold their KV before the body of the plan that is being made
             runs. The others are for others to read in that body, but not to copy.
         users: requests that run on it. A request counts on each node from its root to its last.
         children: the nodes hanging on it, by the bytes of their first block.
-        order: keys of the children whose first block is written, sorted.
+        order: keys of the children whose first block is written; None where there are no children.
         names: of its blocks' contents (`cache/chain.py`), one after the other, as far as they were
             asked for. A root has one, of no tokens.
     """
@@ -37,6 +36,7 @@ class Node:
     __slots__ = (
         "blocks",
         "children",
+        "key",
         "names",
         "order",
         "parent",
@@ -46,16 +46,19 @@ class Node:
         "written",
     )
 
-    def __init__(self, parent: Node | None, start: int, users: int, groups: int) -> None:
+    def __init__(
+        self, parent: Node | None, key: bytes, start: int, users: int, groups: int
+    ) -> None:
         self.parent = parent
+        self.key = key
         self.start = start
         self.users = users
         self.written = 0
         self.run = bytearray()
         self.blocks: list[array[int]] = [array("i") for _ in range(groups)]
         self.children: dict[bytes, Node] = {}
-        self.order: Any = None
-        self.names = bytearray()
+        self.order: SortedKeys | None = None
+        self.names = b""
 
     @property
     def count(self) -> int:
@@ -96,7 +99,7 @@ class Node:
 
     # -- growing and shrinking -----------------------------------------------------------------
 
-    def grow(self, data: bytes, blocks: Sequence[bytes]) -> None:
+    def grow(self, data: bytes | memoryview, blocks: Sequence[bytes]) -> None:
         """More tokens, and their blocks per group; all packed int32."""
         self.run += data
         for ids, more in zip(self.blocks, blocks, strict=True):
@@ -105,28 +108,51 @@ class Node:
     def cut(self, count: int, stride: int) -> Node:
         """Put the first `count` blocks of this node, of `stride` bytes of tokens each, into a node
         between it and its parent, with the same users. This one becomes the rest."""
-        upper = Node(self.parent, self.start, self.users, 0)
+        upper = Node(self.parent, self.key, self.start, self.users, 0)
         size = count * stride
         upper.run, upper.names = self.run[:size], self.names[: count * KEY_BYTES]
         upper.blocks = [ids[:count] for ids in self.blocks]
         upper.written = min(count, self.written)
         del self.run[:size]
-        del self.names[: count * KEY_BYTES]
+        self.names = self.names[count * KEY_BYTES :]
         for ids in self.blocks:
             del ids[:count]
+        self.key = bytes(self.run[:stride])
         self.written -= upper.written
         self.start += count
         self.parent = upper
         return upper
 
-    def trim(self, count: int, stride: int) -> list[Int32]:
+    def join(self) -> None:
+        """Become one with the parent, which has no other child. Who still points at that finds the
+        way (`upto`) here."""
+        above = self.parent
+        if above is None:
+            raise RuntimeError("a root has no place to be taken")
+        if len(above.names) == above.count * KEY_BYTES:
+            self.names = above.names + self.names
+        else:
+            self.names = above.names
+        self.written += above.count
+        self.run = above.run + self.run
+        for ids, more in zip(above.blocks, self.blocks, strict=True):
+            ids += more
+        self.blocks, above.blocks = above.blocks, [array("i") for _ in self.blocks]
+        self.start, above.start = above.start, self.end
+        self.key = above.key
+        self.parent, above.parent = above.parent, self
+
+    def trim(self, count: int, stride: int) -> list[array[int]]:
         """Give up its last `count` blocks; their ids per group."""
         rest = self.count - count
-        taken = [np.frombuffer(ids[rest:], dtype=np.int32) for ids in self.blocks]
-        for ids in self.blocks:
-            del ids[rest:]
-        del self.run[rest * stride :]
-        del self.names[rest * KEY_BYTES :]
+        if not rest:
+            taken, self.blocks = self.blocks, [array("i") for _ in self.blocks]
+        else:
+            taken = [ids[rest:] for ids in self.blocks]
+            for ids in self.blocks:
+                del ids[rest:]
+            del self.run[rest * stride :]
+            self.names = self.names[: rest * KEY_BYTES]
         self.written = min(self.written, rest)
         return taken
 
@@ -135,7 +161,7 @@ class Node:
     def index(self, key: bytes) -> None:
         """The first block of a child can be copied from now on."""
         if self.order is None:
-            self.order = SortedList()
+            self.order = SortedKeys()
         self.order.add(key)
 
     def closest(self, tokens: bytes) -> tuple[Node | None, int]:
@@ -143,14 +169,13 @@ class Node:
 
         In the order of their bytes, the keys that begin with the most of a string stand beside it.
         """
-        order = self.order
+        if self.order is None or not tokens:
+            return None, 0
         best, most = None, 0
-        if order and tokens:
-            place = order.bisect_left(tokens)
-            for key in order[max(0, place - 1) : place + 1]:
-                count = common_start(key, tokens)
-                if count > most:
-                    best, most = key, count
+        for key in self.order.around(tokens):
+            count = 0 if key is None else common_start(key, tokens)
+            if count > most:
+                best, most = key, count
         return (None, 0) if best is None else (self.children[best], most)
 
     # -- names ---------------------------------------------------------------------------------
@@ -160,7 +185,7 @@ class Node:
         out once."""
         if index < 0:
             above = self.parent
-            return bytes(self.names) if above is None else above.name(above.count - 1, stride)
+            return self.names if above is None else above.name(above.count - 1, stride)
         path: list[Node] = [self]
         while (above := path[-1].parent) is not None and len(above.names) < max(
             KEY_BYTES, above.count * KEY_BYTES
@@ -168,16 +193,17 @@ class Node:
             path.append(above)
         for node in reversed(path):
             node._work_out_names(stride)
-        return bytes(self.names[index * KEY_BYTES : (index + 1) * KEY_BYTES])
+        return self.names[index * KEY_BYTES : (index + 1) * KEY_BYTES]
 
     def _work_out_names(self, stride: int) -> None:
         """All of its names; its parent's are there."""
         known = len(self.names) // KEY_BYTES
         above = self.names if known or self.parent is None else self.parent.names
-        name = bytes(above[-KEY_BYTES:])
+        name, names = above[-KEY_BYTES:], [self.names]
         for at in range(known * stride, len(self.run) // stride * stride, stride):
             name = next_key(name, bytes(self.run[at : at + stride]))
-            self.names += name
+            names.append(name)
+        self.names = b"".join(names)
 
 
 def common_start(a: bytes, b: bytes) -> int:
@@ -187,7 +213,7 @@ def common_start(a: bytes, b: bytes) -> int:
     return ((differing & -differing).bit_length() - 1) // 32 if differing else size // 4
 
 
-def common_run(run: bytearray, data: bytes, at: int) -> int:
+def common_run(run: bytearray, data: memoryview, at: int) -> int:
     """Tokens, packed int32, that a run and `data` from byte `at` on begin with in common."""
     count = min(len(run), len(data) - at) // 4
     differ = np.frombuffer(run, np.int32, count) != np.frombuffer(data, np.int32, count, at)

@@ -7,6 +7,7 @@ a block that they do not share as a whole is copied.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,12 @@ import numpy as np
 from quire.cache.chain import Namespace, root_key
 from quire.cache.loose import LooseBlocks
 from quire.cache.node import NO_BLOCK, Node, common_run
-from quire.plan import Int32, int32
+from quire.plan import Int32
+
+
+def pack(tokens: Int32) -> memoryview:
+    """The bytes of contiguous tokens, as they lie there."""
+    return tokens.view(np.uint8).data
 
 
 @dataclass(slots=True)
@@ -51,7 +57,8 @@ class PrefixTree:
     **Shape.** A node's children differ in their first block. A request holds its last node, and
     uses that and its ancestors to their ends: where a match ends inside a node, the part before is
     split off as a new node above, and the old one stays the last of those that it was the last of.
-    A node that one request uses, and nothing hangs on, grows in place with that request.
+    A node that one request uses, and nothing hangs on, grows in place with that request. Where all
+    but one child of a node are gone, it becomes one with that again when somebody uses both.
 
     **Eviction.** `_idle` lists the nodes without users in the order in which their last user left.
     Leaving happens from the last node up to the root, and whoever uses a node uses its ancestors,
@@ -92,8 +99,8 @@ class PrefixTree:
         group can resume. Changes nothing; `enter` it before anything else happens."""
         root = self._roots.get(namespace)
         if root is None:
-            return Match(0, 0, Node(None, 0, 0, len(self.windows)))
-        data = tokens[:limit].tobytes()
+            return Match(0, 0, Node(None, b"", 0, 0, len(self.windows)))
+        data = pack(tokens[:limit])
         node, whole, more = self._follow(root, data)
         match = Match(whole * self.block_size, whole, node)
         if not whole_only:
@@ -102,27 +109,28 @@ class PrefixTree:
             self._fall_back(match)
         return match
 
-    def _follow(self, node: Node, data: bytes) -> tuple[Node, int, int]:
+    def _follow(self, node: Node, data: memoryview) -> tuple[Node, int, int]:
         """How much is known of `data`, packed tokens that follow a node's end: the node in which
         that ends, whole blocks from the root, and tokens of that node's next block."""
         at, stride = 0, self._stride
         while at + stride <= len(data):
-            child = node.children.get(data[at : at + stride])
+            child = node.children.get(bytes(data[at : at + stride]))
             if child is None:
                 break
             node = child
-            if not data.startswith(node.run, at):
+            end = at + len(node.run)
+            if end > len(data) or not node.run.startswith(data[at:end]):
                 blocks, more = divmod(common_run(node.run, data, at), self.block_size)
                 return node, node.start + blocks, more
-            at += len(node.run)
+            at = end
         return node, node.end, 0
 
-    def _find_source(self, match: Match, data: bytes, more: int) -> None:
+    def _find_source(self, match: Match, data: memoryview, more: int) -> None:
         """Lengthen a match by tokens of a block to copy. more: tokens of the node's next block."""
         node, index = match.node, match.whole - match.node.start
         if index == node.count:
             at = match.whole * self._stride
-            child, more = node.closest(data[at : at + self._stride])
+            child, more = node.closest(bytes(data[at : at + self._stride]))
             if child is None:
                 return
             node, index = child, 0
@@ -175,7 +183,7 @@ class PrefixTree:
             node.names += root_key(namespace)
         return self._use(node, whole, None)
 
-    def advance(self, node: Node, data: bytes) -> Node:
+    def advance(self, node: Node, data: memoryview) -> Node:
         """A request whose last node this is goes on through what is known of `data`, packed
         tokens. Returns its last node."""
         last, whole, _ = self._follow(node, data)
@@ -191,20 +199,35 @@ class PrefixTree:
                 del self._idle[at]
                 self.num_idle -= at.count
             at.users += 1
+            above = at.parent
+            if above is not None and above is not after and len(above.children) == 1:
+                self._join(at, above)
             at = at.parent
         return last
 
+    def _join(self, node: Node, above: Node) -> None:
+        """Make one of a node that has one more user now, and of that above, which is to have it and
+        has no other child: if they have the same users, and nothing of that above is pending."""
+        parent = above.parent
+        if parent is None or above.users + 1 != node.users or above.written < above.count:
+            return
+        if not above.users:
+            del self._idle[above]
+            self.num_idle -= above.count
+        node.join()
+        parent.children[node.key] = node
+        self.num_nodes -= 1
+
     def _split(self, node: Node, count: int) -> Node:
         """Make the first `count` blocks of a node one of their own, and return that."""
-        parent, stride = node.parent, self._stride
+        parent = node.parent
         if parent is None:
             raise RuntimeError("split a root")
-        upper = node.cut(count, stride)
-        parent.children[bytes(upper.run[:stride])] = upper
-        key = bytes(node.run[:stride])
-        upper.children[key] = node
+        upper = node.cut(count, self._stride)
+        parent.children[upper.key] = upper
+        upper.children[node.key] = node
         if node.written:
-            upper.index(key)
+            upper.index(node.key)
         if upper.written < count:
             self._ahead.append(upper)
         if not upper.users:
@@ -236,15 +259,18 @@ class PrefixTree:
 
     # -- growing -------------------------------------------------------------------------------
 
-    def extend(self, node: Node, data: bytes, blocks: Sequence[bytes], ahead: bool) -> Node:
+    def extend(
+        self, node: Node, data: bytes | memoryview, blocks: Sequence[bytes], ahead: bool
+    ) -> Node:
         """A request whose last node this is goes on by whole blocks, of whose first there is no
         child. data: their tokens, and blocks: their ids per group; packed int32. ahead: the plan
         that is being made will fill them. Returns its last node."""
+        key = bytes(data[: self._stride])
         if node.children:
-            self._uncover(node, data[: self._stride])
+            self._uncover(node, key)
         if node.users > 1 or node.children or node.parent is None:
-            parent, node = node, Node(node, node.end, 1, len(self.windows))
-            parent.children[data[: self._stride]] = node
+            parent, node = node, Node(node, key, node.end, 1, len(self.windows))
+            parent.children[key] = node
             self.num_nodes += 1
         count = node.count
         pending = node.written < count
@@ -270,20 +296,18 @@ class PrefixTree:
     def _settle(self, node: Node) -> None:
         new, node.written = not node.written, node.count
         if new and node.parent is not None:
-            key = bytes(node.run[: self._stride])
-            self._uncover(node.parent, key)
-            node.parent.index(key)
+            self._uncover(node.parent, node.key)
+            node.parent.index(node.key)
 
     def add_tail(self, node: Node, data: bytes, blocks: Sequence[bytes]) -> Node | None:
         """Keep a partly filled block of tokens `data` after a node's end, for requests to copy; all
         packed int32. None if there are such tokens already."""
-        order = node.order
-        if order:
-            place = order.bisect_left(data)
-            if place < len(order) and order[place].startswith(data):
+        if node.order is not None:
+            _, after = node.order.around(data)
+            if after is not None and after.startswith(data):
                 return None
             self._uncover(node, data)
-        tail = Node(node, node.end, 0, len(self.windows))
+        tail = Node(node, data, node.end, 0, len(self.windows))
         tail.grow(data, blocks)
         tail.written = 1
         node.children[data] = tail
@@ -303,31 +327,37 @@ class PrefixTree:
 
     def evict(self, count: int, named: bool) -> Given:
         """Give up `count` blocks of each group that keeps every position, of nodes least recently
-        used, each node's last blocks first. There must be as many."""
-        parts: list[list[Int32]] = []
+        used, each node's last blocks. There must be as many. Where they are named, they come in the
+        order in which they should be given up further: longer prefixes before shorter ones."""
+        parts: list[list[array[int]]] = []
         names: list[bytes] = []
         while count:
             node = next(iter(self._idle))
-            if node.parent is None or node.children:
+            if node.children:
                 raise RuntimeError("evicted a node that others hang on")
-            take = min(count, node.count)
+            size = node.count
+            take = min(count, size)
             count -= take
             self.num_idle -= take
-            if named:
-                names += self._last_names(node, take)
-            if take == node.count:
+            last_names = self._last_names(node, take) if named else []
+            if take == size:
                 self._remove(node)
-            parts.append([ids[::-1] for ids in node.trim(take, self._stride)])
-            self._forget_loose(parts[-1])
-        groups = range(len(self.windows))
-        return Given([np.concatenate([p[g] for p in parts] or [int32([])]) for g in groups], names)
+            taken = node.trim(take, self._stride)
+            if self.loose:
+                self._forget_loose(taken)
+            parts.append([ids[::-1] for ids in taken] if named else taken)
+            names += last_names[::-1]
+        blocks = [
+            np.frombuffer(b"".join([part[g] for part in parts]), dtype=np.int32)
+            for g in range(len(self.windows))
+        ]
+        return Given(blocks, names)
 
     def _last_names(self, node: Node, count: int) -> list[bytes]:
-        """Of its last `count` blocks, the last first."""
+        """Of its last `count` blocks."""
         if len(node.run) < self._stride:
             return [b""]
-        last = range(node.count - 1, node.count - 1 - count, -1)
-        return [node.name(i, self._stride) for i in last]
+        return [node.name(i, self._stride) for i in range(node.count - count, node.count)]
 
     def _remove(self, node: Node) -> None:
         """Take an idle leaf out of the tree."""
@@ -335,23 +365,20 @@ class PrefixTree:
         if parent is None:
             raise RuntimeError("removed a root")
         del self._idle[node]
-        key = bytes(node.run[: self._stride])
-        del parent.children[key]
-        if node.written:
-            parent.order.remove(key)
+        del parent.children[node.key]
+        if not parent.children:
+            parent.order = None
+        elif node.written and parent.order is not None:
+            parent.order.remove(node.key)
         self.num_nodes -= 1
         if parent.parent is None:
             self._prune(parent)
 
     def _uncover(self, parent: Node, key: bytes) -> None:
         """Give up the tail of which `key` has all tokens, and more, if there is one."""
-        order = parent.order
-        place = order.bisect_left(key) if order else 0
-        if not place:
-            return
-        other = order[place - 1]
-        if len(other) < len(key) and key.startswith(other):
-            tail = parent.children[other]
+        before = None if parent.order is None else parent.order.around(key)[0]
+        if before is not None and key.startswith(before):
+            tail = parent.children[before]
             self._remove(tail)
             self.num_idle -= 1
             self._shed.append(tail.at(0))
@@ -362,22 +389,12 @@ class PrefixTree:
         shed, self._shed = self._shed, []
         return shed
 
-    def _forget_loose(self, blocks: Sequence[Int32]) -> None:
+    def _forget_loose(self, blocks: Sequence[array[int]]) -> None:
         for g, loose in self.loose.items():
-            loose.discard(blocks[g].tolist())
+            loose.discard(blocks[g])
 
     # -- looking -------------------------------------------------------------------------------
 
     def roots(self, most: int) -> list[Node]:
         """The roots of the namespaces that came last."""
         return list(islice(reversed(self._roots.values()), most))
-
-    def nodes(self) -> list[Node]:
-        """Every node but the roots. For tests: it walks the tree."""
-        found: list[Node] = []
-        stack = list(self._roots.values())
-        while stack:
-            children = list(stack.pop().children.values())
-            found.extend(children)
-            stack.extend(children)
-        return found

@@ -9,7 +9,7 @@ import numpy as np
 from quire.cache.block_tables import BlockTables
 from quire.cache.chain import Namespace
 from quire.cache.node import NO_BLOCK, Node
-from quire.cache.prefix_tree import PrefixTree
+from quire.cache.prefix_tree import PrefixTree, pack
 from quire.plan import Int32, int32
 
 _APART = np.iinfo(np.int32).max
@@ -57,15 +57,15 @@ class TreeLanes:
 
     def insert(self, lanes: Int32, tokens: Int32, lengths: Int32, ahead: bool) -> None:
         """As `BlockManager.insert`."""
-        whole = lengths // self._size
-        counts = whole - self.inserted[lanes] // self._size  # negative for lanes that are apart
-        if len(lanes) > 1 and (counts == 1).all():
-            self._insert_one_each(lanes, tokens, ahead)
-            return
-        for lane, end, count in zip(lanes.tolist(), whole.tolist(), counts.tolist(), strict=True):
-            if count > 0:
-                inserted = self._insert(lane, tokens[lane], end, ahead)
-                self.inserted[lane] = end * self._size if inserted else _APART
+        if len(lanes) > 1:
+            # Lanes that stand apart have a negative count.
+            counts = lengths // self._size - self.inserted[lanes] // self._size
+            if (counts == 1).all():
+                self._insert_one_each(lanes, tokens, ahead)
+                return
+        for lane, length in zip(lanes.tolist(), lengths.tolist(), strict=True):
+            if self.inserted[lane] <= length - self._size:
+                self._insert(lane, tokens[lane], length // self._size, ahead)
 
     def _insert_one_each(self, lanes: Int32, tokens: Int32, ahead: bool) -> None:
         """As `insert`, of lanes that have filled a block: gathered at once, as in steady decoding
@@ -90,16 +90,17 @@ class TreeLanes:
             found = [np.delete(ids, apart) for ids in found]
         self.adjust(found)
 
-    def _insert(self, lane: int, tokens: Int32, whole: int, ahead: bool) -> bool:
-        """Extend a lane's place to `whole` blocks. False if an equal prefix is there."""
+    def _insert(self, lane: int, tokens: Int32, whole: int, ahead: bool) -> None:
+        """Extend a lane's place to `whole` blocks, unless an equal prefix is there."""
         last, size = self.last(lane), self._size
-        data = tokens[last.end * size : whole * size].tobytes()
-        if data[: 4 * size] in last.children:
-            return False
+        data = pack(tokens[last.end * size : whole * size])
+        if bytes(data[: 4 * size]) in last.children:
+            self.inserted[lane] = _APART
+            return
         found = [group.entries(lane, last.end, whole) for group in self._groups]
         self._last[lane] = self._tree.extend(last, data, [ids.tobytes() for ids in found], ahead)
+        self.inserted[lane] = whole * size
         self.adjust(found)
-        return True
 
     # -- when it goes --------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ class TreeLanes:
         first, whole = last.end, length // self._size
         if whole <= first:
             return
-        data = tokens[first * self._size : whole * self._size].tobytes()
+        data = pack(tokens[first * self._size : whole * self._size])
         last = self._last[lane] = self._tree.advance(last, data)
         if self._slides:
             self._adopt(lane, last, first)

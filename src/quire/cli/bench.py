@@ -163,6 +163,18 @@ def scheduler(*, outputs: Outputs) -> None:
         outputs.add(make_record("scheduler", metrics))
 
 
+def cache(*, blocks: int, outputs: Outputs) -> None:
+    """Prints the table, and appends one record per case."""
+    from quire.bench.cache import run, table
+
+    outputs.check()
+    measured = []
+    for name, metrics in run(num_blocks=blocks):
+        measured.append((name, metrics))
+        outputs.add(make_record(f"cache-{name}", metrics, settings={"num_blocks": blocks}))
+    typer.echo(table(measured))
+
+
 @contextlib.contextmanager
 def _started(fields: dict[str, Any]) -> Iterator[QuireEngine]:
     """An engine without a prefix cache, which repeated runs would hit."""

@@ -186,6 +186,20 @@ def scheduler(output: Output = None) -> None:
     bench.scheduler(outputs=Outputs(output))
 
 
+@app.command("cache")
+def cache(
+    blocks: Annotated[
+        int, typer.Option(min=10_000, max=10_000_000, help="KV blocks, all of them full.")
+    ] = 1_000_000,
+    output: Output = None,
+) -> None:
+    """Measure what a request costs the prefix cache."""
+    from quire.bench.outputs import Outputs
+    from quire.cli import bench
+
+    bench.cache(blocks=blocks, outputs=Outputs(output))
+
+
 @app.command("serve")
 def serve(
     *,

@@ -1,0 +1,171 @@
+"""What the prefix cache costs the host: CPU time per request of a full cache, by prompt length.
+
+Only bookkeeping is timed; no KV is moved. The cache is full of prompts of one length, and every
+request either is new, so that it pushes others out, or continues one that is there from the middle
+of one of its last blocks.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.cache import BlockManager
+from quire.plan import Int32, KVGroup, int32
+
+TARGET_US = 20.0
+"""What each of match, insert and evict may cost per request, in microseconds."""
+
+_BLOCK = 16
+_SPACE = (0, "")
+_BATCH = 20
+_OWN = 24
+"""Tokens of a request behind those that are there already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A cache full of prompts that have their first `shared` tokens in common, and `length` in
+    all."""
+
+    name: str
+    length: int
+    shared: int = 0
+
+
+CASES = (
+    Case("1k", 1024),
+    Case("4k", 4096),
+    Case("32k", 32768),
+    # Conversations over one system prompt that ends in mid-block: all hang on one node.
+    Case("hub", 2600, shared=1000),
+)
+
+
+class _Bench:
+    """A manager whose cache is full of one case's prompts."""
+
+    def __init__(self, case: Case, num_blocks: int, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._case = case
+        self._lines: Int32 = np.zeros((1, case.length + _BLOCK), dtype=np.int32)
+        group = KVGroup(layers=(0,), tokens_per_block=_BLOCK)
+        self.manager = BlockManager([group], [num_blocks], 1, case.length + _BLOCK)
+        self._shared = self._draw(case.shared)
+        self._prompts: deque[Int32] = deque()
+        while not self.manager.evicted:
+            self.new()
+        for _ in range(len(self._prompts) // 2):
+            self._prompts.popleft()  # leaves those that will not be pushed out
+
+    def _draw(self, count: int) -> Int32:
+        return self._random.integers(0, 32_000, count, dtype=np.int32)
+
+    def new(self) -> dict[str, float]:
+        """A request that only begins as the others do, and ends in mid-block."""
+        own = self._case.length - self._case.shared - 5
+        prompt = np.concatenate([self._shared, self._draw(own)])
+        times = self._run(prompt, own)
+        self._prompts.append(prompt)
+        return times
+
+    def known(self) -> dict[str, float]:
+        """A request that leaves an earlier one in the middle of one of its last blocks."""
+        prompt = self._prompts[int(self._random.integers(len(self._prompts)))]
+        cut = len(prompt) - int(self._random.integers(_OWN, 2 * _OWN))
+        return self._run(np.concatenate([prompt[:cut], self._draw(_OWN)]), _OWN)
+
+    def _run(self, tokens: Int32, own: int) -> dict[str, float]:
+        """A request from its arrival to its end, the last `own` of whose tokens are its own; what
+        each part took, in microseconds."""
+        manager, length = self.manager, len(tokens)
+        lane, ends = int32([0]), int32([length])
+        self._lines[0, :length] = tokens
+        lacking = -(-own // _BLOCK) + 1 - manager.groups[0].pool.num_free
+        clock = time.perf_counter_ns
+        began = clock()
+        if lacking > 0:  # admission would do it; apart from the rest, it can be timed
+            manager.evict(0, lacking)
+        evicted = clock()
+        match = manager.match(_SPACE, tokens, length - 1)
+        matched = clock()
+        admitted = manager.admit(
+            0, _SPACE, match, computed=match.length, chunk_end=length, known=length, spare=0
+        )
+        booked = clock()
+        manager.insert(lane, self._lines, ends, ahead=True)
+        inserted = clock()
+        manager.take_appends()
+        manager.take_copies()
+        released = clock()
+        manager.release(0, tokens, length)
+        ended = clock()
+        if not admitted or (self._prompts and length - match.length > own):
+            raise RuntimeError("the benchmark's cache lost a prefix")
+        return {
+            "evict": (evicted - began) / 1e3,
+            "match": (matched - evicted) / 1e3,
+            "admit": (booked - matched) / 1e3,
+            "insert": (inserted - booked) / 1e3,
+            "release": (ended - released) / 1e3,
+        }
+
+
+def measure(case: Case, *, num_blocks: int, requests: int, seed: int = 0) -> dict[str, float]:
+    """Microseconds: of finding, sharing and copying a known request's prefix; of what a new one
+    enters and pushes out, and of leaving it. Each is the best of means over 20 requests, as the
+    machine may be shared; medians are over all."""
+    bench = _Bench(case, num_blocks, seed)
+    new, known = [], []
+    for _ in range(requests):
+        new.append(bench.new())
+        known.append(bench.known())
+    found: dict[str, float] = {
+        "tokens": case.length,
+        "cached_blocks": bench.manager.usage()[0].cached,
+        "nodes": bench.manager.tree.num_nodes,
+    }
+    for name, times, part in (
+        ("match", known, "match"),
+        ("insert", new, "insert"),
+        ("evict", new, "evict"),
+        ("admit_known", known, "admit"),
+        ("admit_new", new, "admit"),
+        ("release", new, "release"),
+    ):
+        each = np.array([t[part] for t in times])
+        batches = each[: requests // _BATCH * _BATCH].reshape(-1, _BATCH)
+        found[f"{name}_us"] = float(batches.mean(axis=1).min())
+        found[f"{name}_median_us"] = float(np.median(each))
+    within = all(found[name] <= TARGET_US for name in ("match_us", "insert_us", "evict_us"))
+    return {**found, "within_target": float(within)}
+
+
+def run(
+    cases: Sequence[Case] = CASES, *, num_blocks: int = 1_000_000, requests: int = 200
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Each case's name and metrics, as soon as they are there."""
+    for case in cases:
+        # Collections would be charged to whatever they fall into.
+        gc.collect()
+        gc.disable()
+        try:
+            yield case.name, measure(case, num_blocks=num_blocks, requests=requests)
+        finally:
+            gc.enable()
+
+
+def table(records: Sequence[tuple[str, dict[str, float]]]) -> str:
+    """The records of `run` as text."""
+    parts = ("match", "insert", "evict", "admit_known", "admit_new", "release")
+    lines = ["µs per request".ljust(16) + "".join(part.rjust(12) for part in parts)]
+    for name, found in records:
+        lines.append(name.ljust(16) + "".join(f"{found[f'{p}_us']:12.1f}" for p in parts))
+        met = "met" if found["within_target"] else "missed"
+        lines.append(f"{'':16}target of match, insert and evict {TARGET_US:.0f} µs: {met}")
+    return "\n".join(lines)

@@ -1,0 +1,40 @@
+"""The prefix cache's benchmark runs and reports what it promises; its figures are not checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.bench.cache import CASES, Case, run, table
+from quire.bench.record import read_jsonl
+from quire.cli.main import app
+
+
+def test_records_and_table() -> None:
+    cases = (Case("short", 100), Case("hub", 150, shared=60))
+    records = list(run(cases, num_blocks=500, requests=20))
+    assert [name for name, _ in records] == ["short", "hub"]
+    for _, found in records:
+        assert found["cached_blocks"] > 400
+        assert found["nodes"] > 10
+        for part in ("match", "insert", "evict", "admit_known", "admit_new", "release"):
+            assert found[f"{part}_us"] > 0
+            assert found[f"{part}_median_us"] > 0
+    text = table(records)
+    assert "µs per request" in text
+    assert "target of match, insert and evict 20 µs" in text
+
+
+def test_the_command_writes_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        "quire.bench.cache.run",
+        lambda num_blocks: run(CASES[:1], num_blocks=num_blocks, requests=20),
+    )
+    file = tmp_path / "cache.jsonl"
+    result = CliRunner().invoke(app, ["bench", "cache", "--blocks", "10000", "--output", str(file)])
+    assert result.exit_code == 0, result.output
+    (record,) = read_jsonl(file)
+    assert record.case == "cache-1k"
+    assert record.metrics["tokens"] == 1024
