@@ -88,14 +88,10 @@ def main() -> None:
                 "text": text.name, "kv_cache_dtype": kind, "dtype": args.dtype,
                 "window": args.window, "chunk": args.chunk,
             }  # fmt: skip
+            case = f"perplexity {text.name} {kind}"
+            model = args.model or "quire-tiny"
             records.append(
-                make_record(
-                    f"perplexity {text.name} {kind}",
-                    metrics,
-                    model=args.model or "quire-tiny",
-                    device=device,
-                    settings=settings,
-                )  # fmt: skip
+                make_record(case, metrics, model=model, device=device, settings=settings)
             )
             print(format_table(records[-1:]).splitlines()[-1], flush=True)
         llm.shutdown()

@@ -69,7 +69,9 @@ def build_app(client: EngineClient, args: ServerArgs, limits_file: Path | None =
     state = ServerState(client, args, defaults, buckets=Buckets(limits_file))
     app.state.server = state
     app.state.metrics = state.metrics
-    app.state.engine_metrics = EngineMetrics(state.metrics, state.model_name)
+    app.state.engine_metrics = EngineMetrics(
+        state.metrics, state.model_name, client.config.dtype, client.config.kv_cache_dtype
+    )
     app.state.gpu_metrics = GpuMetrics(state.metrics, client.config.device)
     limits = (
         args.response_store_size,

@@ -68,7 +68,9 @@ _HISTOGRAMS = {
 class EngineMetrics(Collector):
     """What the engine said when it was last asked. It does the counting."""
 
-    def __init__(self, metrics: ServerMetrics, model: str) -> None:
+    def __init__(
+        self, metrics: ServerMetrics, model: str, dtype: str = "", kv_cache_dtype: str = ""
+    ) -> None:
         self.up = False
         self._stats: EngineStats | None = None
         self._build = {
@@ -76,6 +78,8 @@ class EngineMetrics(Collector):
             "python": platform.python_version(),
             "torch": importlib.metadata.version("torch"),
             "model": model,
+            "dtype": dtype,
+            "kv_cache_dtype": kv_cache_dtype,
         }
         metrics.collect_from(self)
 

@@ -15,6 +15,8 @@ from quire.ops.triton import kv8
 
 ROWS_AT_ONCE = tl.constexpr(256)
 PARTS_AT_ONCE = tl.constexpr(8)
+SCALES = ["k_scale_ptr", "v_scale_ptr"]
+"""Not all layers' are aligned alike, and a kernel is to be compiled once."""
 
 
 @triton.jit
@@ -252,7 +254,7 @@ def _prefetch(
             )
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=SCALES)
 def attend_short(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr,
     table_ptr, qk_scale, softcap, window, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
@@ -374,7 +376,7 @@ def combine(
     tl.store(out_at, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["num_rows", "window"])
+@triton.jit(do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=SCALES)
 def attend_long(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, query_start_ptr, seq_lens_ptr,
     table_ptr, num_rows, qk_scale, softcap, window,

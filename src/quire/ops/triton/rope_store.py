@@ -69,7 +69,8 @@ def _rotate(
         kv8.store(to_row + at_tail[None, :], tail, in_tail, inverse_scale, KIND)
 
 
-@triton.jit
+# Not all layers' scales are aligned alike, and a kernel is to be compiled once.
+@triton.jit(do_not_specialize_on_alignment=["k_scale_ptr", "v_scale_ptr"])
 def _qk_norm_rope_store(
     qkv_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, positions_ptr, slots_ptr,
     cos_sin_ptr, q_weight_ptr, k_weight_ptr, eps, stride_t, stride_h,
