@@ -464,7 +464,17 @@ def test_generated_blocks_are_found_by_the_next_turn() -> None:
     loop.drain()
     # All but the last answer's last token, which was never fed.
     assert turn.num_cached_tokens == 13
+    stats = loop.scheduler.stats()
+    assert (stats.prefix_hit_tokens, stats.copied_blocks, stats.evicted_blocks) == (13, 1, 0)
     check_output(loop, turn)
+
+
+def test_what_the_cache_gives_up_is_counted() -> None:
+    loop = make(blocks=6)
+    for seed in range(3):
+        loop.scheduler.add(request(f"r{seed}", own(seed, 12), 1))
+        loop.drain()
+    assert loop.scheduler.stats().evicted_blocks == 3
 
 
 def test_siblings_compute_only_the_last_prompt_token() -> None:

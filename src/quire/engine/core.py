@@ -39,7 +39,8 @@ _SAVE_SECONDS = 3.0
 
 class EngineStats(msgspec.Struct):
     """Block counts are per KV group; the counters count since the start. prompt_tokens are those of
-    the requests taken, generation_tokens those that were read from the device. swapped: preemptions
+    the requests taken, generation_tokens those that were read from the device. evicted_blocks: that
+    the device's cache gave up. copied_blocks: shared up to their middle only. swapped: preemptions
     after which blocks were to be brought back rather than computed again. set_back: of those
     waiting, how many ran before. tiers: None without any. histograms: see `Telemetry`.
     """
@@ -53,6 +54,8 @@ class EngineStats(msgspec.Struct):
     blocks_free: list[int] = []
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    evicted_blocks: int = 0
+    copied_blocks: int = 0
     preemptions: int = 0
     swapped: int = 0
     steps: int = 0

@@ -119,6 +119,8 @@ class SchedulerStats:
     blocks_free: list[int]
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    evicted_blocks: int
+    copied_blocks: int
     preemptions: int
     swapped: int
     """Preemptions after which blocks were to be brought back rather than computed again."""

@@ -431,6 +431,8 @@ class Scheduler:
             blocks_free=[u.free for u in usage],
             prefix_query_tokens=self._prefix_queries,
             prefix_hit_tokens=self._prefix_hits,
+            evicted_blocks=self.blocks.evicted,
+            copied_blocks=self.blocks.copied,
             preemptions=self._preemptions,
             swapped=self._swapped,
         )

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 _COUNTERS = {
     "prefix_query_tokens": ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),
     "prefix_hit_tokens": ("prefix_hit_tokens", "Of them, found."),
+    "evicted_blocks": ("kv_blocks_evicted", "KV blocks that the prefix cache gave up."),
+    "copied_blocks": (
+        "kv_blocks_copied",
+        "KV blocks copied, as they are shared up to their middle.",
+    ),
     "preemptions": ("preemptions", "Requests set back to make room for others."),
     "swapped": ("swapped", "Of them, to be brought back rather than computed again."),
     "steps": ("engine_steps", "Steps launched."),

@@ -9,6 +9,8 @@ const NAMES = {
   generation_tokens: "Tokens generated",
   prefix_query_tokens: "Prefix tokens looked up",
   prefix_hit_tokens: "Prefix tokens found",
+  evicted_blocks: "Kept blocks given up",
+  copied_blocks: "Partly shared blocks copied",
   preemptions: "Preemptions",
   blocks_total: "Blocks",
   blocks_used: "Blocks in use",
