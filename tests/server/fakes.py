@@ -53,6 +53,8 @@ class FakeClient:
             model_name="fake",
             model_path="/nowhere",
             device="cpu",
+            dtype="float32",
+            kv_cache_dtype="float32",
             scheduler=SimpleNamespace(max_model_len=64),
         )
     )

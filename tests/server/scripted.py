@@ -70,6 +70,8 @@ def scripted_engine(*words: str, **options: Any) -> FakeClient:
         model_name=MODEL,
         model_path=str(EMBEDDED),
         device="cpu",
+        dtype="float32",
+        kv_cache_dtype="float32",
         scheduler=SimpleNamespace(max_model_len=2048),
     )
     return engine
