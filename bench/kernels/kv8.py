@@ -41,7 +41,6 @@ DECODE = (
     Tiles(16, 128, 4, 3),
     Tiles(16, 128, 8, 2),
 )
-NATIVE = (None, Tiles(16, 64, 4, 4), Tiles(16, 128, 4, 2), Tiles(16, 128, 4, 3))
 PREFILL = (Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2))
 CELLS = [
     *((QWEN25_1_5B, 256, context) for context in (2048, 8192)),
@@ -124,12 +123,9 @@ def tunings(kind: str, rows: int) -> dict[str, AttentionTuning]:
     found = {"default": AUTO}
     for tiles in DECODE if kind != "bf16" else DECODE[:2]:
         found[name(tiles)] = replace(AUTO, decode=tiles)
-    if kind.startswith("fp8"):
-        for tiles in NATIVE:
-            label = "native" if tiles is None else f"native {name(tiles)}"
-            found[label] = replace(AUTO, decode=tiles, native=True)
-    if rows == 1:
+    if rows <= 64:
         found["programs 264"] = replace(AUTO, programs=264)
+        found["programs 528"] = replace(AUTO, programs=528)
     return found
 
 

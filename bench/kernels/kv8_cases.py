@@ -52,8 +52,6 @@ def checks() -> Iterator[tuple[str, Callable[[], float]]]:
         yield f"{kind}, soft-cap", functools.partial(mixed, softcap=20.0)
         yield f"{kind}, fixed path", functools.partial(mixed, AttentionTuning(fixed=True))
         yield f"{kind}, store", functools.partial(store_error, form)
-        if form.dtype is torch.float8_e4m3fn and DEVICE == "cuda":
-            yield f"{kind}, native", functools.partial(mixed, AttentionTuning(native=True))
 
 
 class Store:

@@ -9,6 +9,7 @@ import pytest
 
 import tests.gpu.test_accuracy as accuracy
 from quire import LLM, SamplingParams
+from quire.ops.triton import launch
 from tests.unit.tiny_engine import TINY, model_folder, random_prompts
 
 kinds = pytest.mark.parametrize("kind", ["fp8", "fp8_dynamic", "int8"])
@@ -25,6 +26,14 @@ def test_answers_are_those_of_a_cpu(
     found = accuracy.answers(
         device="cuda", dtype="bfloat16", kv_cache_dtype=kind, enforce_eager=eager
     )
+    assert accuracy.agree(found, exact) > 0.5 * 32 * len(exact)
+
+
+def test_e4m3_on_cards_that_do_not_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "CLOSE", 0.35)
+    monkeypatch.setattr(launch, "_cuda_traits", lambda index, pdl: accuracy.OLD_CARD)
+    exact = accuracy.answers(device="cpu", dtype="float32", kv_cache_dtype="fp8_dynamic")
+    found = accuracy.answers(device="cuda", dtype="float16", kv_cache_dtype="fp8_dynamic")
     assert accuracy.agree(found, exact) > 0.5 * 32 * len(exact)
 
 

@@ -50,7 +50,6 @@ class AttentionTuning:
     prefetch: bool | None = None
     pdl: bool | None = None
     upcast: bool | None = None
-    native: bool = False
     fixed: bool = False
 
 
@@ -63,12 +62,17 @@ def _tuning() -> AttentionTuning:
 
 
 def decode_tiles(
-    queries: int, d_pad: int, element_size: int, rows: int, kv_heads: int, card: DeviceTraits
-) -> Tiles:
+    queries: int, d_pad: int, element_size: int, form: KVFormat, rows: int, kv_heads: int,
+    card: DeviceTraits,
+) -> Tiles:  # fmt: skip
     """queries: (token, head) pairs of the longest short row."""
     m = max(16, triton.next_power_of_2(queries))
     if card.capability < (8, 0):
         return Tiles(m, 32, 4, 1)
+    if form.scales != "none":
+        # Half the bytes take as many instructions: what counts is how few there are for each.
+        wide = form.scales == "token" and d_pad <= 128 and m <= 32
+        return Tiles(m, 128 if wide else 64, 4, 4 if not wide and m <= 16 and d_pad <= 128 else 3)
     # Many programs run at once with less in flight each; not where they are only just too many for
     # one wave, of so many rows that their lengths will differ: the last to end then need depth.
     programs = rows * kv_heads
@@ -112,11 +116,15 @@ def attention_schedule(
     card = traits(seq_lens.device)
     group, rows = heads // kv_heads, seq_lens.shape[0]
     d_pad, width = _padded(head_dim, kv_format), _width(dtype, kv_format, card, tuning)
-    tiles = tuning.decode or _short_tiles(group, max_q_len, d_pad, width, rows, kv_heads, card)
+    tiles = tuning.decode or _short_tiles(
+        group, max_q_len, d_pad, width, kv_format, rows, kv_heads, card
+    )
     programs = tuning.programs
     if programs is None:
         # Rows that fill the card by themselves are only sorted.
-        programs = 0 if rows * kv_heads > _FILLED * card.num_sms else 2 * card.num_sms
+        # A program gets through 8-bit tiles no faster than through others of twice the bytes.
+        each = 2 if kv_format.scales == "none" else 4
+        programs = 0 if rows * kv_heads > _FILLED * card.num_sms else each * card.num_sms
     return schedule(
         query_start,
         seq_lens,
@@ -132,12 +140,12 @@ def attention_schedule(
 
 
 def _short_tiles(
-    group: int, max_q_len: int, d_pad: int, width: int, rows: int, kv_heads: int,
+    group: int, max_q_len: int, d_pad: int, width: int, form: KVFormat, rows: int, kv_heads: int,
     card: DeviceTraits,
 ) -> Tiles:  # fmt: skip
     fits = max_q_len * group <= _SHORT_TILE
     queries = max_q_len * group if fits else group
-    return decode_tiles(queries, d_pad, width, rows, kv_heads, card)
+    return decode_tiles(queries, d_pad, width, form, rows, kv_heads, card)
 
 
 def _width(dtype: torch.dtype, form: KVFormat, card: DeviceTraits, tuning: AttentionTuning) -> int:
@@ -207,8 +215,6 @@ def paged_attention(
         },
         pdl,
     )
-    if tuning.native and kv.format.dtype == torch.float8_e4m3fn:
-        launch.constants["KIND"] = 3
     if tuning.fixed:
         long_tiles = tuning.prefill or prefill_tiles(_MANY, head_dim, width, card)
         launch.long_rows(long_tiles, shortest=1, one_loop=True)

@@ -102,7 +102,7 @@ def attend_range(
         total = total * decay + tl.sum(weights, 1)
         if OWN_SCALES:
             v_scale = tl.load(v_scale_ptr + scale_rows, mask=known, other=0.0)
-            weights *= (v_scale * kv8.unit(KIND))[None, :]
+            weights *= (v_scale * kv8.LIFT)[None, :]
         acc = _add_values(acc, decay, weights, v, UPCAST, PRECISION, KIND, PACKED)
         peak = higher
     return acc, peak, total
@@ -162,9 +162,11 @@ def average(acc, total, v_scale_ptr, head, KIND: tl.constexpr, OWN_SCALES: tl.co
     """acc / total, [BM, all dimensions]; and the sums, 1 where there was nothing to see."""
     total = tl.where(total > 0.0, total, 1.0)
     if KIND:
-        factor = 1.0
-        if not OWN_SCALES:
-            factor = tl.load(v_scale_ptr + head) * kv8.unit(KIND)
+        factor = kv8.unit(KIND)
+        if OWN_SCALES:
+            factor /= kv8.LIFT
+        else:
+            factor *= tl.load(v_scale_ptr + head)
         return tl.interleave(acc[0], acc[1]) * (factor / total)[:, None], total
     else:
         return acc / total[:, None], total

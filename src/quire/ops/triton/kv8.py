@@ -4,9 +4,9 @@ A stored byte is an e4m3 float or a signed integer. Attention reads bytes two at
 and takes the even and the odd dimensions of a head apart: both then have the layout of a 16-bit
 type, so that tiles of them come out of shared memory, transposed or not, as fast as bf16 does.
 
-An e4m3 float, shifted into an fp16's bits, is its value / 256; an integer, put into the mantissa of
-1024, is made its value / 128 by one multiply-add. `unit` is what is missing, and is part of the
-scale. Needs no more of a card than fp16 products.
+Newer cards make fp16 of e4m3 themselves. Elsewhere an e4m3 float, shifted into an fp16's bits, is
+its value / 256; an integer, put into the mantissa of 1024, is made its value / 128 by one
+multiply-add. `unit` is what is then missing, and is part of the scale.
 """
 
 from __future__ import annotations
@@ -23,14 +23,68 @@ INT8 = tl.constexpr(2)
 E4M3_NATIVE = tl.constexpr(3)
 SMALLEST = tl.constexpr(SMALLEST_TOP)
 LARGEST = tl.constexpr(LARGEST_VALUE)
+LIFT = tl.constexpr(128.0)
+"""What weights that scales of values were multiplied to are multiplied by besides, so that they are
+well within what fp16 holds."""
+
+EVEN_E4M3 = tl.constexpr("""{
+    .reg .b32 a, b;
+    shl.b32 a, $1, 8;
+    shl.b32 b, $1, 7;
+    lop3.b32 a, a, b, 0x80008000, 0xE4;
+    and.b32 $0, a, 0xbf80bf80;
+}""")
+ODD_E4M3 = tl.constexpr("""{
+    .reg .b32 a;
+    shr.u32 a, $1, 1;
+    lop3.b32 a, $1, a, 0x80008000, 0xE4;
+    and.b32 $0, a, 0xbf80bf80;
+}""")
+EVEN_E4M3_NATIVE = tl.constexpr("""{
+    .reg .b32 a;
+    .reg .b16 lo, hi;
+    prmt.b32 a, $1, 0, 0x4420;
+    mov.b32 {lo, hi}, a;
+    cvt.rn.f16x2.e4m3x2 $0, lo;
+}""")
+ODD_E4M3_NATIVE = tl.constexpr("""{
+    .reg .b32 a;
+    .reg .b16 lo, hi;
+    prmt.b32 a, $1, 0, 0x4431;
+    mov.b32 {lo, hi}, a;
+    cvt.rn.f16x2.e4m3x2 $0, lo;
+}""")
+EVEN_INT8 = tl.constexpr("""{
+    .reg .b32 a, scale, offset;
+    mov.b32 scale, 0x20002000;
+    mov.b32 offset, 0xc880c880;
+    and.b32 a, $1, 0x00ff00ff;
+    xor.b32 a, a, 0x64806480;
+    fma.rn.f16x2 $0, a, scale, offset;
+}""")
+ODD_INT8 = tl.constexpr("""{
+    .reg .b32 a, scale, offset;
+    mov.b32 scale, 0x20002000;
+    mov.b32 offset, 0xc880c880;
+    shr.u32 a, $1, 8;
+    and.b32 a, a, 0x00ff00ff;
+    xor.b32 a, a, 0x64806480;
+    fma.rn.f16x2 $0, a, scale, offset;
+}""")
+"""Two int16 pairs in a register to two fp16."""
 
 
 def constants(form: KVFormat, card: DeviceTraits) -> dict[str, int]:
-    """What kernels are told of a format. KIND: none of the above where it is not in 8 bits.
-    OWN_SCALES: each token has its own, rather than each head. PACKED: see `even`."""
-    kinds = {torch.float8_e4m3fn: E4M3, torch.int8: INT8}
+    """What kernels are told of a format. KIND: one of the above, 0 where it is not in 8 bits.
+    OWN_SCALES: each token has its own, rather than each head. PACKED: two pairs are taken apart at
+    a time, by instructions that the compiler does not find, and an interpreter does not know."""
+    kind = 0
+    if form.dtype == torch.int8:
+        kind = INT8.value
+    elif form.dtype == torch.float8_e4m3fn:
+        kind = (E4M3_NATIVE if card.capability >= (8, 9) else E4M3).value
     return {
-        "KIND": 0 if form.scales == "none" else kinds[form.dtype].value,
+        "KIND": kind,
         "OWN_SCALES": form.scales == "token",
         "PACKED": card is not INTERPRETED,
     }
@@ -55,125 +109,29 @@ def fp16(x):
 
 @triton.jit
 def even(pairs, KIND: tl.constexpr, PACKED: tl.constexpr):
-    """The low bytes of int16 `pairs`, over `unit`, in fp16. PACKED: two pairs at a time, as the
-    compiler does not by itself."""
+    """The low bytes of int16 `pairs`, over `unit`, in fp16."""
     if KIND == E4M3_NATIVE:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a;
-            .reg .b16 lo, hi;
-            prmt.b32 a, $1, 0, 0x4420;
-            mov.b32 {lo, hi}, a;
-            cvt.rn.f16x2.e4m3x2 $0, lo;
-            }
-            """,
-            "=r,r",
-            [pairs],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
+        return _assembled(pairs, EVEN_E4M3_NATIVE)
     elif KIND == E4M3:
-        if PACKED:
-            return tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 a, b;
-                shl.b32 a, $1, 8;
-                shl.b32 b, $1, 7;
-                lop3.b32 a, a, b, 0x80008000, 0xE4;
-                and.b32 $0, a, 0xbf80bf80;
-                }
-                """,
-                "=r,r",
-                [pairs],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=2,
-            )
-        return _e4m3(pairs << 8)
+        return _assembled(pairs, EVEN_E4M3) if PACKED else _e4m3(pairs << 8)
     else:
-        if PACKED:
-            return tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 a, scale, offset;
-                mov.b32 scale, 0x20002000;
-                mov.b32 offset, 0xc880c880;
-                and.b32 a, $1, 0x00ff00ff;
-                xor.b32 a, a, 0x64806480;
-                fma.rn.f16x2 $0, a, scale, offset;
-                }
-                """,
-                "=r,r",
-                [pairs],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=2,
-            )
-        return _int8(pairs)
+        return _assembled(pairs, EVEN_INT8) if PACKED else _int8(pairs)
 
 
 @triton.jit
 def odd(pairs, KIND: tl.constexpr, PACKED: tl.constexpr):
     """The high bytes, likewise."""
     if KIND == E4M3_NATIVE:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a;
-            .reg .b16 lo, hi;
-            prmt.b32 a, $1, 0, 0x4431;
-            mov.b32 {lo, hi}, a;
-            cvt.rn.f16x2.e4m3x2 $0, lo;
-            }
-            """,
-            "=r,r",
-            [pairs],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
+        return _assembled(pairs, ODD_E4M3_NATIVE)
     elif KIND == E4M3:
-        if PACKED:
-            return tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 a;
-                shr.u32 a, $1, 1;
-                lop3.b32 a, $1, a, 0x80008000, 0xE4;
-                and.b32 $0, a, 0xbf80bf80;
-                }
-                """,
-                "=r,r",
-                [pairs],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=2,
-            )
-        return _e4m3(pairs)
+        return _assembled(pairs, ODD_E4M3) if PACKED else _e4m3(pairs)
     else:
-        if PACKED:
-            return tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 a, scale, offset;
-                mov.b32 scale, 0x20002000;
-                mov.b32 offset, 0xc880c880;
-                shr.u32 a, $1, 8;
-                and.b32 a, a, 0x00ff00ff;
-                xor.b32 a, a, 0x64806480;
-                fma.rn.f16x2 $0, a, scale, offset;
-                }
-                """,
-                "=r,r",
-                [pairs],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=2,
-            )
-        return _int8(pairs >> 8)
+        return _assembled(pairs, ODD_INT8) if PACKED else _int8(pairs >> 8)
+
+
+@triton.jit
+def _assembled(pairs, TEXT: tl.constexpr):
+    return tl.inline_asm_elementwise(TEXT, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
