@@ -110,21 +110,21 @@ class Batch:
 def fill(tensors: list[Tensor]) -> None:
     """Values, of about one, and scales of tokens, if there are any."""
     values, *scales = tensors
-    if values.dtype == torch.int8:
-        values.random_(-127, 128)
+    if values.dtype == torch.uint8:
+        values.random_(1, 256)
     elif values.dtype == torch.float8_e4m3fn:
         values.view(torch.uint8).random_(0, 256).bitwise_and_(0xBF)  # up to 1.875
     else:
         values.normal_()
     for scale in scales:
-        scale.uniform_(0.5, 1.5).mul_(0.01 if values.dtype == torch.int8 else 1.0)
+        scale.uniform_(0.5, 1.5).mul_(0.01 if values.dtype == torch.uint8 else 1.0)
 
 
 def widened(kv: KVLayer) -> KVLayer:
     """What is stored, in float64."""
 
     def values(x: Tensor, scale: Tensor | None) -> Tensor:
-        x = x.float().double()
+        x = x.float().double() - kv.format.offset
         if scale is None:
             return x
         return x * (scale[:, None, None] if scale.dim() == 1 else scale[..., None])

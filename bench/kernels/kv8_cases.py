@@ -18,7 +18,7 @@ from quire.ops.triton.rope_store import qk_norm_rope_store
 FORMATS = {
     "fp8": KVFormat(torch.float8_e4m3fn, "head"),
     "fp8_dynamic": KVFormat(torch.float8_e4m3fn, "token"),
-    "int8": KVFormat(torch.int8, "token"),
+    "int8": KVFormat(torch.uint8, "token"),
 }
 AUTO = AttentionTuning()
 
@@ -89,7 +89,7 @@ class Store:
     def stored(self) -> Tensor:
         """k and v of the tokens, [tokens, 2, kv_heads, 128]."""
         slots = self.slots.long()
-        values = self.values[slots // 16, 0, :, :, slots % 16].float()
+        values = self.values[slots // 16, 0, :, :, slots % 16].float() - self.form.offset
         if self.form.scales == "token":
             return values * self.scales[slots // 16, 0, :, :, slots % 16][..., None]
         return values * self.scales[0][None, ..., None] if self.form.scales == "head" else values
@@ -109,7 +109,7 @@ def store_error(form: KVFormat) -> float:
     slots = exact.slots.long()
     want = exact.values[slots // 16, 0, :, :, slots % 16]
     top = want.abs().amax(-1, keepdim=True)
-    half = top / 254 if form.dtype is torch.int8 else want.abs() / 16 + top / 448 / 1024
+    half = top / 254 if form.offset else want.abs() / 16 + top / 448 / 1024
     limit = 448 * 0.01 if form.scales == "head" else torch.inf
     want = want.clamp(-limit, limit)
     return float(((found - want).abs() / (1.01 * half + 1e-5 * top + 1e-6)).max())

@@ -17,7 +17,7 @@ from tests.ops.test_triton_attention import MIXED, SMALL, Case, twin
 FORMATS = {
     "fp8": KVFormat(torch.float8_e4m3fn, "head"),
     "fp8_dynamic": KVFormat(torch.float8_e4m3fn, "token"),
-    "int8": KVFormat(torch.int8, "token"),
+    "int8": KVFormat(torch.uint8, "token"),
 }
 formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
@@ -30,8 +30,8 @@ def quantized(x: Tensor, form: KVFormat, head_scale: Tensor) -> tuple[Tensor, Te
     if form.scales == "token":
         scale = (x.abs().amax(-1).clamp(min=1e-20) / form.largest).float().double()
     scaled = (x / scale[..., None]).clamp(-form.largest, form.largest)
-    if form.dtype is torch.int8:
-        scaled = scaled.round()
+    if form.offset:
+        scaled = scaled.round() + 128
     return scaled.float().to(form.dtype), scale
 
 
@@ -48,7 +48,7 @@ class Stored(Case):
             values, own = quantized(x.nan_to_num(0.0) * torch.rand(x.shape[:3])[..., None], form,
                                     head_scale)  # fmt: skip
             made.append(values)
-            exact.append(values.double() * own[..., None])
+            exact.append((values.double() - form.offset) * own[..., None])
             scales.append(own.float() if form.scales == "token" else head_scale)
             if form.scales == "token":
                 # What no row uses may hold anything that is finite; its scale too, and more.
@@ -253,7 +253,7 @@ def test_what_is_stored(
         scale = (layer.k_scale, layer.v_scale)[kind]
         assert scale is not None
         own = scale[at] if form.scales == "token" else scale.expand(4, -1)
-        found = cache[at].double().cpu() * own.double().cpu()[..., None]
+        found = (cache[at].double().cpu() - form.offset) * own.double().cpu()[..., None]
         if form.scales == "token":
             top = want.abs().amax(-1)
             torch.testing.assert_close(
@@ -272,17 +272,17 @@ def test_what_is_stored(
 def rounding(form: KVFormat, x: Tensor, scale: Tensor) -> Tensor:
     """The most that storing may change x, [T, heads, dim], by."""
     scale = scale.double().cpu()[..., None]
-    if form.dtype is torch.int8:
+    if form.offset:
         return 0.5001 * scale.expand(x.shape)
     return torch.maximum(x.abs() * (2**-4 + 1e-6), 2**-10 * scale * 1.001)
 
 
-@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.uint8])
 def test_bytes_are_rounded_as_pytorch_does(kernel_device: str, kind: torch.dtype) -> None:
     """Ties to even, small numbers, large ones; every byte's own value comes back as that byte."""
     form = KVFormat(kind, "head")
-    every = torch.arange(-128, 128, dtype=torch.int8)
-    exact = every.view(kind).float()
+    every = torch.arange(256, dtype=torch.uint8)
+    exact = every.view(kind).float() - form.offset
     exact = exact[exact.isfinite() & (exact.abs() <= form.largest)]
     order = exact.sort().values
     between = (order[1:] + order[:-1]) / 2
@@ -297,7 +297,7 @@ def test_bytes_are_rounded_as_pytorch_does(kernel_device: str, kind: torch.dtype
         qkv, KVLayer(cache[:, 0], cache[:, 1], one, one), positions=slots, slots=slots
     )
     want = x.clamp(-form.largest, form.largest)
-    want = (want.round() if kind is torch.int8 else want).to(kind)
+    want = (want.round() + form.offset if form.offset else want).to(kind)
     for stored in (cache[:, 0], cache[:, 1]):
         # By value: there are two zeros.
         assert torch.equal(stored[:, 0, 0].float(), want.float())

@@ -130,7 +130,7 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new(folder: Path) -> None
         KVFormat(torch.float32),
         KVFormat(torch.float8_e4m3fn, "head"),
         KVFormat(torch.float8_e4m3fn, "token"),
-        KVFormat(torch.int8, "token"),
+        KVFormat(torch.uint8, "token"),
     ],
     ids=str,
 )

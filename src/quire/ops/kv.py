@@ -17,14 +17,14 @@ LARGEST_VALUE = 57344.0
 SMALLEST_TOP = 1e-20
 """A token's scale is what it were if its largest value were this, if that is smaller."""
 _SCALE_BYTES = 4
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.uint8: 127.0}
 
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """dtype: of the stored values; in 8 bits they are multiplied by a scale. scales: none; one per
-    KV head, fixed; or one per token and KV head, such that the largest value there is the largest
-    number of the dtype."""
+    """dtype: of the stored values; in 8 bits they are multiplied by a scale. uint8 stands for
+    integers from -127 to 127, stored plus 128. scales: none; one per KV head, fixed; or one per
+    token and KV head, such that the largest value there is the largest number of the dtype."""
 
     dtype: torch.dtype
     scales: Scales = "none"
@@ -34,6 +34,11 @@ class KVFormat:
         """What larger values are cut to before they are stored in 8 bits."""
         return _LARGEST[self.dtype]
 
+    @property
+    def offset(self) -> int:
+        """What is added to integers."""
+        return 128 if self.dtype == torch.uint8 else 0
+
     def bytes_per_head(self, head_dim: int) -> int:
         """Of one token's K, or V, of one head."""
         return head_dim * self.dtype.itemsize + (_SCALE_BYTES if self.scales == "token" else 0)
@@ -42,7 +47,7 @@ class KVFormat:
 _FORMATS = {
     "fp8_e4m3": KVFormat(torch.float8_e4m3fn, "head"),
     "fp8_dynamic": KVFormat(torch.float8_e4m3fn, "token"),
-    "int8": KVFormat(torch.int8, "token"),
+    "int8": KVFormat(torch.uint8, "token"),
 }
 
 

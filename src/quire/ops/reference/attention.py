@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.kv import KVLayer
+from quire.ops.kv import KVFormat, KVLayer
 from quire.ops.reference.cache import head_rows, host_reads
 from quire.ops.reference.kv8 import dequantize
 
@@ -186,8 +186,8 @@ def _attend(
     count, kv_heads, context = bucket.pieces, kv.k.shape[1], bucket.mask.shape[-1]
     heads, head_dim = q.shape[1:]
     shape = count, kv_heads, context, head_dim
-    k = _values("k", kv.k, kv.k_scale, bucket.blocks, workspace, shape, q.dtype)
-    v = _values("v", kv.v, kv.v_scale, bucket.blocks, workspace, shape, q.dtype)
+    k = _values("k", kv.k, kv.k_scale, kv.format, bucket.blocks, workspace, shape, q.dtype)
+    v = _values("v", kv.v, kv.v_scale, kv.format, bucket.blocks, workspace, shape, q.dtype)
     if bucket.queries == 1:
         # The query heads that share a KV head are the rows of one product.
         grouped = q.reshape(count, kv_heads, heads // kv_heads, head_dim)
@@ -208,6 +208,7 @@ def _values(
     name: str,
     cache: Tensor,
     scale: Tensor | None,
+    form: KVFormat,
     rows: Tensor,
     workspace: dict[Any, Tensor],
     shape: tuple[int, ...],
@@ -222,7 +223,7 @@ def _values(
     else:
         name = f"{name} scale"
         scales = _gather(name, scale.unsqueeze(-1), rows, workspace).view(shape[:-1])
-    return dequantize(stored, scales, cache.dtype, dtype)
+    return dequantize(stored, scales, form, dtype)
 
 
 def _gather(name: str, cache: Tensor, rows: Tensor, workspace: dict[Any, Tensor]) -> Tensor:

@@ -16,11 +16,11 @@ def quantize(x: Tensor, form: KVFormat, scale: Tensor | None) -> tuple[Tensor, T
         scale = x.abs().amax(-1).clamp(min=SMALLEST_TOP) / form.largest
     scale = scale.expand(x.shape[:-1])
     x = (x / scale.unsqueeze(-1)).clamp(-form.largest, form.largest)
-    stored = x.round() if form.dtype is torch.int8 else x
+    stored = x.round() + form.offset if form.offset else x
     return stored.to(form.dtype).view(torch.int8), scale
 
 
-def dequantize(stored: Tensor, scale: Tensor, kind: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """The bytes, as int8 [..., D], of numbers of type `kind`, and float32 scales of all but their
-    last dimension -> dtype."""
-    return stored.view(kind).float().mul_(scale.unsqueeze(-1)).to(dtype)
+def dequantize(stored: Tensor, scale: Tensor, form: KVFormat, dtype: torch.dtype) -> Tensor:
+    """The bytes, as int8 [..., D], and float32 scales of all but their last dimension -> dtype."""
+    values = stored.view(form.dtype).float().sub_(form.offset)
+    return values.mul_(scale.unsqueeze(-1)).to(dtype)

@@ -1,12 +1,12 @@
 """8-bit keys and values inside kernels: their numbers as fp16, and back.
 
-A stored byte is an e4m3 float or a signed integer. Attention reads bytes two at a time as int16,
+A stored byte is an e4m3 float or an integer. Attention reads bytes two at a time as int16,
 and takes the even and the odd dimensions of a head apart: both then have the layout of a 16-bit
 type, so that tiles of them come out of shared memory, transposed or not, as fast as bf16 does.
 
 Newer cards make fp16 of e4m3 themselves. Elsewhere an e4m3 float, shifted into an fp16's bits, is
-its value / 256; an integer, put into the mantissa of 1024, is made its value / 128 by one
-multiply-add. `unit` is what is then missing, and is part of the scale.
+its value / 256. An integer is stored plus 128, and that byte is a tiny fp16 as it is: one
+multiply-add makes it the value / 512. `unit` is what is then missing, and is part of the scale.
 """
 
 from __future__ import annotations
@@ -56,19 +56,16 @@ ODD_E4M3_NATIVE = tl.constexpr("""{
 }""")
 EVEN_INT8 = tl.constexpr("""{
     .reg .b32 a, scale, offset;
-    mov.b32 scale, 0x20002000;
-    mov.b32 offset, 0xc880c880;
-    and.b32 a, $1, 0x00ff00ff;
-    xor.b32 a, a, 0x64806480;
+    mov.b32 scale, 0x78007800;
+    mov.b32 offset, 0xb400b400;
+    prmt.b32 a, $1, 0, 0x4240;
     fma.rn.f16x2 $0, a, scale, offset;
 }""")
 ODD_INT8 = tl.constexpr("""{
     .reg .b32 a, scale, offset;
-    mov.b32 scale, 0x20002000;
-    mov.b32 offset, 0xc880c880;
-    shr.u32 a, $1, 8;
-    and.b32 a, a, 0x00ff00ff;
-    xor.b32 a, a, 0x64806480;
+    mov.b32 scale, 0x78007800;
+    mov.b32 offset, 0xb400b400;
+    prmt.b32 a, $1, 0, 0x4341;
     fma.rn.f16x2 $0, a, scale, offset;
 }""")
 """Two int16 pairs in a register to two fp16."""
@@ -79,7 +76,7 @@ def constants(form: KVFormat, card: DeviceTraits) -> dict[str, int]:
     OWN_SCALES: each token has its own, rather than each head. PACKED: two pairs are taken apart at
     a time, by instructions that the compiler does not find, and an interpreter does not know."""
     kind = 0
-    if form.dtype == torch.int8:
+    if form.dtype == torch.uint8:
         kind = INT8.value
     elif form.dtype == torch.float8_e4m3fn:
         kind = (E4M3_NATIVE if card.capability >= (8, 9) else E4M3).value
@@ -96,7 +93,7 @@ def unit(KIND: tl.constexpr):
     if KIND == E4M3:
         return 256.0
     elif KIND == INT8:
-        return 128.0
+        return 512.0
     else:
         return 1.0
 
@@ -143,7 +140,7 @@ def _e4m3(x):
 @triton.jit
 def _int8(x):
     """Of the low bytes of int16 x."""
-    return ((x & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) * 0.0078125 - 9.0
+    return (x & 0xFF).to(tl.float16) * 0.001953125 - 0.25
 
 
 @triton.jit
@@ -158,8 +155,8 @@ def encode(x, KIND: tl.constexpr):
     top = largest(KIND)
     x = tl.minimum(tl.maximum(x, -top), top)
     if KIND == INT8:
-        # Adding 1.5 * 2^23 leaves the integer in the low bits.
-        return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        # Adding 1.5 * 2^23 leaves the integer in the low bits; and 128 more.
+        return (x + 12583040.0).to(tl.int32, bitcast=True).to(tl.int8)
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
