@@ -105,6 +105,7 @@ def run_quire(args: argparse.Namespace, batch: int) -> list[float]:
         "device": args.device,
         "max_num_seqs": batch,
         "max_model_len": LONGEST,
+        "max_num_batched_tokens": max(batch, 2048),  # room for activations
         "block_size": BLOCK,
         "num_kv_blocks": max(batch * each, LONGEST // BLOCK),
         "enable_prefix_caching": False,
@@ -162,8 +163,8 @@ def apart(kind: str, batch: int) -> dict[str, float] | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[256, 512, 1024, 2048])
-    parser.add_argument("--prompt-len", type=int, default=32)
-    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--prompt-len", type=int, default=16)
+    parser.add_argument("--output-len", type=int, default=48)
     parser.add_argument("--dtype", default="float32", choices=tuple(DTYPES))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=3)

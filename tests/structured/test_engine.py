@@ -16,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
 from quire.errors import GrammarError, RequestError
 from quire.outputs import RequestOutput
-from quire.plan import Int32, StepPlan
+from quire.plan import StepPlan
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.masks import MaskBuilder, Walk
 
@@ -249,12 +249,12 @@ def test_a_grammar_that_takes_too_long(llms: dict[int, LLM], monkeypatch: Any) -
 def test_a_walk_that_fails_ends_its_request(llm: LLM, monkeypatch: Any) -> None:
     build, count = MaskBuilder.build, 0
 
-    def failing(self: MaskBuilder, rows: list[Walk | None], masks: Int32, vocab: int) -> None:
+    def failing(self: MaskBuilder, rows: list[Walk | None], *others: Any) -> None:
         nonlocal count
         count += 1
         if count == 4 and rows[0] is not None:
             rows[0].error = GrammarError("too complex")
-        build(self, rows, masks, vocab)
+        build(self, rows, *others)
 
     expected = run(llm, PROMPTS[:2], [asks(PERSON), PLAIN[0]])
     monkeypatch.setattr(MaskBuilder, "build", failing)
@@ -299,12 +299,12 @@ def test_steps_are_submitted_behind_one_that_waits(llm: LLM, monkeypatch: Any) -
             more.notify()
         submit(plan)
 
-    def late(self: MaskBuilder, rows: list[Walk | None], masks: Int32, vocab: int) -> None:
+    def late(self: MaskBuilder, rows: list[Walk | None], *others: Any) -> None:
         with more:  # until one more step than the one that asked is there
             known = len(submitted)
             more.wait_for(lambda: len(submitted) > known, timeout=0.2)
             heads.append((known, len(submitted)))
-        build(self, rows, masks, vocab)
+        build(self, rows, *others)
 
     expected = run(llm, PROMPTS[:2], [asks(DATES), PLAIN[0]])
     monkeypatch.setattr(executor, "submit", seen)

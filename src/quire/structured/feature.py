@@ -29,6 +29,8 @@ from quire.structured.masks import MaskBuilder, Walk
 
 _NAME = "structured"
 _FOREVER = 2**31 - 1
+_HANDOVER = 0.002
+"""Seconds at most that the engine's thread lets the one that builds masks go first."""
 
 
 @dataclass(slots=True)
@@ -202,7 +204,11 @@ class GrammarFeature(Feature):
                 return
             self._waiting.popleft()
             rows = [self._advanced(step, i) for i in step.places]
-            self._thread.submit(self._build, step, rows)
+            # The device waits for the masks, and their thread for the interpreter's lock, which
+            # this one would hold on to: for milliseconds, if it has much to do.
+            entered = threading.Event()
+            self._thread.submit(self._build, step, rows, entered)
+            entered.wait(_HANDOVER)
 
     def _advanced(self, step: _Gated, i: int) -> Walk | None:
         """A row's walk, past all that is known. None: the request is gone."""
@@ -213,10 +219,16 @@ class GrammarFeature(Feature):
         walk.advance(request.tokens.view(walk.position).tolist())
         return walk
 
-    def _build(self, step: _Gated, rows: list[Walk | None]) -> None:
-        """On the thread that builds masks."""
+    def _build(self, step: _Gated, rows: list[Walk | None], entered: threading.Event) -> None:
+        """On the thread that builds masks. entered: set when that needs the interpreter no more."""
         masks = self._room(step.step_id, len(rows))
-        self._masks.build(rows, masks, self._compiler.tokenizer_vocab)
+        try:
+            self._masks.build(rows, masks, self._compiler.tokenizer_vocab, entered.set)
+        except BaseException as error:  # else the step would wait for ever
+            masks[:] = -1
+            for walk in rows:
+                if walk is not None:
+                    walk.error = GrammarError(f"The masks failed ({type(error).__name__}).")
         self._release(HeadInputs(step.step_id, masks))
         for i, walk in enumerate(rows):
             if walk is not None and walk.error is not None:

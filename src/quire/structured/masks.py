@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,14 +50,21 @@ class MaskBuilder:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self._executor = LLExecutor(max(1, min(_MOST_THREADS, (cores or 2) - 1)))
 
-    def build(self, rows: Sequence[Walk | None], masks: Int32, tokenizer_vocab: int) -> None:
+    def build(
+        self,
+        rows: Sequence[Walk | None],
+        masks: Int32,
+        tokenizer_vocab: int,
+        entered: Callable[[], None] = lambda: None,
+    ) -> None:
         """Fills masks, int32 [rows, ceil(vocab / 32)]. Those of no walk, and of walks that fail,
-        which then say so, allow everything. Raises nothing: a grammar must not end the engine."""
+        which then say so, allow everything. Raises nothing: a grammar must not end the engine.
+        entered: called when other threads may have the interpreter for a while."""
         wide = -(-tokenizer_vocab // 32)
         room = masks if wide <= self._words else np.empty((len(rows), wide), dtype=np.int32)
         walks = [(walk, i) for i, walk in enumerate(rows) if walk is not None and not walk.error]
         try:
-            self._fill(walks, room)
+            self._fill(walks, room, entered)
         except Exception as error:
             for walk, _ in walks:
                 walk.error = GrammarError(f"The grammar failed ({type(error).__name__}).")
@@ -67,11 +74,15 @@ class MaskBuilder:
             if each is None or each.error is not None:
                 masks[i] = -1
 
-    def _fill(self, walks: list[tuple[Walk, int]], masks: Int32) -> None:
+    def _fill(
+        self, walks: list[tuple[Walk, int]], masks: Int32, entered: Callable[[], None]
+    ) -> None:
         fit = [(walk, walk.matcher, i) for walk, i in walks if walk.matcher is not None]
-        if not fit:  # llguidance refuses empty lists
+        pairs = [(matcher, i) for _, matcher, i in fit]
+        entered()
+        if not pairs:  # llguidance refuses empty lists
             return
-        fill_next_token_bitmask_par(self._executor, [(m, i) for _, m, i in fit], masks)
+        fill_next_token_bitmask_par(self._executor, pairs, masks)
         self._forbid([(walk, i) for walk, i in walks if walk.position < walk.until], masks)
         some = np.asarray(masks.any(axis=1))
         for walk, matcher, i in fit:
