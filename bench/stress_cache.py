@@ -136,6 +136,7 @@ def stress(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "model": model,
         "load_format": args.load_format,
         "dtype": args.dtype,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "deterministic": args.deterministic,
         "enforce_eager": args.enforce_eager,
         "block_size": args.block_size,
@@ -182,6 +183,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--device")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--requests", type=int, default=1000)
