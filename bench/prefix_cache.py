@@ -34,7 +34,7 @@ def engine(args: argparse.Namespace, **settings: Any) -> LLM:
 
 
 def ids(draw: random.Random, count: int) -> list[int]:
-    return [draw.randrange(10, 10_000) for _ in range(count)]
+    return [draw.randrange(10, 6_000) for _ in range(count)]
 
 
 def ask(llm: LLM, prompts: list[list[int]], tokens: int | list[int]) -> tuple[float, list[Any]]:

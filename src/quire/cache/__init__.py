@@ -1,6 +1,6 @@
 """Where KV blocks are: who holds them, which token prefixes they belong to.
 
-`BlockManager` is the only caller of `BlockPool` and `PrefixTree`, and all that the scheduler sees.
+`BlockManager` is all that the scheduler sees.
 """
 
 from quire.cache.block_manager import BlockManager, Evicted

@@ -1,4 +1,4 @@
-"""Books KV blocks for lanes and shares them between requests: the only caller of pool and tree."""
+"""Books KV blocks for lanes, and shares them between requests."""
 
 from __future__ import annotations
 
@@ -77,6 +77,12 @@ class BlockManager:
         """Blocks, of all groups, that were given up for others, or because `push_out` asked."""
         self.copied = 0
         """Blocks, of all groups, that were copied because they are shared up to their middle."""
+
+    @property
+    def inserted(self) -> Int32:
+        """int32 [lanes], tokens of each lane's blocks that the tree has. Of one that `insert` has
+        nothing to do for, more than there can be."""
+        return self.lanes.inserted
 
     def check_fits(self, tokens: int, chunk: int) -> None:
         """`RequestTooLargeError` if a sequence that computes `tokens` positions, at most `chunk` at

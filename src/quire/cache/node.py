@@ -138,6 +138,7 @@ class Node:
         for ids, more in zip(above.blocks, self.blocks, strict=True):
             ids += more
         self.blocks, above.blocks = above.blocks, [array("i") for _ in self.blocks]
+        # Beyond all of its places, so that `upto` goes on to its new parent.
         self.start, above.start = above.start, self.end
         self.key = above.key
         self.parent, above.parent = above.parent, self
@@ -181,8 +182,8 @@ class Node:
     # -- names ---------------------------------------------------------------------------------
 
     def name(self, index: int, stride: int) -> bytes:
-        """Of the contents of its block `index`, -1 for what lies before the first. Each is worked
-        out once."""
+        """Of the contents of its block `index`, -1 for what lies before the first. All of a node's
+        names are worked out at once, as far as they are not there yet."""
         if index < 0:
             above = self.parent
             return self.names if above is None else above.name(above.count - 1, stride)

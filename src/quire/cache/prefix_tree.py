@@ -15,7 +15,7 @@ from itertools import islice
 
 import numpy as np
 
-from quire.cache.chain import Namespace, root_key
+from quire.cache.chain import KEY_BYTES, Namespace, root_key
 from quire.cache.loose import LooseBlocks
 from quire.cache.node import NO_BLOCK, Node, common_run
 from quire.plan import Int32
@@ -357,7 +357,9 @@ class PrefixTree:
         """Of its last `count` blocks."""
         if len(node.run) < self._stride:
             return [b""]
-        return [node.name(i, self._stride) for i in range(node.count - count, node.count)]
+        node.name(node.count - 1, self._stride)
+        names = node.names[-count * KEY_BYTES :]
+        return [names[at : at + KEY_BYTES] for at in range(0, len(names), KEY_BYTES)]
 
     def _remove(self, node: Node) -> None:
         """Take an idle leaf out of the tree."""

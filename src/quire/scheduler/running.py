@@ -241,7 +241,7 @@ class RunningSet:
         if self._config.lag > 1:
             ready = lanes.ready_step[step.lanes] == step.step_id + self._config.lag
             lanes.ready_step[step.lanes[ready]] = 0
-        whole = computed - self._blocks.lanes.inserted[generating] >= self._blocks.block_size
+        whole = computed - self._blocks.inserted[generating] >= self._blocks.block_size
         if whole.any():
             self._blocks.insert(generating[whole], lanes.tokens, computed[whole])
         for chunk in step.chunks:
