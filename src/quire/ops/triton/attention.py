@@ -300,9 +300,9 @@ class _Launch:
         )  # fmt: skip
 
     def _numbers(self) -> tuple[float, ...]:
-        q, k, _, k_scale, _, out = self.tensors
+        q, k, v, k_scale, _, out = self.tensors
         own = k_scale.stride()[:2] if self.constants["OWN_SCALES"] else (0, 0)
         return (
-            *self.scales, self.window, *q.stride()[:2], *out.stride()[:2], *k.stride()[:3], *own,
-            self.rows[2].stride(0),
+            *self.scales, self.window, *q.stride()[:2], *out.stride()[:2], *k.stride()[:3],
+            *v.stride()[:3], *own, self.rows[2].stride(0),
         )  # fmt: skip

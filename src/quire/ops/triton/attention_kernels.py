@@ -45,7 +45,7 @@ def _window_start(first_position, window, WINDOW: tl.constexpr, BN: tl.constexpr
 
 @triton.jit
 def _prefetch(
-    k_ptr, v_ptr, table_ptr, start, end, kv_stride_b, kv_stride_t,
+    k_ptr, v_ptr, table_ptr, start, end, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Ask for the KV of positions [start, min(end, start + BN)) to be brought into L2."""
@@ -53,10 +53,11 @@ def _prefetch(
     LINES: tl.constexpr = (HEAD_DIM + LINE - 1) // LINE
     positions = tl.minimum(start + tl.arange(0, BN), end - 1)
     page = tl.load(table_ptr + positions // PAGE).to(tl.int64)
-    rows = page * kv_stride_b + (positions % PAGE) * kv_stride_t
+    k_rows = k_ptr + page * k_stride_b + (positions % PAGE) * k_stride_t
+    v_rows = v_ptr + page * v_stride_b + (positions % PAGE) * v_stride_t
     for line in tl.static_range(LINES):
         for k_or_v in tl.static_range(2):
-            at = (k_ptr if k_or_v == 0 else v_ptr) + rows + line * LINE
+            at = (k_rows if k_or_v == 0 else v_rows) + line * LINE
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
                 "=r,l",
@@ -71,7 +72,8 @@ def _prefetch(
 def attend_short(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr,
     table_ptr, qk_scale, softcap, window, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
-    kv_stride_b, kv_stride_h, kv_stride_t, scale_stride_b, scale_stride_h, table_stride,
+    k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
+    scale_stride_b, scale_stride_h, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr,
@@ -93,8 +95,8 @@ def attend_short(
     parts = 1
     if PARTS:
         parts = tl.load(item + 6)
-    k_ptr += head.to(tl.int64) * kv_stride_h
-    v_ptr += head.to(tl.int64) * kv_stride_h
+    k_ptr += head.to(tl.int64) * k_stride_h
+    v_ptr += head.to(tl.int64) * v_stride_h
     qk_scale = tiles.score_scale(qk_scale, k_scale_ptr, head, KIND, OWN_SCALES)
     if OWN_SCALES:
         k_scale_ptr += head.to(tl.int64) * scale_stride_h
@@ -105,7 +107,7 @@ def attend_short(
             # What earlier steps stored does not wait for this one.
             _prefetch(
                 k_ptr, v_ptr, table_ptr, start, tl.minimum(first, end),
-                kv_stride_b, kv_stride_t, WIDTH, PAGE, BN,
+                k_stride_b, k_stride_t, v_stride_b, v_stride_t, WIDTH, PAGE, BN,
             )  # fmt: skip
         gdc_wait()
         gdc_launch_dependents()
@@ -122,7 +124,8 @@ def attend_short(
     acc, peak, total = tiles.nothing(BM, W_PAD, KIND)
     acc, peak, total = tiles.attend_range(
         acc, peak, total, q, limit, start, end, begin, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-        table_ptr, qk_scale, softcap, window, kv_stride_b, kv_stride_t, scale_stride_b,
+        table_ptr, qk_scale, softcap, window,
+        k_stride_b, k_stride_t, v_stride_b, v_stride_t, scale_stride_b,
         WIDTH, W_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
         KIND, OWN_SCALES, PACKED,
     )  # fmt: skip
@@ -194,7 +197,8 @@ def attend_long(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, query_start_ptr, seq_lens_ptr,
     table_ptr, num_rows, qk_scale, softcap, window,
     q_stride_t, q_stride_h, out_stride_t, out_stride_h,
-    kv_stride_b, kv_stride_h, kv_stride_t, scale_stride_b, scale_stride_h, table_stride,
+    k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
+    scale_stride_b, scale_stride_h, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SHORTEST: tl.constexpr, ONE_LOOP: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -228,8 +232,8 @@ def attend_long(
     if WINDOW:
         begin = first - window + 1
     lo = _window_start(first, window, WINDOW, BN)
-    k_ptr += head.to(tl.int64) * kv_stride_h
-    v_ptr += head.to(tl.int64) * kv_stride_h
+    k_ptr += head.to(tl.int64) * k_stride_h
+    v_ptr += head.to(tl.int64) * v_stride_h
     qk_scale = tiles.score_scale(qk_scale, k_scale_ptr, head, KIND, OWN_SCALES)
     if OWN_SCALES:
         k_scale_ptr += head.to(tl.int64) * scale_stride_h
@@ -246,22 +250,22 @@ def attend_long(
             whole_from = tl.minimum(tl.maximum(whole_from, lo), whole_to)
             acc, peak, total = tiles.attend_range(
                 acc, peak, total, q, limit, lo, whole_from, begin, k_ptr, v_ptr, k_scale_ptr,
-                v_scale_ptr, table_ptr, qk_scale, softcap, window, kv_stride_b, kv_stride_t,
-                scale_stride_b,
+                v_scale_ptr, table_ptr, qk_scale, softcap, window,
+                k_stride_b, k_stride_t, v_stride_b, v_stride_t, scale_stride_b,
                 WIDTH, W_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
                 KIND, OWN_SCALES, PACKED,
             )  # fmt: skip
         acc, peak, total = tiles.attend_range(
             acc, peak, total, q, limit, whole_from, whole_to, begin, k_ptr, v_ptr, k_scale_ptr,
-            v_scale_ptr, table_ptr, qk_scale, softcap, window, kv_stride_b, kv_stride_t,
-            scale_stride_b,
+            v_scale_ptr, table_ptr, qk_scale, softcap, window,
+            k_stride_b, k_stride_t, v_stride_b, v_stride_t, scale_stride_b,
             WIDTH, W_PAD, PAGE, BN, False, SOFTCAP, WINDOW, UPCAST, PRECISION,
             KIND, OWN_SCALES, PACKED,
         )  # fmt: skip
     acc, peak, total = tiles.attend_range(
         acc, peak, total, q, limit, whole_to, last + 1, begin, k_ptr, v_ptr, k_scale_ptr,
-        v_scale_ptr, table_ptr, qk_scale, softcap, window, kv_stride_b, kv_stride_t,
-        scale_stride_b,
+        v_scale_ptr, table_ptr, qk_scale, softcap, window,
+        k_stride_b, k_stride_t, v_stride_b, v_stride_t, scale_stride_b,
         WIDTH, W_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
         KIND, OWN_SCALES, PACKED,
     )  # fmt: skip
