@@ -189,7 +189,8 @@ PREFILL = (
 
 
 def name(tiles: Tiles) -> str:
-    return f"{tiles.m}x{tiles.n} w{tiles.warps} s{tiles.stages}"
+    limit = "" if tiles.registers is None else f" r{tiles.registers}"
+    return f"{tiles.m}x{tiles.n} w{tiles.warps} s{tiles.stages}{limit}"
 
 
 def decode_contexts(case: str) -> list[int]:

@@ -39,6 +39,7 @@ DECODE = (
     Tiles(16, 64, 4, 4),
     Tiles(16, 128, 4, 2),
     Tiles(16, 128, 4, 3),
+    Tiles(16, 128, 4, 3, 168),
 )
 PREFILL = (Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2))
 CELLS = [

@@ -29,6 +29,8 @@ _FILLED = 3
 """Programs per multiprocessor from which on short rows are not cut into parts."""
 _ONE_WAVE = 5
 """Programs per multiprocessor that run at once, with one KV tile in flight each."""
+_THREE_AT_ONCE = 168
+"""Registers of a thread with which three programs of four warps run at once."""
 _MANY = 1 << 30
 _SHORT_TILE = 64
 """If all rows of a bucket fit a tile of this many queries, no launch for long rows is needed."""
@@ -70,9 +72,11 @@ def decode_tiles(
     if card.capability < (8, 0):
         return Tiles(m, 32, 4, 1)
     if form.scales != "none":
-        # Half the bytes take as many instructions: what counts is how few there are for each.
-        wide = form.scales == "token" and d_pad <= 128 and m <= 32
-        return Tiles(m, 128 if wide else 64, 4, 4 if not wide and m <= 16 and d_pad <= 128 else 3)
+        # Half the bytes take as many instructions: what counts is how few there are for each, and
+        # how many programs run at once.
+        if form.scales == "token" and d_pad <= 128 and m <= 32:
+            return Tiles(m, 128, 4, 3, _THREE_AT_ONCE if m == 16 else None)
+        return Tiles(m, 64, 4, 4 if m <= 16 and d_pad <= 128 else 3)
     # Many programs run at once with less in flight each; not where they are only just too many for
     # one wave, of so many rows that their lengths will differ: the last to end then need depth.
     programs = rows * kv_heads
@@ -248,6 +252,11 @@ def _padded(head_dim: int, form: KVFormat) -> int:
     return max(16 if form.scales == "none" else 32, triton.next_power_of_2(head_dim))
 
 
+def _options(tiles: Tiles, pdl: bool) -> dict[str, Any]:
+    limit = {} if tiles.registers is None else {"maxnreg": tiles.registers}
+    return options(pdl, num_warps=tiles.warps, num_stages=tiles.stages, **limit)
+
+
 @dataclass(frozen=True)
 class _Launch:
     """The arguments that both launches share. tensors: q, k, v, k_scale, v_scale, out. rows:
@@ -275,8 +284,7 @@ class _Launch:
         launch(attend_short, (kv_heads, num_items))(
             *self.tensors, partial, lse, plan.items, self.rows[2], *self._numbers(),
             BM=tiles.m, BN=tiles.n, PDL=pdl, PREFETCH=prefetch, PARTS=plan.parts,
-            **self.constants,
-            **options(pdl, num_warps=tiles.warps, num_stages=tiles.stages),
+            **self.constants, **_options(tiles, pdl),
         )  # fmt: skip
         if not plan.parts:
             return
@@ -296,7 +304,7 @@ class _Launch:
         launch(attend_long, (kv_heads, most))(
             *self.tensors, *self.rows, rows, *self._numbers(), BM=tiles.m, BN=tiles.n,
             SHORTEST=shortest, ONE_LOOP=one_loop, PDL=self.pdl, **self.constants,
-            **options(self.pdl, num_warps=tiles.warps, num_stages=tiles.stages),
+            **_options(tiles, self.pdl),
         )  # fmt: skip
 
     def _numbers(self) -> tuple[float, ...]:

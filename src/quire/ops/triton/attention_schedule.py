@@ -23,12 +23,14 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Tiles:
-    """A tile of `m` (token, head) pairs against `n` KV positions at a time."""
+    """A tile of `m` (token, head) pairs against `n` KV positions at a time. registers: most that a
+    thread may have, None: as the compiler likes."""
 
     m: int
     n: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
