@@ -13,15 +13,21 @@ OnProgress = Callable[[str, int, int], None]
 """Told how far a start is: "weights", bytes loaded and in all; "graphs", captured and in all."""
 
 
+FULL_STEP = 512
+"""Tokens, where nothing was measured, and at least."""
+
+
 class Capacity(msgspec.Struct, frozen=True):
     """What a started executor offers: KV groups and the number of blocks of each. host_blocks: how
     many of each group's the host's memory holds besides. seconds: how long parts of its start took
-    ("weights", "graphs"), as far as it has them."""
+    ("weights", "graphs"), as far as it has them. full_step: prompt tokens that fill a step: twice
+    as many take about twice as long."""
 
     groups: tuple[KVGroup, ...]
     num_blocks: tuple[int, ...]
     host_blocks: int = 0
     seconds: dict[str, float] = {}
+    full_step: int = FULL_STEP
 
 
 class Executor(Protocol):

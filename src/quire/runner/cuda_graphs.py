@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.executor import FULL_STEP
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models import Decoder
 from quire.ops import mask_logits
@@ -47,8 +48,19 @@ def decode_buckets(lanes: int) -> list[int]:
 
 def mixed_buckets(tokens: int) -> list[int]:
     """Token counts of all other steps."""
-    fine = [16, 32, 64, 128, 192, *range(256, 2049, 256), *range(2560, tokens + 512, 512)]
-    return [size for size in _up_to(tokens, fine) if size > 1]
+    fine = [16, 32, 64, 128, 192, *range(256, 1280, 128), *range(1280, 2560, 256)]
+    coarse = range(2560, tokens + 512, 512)
+    return [size for size in _up_to(tokens, [*fine, *coarse]) if size > 1]
+
+
+def full_step(seconds: Callable[[int], float], most: int) -> int:
+    """The least tokens, by powers of two, of which twice as many take more than half as long again:
+    of two such prompts the first tokens then come sooner, on average, one after the other than
+    together. seconds: of a step of so many tokens; most: of any step."""
+    tokens = min(FULL_STEP, most)
+    while 2 * tokens <= most and seconds(2 * tokens) <= 1.5 * seconds(tokens):
+        tokens *= 2
+    return tokens
 
 
 def _up_to(limit: int, sizes: list[int]) -> list[int]:
@@ -328,6 +340,18 @@ class StepGraphs:
         body = self._bodies[tokens, rows]
         body.graph.replay()
         return body
+
+    def seconds(self, tokens: int) -> float:
+        """How long the body for so many tokens of few rows takes, without attention."""
+        body = self._bodies[tokens, min(FEW_ROWS, self._most(tokens))]
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        body.graph.replay()
+        begin.record()
+        body.graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
 
     def scores(self, rows: int) -> None:
         """Replays what a masked head begins with, which need not wait for the mask."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire import ops
 from quire.config import EngineConfig
 from quire.errors import QuireError
-from quire.executor import Capacity, OnProgress
+from quire.executor import FULL_STEP, Capacity, OnProgress
 from quire.models import (
     Decoder,
     build_model,
@@ -110,25 +110,23 @@ class ModelRunner:
                 self.state.add(column)
         self.sampler = Sampler(self.state, self.config.vocab_size, self.config.eos_token_ids)
         self._eager = EagerHead(self.model, self.state, self.sampler, self.hooks)
+        full = FULL_STEP
         if self.device.type == "cuda" and not self.config.eager:
             began = time.perf_counter()
             with ops.use_policy(self._policy):
-                self._capture()
+                full = self._capture()
             seconds["graphs"] = time.perf_counter() - began
         slots = 0 if self._transfer is None else self._transfer.pool.slots
-        return Capacity(groups=groups, num_blocks=blocks, host_blocks=slots, seconds=seconds)
+        return Capacity(groups, blocks, host_blocks=slots, seconds=seconds, full_step=full)
 
-    def _capture(self) -> None:
-        from quire.runner.cuda_graphs import StepGraphs
+    def _capture(self) -> int:
+        """Returns the tokens of a full step."""
+        from quire.runner.cuda_graphs import StepGraphs, full_step
 
-        self._graphs = StepGraphs(
-            self.model,
-            self.cache,
-            self.state,
-            self.sampler,
-            self.config.scheduler.max_num_batched_tokens,
-        )
+        most = self.config.scheduler.max_num_batched_tokens
+        self._graphs = StepGraphs(self.model, self.cache, self.state, self.sampler, most)
         self._graphs.capture(self._told("graphs"))
+        return full_step(self._graphs.seconds, most)
 
     def _told(self, what: str) -> Callable[[int, int], None] | None:
         return None if self._progress is None else functools.partial(self._progress, what)

@@ -15,19 +15,10 @@ from quire.scheduler.running import RunningSet
 
 _FEW = 8
 """With so many requests or less, each one's wait counts for more than how full a step is."""
-_FULL = 512
-"""Prompt tokens with which a step of a large model keeps a GPU busy."""
-
-
-def enough(chunks: Sequence[Chunk], requests: int) -> bool:
-    """Whether a step should take on no more prompts. Of a few that come together, each step takes
-    one or as many as fill it, so that the first need not wait for the last. requests: all there
-    are."""
-    return requests <= _FEW and sum(chunk.length for chunk in chunks) >= _FULL
 
 
 class Admission:
-    """Decides who may enter, and with which blocks."""
+    """Decides who may enter, and with which blocks. full_step: see `Capacity`."""
 
     def __init__(
         self,
@@ -36,12 +27,15 @@ class Admission:
         running: RunningSet,
         fetches: Sequence[Callable[[Request, Int32, int], bool]],
         reusables: Sequence[Callable[[Request, int], int]] = (),
+        *,
+        full_step: int,
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._running = running
         self._fetches = fetches
         self._reusables = reusables
+        self._full_step = full_step
 
     def check(self, request: Request) -> None:
         """Refuse what can never run, counting all it may need at `max_total`."""
@@ -79,6 +73,12 @@ class Admission:
             raise OverloadedError(f"{requests} requests are waiting already")
         if config.max_queue_tokens is not None and tokens >= config.max_queue_tokens:
             raise OverloadedError(f"{tokens} prompt tokens are waiting already")
+
+    def enough(self, chunks: Sequence[Chunk], requests: int) -> bool:
+        """Whether a step should take on no more prompts. Of a few that come together, each step
+        takes one or as many as fill it, so that the first need not wait for the last. requests: all
+        there are."""
+        return requests <= _FEW and sum(chunk.length for chunk in chunks) >= self._full_step
 
     def fetches(self, request: Request, tokens: Int32) -> bool:
         """Whether a feature is bringing blocks that a waiting request should wait for. tokens:

@@ -39,7 +39,7 @@ from quire.errors import RequestError
 from quire.executor import Capacity
 from quire.plan import Admit, Int32, StepPlan, StepResult, StopReason
 from quire.request import FinishReason, Request, RequestStatus
-from quire.scheduler.admission import Admission, enough
+from quire.scheduler.admission import Admission
 from quire.scheduler.courtesy import Courtesy
 from quire.scheduler.feature import Feature, PlanBuilder, overridden
 from quire.scheduler.lanes import Chunk, Launched, Rows
@@ -92,6 +92,7 @@ class Scheduler:
             self._running,
             overridden(features, "fetch"),
             overridden(features, "reusable"),
+            full_step=capacity.full_step,
         )
         for attach in overridden(features, "attach"):
             attach(self.blocks, self.wake)
@@ -274,7 +275,7 @@ class Scheduler:
         """Start waiting requests in their order; the first that does not fit ends it."""
         self._unfit = None
         while budget > 0 and self._lanes.has_free:
-            if enough(chunks, len(self._running) + len(self._queue)):
+            if self._admission.enough(chunks, len(self._running) + len(self._queue)):
                 return
             request = self._queue.peek()
             if request is None or (only is not None and request.tenant != only):
