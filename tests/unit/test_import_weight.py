@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "triton", "transformers", "tokenizers", "fastapi", "uvicorn", "zmq")
+HEAVY = ("torch", "triton", "transformers", "tokenizers", "fastapi", "uvicorn")
 
 
 @pytest.mark.parametrize(

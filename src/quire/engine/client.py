@@ -115,6 +115,7 @@ class EngineClient:
             self.tokenizer = None
             if path is not None:
                 self.tokenizer = await asyncio.to_thread(Tokenizer.from_path, path)
+                await asyncio.to_thread(self.tokenizer.warm_up)
                 self._compiler = build_compiler(self.config, cached=_CHECKED_GRAMMARS)
         except BaseException:
             await self.shutdown()

@@ -38,7 +38,7 @@ class EngineHost:
         _remove_stale()
         self.folder = Path(tempfile.mkdtemp(prefix=_FOLDER))  # readable by its owner alone
         (self.folder / _OWNER).write_text(str(os.getpid()))
-        self.address = f"ipc://{self.folder}/engine"
+        self.address = str(self.folder / "engine")
         self.deaths = 0
         self.gave_up = False
         self._left = self._restarts = restarts

@@ -6,23 +6,20 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from typing import cast
-
-import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
 
 from quire.engine.messages import FromEngine, Ping, ToEngine, decode_from_engine, encode
+from quire.engine.wire import Cutter, framed
 from quire.errors import EngineDeadError
 
-_RECONNECT_MS = 50
+_RECONNECT_SECONDS = 0.05
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 2.0
 """Without an answer, after which the engine's loop does not turn."""
 
 
-class Link:
-    """Connects to `address` as soon as somebody listens there, and again whenever that is gone.
+class Link(asyncio.Protocol):
+    """Connects to the Unix socket at `address` as soon as somebody listens there, and again
+    whenever that is gone.
 
     on_up: the engine's process listens. on_down: it does no more; what was sent is lost.
     on_message: it said something. All are called on the event loop.
@@ -36,46 +33,48 @@ class Link:
         on_down: Callable[[], None],
         on_message: Callable[[FromEngine], None],
     ) -> None:
+        self._address = address
         self._on_up, self._on_down, self._on_message = on_up, on_down, on_message
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set_hwm(0)  # an abort must not be lost because the engine is busy
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nor may a new engine get an old one's requests
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
-        self._socket.connect(address)
-        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._read())]
+        self._transport: asyncio.Transport | None = None
+        self._lost = asyncio.Event()
+        self._task = asyncio.create_task(self._keep_connected())
 
     def send(self, message: ToEngine) -> None:
         """Raises EngineDeadError where nobody listens."""
-        # At once, or not at all: its future is done.
-        sent = cast("asyncio.Future[None]", self._socket.send(encode(message), zmq.NOBLOCK))
-        if sent.exception() is not None:
+        if self._transport is None:
             raise EngineDeadError("the engine has stopped")
+        self._transport.write(framed(encode(message)))
 
-    async def _watch(self) -> None:
+    async def _keep_connected(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            event = parse_monitor_message(await self._monitor.recv_multipart())
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._on_up()
-            else:
-                self._on_down()
-
-    async def _read(self) -> None:
-        while True:
-            self._on_message(decode_from_engine(await self._socket.recv()))
+            self._lost.clear()
+            with contextlib.suppress(OSError):  # nobody listens yet
+                await loop.create_unix_connection(lambda: self, self._address)
+                await self._lost.wait()
+            await asyncio.sleep(_RECONNECT_SECONDS)
 
     def close(self) -> None:
         """Idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=0)
-        self._context.term()
+        self._task.cancel()
+        if self._transport is not None:
+            self._transport.close()
+
+    # -- asyncio's side ------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._cutter = Cutter()
+        self._transport = transport  # type: ignore[assignment]
+        self._on_up()
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._cutter.feed(data):
+            self._on_message(decode_from_engine(message))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._lost.set()
+        self._on_down()
 
 
 class Beat:

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import zmq
 
 from quire.engine.builder import build_core, resolve
 from quire.engine.core import EngineCore
@@ -45,6 +44,7 @@ from quire.engine.messages import (
     encode,
 )
 from quire.engine.snapshot import take_snapshot
+from quire.engine.switchboard import Peer, Switchboard
 from quire.errors import OverloadedError, QuireError, RequestError
 from quire.plan import Int32, int32
 from quire.request import Request
@@ -52,14 +52,16 @@ from quire.scheduler import StepProgress
 
 _ORPHAN_CHECK = 0.5
 """Seconds between looks at whether the client still lives."""
+_LAST_WORDS = 1.0
+"""Seconds that clients have to read them."""
 
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """name: the socket's for it. number: counts them. handles: of its running requests, with the
-    completions that have not ended."""
+    """number: counts them. handles: of its running requests, with the completions that have not
+    ended."""
 
-    name: bytes
+    peer: Peer
     number: int
     handles: dict[int, int] = field(default_factory=dict)
 
@@ -79,31 +81,31 @@ class Clients:
     """Those that have said something."""
 
     def __init__(self) -> None:
-        self._by_name: dict[bytes, Client] = {}
+        self._by_peer: dict[Peer, Client] = {}
         self._count = 0
 
     def __iter__(self) -> Iterator[Client]:
-        return iter(list(self._by_name.values()))
+        return iter(list(self._by_peer.values()))
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._by_peer)
 
-    def of(self, name: bytes) -> Client:
-        client = self._by_name.get(name)
+    def of(self, peer: Peer) -> Client:
+        client = self._by_peer.get(peer)
         if client is None:
-            client = self._by_name[name] = Client(name, self._count)
+            client = self._by_peer[peer] = Client(peer, self._count)
             self._count += 1
         return client
 
     def forget(self, client: Client) -> None:
-        self._by_name.pop(client.name, None)
+        self._by_peer.pop(client.peer, None)
 
 
 class EngineProcess:
-    """The loop. `socket` is a bound ROUTER: clients are told apart by what it calls them."""
+    """The loop."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
+    def __init__(self, board: Switchboard) -> None:
+        self._board = board
         self._core: EngineCore | None = None
         self._running = True
         self._clients = Clients()
@@ -126,8 +128,10 @@ class EngineProcess:
     def _load(self) -> None:
         greeted = []
         while True:
-            name, data = self._socket.recv_multipart()
-            message, owner = decode_to_engine(data), self._clients.of(name)
+            arrived = self._board.receive(wait=True)
+            if arrived is None or arrived[1] is None:
+                continue
+            message, owner = decode_to_engine(arrived[1]), self._clients.of(arrived[0])
             if isinstance(message, Start):
                 break
             if isinstance(message, Hello):
@@ -150,12 +154,7 @@ class EngineProcess:
             self._send(client, Ready(config))
 
     def _send(self, client: Client, message: FromEngine) -> None:
-        try:
-            self._socket.send_multipart((client.name, encode(message)))
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self._forget(client)
+        self._board.send(client.peer, encode(message))
 
     def _forget(self, client: Client) -> None:
         """It is gone, and nobody will read what its requests give."""
@@ -167,14 +166,14 @@ class EngineProcess:
 
     def _take_messages(self) -> None:
         """All that wait. With nothing to compute, sleeps until there is one."""
-        if not self.core.has_work():
-            self._socket.poll()
-        while self._running:
-            try:
-                name, data = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._handle(self._clients.of(name), data)
+        arrived = self._board.receive(wait=not self.core.has_work())
+        while arrived is not None and self._running:
+            peer, data = arrived
+            if data is None:
+                self._forget(self._clients.of(peer))
+            else:
+                self._handle(self._clients.of(peer), data)
+            arrived = self._board.receive(wait=False)
 
     @property
     def core(self) -> EngineCore:
@@ -317,18 +316,11 @@ def main(address: str, owner: int) -> None:
     # Ctrl-C reaches the whole process group; the owner decides when the engine may stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _exit_with(owner)
-    context = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    # A client that is slow for a while must not make the engine wait: its requests bound what can
-    # pile up. One that is gone is to be noticed.
-    socket.set_hwm(0)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.bind(address)
+    board = Switchboard(address)
     try:
-        EngineProcess(socket).run()
+        EngineProcess(board).run()
     finally:
-        socket.close(linger=1000)
-        context.term()
+        board.close(_LAST_WORDS)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,171 @@
+"""The engine's connections: whole messages, no waiting, and who has left."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.engine.link import Link
+from quire.engine.messages import FromEngine, Ping, Pong, decode_to_engine, encode
+from quire.engine.switchboard import Peer, Switchboard
+from quire.engine.wire import Cutter, framed
+from quire.errors import EngineDeadError
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8), st.lists(st.integers(1, 9), min_size=1))
+def test_messages_are_whole_wherever_the_stream_is_cut(
+    messages: list[bytes], sizes: list[int]
+) -> None:
+    stream, cutter = b"".join(map(framed, messages)), Cutter()
+    found, at, turn = [], 0, 0
+    while at < len(stream):
+        size = sizes[turn % len(sizes)]
+        found += cutter.feed(stream[at : at + size])
+        at, turn = at + size, turn + 1
+    assert found == messages
+
+
+def _connected(
+    path: Path, board: Switchboard | None = None
+) -> tuple[Switchboard, socket.socket, Peer]:
+    board = board or Switchboard(str(path))
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(str(path))
+    client.sendall(framed(b"hello"))
+    arrived = board.receive(wait=True)
+    assert arrived is not None
+    assert arrived[1] == b"hello"
+    return board, client, arrived[0]
+
+
+def test_without_anything_to_read_it_does_not_wait(tmp_path: Path) -> None:
+    board, client, peer = _connected(tmp_path / "engine")
+    assert board.receive(wait=False) is None
+    client.sendall(framed(b"1") + framed(b"") + framed(b"3")[:2])
+    assert board.receive(wait=True) == (peer, b"1")
+    assert board.receive(wait=False) == (peer, b"")
+    assert board.receive(wait=False) is None
+    client.sendall(framed(b"3")[2:])
+    assert board.receive(wait=True) == (peer, b"3")
+    client.close()
+    board.close(0)
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
+    board, client, peer = _connected(tmp_path / "engine")
+    messages = [bytes([i]) * 100_000 for i in range(100)]
+    for message in messages:
+        board.send(peer, message)
+    assert len(peer.unsent) > 5_000_000
+    found: list[bytes] = []
+
+    def read() -> None:
+        cutter = Cutter()
+        while len(found) < len(messages):
+            found.extend(cutter.feed(client.recv(1 << 16)))
+        client.sendall(framed(b"all"))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert board.receive(wait=True) == (peer, b"all")
+    reader.join()
+    assert found == messages
+    assert not peer.unsent
+    client.close()
+    board.close(0)
+
+
+def test_a_client_that_leaves_is_told_once_and_sent_nothing(tmp_path: Path) -> None:
+    board, client, peer = _connected(tmp_path / "engine")
+    client.sendall(framed(b"last"))
+    client.close()
+    assert board.receive(wait=True) == (peer, b"last")
+    assert board.receive(wait=True) == (peer, None)
+    board.send(peer, b"nobody hears this")
+    assert board.receive(wait=False) is None
+    board.close(0)
+
+
+def test_a_client_that_left_is_noticed_by_sending_too(tmp_path: Path) -> None:
+    board, client, peer = _connected(tmp_path / "engine")
+    board.send(peer, b"x" * 10_000_000)
+    client.close()
+    board.send(peer, b"y")
+    assert board.receive(wait=True) == (peer, None)
+    board.close(0)
+
+
+def test_last_words_reach_who_listens(tmp_path: Path) -> None:
+    board, client, peer = _connected(tmp_path / "engine")
+    _, deaf, other = _connected(tmp_path / "engine", board)
+    for each in (peer, other):
+        board.send(each, b"z" * 3_000_000)
+    found: list[bytes] = []
+
+    def read() -> None:
+        cutter = Cutter()
+        while data := client.recv(1 << 16):
+            found.extend(cutter.feed(data))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    begun = time.monotonic()
+    board.close(0.5)
+    assert time.monotonic() - begun < 5
+    reader.join()
+    assert [len(message) for message in found] == [3_000_000]
+    assert not (tmp_path / "engine").exists()
+    deaf.close()
+
+
+def test_a_link_comes_and_goes_with_the_engine(tmp_path: Path) -> None:
+    path = tmp_path / "engine"
+    path.touch()  # left by one that was killed
+
+    async def go() -> list[object]:
+        seen: list[object] = []
+        news = asyncio.Event()
+
+        def note(what: object) -> None:
+            seen.append(what)
+            news.set()
+
+        def heard(message: FromEngine) -> None:
+            note(type(message))
+
+        link = Link(
+            str(path), on_up=lambda: note("up"), on_down=lambda: note("down"), on_message=heard
+        )
+        await asyncio.sleep(0.1)
+        with pytest.raises(EngineDeadError):
+            link.send(Ping())
+        for _ in range(2):
+            board = Switchboard(str(path))
+            await _until(news, seen, "up")
+            link.send(Ping())
+            arrived = await asyncio.to_thread(board.receive, wait=True)
+            assert arrived is not None
+            assert arrived[1] is not None
+            assert isinstance(decode_to_engine(arrived[1]), Ping)
+            board.send(arrived[0], encode(Pong()))
+            await _until(news, seen, Pong)
+            board.close(0)
+            await _until(news, seen, "down")
+        link.close()
+        link.close()
+        return seen
+
+    assert asyncio.run(asyncio.wait_for(go(), 20)) == ["up", Pong, "down"] * 2
+
+
+async def _until(news: asyncio.Event, seen: list[object], what: object) -> None:
+    while not seen or seen[-1] != what:
+        news.clear()
+        await news.wait()
