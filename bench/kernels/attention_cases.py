@@ -78,8 +78,8 @@ class Batch:
         q, kv = self.q[0], self.caches[0]
         made = attention_schedule(
             self.query_start, self.seq_lens, heads=q.shape[1], kv_heads=kv.k.shape[1],
-            head_dim=q.shape[2], dtype=q.dtype, kv_format=kv.format, max_q_len=max(self.q_lens),
-            tuning=tuning,
+            head_dim=q.shape[2], dtype=q.dtype, kv_format=kv.format, tokens=q.shape[0],
+            max_q_len=max(self.q_lens), tuning=tuning,
         )  # fmt: skip
         torch.cuda.synchronize()
         return {"schedule": made}
@@ -133,6 +133,8 @@ def widened(kv: KVLayer) -> KVLayer:
 
 
 MIXED = [(1, 1), (1, 777), (140, 140), (3, 200), (170, 900), (1, 16), (9, 9), (2, 1300), (1, 64)]
+BEHIND = [(40, 2100), (1, 777), (20, 20), (23, 515), (2, 64), (16, 272)]
+"""Few long rows, behind prefixes and without."""
 SHORT = [(1, 1), (1, 400), (1, 1025), (1, 64), (1, 2000)]
 
 
@@ -158,6 +160,13 @@ def checks() -> Iterator[tuple[str, Callable[[], float]]]:
     yield "head size 80", functools.partial(error, MIXED, 4, 2, 80)
     yield "fp16, head size 96", functools.partial(error, MIXED, 4, 2, 96, torch.float16)
     yield "fp32", functools.partial(error, MIXED, 8, 2, 128, torch.float32)
+    for heads, kv_heads, dim in ((12, 2, 128), (32, 8, 128), (4, 2, 80), (8, 1, 256)):
+        name = f"few long rows, heads {heads}/{kv_heads} x {dim}"
+        yield name, functools.partial(error, BEHIND, heads, kv_heads, dim)
+        yield f"{name}, window", functools.partial(error, BEHIND, heads, kv_heads, dim, window=300)
+    one, uncut = AttentionTuning(spread=1), AttentionTuning(spread=0)
+    yield "few long rows in one part", functools.partial(error, BEHIND, 12, 2, 128, tuning=one)
+    yield "few long rows uncut", functools.partial(error, BEHIND, 12, 2, 128, tuning=uncut)
     yield "window 100", functools.partial(error, MIXED, 8, 4, 128, window=100)
     yield "soft-cap 20", functools.partial(error, MIXED, 8, 4, 128, softcap=20.0)
     fixed, bare = AttentionTuning(fixed=True), AttentionTuning(pdl=False, upcast=True)
@@ -231,6 +240,43 @@ def time_decode(shape: Shape, case: str, sweep: bool) -> Row:
         trial(f"{name(tiles)} uncut", replace(auto, decode=tiles, programs=0))
     best = min(us for _, us in trials)
     return Row("attention decode", shape.name, case, bytes_ / best / 1e6, "TB/s", tuple(trials))
+
+
+BEHIND_A_PREFIX = {
+    "64 behind 2083": [(64, 2147)],
+    "64 behind 32768": [(64, 32832)],
+    "64 behind 8192 among 64 x 1024": [(1, 1024)] * 64 + [(64, 8256)],
+}
+
+
+def time_prefix(shape: Shape, case: str, sweep: bool) -> Row:
+    """A prompt most of which is cached, alone or among decodes."""
+    rows = BEHIND_A_PREFIX[case]
+    layers = copies_beyond_l2(sum(total for _, total in rows) * shape.kv_bytes_per_token)
+    batch = Batch.make(rows, shape.heads, shape.kv_heads, 128, layers)
+    flops = sum(4.0 * length * total * shape.heads * 128 for length, total in rows)
+    tried = {"default": AttentionTuning(), "uncut": AttentionTuning(spread=0)}
+    if sweep:
+        tried |= {f"spread {n}": AttentionTuning(spread=n) for n in (66, 132, 264, 396)}
+        tried |= {f"parts {n}": AttentionTuning(most_parts=n) for n in (4, 8, 16, 64)}
+        for tiles in (*PREFILL[3:], Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 2)):
+            for spread in (132, 264):
+                tuning = AttentionTuning(prefill=tiles, spread=spread)
+                tried[f"{name(tiles)} spread {spread}"] = tuning
+    trials = []
+    for label, tuning in tried.items():
+        try:
+            scratch = batch.schedule(tuning)
+            calls = [
+                functools.partial(batch.run, i, tuning, scratch=scratch) for i in range(layers)
+            ]
+            trials.append((label, graph_us(calls)))
+        except Exception as error:  # a tile may not fit this card; the others still tell
+            trials.append((f"{label}: {type(error).__name__}", float("inf")))
+    best = min(us for _, us in trials)
+    return Row(
+        "attention prefix", shape.name, case, flops / best / 1e6, "TFLOP/s", tuple(trials)
+    )  # fmt: skip
 
 
 def cudnn_us(shape: Shape, tokens: int) -> float:

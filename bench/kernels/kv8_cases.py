@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 import torch
-from attention_cases import MIXED, SHORT, Batch
+from attention_cases import BEHIND, MIXED, SHORT, Batch
 from shapes import QWEN25_1_5B, Shape
 from timing import DEVICE
 from torch import Tensor
@@ -46,6 +46,9 @@ def checks() -> Iterator[tuple[str, Callable[[], float]]]:
             yield f"{kind}, mixed {shape}", functools.partial(check, MIXED, *shape)
             yield f"{kind}, decode {shape}", functools.partial(check, SHORT, *shape)
         mixed = functools.partial(check, MIXED, 8, 4, 128)
+        few = functools.partial(check, BEHIND, 12, 2, 128)
+        yield f"{kind}, few long rows", few
+        yield f"{kind}, few long rows, window", functools.partial(few, window=300)
         yield f"{kind}, head size 80", functools.partial(check, MIXED, 4, 2, 80)
         yield f"{kind}, fp16", functools.partial(mixed, dtype=torch.float16)
         yield f"{kind}, window", functools.partial(mixed, window=100)

@@ -1,10 +1,11 @@
 """Check every Triton kernel against its float64 twin on this GPU, then time it.
 
-    PYTHONPATH=src python bench/kernels/run.py [--seconds 220] [--quick]
+    PYTHONPATH=src python bench/kernels/run.py [--seconds 220] [--quick] [--only TEXT]
 
-Prints a table at the end and writes `kernels.json` into $OUT, if that is set. A failing check or
-configuration is reported, not fatal; work beyond the time given is skipped and named. Without a GPU
-it only checks, under TRITON_INTERPRET=1.
+--only: checks and timings whose name has this in it. Prints a table at the end and writes
+`kernels.json` into $OUT, if that is set. A failing check or configuration is reported, not fatal;
+work beyond the time given is skipped and named. Without a GPU it only checks, under
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -55,6 +56,16 @@ def timings(quick: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
                     shape, tokens, sweep
                 ),
             )
+    for shape, case in (
+        (QWEN25_1_5B, "64 behind 2083"),
+        (QWEN25_1_5B, "64 behind 32768"),
+        (QWEN3_8B, "64 behind 2083"),
+        (QWEN25_1_5B, "64 behind 8192 among 64 x 1024"),
+    ):
+        yield (
+            f"attention prefix {shape.name} {case}",
+            lambda shape=shape, case=case: attention_cases.time_prefix(shape, case, not quick),
+        )
     yield (
         "attention decode b8",
         lambda: attention_cases.time_decode(QWEN3_0_6B, "b8", False),
@@ -102,6 +113,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=220.0, help="start nothing after this")
     parser.add_argument("--quick", action="store_true", help="default configurations only")
     parser.add_argument("--no-checks", action="store_true")
+    parser.add_argument("--only", default="", metavar="TEXT", help="names with this in them")
     options = parser.parse_args()
     began = time.monotonic()
     torch.manual_seed(time.time_ns() % 2**31)
@@ -110,6 +122,8 @@ def main() -> None:
     rows: list[Row] = []
     checked = 0
     for name, check in () if options.no_checks else check_all():
+        if options.only not in name:
+            continue
         if time.monotonic() - began > 0.6 * options.seconds:
             skipped.append(f"check {name}")
             continue
@@ -123,6 +137,8 @@ def main() -> None:
             traceback.print_exc()
     print(f"{checked} checks, {len(failed)} failures, {time.monotonic() - began:.0f} s", flush=True)
     for name, measure in timings(options.quick) if DEVICE == "cuda" else ():
+        if options.only not in name:
+            continue
         if time.monotonic() - began > options.seconds:
             skipped.append(name)
             continue

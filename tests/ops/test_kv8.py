@@ -137,6 +137,13 @@ def test_soft_cap(kernel_device: str, form: KVFormat) -> None:
 
 
 @formats
+@pytest.mark.parametrize("window", [None, 33])
+def test_long_rows_in_parts(kernel_device: str, form: KVFormat, window: int | None) -> None:
+    rows = [(20, 300), (1, 77), (16, 32)]
+    Stored(form, kernel_device, rows, 6, 1, 80).check(replace(SMALL, spread=100), window=window)
+
+
+@formats
 def test_decode_in_parts(kernel_device: str, form: KVFormat) -> None:
     rows = [(1, 1), (1, 300), (1, 16), (1, 129)]
     for programs in (2, 80):

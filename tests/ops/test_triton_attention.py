@@ -15,7 +15,7 @@ from quire.ops.triton.attention import (
     attention_schedule,
     paged_attention,
 )
-from quire.ops.triton.attention_schedule import schedule
+from quire.ops.triton.attention_schedule import schedule, schedule_long
 
 SMALL = AttentionTuning(decode=Tiles(16, 16, 2, 2), prefill=Tiles(32, 16, 4, 2), programs=16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -166,7 +166,7 @@ def test_a_schedule_serves_all_layers(kernel_device: str) -> None:
     case = Case(kernel_device, MIXED)
     made = attention_schedule(
         case.query_start, case.seq_lens, heads=4, kv_heads=2, head_dim=64, dtype=case.q.dtype,
-        kv_format=case.kv.format, max_q_len=case.max_q, tuning=SMALL,
+        kv_format=case.kv.format, tokens=len(case.q), max_q_len=case.max_q, tuning=SMALL,
     )  # fmt: skip
     assert made is not None
     want = case.check()
@@ -209,6 +209,123 @@ def test_schedule_covers_each_short_row_once(
     leaders = [made.rows[0, item[0]].item() for item in used]
     longest = [max(lengths[at : at + item[6]]) for at, item in zip(leaders, used, strict=True)]
     assert longest == sorted(longest, reverse=True)
+
+
+BEHIND = [(20, 300), (1, 77), (33, 50), (16, 160), (17, 17), (2, 130), (1, 1)]
+"""Long rows behind prefixes and without, one of whole tiles, among short ones."""
+SPREAD = replace(SMALL, spread=100)
+
+
+@pytest.mark.parametrize("spread", [2, 24, 400])
+@pytest.mark.parametrize("window", [None, 1, 20, 140])
+def test_long_rows_in_parts(kernel_device: str, spread: int, window: int | None) -> None:
+    tuning = replace(SMALL, spread=spread)
+    Case(kernel_device, BEHIND, padding=(5, 3)).check(tuning, window=window)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 1, 80), (3, 3, 16), (8, 1, 256)])
+def test_long_rows_in_parts_of_other_shapes(
+    kernel_device: str, heads: int, kv_heads: int, dim: int
+) -> None:
+    rows = [(20, 200), (1, 30), (11, 64)]
+    Case(kernel_device, rows, heads, kv_heads, dim, padding=(2, 1)).check(SPREAD)
+    Case(kernel_device, rows, heads, kv_heads, dim).check(replace(SPREAD, most_parts=3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_long_rows_in_parts_of_half_precision(kernel_device: str, dtype: torch.dtype) -> None:
+    case = Case(kernel_device, [(20, 140), (1, 30)], dtype=dtype)
+    case.check(SPREAD)
+    case.check(replace(SPREAD, upcast=True), softcap=2.0)
+
+
+def test_long_rows_in_parts_read_nothing_unwritten(kernel_device: str) -> None:
+    """New tensors are full of NaN and of the largest integers here."""
+    case = Case(kernel_device, BEHIND, padding=(5, 3))
+    want = case.check(SPREAD, window=20)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(case.run(SPREAD, window=20), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_long_rows_in_one_part_are_as_without(kernel_device: str) -> None:
+    case = Case(kernel_device, BEHIND, 6, 1, padding=(5, 3))
+    assert torch.equal(case.run(replace(SMALL, spread=1)), case.run(replace(SMALL, spread=0)))
+
+
+def long_schedule(case: Case, kv_heads: int, tuning: AttentionTuning) -> object:
+    made = attention_schedule(
+        case.query_start, case.seq_lens, heads=case.q.shape[1], kv_heads=kv_heads,
+        head_dim=case.q.shape[2], dtype=case.q.dtype, kv_format=case.kv.format, tokens=len(case.q),
+        max_q_len=case.max_q, tuning=tuning,
+    )  # fmt: skip
+    return made.long
+
+
+def test_few_long_rows_are_spread_by_default(kernel_device: str) -> None:
+    case = Case(kernel_device, [(20, 300), (1, 90)], 4, 1)
+    assert long_schedule(case, 1, AttentionTuning()) is not None
+    case.check(AttentionTuning())
+    for tuning in (AttentionTuning(spread=0), AttentionTuning(most_parts=1)):
+        assert long_schedule(case, 1, tuning) is None
+    decode = Case(kernel_device, [(1, 300), (2, 90)], 4, 1)
+    assert long_schedule(decode, 1, AttentionTuning()) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="how much fills the card differs")
+def test_many_long_rows_are_not_spread(kernel_device: str) -> None:
+    case = Case(kernel_device, [(60, 60), (70, 90)], 4, 1)
+    assert long_schedule(case, 1, AttentionTuning()) is None
+
+
+@pytest.mark.parametrize(
+    ("programs", "window", "decodes"), [(1, None, 2), (40, 20, 2), (1000, None, 2), (60, None, 300)]
+)
+def test_schedule_covers_each_long_tile_once(
+    kernel_device: str, programs: int, window: int | None, decodes: int
+) -> None:
+    short = [(1, 50)] * decodes
+    rows = [(9, 77), (0, 0), (40, 400), (1, 1), (8, 300), (16, 16), *short, (11, 3000)]
+    lengths = [q for q, _ in rows]
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    tokens, group = starts[-1] + 7, 6
+    made = schedule_long(
+        torch.tensor(starts, dtype=torch.int32, device=kernel_device),
+        torch.tensor([n for _, n in rows], dtype=torch.int32, device=kernel_device),
+        tokens=tokens, group=group, kv_heads=2, programs=programs, shortest=9,
+        tiles=Tiles(32, 16, 2, 2), most_parts=20, window=window, pdl=False,
+    )  # fmt: skip
+    items = made.items.tolist()
+    used = [item for item in items if item[0] >= 0]
+    assert [item[0] for item in items[len(used) :]] == [-1] * (len(items) - len(used))
+    whole = sum(item[6] == 1 for item in used)
+    assert len(used) - whole <= programs // 2
+    assert [item[2] for item in used] == sorted((item[2] for item in used), reverse=True)
+    places = made.places.tolist()
+    for row, (q_len, seq_len) in enumerate(rows):
+        mine = [(i, item) for i, item in enumerate(used) if item[0] == row]
+        here = range(starts[row], starts[row + 1])
+        if q_len < 9:
+            assert mine == []
+            assert all(places[1][token] == 0 for token in here)
+            continue
+        leader, (_, _, per, *rest, parts, _) = mine[0]
+        assert rest == [starts[row], q_len, seq_len - q_len]
+        assert parts <= 20
+        assert parts == 1 or per >= 2
+        for token in here:
+            assert [place[token] for place in places] == [leader, parts, starts[row]]
+        count = -(-q_len * group // 32)
+        want = [[row, p, per, *rest, parts, tile] for tile in range(count) for p in range(parts)]
+        assert mine == list(enumerate(want, leader))
+        for tile in range(count):
+            first = seq_len - q_len + tile * 32 // group
+            last = seq_len - q_len + min((tile * 32 + 31) // group, q_len - 1)
+            begin = 0 if window is None else max(first - window + 1, 0) // 16
+            assert last // 16 + 1 - begin <= parts * per
+    assert places[1][starts[-1] :] == [0] * 7
 
 
 def test_drafts_are_short_rows(kernel_device: str) -> None:

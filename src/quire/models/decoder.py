@@ -186,6 +186,7 @@ class Decoder(nn.Module):
             head_dim=self.spec.attention.head_dim,
             dtype=self.dtype,
             kv_format=form,
+            tokens=len(batch.input_ids),
             max_q_len=batch.max_q_len,
             window=window,
         )

@@ -125,12 +125,13 @@ def attention_schedule(
     head_dim: int,
     dtype: torch.dtype,
     kv_format: KVFormat,
+    tokens: int,
     max_q_len: int,
     window: int | None = None,
 ) -> Any:
     """How the work of `paged_attention` on a step's rows is shared out, for all layers with these
     shapes and this window: goes into its `scratch` under "schedule". See there for the arguments;
-    heads, kv_heads: of this rank; dtype: of the queries."""
+    heads, kv_heads: of this rank; dtype: of the queries; tokens: places for them."""
     return choose("attention_schedule", seq_lens.device)(
         query_start,
         seq_lens,
@@ -139,6 +140,7 @@ def attention_schedule(
         head_dim=head_dim,
         dtype=dtype,
         kv_format=kv_format,
+        tokens=tokens,
         max_q_len=max_q_len,
         window=window,
     )

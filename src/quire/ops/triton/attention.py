@@ -1,16 +1,18 @@
 """Paged attention for mixed batches: rows of any length against a block-paged KV cache.
 
-Short rows (decode, drafts) have one tile of queries, and their KV is spread over programs; long
-rows have many tiles, and each walks its KV alone. Which row goes where is decided on the device
-from `query_start` and `seq_lens`; grids follow from static bounds alone (token bucket, row bucket,
-`max_q_len`), so that one CUDA graph serves any mix within a bucket.
+Short rows (decode, drafts) have one tile of queries, and their KV is spread over programs. Long
+rows have many tiles. In a step of many tokens these fill the card, and each walks its KV alone; in
+one of fewer, such as a prompt whose prefix is cached, their KV is spread over programs too. Which
+row goes where is decided on the device from `query_start` and `seq_lens`; grids follow from static
+bounds alone (token bucket, row bucket, `max_q_len`), so that one CUDA graph serves any mix within
+a bucket.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +23,13 @@ from quire.ops.choose import current_policy
 from quire.ops.kv import KVFormat, KVLayer
 from quire.ops.triton import kv8
 from quire.ops.triton.attention_kernels import attend_long, attend_short, combine
-from quire.ops.triton.attention_schedule import Schedule, Tiles, schedule
+from quire.ops.triton.attention_schedule import (
+    LongSchedule,
+    Schedule,
+    Tiles,
+    schedule,
+    schedule_long,
+)
 from quire.ops.triton.launch import DeviceTraits, launch, options, traits
 
 _LOG2E = math.log2(math.e)
@@ -39,9 +47,11 @@ _SHORT_TILE = 64
 @dataclass(frozen=True)
 class AttentionTuning:
     """Measured choices, by default made from the shapes. programs: how many more than rows alone
-    make short rows' KV is spread over. min_tiles: least KV tiles of a part. most_parts: parts of a
-    row. prefetch: ask for the first KV tile before waiting for the predecessor. pdl, upcast: None
-    means what the card has; upcast computes in fp32 where tensor cores do not take bf16. fixed: one
+    make short rows' KV is spread over. min_tiles: least KV tiles of a part of those. spread: how
+    many programs the KV of long rows is spread over, if they have fewer tiles of queries; 0: each
+    tile walks its own alone. most_parts: of a short row's KV, or of a long one's for each tile.
+    prefetch: ask for the first KV tile before waiting for the predecessor. pdl, upcast: None means
+    what the card has; upcast computes in fp32 where tensor cores do not take bf16. fixed: one
     kernel, one tile and one order of summation for every row, whatever else is in the batch."""
 
     decode: Tiles | None = None
@@ -49,6 +59,7 @@ class AttentionTuning:
     programs: int | None = None
     min_tiles: int = 1
     most_parts: int = 32
+    spread: int | None = None
     prefetch: bool | None = None
     pdl: bool | None = None
     upcast: bool | None = None
@@ -85,8 +96,10 @@ def decode_tiles(
     return Tiles(m, 64 if d_pad * element_size <= 256 else 32, 4, 2 if shallow else 3)
 
 
-def prefill_tiles(pairs: int, head_dim: int, element_size: int, card: DeviceTraits) -> Tiles:
-    """pairs: (token, head) pairs of a step at most."""
+def prefill_tiles(
+    pairs: int, head_dim: int, element_size: int, card: DeviceTraits, *, cut: bool = False
+) -> Tiles:
+    """pairs: (token, head) pairs of a step at most. cut: for parts of a tile's KV."""
     d_pad = max(16, triton.next_power_of_2(head_dim))
     if element_size > 2 or card.capability < (8, 0):
         # No tensor cores for these: the product is done by FMAs, out of registers.
@@ -97,6 +110,8 @@ def prefill_tiles(pairs: int, head_dim: int, element_size: int, card: DeviceTrai
         return Tiles(128, 64 if card.shared_memory >= 200 * 1024 else 32, 8, 2)
     if card.shared_memory < 200 * 1024:
         return Tiles(128, 64, 4 if d_pad <= 64 else 8, 3)
+    if cut:
+        return Tiles(64, 64, 4, 3)  # two at once, and all that a short part reads is in flight
     if pairs <= 96 * card.num_sms:
         return Tiles(64, 128, 4, 2)  # so few that smaller tiles spread better
     return Tiles(128, 128, 8, 2)
@@ -111,6 +126,7 @@ def attention_schedule(
     head_dim: int,
     dtype: torch.dtype,
     kv_format: KVFormat,
+    tokens: int,
     max_q_len: int,
     window: int | None = None,
     tuning: AttentionTuning | None = None,
@@ -129,7 +145,8 @@ def attention_schedule(
         # A program gets through 8-bit tiles no faster than through others of twice the bytes.
         each = 2 if kv_format.scales == "none" else 4
         programs = 0 if rows * kv_heads > _FILLED * card.num_sms else each * card.num_sms
-    return schedule(
+    pdl = card.pdl if tuning.pdl is None else tuning.pdl
+    short = schedule(
         query_start,
         seq_lens,
         kv_heads=kv_heads,
@@ -139,8 +156,38 @@ def attention_schedule(
         min_tiles=tuning.min_tiles,
         most_parts=tuning.most_parts,
         window=window,
-        pdl=card.pdl if tuning.pdl is None else tuning.pdl,
+        pdl=pdl,
     )
+    if min(max_q_len, tokens) <= short.longest:
+        return short
+    tiles = tuning.prefill or prefill_tiles(tokens * heads, head_dim, width, card, cut=True)
+    spread = _spread(tokens * group // tiles.m * kv_heads, tiles, card, tuning)
+    if spread == 0:
+        return short
+    long = schedule_long(
+        query_start,
+        seq_lens,
+        tokens=tokens,
+        group=group,
+        kv_heads=kv_heads,
+        programs=spread,
+        shortest=short.longest + 1,
+        tiles=tiles,
+        most_parts=tuning.most_parts,
+        window=window,
+        pdl=pdl,
+    )
+    return replace(short, long=long)
+
+
+def _spread(programs: int, tiles: Tiles, card: DeviceTraits, tuning: AttentionTuning) -> int:
+    """Programs to spread long rows' KV over, where tiles of queries alone make `programs`; or 0."""
+    if tuning.most_parts == 1:
+        return 0
+    if tuning.spread is not None:
+        return tuning.spread
+    at_once = 2 if tiles.m * tiles.n <= 64 * 64 else 1
+    return at_once * card.num_sms if 2 * programs <= card.num_sms else 0
 
 
 def _short_tiles(
@@ -223,18 +270,21 @@ def paged_attention(
         long_tiles = tuning.prefill or prefill_tiles(_MANY, head_dim, width, card)
         launch.long_rows(long_tiles, shortest=1, one_loop=True)
         return out
-    long_tiles = tuning.prefill or prefill_tiles(tokens * heads, head_dim, width, card)
     made = (scratch or {}).get("schedule")
     early = made is not None and pdl
     plan = made or attention_schedule(
         query_start, seq_lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        dtype=q.dtype, kv_format=kv.format, max_q_len=max_q_len, window=window, tuning=tuning,
+        dtype=q.dtype, kv_format=kv.format, tokens=tokens, max_q_len=max_q_len, window=window,
+        tuning=tuning,
     )  # fmt: skip
     prefetch = (
         seq_lens.shape[0] * kv_heads <= card.num_sms if tuning.prefetch is None else tuning.prefetch
     )
     launch.short_rows(plan, min(plan.longest, max_q_len), pdl=early, prefetch=prefetch)
-    if max_q_len > plan.longest:
+    if plan.long is not None:
+        launch.long_parts(plan.long, shortest=plan.longest + 1)
+    elif max_q_len > plan.longest:
+        long_tiles = tuning.prefill or prefill_tiles(tokens * heads, head_dim, width, card)
         launch.long_rows(long_tiles, shortest=plan.longest + 1)
     return out
 
@@ -272,39 +322,64 @@ class _Launch:
     def short_rows(self, plan: Schedule, longest: int, *, pdl: bool, prefetch: bool) -> None:
         """Rows of at most `longest` tokens, which fit a tile. pdl: the schedule was complete before
         the preceding kernel began, so that it may be read early."""
-        q, k, *_, out = self.tensors
-        tiles = plan.tiles
-        num_items, num_rows = plan.items.shape[0], plan.rows.shape[1]
-        kv_heads, head_dim = k.shape[1], q.shape[2]
+        tiles, out = plan.tiles, self.tensors[-1]
+        num_items, kv_heads = plan.items.shape[0], self.tensors[1].shape[1]
         partial = lse = out
         if plan.parts:
-            parts = num_items * kv_heads * tiles.m
-            partial = torch.empty(parts * head_dim, dtype=torch.float32, device=q.device)
-            lse = torch.empty(parts, dtype=torch.float32, device=q.device)
+            partial, lse = self._partial(num_items, tiles)
         launch(attend_short, (kv_heads, num_items))(
             *self.tensors, partial, lse, plan.items, self.rows[2], *self._numbers(),
             BM=tiles.m, BN=tiles.n, PDL=pdl, PREFETCH=prefetch, PARTS=plan.parts,
             **self.constants, **_options(tiles, pdl),
         )  # fmt: skip
-        if not plan.parts:
-            return
-        group = int(self.constants["GROUP"])
-        queries = min(longest * group, tiles.m)
-        launch(combine, (num_rows, kv_heads, queries))(
-            partial, lse, out, plan.items, plan.rows, num_rows, *out.stride()[:2],
-            GROUP=group, HEAD_DIM=head_dim, D_PAD=self.constants["D_PAD"], BM=tiles.m,
-            PDL=self.pdl, **options(self.pdl, num_warps=2),
-        )  # fmt: skip
+        if plan.parts:
+            queries = min(longest * int(self.constants["GROUP"]), tiles.m)
+            self._combine(partial, lse, plan.items, plan.rows, queries, tiles, long=False)
 
     def long_rows(self, tiles: Tiles, shortest: int, one_loop: bool = False) -> None:
         """Rows of at least `shortest` tokens."""
         (tokens, heads, _), kv_heads = self.tensors[0].shape, self.tensors[1].shape[1]
         rows = len(self.rows[1])
         most = tokens * (heads // kv_heads) // tiles.m + rows
-        launch(attend_long, (kv_heads, most))(
-            *self.tensors, *self.rows, rows, *self._numbers(), BM=tiles.m, BN=tiles.n,
-            SHORTEST=shortest, ONE_LOOP=one_loop, PDL=self.pdl, **self.constants,
-            **_options(tiles, self.pdl),
+        unused = self.tensors[-1], self.tensors[-1], self.rows[0]
+        self._long((kv_heads, most), tiles, unused, shortest, one_loop)
+
+    def long_parts(self, plan: LongSchedule, shortest: int) -> None:
+        """The same, their KV in parts."""
+        num_items, tiles = plan.items.shape[0], plan.tiles
+        partial, lse = self._partial(num_items, tiles)
+        grid = self.tensors[1].shape[1], num_items
+        self._long(grid, tiles, (partial, lse, plan.items), shortest, parts=True)
+        group = int(self.constants["GROUP"])
+        self._combine(partial, lse, plan.items, plan.places, group, tiles, long=True)
+
+    def _long(
+        self, grid: tuple[int, int], tiles: Tiles, parts_of: tuple[Tensor, Tensor, Tensor],
+        shortest: int, one_loop: bool = False, parts: bool = False,
+    ) -> None:  # fmt: skip
+        launch(attend_long, grid)(
+            *self.tensors, *parts_of, *self.rows, len(self.rows[1]), *self._numbers(), BM=tiles.m,
+            BN=tiles.n, SHORTEST=shortest, ONE_LOOP=one_loop, PDL=self.pdl, PARTS=parts,
+            **self.constants, **_options(tiles, self.pdl),
+        )  # fmt: skip
+
+    def _partial(self, num_items: int, tiles: Tiles) -> tuple[Tensor, Tensor]:
+        """Room for each item's results [BM, D] and logarithms of sums [BM], of each KV head."""
+        q, k = self.tensors[:2]
+        places = num_items * k.shape[1] * tiles.m
+        partial = torch.empty(places * q.shape[2], dtype=torch.float32, device=q.device)
+        return partial, torch.empty(places, dtype=torch.float32, device=q.device)
+
+    def _combine(
+        self, partial: Tensor, lse: Tensor, items: Tensor, rows: Tensor, queries: int,
+        tiles: Tiles, *, long: bool,
+    ) -> None:  # fmt: skip
+        out, kv_heads, count = self.tensors[-1], self.tensors[1].shape[1], rows.shape[1]
+        launch(combine, (count, kv_heads, queries))(
+            partial, lse, out, items, rows, count, *out.stride()[:2],
+            GROUP=self.constants["GROUP"], HEAD_DIM=self.constants["HEAD_DIM"],
+            D_PAD=self.constants["D_PAD"], BM=tiles.m, LONG=long, PDL=self.pdl,
+            **options(self.pdl, num_warps=2),
         )  # fmt: skip
 
     def _numbers(self) -> tuple[float, ...]:

@@ -132,13 +132,8 @@ def attend_short(
     # A part may hold nothing for some of its queries: their peak is -inf.
     result, total = tiles.average(acc, total, v_scale_ptr, head, KIND, OWN_SCALES)
     if PARTS:
-        dims = tl.arange(0, D_PAD)
-        part = (tl.program_id(1) * tl.num_programs(0) + head).to(tl.int64) * BM
-        at = part + tl.arange(0, BM)
-        several = tl.where(parts > 1, limit, -1) >= 0
-        inside = several[:, None] & (dims[None, :] < HEAD_DIM)
-        tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], result, mask=inside)
-        tl.store(lse_ptr + at, peak + tl.log2(total), mask=several)
+        lse = peak + tl.log2(total)
+        tiles.store_part(partial_ptr, lse_ptr, result, lse, limit, parts, HEAD_DIM, D_PAD, BM)
         # What has several parts is not written here.
         q_len = tl.where(parts > 1, 0, q_len)
     tiles.store_output(
@@ -151,21 +146,30 @@ def attend_short(
 def combine(
     partial_ptr, lse_ptr, out_ptr, items_ptr, rows_ptr, num_rows, out_stride_t, out_stride_h,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
-    PDL: tl.constexpr,
+    LONG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, KV heads, queries of a tile): the results of a row's parts, weighted by their
-    sums."""
+    """The results of a query's parts, weighted by their sums. Grid (rows, KV heads, queries of a
+    tile), or LONG: (tokens, KV heads, GROUP), `rows_ptr` then being the `places` of tokens."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     flat = tl.program_id(2)
+    place = flat
     leader = tl.load(rows_ptr + row)
     parts = tl.load(rows_ptr + num_rows + row)
-    q_start = tl.load(items_ptr + leader * 8 + 3, mask=parts > 1, other=0)
-    q_len = tl.load(items_ptr + leader * 8 + 4, mask=parts > 1, other=0)
+    if LONG:
+        q_start = tl.load(rows_ptr + 2 * num_rows + row)
+        flat += (row - q_start) * GROUP
+        leader += flat // BM * parts
+        place = flat % BM
+        live = parts > 1
+    else:
+        q_start = tl.load(items_ptr + leader * 8 + 3, mask=parts > 1, other=0)
+        q_len = tl.load(items_ptr + leader * 8 + 4, mask=parts > 1, other=0)
+        live = (parts > 1) & (flat < q_len * GROUP)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if (parts <= 1) | (flat >= q_len * GROUP):
+    if not live:
         return
     dims = tl.arange(0, D_PAD)
     base = leader.to(tl.int64) * tl.num_programs(1) + head
@@ -174,7 +178,7 @@ def combine(
     peak = float("-inf")
     for start in range(0, parts, PARTS_AT_ONCE):
         part = start + tl.arange(0, PARTS_AT_ONCE)
-        at = (base + part * tl.num_programs(1)) * BM + flat
+        at = (base + part * tl.num_programs(1)) * BM + place
         lse = tl.load(lse_ptr + at, mask=part < parts, other=float("-inf"))
         inside = (part[:, None] < parts) & (dims[None, :] < HEAD_DIM)
         values_at = partial_ptr + at[:, None] * HEAD_DIM + dims[None, :]
@@ -194,8 +198,8 @@ def combine(
 
 @triton.jit(do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=SCALES)
 def attend_long(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, query_start_ptr, seq_lens_ptr,
-    table_ptr, num_rows, qk_scale, softcap, window,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr,
+    query_start_ptr, seq_lens_ptr, table_ptr, num_rows, qk_scale, softcap, window,
     q_stride_t, q_stride_h, out_stride_t, out_stride_h,
     k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     scale_stride_b, scale_stride_h, table_stride,
@@ -203,20 +207,33 @@ def attend_long(
     BM: tl.constexpr, BN: tl.constexpr, SHORTEST: tl.constexpr, ONE_LOOP: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of at least SHORTEST queries. Grid (KV heads, tiles). ONE_LOOP: every KV tile takes the
-    masked road; a query's rounding then does not depend on its neighbours in the tile."""
+    """Rows of at least SHORTEST queries. Grid (KV heads, tiles); with PARTS (KV heads, items), an
+    item being a part of a tile's KV, see `LongSchedule` and `combine`. ONE_LOOP: every KV tile
+    takes the masked road; a query's rounding then does not depend on its neighbours in the tile."""
     # What KV is counted in: values, or pairs of them.
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND else HEAD_DIM
     W_PAD: tl.constexpr = D_PAD // 2 if KIND else D_PAD
     head = tl.program_id(0)
-    # The last tiles of a causal prompt are the longest: start them first.
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    row, first_tile = _row_of_tile(tile, query_start_ptr, num_rows, GROUP, BM)
-    local = tile - first_tile
-    q_start = tl.load(query_start_ptr + row)
-    q_len = tl.load(query_start_ptr + row + 1) - q_start
-    seq_len = tl.load(seq_lens_ptr + row)
+    if PARTS:
+        item = items_ptr + tl.program_id(1) * 8
+        row = tl.load(item)
+        part = tl.load(item + 1)
+        per = tl.load(item + 2)
+        q_start = tl.load(item + 3)
+        q_len = tl.where(row < 0, 0, tl.load(item + 4))
+        seq_len = tl.load(item + 5) + q_len
+        parts = tl.load(item + 6)
+        local = tl.load(item + 7)
+    else:
+        # The last tiles of a causal prompt are the longest: start them first.
+        tile = tl.num_programs(1) - 1 - tl.program_id(1)
+        row, first_tile = _row_of_tile(tile, query_start_ptr, num_rows, GROUP, BM)
+        local = tile - first_tile
+        q_start = tl.load(query_start_ptr + row)
+        q_len = tl.load(query_start_ptr + row + 1) - q_start
+        seq_len = tl.load(seq_lens_ptr + row)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -232,6 +249,10 @@ def attend_long(
     if WINDOW:
         begin = first - window + 1
     lo = _window_start(first, window, WINDOW, BN)
+    end = last + 1
+    if PARTS:
+        lo += part * per * BN
+        end = tl.minimum(end, lo + per * BN)
     k_ptr += head.to(tl.int64) * k_stride_h
     v_ptr += head.to(tl.int64) * v_stride_h
     qk_scale = tiles.score_scale(qk_scale, k_scale_ptr, head, KIND, OWN_SCALES)
@@ -244,7 +265,10 @@ def attend_long(
     whole_from = lo
     whole_to = lo
     if not ONE_LOOP:
-        whole_to = tl.maximum((first + 1) // BN * BN, lo)
+        whole_to = (first + 1) // BN * BN
+        if PARTS:
+            whole_to = tl.minimum(whole_to, end)
+        whole_to = tl.maximum(whole_to, lo)
         if WINDOW:
             whole_from = tl.cdiv(tl.maximum(last - window + 1, 0), BN) * BN
             whole_from = tl.minimum(tl.maximum(whole_from, lo), whole_to)
@@ -263,13 +287,17 @@ def attend_long(
             KIND, OWN_SCALES, PACKED,
         )  # fmt: skip
     acc, peak, total = tiles.attend_range(
-        acc, peak, total, q, limit, whole_to, last + 1, begin, k_ptr, v_ptr, k_scale_ptr,
+        acc, peak, total, q, limit, whole_to, end, begin, k_ptr, v_ptr, k_scale_ptr,
         v_scale_ptr, table_ptr, qk_scale, softcap, window,
         k_stride_b, k_stride_t, v_stride_b, v_stride_t, scale_stride_b,
         WIDTH, W_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
         KIND, OWN_SCALES, PACKED,
     )  # fmt: skip
-    result, _ = tiles.average(acc, total, v_scale_ptr, head, KIND, OWN_SCALES)
+    result, total = tiles.average(acc, total, v_scale_ptr, head, KIND, OWN_SCALES)
+    if PARTS:
+        lse = peak + tl.log2(total)
+        tiles.store_part(partial_ptr, lse_ptr, result, lse, limit, parts, HEAD_DIM, D_PAD, BM)
+        q_len = tl.where(parts > 1, 0, q_len)
     tiles.store_output(
         out_ptr, result, head, local, q_start, q_len, out_stride_t, out_stride_h,
         GROUP, HEAD_DIM, D_PAD, BM,

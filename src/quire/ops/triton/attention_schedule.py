@@ -1,7 +1,8 @@
-"""Which program of decode attention reads which part of whose KV, decided on the device.
+"""Which program of attention reads which part of whose KV, decided on the device.
 
-All rows' KV is cut into parts of about equal length, as many as fill the card a few times over, so
-that neither few long rows nor one among many short ones leaves multiprocessors idle. Longer parts
+Short rows' KV is cut into parts of about equal length, as many as fill the card a few times over,
+so that neither few rows of much KV nor one among many others leaves multiprocessors idle. In steps
+of few tokens that of long rows' tiles is cut too, into parts that all run at once. Longer parts
 come first, which shortens the tail. Made once per step, for all layers.
 """
 
@@ -18,6 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.ops.triton.launch import launch, options
 
 _OWN = 8
+_FEWEST = tl.constexpr(2)
+"""KV tiles of a part of a long row at least: what a part costs besides is about one."""
 _AT_ONCE = 256
 
 
@@ -34,18 +37,34 @@ class Tiles:
 
 
 @dataclass(frozen=True, slots=True)
+class LongSchedule:
+    """items: int32 [N, 8]. Per item its row (-1: none), which part of the KV of its tile of queries
+    it is, how many KV tiles such parts have, where the row's queries begin, how many they are, the
+    first one's position, how many parts the tile has, and which of the row's tiles it is. A row's
+    items follow each other, tile by tile. places: int32 [3, T]. Of each token the first item of its
+    row, how many parts the row's tiles have (0 where it is not long), and where the row begins.
+    tiles: of the kernel that follows it; parts are multiples of its n, at absolute positions."""
+
+    items: Tensor
+    places: Tensor
+    tiles: Tiles
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
-    """items: int32 [N, 8]. Per item its row (-1: none), the KV positions [start, end) to attend to,
-    where the row's queries begin, how many they are, the first one's position, how many items the
-    row has, and nothing. rows: int32 [2, R]. Each row's first item, the others follow it, and how
-    many. tiles: of the kernel that follows it; parts are multiples of its n, at absolute positions.
-    longest: tokens of a short row at most. parts: whether a row may have several."""
+    """Of short rows. items: int32 [N, 8]. Per item its row (-1: none), the KV positions from and up
+    to which it attends, where the row's queries begin, how many they are, the first one's position,
+    how many items the row has, and nothing. rows: int32 [2, R]. Each row's first item, the others
+    follow it, and how many. tiles: of the kernel that follows it; parts are multiples of its n, at
+    absolute positions. longest: tokens of a short row at most. parts: whether a row may have
+    several. long: of longer rows, if the KV of their tiles may be in parts too."""
 
     items: Tensor
     rows: Tensor
     tiles: Tiles
     longest: int
     parts: bool
+    long: LongSchedule | None = None
 
 
 @triton.jit
@@ -174,3 +193,126 @@ def schedule(
         **options(pdl, num_warps=1 if num_rows <= 32 else 4),
     )  # fmt: skip
     return Schedule(items, rows, tiles, longest, spare > 0)
+
+
+@triton.jit
+def _long_rows(
+    query_start_ptr, seq_lens_ptr, rows, num_rows, window, shortest,
+    GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Of rows [n]: where their queries begin, how many, the first one's position, the tiles of
+    queries (0 where the row is not long), and the KV tiles of each of those at most."""
+    inside = rows < num_rows
+    q_start = tl.load(query_start_ptr + rows, mask=inside, other=0)
+    q_len = tl.load(query_start_ptr + rows + 1, mask=inside, other=0) - q_start
+    seq_len = tl.load(seq_lens_ptr + rows, mask=inside, other=0)
+    queries = tl.where(q_len >= shortest, tl.cdiv(q_len * GROUP, BM), 0)
+    kv = tl.cdiv(seq_len, BN)
+    if WINDOW:
+        # What a tile's first query sees, and where its last one stands.
+        kv = tl.minimum(kv, tl.cdiv(tl.minimum(window, seq_len) + BM // GROUP + 1, BN) + 1)
+    return q_start, q_len, seq_len - q_len, queries, kv
+
+
+@triton.jit
+def _share(kv, total, spare, most):
+    """(KV tiles of each part, parts) of tiles of queries that have `kv` of the `total` KV tiles.
+    Rounded so that there are no more than `spare` parts but for those that are whole."""
+    parts = tl.minimum(kv * spare // tl.maximum(total, 1), tl.minimum(tl.cdiv(kv, _FEWEST), most))
+    per = tl.cdiv(kv, tl.maximum(parts, 1))
+    return per, tl.cdiv(kv, tl.maximum(per, 1))
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_items", "tokens", "spare", "shortest", "window", "most"]
+)
+def _schedule_long(
+    query_start_ptr, seq_lens_ptr, items_ptr, places_ptr, num_rows, num_items, tokens, spare,
+    shortest, window, most,
+    GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, AT_ONCE: tl.constexpr,
+    WINDOW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Each program places the tiles of one row: behind those of all rows of longer parts, and of
+    equal ones before."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    own = tl.program_id(0)
+    q_start, q_len, first, own_tiles, own_kv = _long_rows(
+        query_start_ptr, seq_lens_ptr, own, num_rows, window, shortest, GROUP, BM, BN, WINDOW
+    )
+    total = 0
+    for begin in range(0, num_rows, AT_ONCE):
+        rows = begin + tl.arange(0, AT_ONCE)
+        _, _, _, tiles, kv = _long_rows(
+            query_start_ptr, seq_lens_ptr, rows, num_rows, window, shortest, GROUP, BM, BN, WINDOW
+        )
+        total += tl.sum(tiles * kv, 0)
+    own_per, own_parts = _share(own_kv, total, spare, most)
+    item, placed = 0, 0
+    for begin in range(0, num_rows, AT_ONCE):
+        rows = begin + tl.arange(0, AT_ONCE)
+        _, _, _, tiles, kv = _long_rows(
+            query_start_ptr, seq_lens_ptr, rows, num_rows, window, shortest, GROUP, BM, BN, WINDOW
+        )
+        per, parts = _share(kv, total, spare, most)
+        before = (per > own_per) | ((per == own_per) & (rows < own))
+        item += tl.sum(tl.where(before, tiles * parts, 0), 0)
+        placed += tl.sum(tiles * parts, 0)
+    for begin in range(0, q_len, AT_ONCE):
+        token = begin + tl.arange(0, AT_ONCE)
+        at = places_ptr + q_start + token
+        tl.store(at, item, mask=token < q_len)
+        tl.store(at + tokens, tl.where(own_tiles > 0, own_parts, 0), mask=token < q_len)
+        tl.store(at + 2 * tokens, q_start, mask=token < q_len)
+    for begin in range(0, own_tiles * own_parts, AT_ONCE):
+        place = begin + tl.arange(0, AT_ONCE)
+        mine = place < own_tiles * own_parts
+        at = items_ptr + (item + place) * 8
+        tl.store(at, own, mask=mine)
+        tl.store(at + 1, place % own_parts, mask=mine)
+        tl.store(at + 2, own_per, mask=mine)
+        tl.store(at + 3, q_start, mask=mine)
+        tl.store(at + 4, q_len, mask=mine)
+        tl.store(at + 5, first, mask=mine)
+        tl.store(at + 6, own_parts, mask=mine)
+        tl.store(at + 7, place // own_parts, mask=mine)
+    if own == 0:
+        for begin in range(tl.load(query_start_ptr + num_rows), tokens, AT_ONCE):
+            at = begin + tl.arange(0, AT_ONCE)
+            tl.store(places_ptr + tokens + at, 0, mask=at < tokens)
+        for begin in range(placed, num_items, AT_ONCE):
+            at = begin + tl.arange(0, AT_ONCE)
+            tl.store(items_ptr + at * 8, -1, mask=at < num_items)
+
+
+def schedule_long(
+    query_start: Tensor,
+    seq_lens: Tensor,
+    *,
+    tokens: int,
+    group: int,
+    kv_heads: int,
+    programs: int,
+    shortest: int,
+    tiles: Tiles,
+    most_parts: int,
+    window: int | None,
+    pdl: bool,
+) -> LongSchedule:
+    """Of rows of at least `shortest` tokens the tiles of (token, head) pairs, with the KV of each
+    in at most `most_parts` parts. query_start: int32 [R + 1]; seq_lens: int32 [R]; tokens: T.
+    programs: how many there are to be, unless there are more tiles."""
+    num_rows, device = seq_lens.shape[0], seq_lens.device
+    spare = max(1, programs // kv_heads)
+    num_items = tokens * group // tiles.m + min(num_rows, tokens // shortest) + spare
+    items = torch.empty(num_items, 8, dtype=torch.int32, device=device)
+    places = torch.empty(3, tokens, dtype=torch.int32, device=device)
+    at_once = min(_AT_ONCE, max(32, triton.next_power_of_2(num_rows)))
+    launch(_schedule_long, (num_rows,))(
+        query_start, seq_lens, items, places, num_rows, num_items, tokens, spare, shortest,
+        window or 0, most_parts,
+        GROUP=group, BM=tiles.m, BN=tiles.n, AT_ONCE=at_once, WINDOW=window is not None, PDL=pdl,
+        **options(pdl, num_warps=1 if num_rows <= 32 else 4),
+    )  # fmt: skip
+    return LongSchedule(items, places, tiles)

@@ -189,6 +189,23 @@ def score_scale(
 
 
 @triton.jit
+def store_part(
+    partial_ptr, lse_ptr, result, lse, limit, parts,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """What `combine` adds up, in grid (KV heads, items): if there are several parts, the result
+    [BM, D_PAD] and the logarithm of the sum [BM] of each query. A part may hold nothing for some:
+    zeros, and -inf."""
+    dims = tl.arange(0, D_PAD)
+    place = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BM
+    at = place + tl.arange(0, BM)
+    several = tl.where(parts > 1, limit, -1) >= 0
+    inside = several[:, None] & (dims[None, :] < HEAD_DIM)
+    tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], result, mask=inside)
+    tl.store(lse_ptr + at, lse, mask=several)
+
+
+@triton.jit
 def store_output(
     out_ptr, result, head, local, q_start, q_len, stride_t, stride_h,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
