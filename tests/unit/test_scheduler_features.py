@@ -13,7 +13,7 @@ from quire.plan import Int32, KVGroup, RowFlag, Transfer, int32
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, PlanBuilder, Scheduler
-from quire.scheduler.feature import overridden
+from quire.scheduler.hooks import Hooks
 from quire.scheduler.policy import MOST_PREEMPTIONS
 from tests.brain import Loop
 from tests.fakes import FakeExecutor, expected_output
@@ -35,12 +35,13 @@ def test_only_overridden_hooks_are_called() -> None:
         pass
 
     class Speaks(Feature):
-        def plan(self, builder: PlanBuilder) -> None:
-            pass
+        def ready(self, request: Request) -> bool:
+            return False
 
-    features = [Silent(), Speaks()]
-    assert len(overridden(features, "plan")) == 1
-    assert overridden(features, "lookahead") == []
+    speaks = Speaks()
+    hooks = Hooks([Silent(), speaks])
+    assert hooks.ready == [speaks.ready]
+    assert hooks.lookahead == []
 
 
 def test_the_base_does_nothing() -> None:

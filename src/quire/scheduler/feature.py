@@ -7,7 +7,6 @@ that a feature costs nothing where it has nothing to say.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -79,12 +78,6 @@ class Feature:
         """When a request gives its blocks back (it ended or was preempted). True keeps the blocks
         of an ended request as they are until `Scheduler.drop_hold`."""
         return False
-
-
-def overridden(features: Sequence[Feature], name: str) -> list[Callable[..., Any]]:
-    """The bound methods `name` of those features that define one of their own."""
-    base = getattr(Feature, name)
-    return [getattr(f, name) for f in features if getattr(type(f), name) is not base]
 
 
 class PlanBuilder:

@@ -37,11 +37,12 @@ from quire.cache.block_manager import Hold
 from quire.config import SchedulerConfig
 from quire.errors import RequestError
 from quire.executor import Capacity
-from quire.plan import Admit, Int32, StepPlan, StepResult, StopReason
+from quire.plan import Admit, StepPlan, StepResult, StopReason
 from quire.request import FinishReason, Request, RequestStatus
 from quire.scheduler.admission import Admission
 from quire.scheduler.courtesy import Courtesy
-from quire.scheduler.feature import Feature, PlanBuilder, overridden
+from quire.scheduler.feature import Feature
+from quire.scheduler.hooks import Hooks
 from quire.scheduler.lanes import Chunk, Launched, Rows
 from quire.scheduler.policy import key_function
 from quire.scheduler.progress import SchedulerStats, StepProgress
@@ -65,38 +66,24 @@ class Scheduler:
             config.max_model_len,
             config.enable_prefix_caching,
         )
-        self._refusals = overridden(features, "admit")
-        self._builds = overridden(features, "plan")
-        self._results = overridden(features, "result")
-        self._releases = overridden(features, "release")
-        self._transfers = overridden(features, "transferred")
-        self._pendings = overridden(features, "pending")
-        self._swaps = overridden(features, "preempt")
-        self._forgets = overridden(features, "forget")
+        self._hooks = hooks = Hooks(features)
         self._requests: dict[str, Request] = {}
         key = key_function(config)
         self._queue = FairQueue(key)
         self._courtesy = Courtesy(config, self._queue)
-        self._waiting = WaitingSet(self._queue, overridden(features, "ready"))
+        self._waiting = WaitingSet(self._queue, hooks.ready)
         self._prompts_planned: list[Request] = []
-        self._running = RunningSet(
-            config,
-            self.blocks,
-            key,
-            overridden(features, "lookahead"),
-        )
+        self._running = RunningSet(config, self.blocks, key, hooks.lookahead)
         self._lanes = self._running.lanes
         self._admission = Admission(
             config,
             self.blocks,
             self._running,
-            overridden(features, "fetch"),
-            overridden(features, "reusable"),
+            hooks.fetch,
+            hooks.reusable,
             full_step=capacity.full_step,
         )
-        for attach in overridden(features, "attach"):
-            attach(self.blocks, self.wake)
-        self.blocks.on_evict = overridden(features, "evict")
+        hooks.attach(self.blocks, self.wake)
         self._in_flight: deque[Launched] = deque()
         self.last_step: Launched | None = None
         self.last_prompt_step: Launched | None = None
@@ -128,10 +115,7 @@ class Scheduler:
         if request.leader is None:
             waiting = len(self._waiting) - self._lanes.num_free
             self._admission.check_room(waiting, self._queue.tokens)
-        for admit in self._refusals:
-            refusal = admit(request)
-            if refusal is not None:
-                raise refusal
+        self._hooks.admit(request)
         self._order += 1
         request.order = self._order
         self._requests[request.request_id] = request
@@ -153,7 +137,7 @@ class Scheduler:
             self._vacate([request], ended=True)
         else:
             self._waiting.remove(request, RequestStatus.FINISHED)
-            self._release(request)
+            self._hooks.release(request)
         self._finish(request, reason)
         return request
 
@@ -166,8 +150,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue; what it knows is recomputed, or found in the tree, or brought back."""
-        swaps = [swap(request) for swap in self._swaps]
-        self._swapped += any(swaps)
+        self._swapped += self._hooks.preempt(request)
         self._vacate([request], ended=False)
         request.epoch += 1
         request.num_preemptions += 1
@@ -181,18 +164,13 @@ class Scheduler:
         for request in requests:
             valid = request.computed if request.generating else request.planned
             hold = self.blocks.keep(request.lane, request.tokens.view(), valid)
-            if self._release(request) and ended:
+            if self._hooks.release(request) and ended:
                 self._holds[request.request_id] = hold
             else:
                 self.blocks.drop(hold)
             self._frees.append(request.lane)
             self._queue.stop(request)
         self._running.vacate(requests)
-
-    def _release(self, request: Request) -> bool:
-        """Tell every feature; whether one of them wants the blocks kept."""
-        answers = [release(request) for release in self._releases]
-        return any(answers)
 
     def drop_hold(self, request_id: str) -> None:
         """Free the blocks that a feature's `release` asked to keep. Idempotent."""
@@ -242,8 +220,7 @@ class Scheduler:
         return self._launch(rows, chunks, admits)
 
     def _has_pending(self) -> bool:
-        idle = not self._in_flight
-        return any(pending(idle) for pending in self._pendings)
+        return self._hooks.pending(not self._in_flight)
 
     def _settle(self, most: int, only: str | None) -> tuple[Rows, list[Chunk]]:
         """The rows of running requests, with their blocks booked. When blocks run out, drafts go
@@ -315,10 +292,7 @@ class Scheduler:
             block_appends=self.blocks.take_appends(),
             copies=self.blocks.take_copies(),
         )
-        if self._builds:
-            builder = PlanBuilder(plan, columns.requests)
-            for build in self._builds:
-                build(builder)
+        self._hooks.plan(plan, columns.requests)
         self.last_step = Launched(
             self._step_id,
             columns.requests,
@@ -345,9 +319,7 @@ class Scheduler:
         step = self._in_flight.popleft()
         if step.step_id != result.step_id:
             raise RuntimeError(f"result of step {result.step_id} came before {step.step_id}'s")
-        if result.finished_transfers or result.failed_transfers:
-            for transferred in self._transfers:
-                transferred(result.finished_transfers, result.failed_transfers)
+        self._hooks.transferred(result)
         tokens, n, stop = result.tokens, result.n_tokens, result.stop_reason
         rows = np.arange(len(n), dtype=np.int32)
         live = self._lanes.tenancy[step.lanes] == step.tenancy
@@ -355,7 +327,7 @@ class Scheduler:
             rows = rows[live]
             step, tokens, n, stop = step.select(rows), tokens[rows], n[rows], stop[rows]
         n = np.minimum(n, self._lanes.last[step.lanes] + 1 - self._lanes.known[step.lanes])
-        cut = self._cut(step, tokens, n) if self._results else []
+        cut = self._hooks.cut(step, tokens, n)
         self._running.confirm(step, tokens, n)
         full = self._lanes.known[step.lanes] > self._lanes.last[step.lanes]
         ended = full | (stop != StopReason.NONE)
@@ -381,16 +353,6 @@ class Scheduler:
             prompt_logprobs=result.prompt_logprobs,
             pooled=result.pooled,
         )
-
-    def _cut(self, step: Launched, tokens: Int32, n: Int32) -> list[int]:
-        """Let features shorten what rows keep, in `n`. Returns the rows that were."""
-        cut = []
-        for i, (request, count) in enumerate(zip(step.requests, n.tolist(), strict=True)):
-            kept = min([count, *(keep(request, tokens[i, :count]) for keep in self._results)])
-            if count and kept < count:
-                n[i] = max(kept, 0)
-                cut.append(i)
-        return cut
 
     # -- what the engine asks ------------------------------------------------------------------
 
@@ -440,6 +402,5 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Forget every prefix that no request runs on; False if some are left."""
-        for forget in self._forgets:
-            forget()
+        self._hooks.forget()
         return self.blocks.reset_cache()
