@@ -48,7 +48,7 @@ def decode_buckets(lanes: int) -> list[int]:
 
 def mixed_buckets(tokens: int) -> list[int]:
     """Token counts of all other steps."""
-    fine = [16, 32, 64, 128, 192, *range(256, 1280, 128), *range(1280, 2560, 256)]
+    fine = [16, 32, 64, 128, 192, *range(256, 2048, 128), *range(2048, 2560, 256)]
     coarse = range(2560, tokens + 512, 512)
     return [size for size in _up_to(tokens, [*fine, *coarse]) if size > 1]
 
