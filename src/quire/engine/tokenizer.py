@@ -103,6 +103,7 @@ class Tokenizer:
     def warm_up(self) -> None:
         """Works once, so that the first request does not pay for what that sets up."""
         self.decode(self.encode("A text of words, 1 or 2 numbers, and ünïcödé. " * 50))
+        _ = self.longest
 
     def decode(self, ids: Sequence[int] | Int32, skip_special_tokens: bool = True) -> str:
         return str(self.hub.decode([int(id) for id in ids], skip_special_tokens))
