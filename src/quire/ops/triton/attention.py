@@ -86,7 +86,9 @@ def decode_tiles(
         # Half the bytes take as many instructions: what counts is how few there are for each, and
         # how many programs run at once.
         if form.scales == "token" and d_pad <= 128 and m <= 32:
-            return Tiles(m, 128, 4, 3, _THREE_AT_ONCE if m == 16 else None)
+            # Integers would rather have the registers, unless there are programs for several waves.
+            three = not form.offset or rows * kv_heads > _ONE_WAVE * card.num_sms
+            return Tiles(m, 128, 4, 3, _THREE_AT_ONCE if m == 16 and three else None)
         return Tiles(m, 64, 4, 4 if m <= 16 and d_pad <= 128 else 3)
     # Many programs run at once with less in flight each; not where they are only just too many for
     # one wave, of so many rows that their lengths will differ: the last to end then need depth.
