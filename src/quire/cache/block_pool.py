@@ -46,7 +46,7 @@ class BlockPool:
     def hold(self, ids: Int32) -> None:
         """One more holder for each of these distinct blocks, which must not be free."""
         index = ids.astype(np.intp)  # two to three times as fast as int32
-        counts = self.holders.take(index)
+        counts = self.holders[index]
         if len(counts) and counts.min() < 1:
             raise RuntimeError("held a free block")
         self.holders[index] = counts + 1
@@ -54,7 +54,7 @@ class BlockPool:
     def drop(self, ids: Int32) -> None:
         """One holder less for each of these distinct blocks; those without any become free."""
         index = ids.astype(np.intp)
-        counts = self.holders.take(index) - 1
+        counts = self.holders[index] - 1
         least = counts.min(initial=1)
         if least < 0:
             raise RuntimeError("dropped a free block")
@@ -67,7 +67,7 @@ class BlockPool:
     def free(self, ids: Int32) -> None:
         """As `drop`, of blocks that have no other holder."""
         index = ids.astype(np.intp)
-        if np.count_nonzero(self.holders.take(index) != 1):
+        if np.count_nonzero(self.holders[index] != 1):
             raise RuntimeError("freed a block that others hold")
         self.holders[index] = 0
         self._returned[self._num_returned : self._num_returned + len(ids)] = ids
