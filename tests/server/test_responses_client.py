@@ -387,6 +387,11 @@ def test_input_tokens(client: openai.OpenAI) -> None:
         ({"model": "gpt-x"}, openai.NotFoundError, "model"),
         ({"conversation": "conv_1"}, openai.BadRequestError, "conversation"),
         ({"max_tool_calls": 3}, openai.BadRequestError, "max_tool_calls"),
+        (
+            {"background_options": {"completion_window": "2h"}},
+            openai.BadRequestError,
+            "background_options",
+        ),
         ({"prompt": {"id": "p"}}, openai.BadRequestError, "prompt"),
         ({"tools": [{"type": "web_search"}]}, openai.BadRequestError, "tools[0]"),
         ({"tool_choice": {"type": "file_search"}}, openai.BadRequestError, "tool_choice"),

@@ -104,8 +104,8 @@ def test_a_client_that_left_is_noticed_by_sending_too(tmp_path: Path) -> None:
 
 def test_last_words_reach_who_listens(tmp_path: Path) -> None:
     board, client, peer = _connected(tmp_path / "engine")
-    _, deaf, other = _connected(tmp_path / "engine", board)
-    for each in (peer, other):
+    deaf = [_connected(tmp_path / "engine", board)[1:] for _ in range(5)]
+    for each in (peer, *(other for _, other in deaf)):
         board.send(each, b"z" * 3_000_000)
     found: list[bytes] = []
 
@@ -122,7 +122,8 @@ def test_last_words_reach_who_listens(tmp_path: Path) -> None:
     reader.join()
     assert [len(message) for message in found] == [3_000_000]
     assert not (tmp_path / "engine").exists()
-    deaf.close()
+    for other, _ in deaf:
+        other.close()
 
 
 def test_a_link_comes_and_goes_with_the_engine(tmp_path: Path) -> None:

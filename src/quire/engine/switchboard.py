@@ -116,10 +116,9 @@ class Switchboard:
     def close(self, patience: float) -> None:
         """Last words have `patience` seconds to leave. Removes the socket."""
         deadline = time.monotonic() + patience
+        while any(peer.unsent for peer in self._peers) and time.monotonic() < deadline:
+            self._poll(max(0.0, deadline - time.monotonic()))
         for peer in self._peers:
-            peer.socket.settimeout(max(0.001, deadline - time.monotonic()))
-            with contextlib.suppress(OSError):
-                peer.socket.sendall(peer.unsent)
             peer.socket.close()
         self._selector.close()
         self._listener.close()

@@ -25,6 +25,7 @@ LOGPROBS = "message.output_text.logprobs"
 # Fields of OpenAI's API that are not implemented, with the values that mean "not used".
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "access_programs": (),
+    "background_options": ({}, {"completion_window": "soonest"}),
     "context_management": ([],),
     "conversation": (),
     "image": (),
