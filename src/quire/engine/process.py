@@ -129,9 +129,13 @@ class EngineProcess:
         greeted = []
         while True:
             arrived = self._board.receive(wait=True)
-            if arrived is None or arrived[1] is None:
+            if arrived is None:
                 continue
-            message, owner = decode_to_engine(arrived[1]), self._clients.of(arrived[0])
+            owner, data = self._clients.of(arrived[0]), arrived[1]
+            if data is None:
+                self._forget(owner)
+                continue
+            message = decode_to_engine(data)
             if isinstance(message, Start):
                 break
             if isinstance(message, Hello):
