@@ -57,6 +57,7 @@ def full_step(seconds: Callable[[int], float], most: int) -> int:
     """The least tokens, by powers of two, of which twice as many take more than half as long again:
     of two such prompts the first tokens then come sooner, on average, one after the other than
     together. seconds: of a step of so many tokens; most: of any step."""
+    seconds = functools.cache(seconds)
     tokens = min(FULL_STEP, most)
     while 2 * tokens <= most and seconds(2 * tokens) <= 1.5 * seconds(tokens):
         tokens *= 2
