@@ -246,12 +246,15 @@ def test_a_grammar_that_takes_too_long(llms: dict[int, LLM], monkeypatch: Any) -
     llm.shutdown()
 
 
-def test_a_walk_that_fails_ends_its_request(llm: LLM, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("panics", [False, True])
+def test_a_walk_that_fails_ends_its_request(llm: LLM, monkeypatch: Any, panics: bool) -> None:
     build, count = MaskBuilder.build, 0
 
     def failing(self: MaskBuilder, rows: list[Walk | None], *others: Any) -> None:
         nonlocal count
         count += 1
+        if count == 4 and panics:
+            raise BaseException("as a panic in native code is")
         if count == 4 and rows[0] is not None:
             rows[0].error = GrammarError("too complex")
         build(self, rows, *others)

@@ -224,11 +224,12 @@ class GrammarFeature(Feature):
         masks = self._room(step.step_id, len(rows))
         try:
             self._masks.build(rows, masks, self._compiler.tokenizer_vocab, entered.set)
-        except BaseException as error:  # else the step would wait for ever
+        except BaseException as error:  # a grammar must not end the engine, or keep it waiting
             masks[:] = -1
+            reason = GrammarError(f"The grammar failed ({type(error).__name__}).")
             for walk in rows:
                 if walk is not None:
-                    walk.error = GrammarError(f"The masks failed ({type(error).__name__}).")
+                    walk.error = walk.error or reason
         self._release(HeadInputs(step.step_id, masks))
         for i, walk in enumerate(rows):
             if walk is not None and walk.error is not None:

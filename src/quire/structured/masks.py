@@ -58,16 +58,12 @@ class MaskBuilder:
         entered: Callable[[], None] = lambda: None,
     ) -> None:
         """Fills masks, int32 [rows, ceil(vocab / 32)]. Those of no walk, and of walks that fail,
-        which then say so, allow everything. Raises nothing: a grammar must not end the engine.
-        entered: called when other threads may have the interpreter for a while."""
+        which then say so, allow everything. entered: called when other threads may have the
+        interpreter for a while."""
         wide = -(-tokenizer_vocab // 32)
         room = masks if wide <= self._words else np.empty((len(rows), wide), dtype=np.int32)
         walks = [(walk, i) for i, walk in enumerate(rows) if walk is not None and not walk.error]
-        try:
-            self._fill(walks, room, entered)
-        except Exception as error:
-            for walk, _ in walks:
-                walk.error = GrammarError(f"The grammar failed ({type(error).__name__}).")
+        self._fill(walks, room, entered)
         if room is not masks:
             masks[:] = room[:, : self._words]
         for i, each in enumerate(rows):
