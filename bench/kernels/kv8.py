@@ -15,8 +15,6 @@ import contextlib
 import functools
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from pathlib import Path
 import torch
 from attention_cases import Batch, name
 from kv8_cases import AUTO, FORMATS, Store, checks
+from session import Session
 from shapes import QWEN3_0_6B, QWEN3_8B, QWEN25_1_5B, Shape
 from timing import DEVICE, copies_beyond_l2, graph_us
 
@@ -56,28 +55,14 @@ CELLS = [
 # -- checks --------------------------------------------------------------------------------------
 
 
-def run_checks(seconds: float) -> tuple[int, list[str]]:
-    began, count = time.monotonic(), 0
-    failed: list[str] = []
+def run_checks(session: Session, until: float) -> None:
     if DEVICE == "cuda":
         with compiling(os.cpu_count() or 4):
             for _, check in checks():
                 with contextlib.suppress(Exception):  # it is told when it runs
                     check()
-        print(f"checks compiled after {time.monotonic() - began:.0f} s", flush=True)
-    for label, check in checks():
-        if time.monotonic() - began > seconds:
-            failed.append(f"{label}: no time left")
-            continue
-        try:
-            worst = check()
-            count += 1
-            if not worst <= 1.0:
-                failed.append(f"{label}: error {worst:.3g} of what is allowed")
-        except Exception as error:
-            failed.append(f"{label}: {type(error).__name__}: {str(error)[:300]}")
-            traceback.print_exc()
-    return count, failed
+        print(f"checks compiled after {session.seconds:.0f} s", flush=True)
+    session.check(checks(), until)
 
 
 # -- times ---------------------------------------------------------------------------------------
@@ -274,34 +259,26 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=180.0, help="start nothing after this")
     parser.add_argument("--no-checks", action="store_true")
     options = parser.parse_args()
-    began = time.monotonic()
-    count, failed = (0, []) if options.no_checks else run_checks(0.5 * options.seconds)
-    print(f"{count} checks, {len(failed)} failures, {time.monotonic() - began:.0f} s", flush=True)
+    session = Session()
+    if not options.no_checks:
+        run_checks(session, until=0.5 * options.seconds)
     lines: list[Line] = []
-    skipped: list[str] = []
     if DEVICE == "cuda":
         compile_all()
-        print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
-        for label, measure in timings():
-            if time.monotonic() - began > options.seconds:
-                skipped.append(label)
-                continue
-            try:
-                lines.append(measure())
-            except Exception as error:
-                failed.append(f"{label}: {type(error).__name__}: {str(error)[:300]}")
-                traceback.print_exc()
+        print(f"compiled after {session.seconds:.0f} s", flush=True)
+        for line in session.each(timings(), until=options.seconds):
+            lines.append(line)
             torch.cuda.empty_cache()
     if options.results is not None:
         options.results.mkdir(parents=True, exist_ok=True)
         append_jsonl(options.results / "kv8.jsonl", [line.record() for line in lines])
     print("\n".join(totals(lines)))
     print("\n".join(table(lines)))
-    if skipped:
-        print(f"skipped for lack of time: {', '.join(skipped)}")
-    print(f"{time.monotonic() - began:.0f} s; {len(failed)} failures")
-    print("".join(f"  {line}\n" for line in failed), end="")
-    return 1 if failed else 0
+    if session.skipped:
+        print(f"skipped for lack of time: {', '.join(session.skipped)}")
+    print(f"{session.seconds:.0f} s; {len(session.failed)} failures")
+    print("".join(f"  {line}\n" for line in session.failed), end="")
+    return 1 if session.failed else 0
 
 
 if __name__ == "__main__":

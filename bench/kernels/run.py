@@ -14,19 +14,21 @@ import argparse
 import json
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 import attention_cases
 import elementwise_cases
 import sampling_cases
 import torch
 from attention_cases import Row
+from session import Session
 from shapes import QWEN3_0_6B, QWEN3_8B, QWEN25_1_5B
 from timing import DEVICE
 
+T = TypeVar("T")
 MODELS = (QWEN3_0_6B, QWEN25_1_5B, QWEN3_8B)
 
 
@@ -108,6 +110,11 @@ def report(failed: list[str], skipped: list[str], rows: list[Row]) -> None:
     print(f"{len(failed)} failures" + "".join(f"\n  {line}" for line in failed))
 
 
+def only(text: str, parts: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Those whose name has the text in it."""
+    return ((name, part) for name, part in parts if text in name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Check and time the Triton kernels.")
     parser.add_argument("--seconds", type=float, default=220.0, help="start nothing after this")
@@ -115,42 +122,17 @@ def main() -> None:
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--only", default="", metavar="TEXT", help="names with this in them")
     options = parser.parse_args()
-    began = time.monotonic()
+    session = Session()
     torch.manual_seed(time.time_ns() % 2**31)
-    failed: list[str] = []
-    skipped: list[str] = []
+    if not options.no_checks:
+        session.check(only(options.only, check_all()), until=0.6 * options.seconds)
     rows: list[Row] = []
-    checked = 0
-    for name, check in () if options.no_checks else check_all():
-        if options.only not in name:
-            continue
-        if time.monotonic() - began > 0.6 * options.seconds:
-            skipped.append(f"check {name}")
-            continue
-        try:
-            worst = check()
-            checked += 1
-            if not worst <= 1.0:
-                failed.append(f"{name}: error {worst:.3g} of what is allowed")
-        except Exception as error:
-            failed.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
-            traceback.print_exc()
-    print(f"{checked} checks, {len(failed)} failures, {time.monotonic() - began:.0f} s", flush=True)
-    for name, measure in timings(options.quick) if DEVICE == "cuda" else ():
-        if options.only not in name:
-            continue
-        if time.monotonic() - began > options.seconds:
-            skipped.append(name)
-            continue
-        try:
-            row = measure()
+    if DEVICE == "cuda":
+        for row in session.each(only(options.only, timings(options.quick)), until=options.seconds):
             rows.append(row)
-        except Exception as error:
-            failed.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
-            traceback.print_exc()
-        torch.cuda.empty_cache()
-    print(f"{time.monotonic() - began:.0f} s in all")
-    report(failed, skipped, rows)
+            torch.cuda.empty_cache()
+    print(f"{session.seconds:.0f} s in all")
+    report(session.failed, session.skipped, rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""A run of many checks and timings in limited time."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Session:
+    """What fails is told at the end, not fatal; what there is no time for is named. failed: with
+    reasons."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.failed: list[str] = []
+        self.skipped: list[str] = []
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def each(self, parts: Iterable[tuple[str, Callable[[], T]]], until: float) -> Iterator[T]:
+        """What those give that do not fail. Begins none after `until` seconds."""
+        for name, part in parts:
+            if self.seconds > until:
+                self.skipped.append(name)
+                continue
+            try:
+                found = part()
+            except Exception as error:
+                self.failed.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+                traceback.print_exc()
+            else:
+                yield found
+
+    def check(self, checks: Iterable[tuple[str, Callable[[], float]]], until: float) -> None:
+        """Checks give their worst error, as a share of what is allowed."""
+
+        def judged(name: str, check: Callable[[], float]) -> None:
+            worst = check()
+            if not worst <= 1.0:
+                self.failed.append(f"{name}: error {worst:.3g} of what is allowed")
+
+        def all_of_them() -> Iterator[tuple[str, Callable[[], None]]]:
+            for name, check in checks:
+                yield f"check {name}", lambda name=name, check=check: judged(name, check)
+
+        count = sum(1 for _ in self.each(all_of_them(), until))
+        print(f"{count} checks, {len(self.failed)} failures, {self.seconds:.0f} s", flush=True)
