@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from quire.plan import Transfer, int32
+from quire.arrays import int32
+from quire.plan import Transfer
 from quire.runner.kv_transfer import KVTransfer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from quire.arrays import int32
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.engine.core import EngineCore
-from quire.plan import int32
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
 

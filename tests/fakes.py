@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from quire.arrays import Int32, int32
 from quire.executor import Capacity
 from quire.plan import (
     Admit,
     HeadInputs,
-    Int32,
     KVGroup,
     Logprobs,
     RowFlag,
@@ -27,7 +27,6 @@ from quire.plan import (
     StepResult,
     StopReason,
     Transfer,
-    int32,
 )
 from quire.request import Request
 

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.arrays import int32
 from quire.bench.record import append_jsonl, format_table, make_record
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
-from quire.plan import int32
 from quire.sampling_params import SamplingParams
 
 CONFIG = Path(__file__).parents[1] / "configs" / "gpt2"

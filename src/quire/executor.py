@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire.plan import HeadInputs, Int32, KVGroup, StepPlan, StepResult
+from quire.arrays import Int32
+from quire.plan import HeadInputs, KVGroup, StepPlan, StepResult
 
 OnProgress = Callable[[str, int, int], None]
 """Told how far a start is: "weights", bytes loaded and in all; "graphs", captured and in all."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.arrays import Int32
 from quire.config import EngineArgs
 from quire.engine.builder import build_compiler, build_core, resolve
 from quire.engine.core import EngineStats
@@ -23,7 +24,6 @@ from quire.outputs import (
     EmbeddingRequestOutput,
     RequestOutput,
 )
-from quire.plan import Int32
 from quire.pooling_params import PoolingParams
 from quire.request import Request
 from quire.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.plan import Int32
+from quire.arrays import Int32
 from quire.sampling_params import SamplingParams
 
 

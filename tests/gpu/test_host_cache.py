@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.plan import Transfer, int32
+from quire.arrays import int32
+from quire.plan import Transfer
 from quire.runner.kv_transfer import KVTransfer
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from quire.arrays import int32
 from quire.errors import ConfigError
-from quire.plan import int32
 from quire.runner.host_pool import BlockLayout, HostPool
 from quire.runner.kv_transfer import CudaCopier
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.arrays import int32
 from quire.ops.triton.adjust import adjust
-from quire.plan import Admit, KVGroup, StepPlan, int32
+from quire.plan import Admit, KVGroup, StepPlan
 from quire.runner.batch_state import BatchState
 from quire.runner.sampling import Sampler
 from quire.runner.staging import Staging

@@ -12,10 +12,10 @@ import httpx
 import numpy as np
 import pytest
 
+from quire.arrays import int32
 from quire.engine.core import EngineStats
 from quire.engine.snapshot import Branch, Pool, Snapshot
 from quire.errors import EngineDeadError
-from quire.plan import int32
 from quire.server import live
 from quire.server.args import ServerArgs
 from quire.server.live import Lookout, Watcher, runs

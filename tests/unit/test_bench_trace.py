@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quire.arrays import int32
 from quire.bench.ceilings import Ceilings, ceilings
 from quire.bench.latency import Timeline, summary, timeline
 from quire.bench.throughput import step_metrics
@@ -15,7 +16,7 @@ from quire.bench.work import ModelWork, attended
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
 from quire.models import load_config
-from quire.plan import Admit, KVGroup, RowFlag, StepPlan, int32
+from quire.plan import Admit, KVGroup, RowFlag, StepPlan
 from quire.sampling_params import SamplingParams
 
 LAST_CHUNK = RowFlag.PROMPT | RowFlag.SAMPLE

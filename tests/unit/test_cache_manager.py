@@ -7,11 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.cache.block_manager import Evicted, Hold
 from quire.cache.chain import next_key, root_key
 from quire.errors import ConfigError, RequestTooLargeError
-from quire.plan import Int32, KVGroup, int32
+from quire.plan import KVGroup
 from tests.brain import check_blocks, nodes_of
 
 _SIZE = 4

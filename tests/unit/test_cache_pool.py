@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from quire.arrays import int32
 from quire.cache import BlockPool
-from quire.plan import int32
 
 
 def test_fresh_blocks_come_in_order_and_returned_ones_first() -> None:

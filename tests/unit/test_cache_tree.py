@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from quire.arrays import int32
 from quire.cache.chain import Namespace, next_key, root_key
 from quire.cache.node import NO_BLOCK, Node, common_start
 from quire.cache.prefix_tree import Match, PrefixTree
-from quire.plan import int32
 from tests.brain import check_node, nodes_of
 
 _SIZE = 2

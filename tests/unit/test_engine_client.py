@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quire.arrays import int32
 from quire.config import EngineArgs
 from quire.engine.client import EngineClient, StreamUpdate
 from quire.engine.core import EngineStats
@@ -36,7 +37,7 @@ from quire.errors import (
     RequestError,
     RequestTooLargeError,
 )
-from quire.plan import Logprobs, int32
+from quire.plan import Logprobs
 from quire.sampling_params import SamplingParams
 
 Work = Callable[[EngineClient], Awaitable[None]]

@@ -20,8 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.arrays import Int32, decode_array, encode_array, int32
 from quire.layers.batch import ForwardBatch, GroupBatch
-from quire.plan import HeadInputs, Int32, RowFlag, StepPlan, decode_array, encode_array, int32
+from quire.plan import HeadInputs, RowFlag, StepPlan
 from quire.request import Request
 from quire.runner.cuda_graphs import Head, StepGraphs
 from quire.runner.sampling import HeadKind

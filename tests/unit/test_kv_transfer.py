@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from quire.arrays import int32
 from quire.config import EngineArgs
 from quire.errors import ConfigError, QuireError
-from quire.plan import Transfer, int32
+from quire.plan import Transfer
 from quire.runner.disk_store import DiskStore, identity
 from quire.runner.host_pool import BlockLayout, HostPool
 from quire.runner.kv_transfer import KVTransfer

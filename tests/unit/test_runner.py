@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.arrays import int32
 from quire.errors import QuireError
 from quire.ops import KVFormat
-from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan, int32
+from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan
 from quire.runner import Hook
 from quire.runner.kv_cache import KVCache
 from quire.runner.step import Step

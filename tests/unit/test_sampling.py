@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.plan import Admit, KVGroup, StepPlan, StopReason, int32
+from quire.arrays import int32
+from quire.plan import Admit, KVGroup, StepPlan, StopReason
 from quire.runner.batch_state import BatchState
 from quire.runner.sampling import Sampler, random, truncate
 from quire.runner.sampling.logprobs import token_logprobs

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.arrays import int32
 from quire.config import SchedulerConfig
 from quire.errors import OverloadedError, RefusedError, RequestError, RequestTooLargeError
-from quire.plan import KVGroup, RowFlag, StepPlan, StepResult, int32
+from quire.plan import KVGroup, RowFlag, StepPlan, StepResult
 from quire.request import FinishReason, Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Scheduler

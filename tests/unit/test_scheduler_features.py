@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.config import SchedulerConfig
 from quire.errors import RefusedError, RequestError
-from quire.plan import Int32, KVGroup, RowFlag, Transfer, int32
+from quire.plan import KVGroup, RowFlag, Transfer
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, PlanBuilder, Scheduler

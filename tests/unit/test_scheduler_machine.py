@@ -9,10 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from quire.arrays import int32
 from quire.config import SchedulerConfig
 from quire.errors import RequestError
 from quire.offload import CostModel, OffloadFeature, Rates
-from quire.plan import KVGroup, int32
+from quire.plan import KVGroup
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.arrays import int32
 from quire.cache.block_tables import BlockTables
 from quire.cache.census import CACHED, FREE, census, outline
 from quire.config import SchedulerConfig
@@ -20,7 +21,7 @@ from quire.engine.snapshot import (
     MOST_WAITING,
     take_snapshot,
 )
-from quire.plan import KVGroup, int32
+from quire.plan import KVGroup
 from quire.sampling_params import SamplingParams
 from tests.fakes import FakeExecutor
 

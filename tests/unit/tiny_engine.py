@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from quire.arrays import int32
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
-from quire.plan import StepPlan, int32
+from quire.plan import StepPlan
 from quire.request import Request
 from quire.runner import Hook, ModelRunner
 from quire.sampling_params import SamplingParams

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.arrays import Int32, int32
 from quire.cache import BlockManager
-from quire.plan import Int32, KVGroup, int32
+from quire.plan import KVGroup
 
 TARGET_US = 20.0
 """What each of match, insert and evict may cost per request, in microseconds."""

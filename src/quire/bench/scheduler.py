@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from quire.arrays import Int32
 from quire.config import SchedulerConfig
 from quire.executor import Capacity
-from quire.plan import Int32, KVGroup, StepPlan, StepResult, StopReason
+from quire.plan import KVGroup, StepPlan, StepResult, StopReason
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Scheduler

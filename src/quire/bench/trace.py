@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quire.arrays import Int32
 from quire.bench.ceilings import Ceilings
 from quire.bench.work import ModelWork
 from quire.executor import Capacity, Executor
-from quire.plan import HeadInputs, Int32, KVGroup, RowFlag, StepPlan, StepResult
+from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from quire.llm import LLM

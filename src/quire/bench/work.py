@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.arrays import Int32
 from quire.config import EngineConfig
-from quire.plan import Int32
 
 
 @dataclass(frozen=True, slots=True)

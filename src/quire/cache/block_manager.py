@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from quire.arrays import Int32, int32
 from quire.cache.block_tables import BlockTables
 from quire.cache.chain import Namespace
 from quire.cache.incoming import RECEIVERS, Receiver
@@ -12,7 +13,7 @@ from quire.cache.node import NO_BLOCK, Node
 from quire.cache.prefix_tree import Given, Match, PrefixTree
 from quire.cache.tree_lanes import TreeLanes
 from quire.errors import ConfigError, RequestTooLargeError
-from quire.plan import BlockAppends, BlockCopies, Int32, KVGroup, int32
+from quire.plan import BlockAppends, BlockCopies, KVGroup
 
 
 @dataclass(slots=True)

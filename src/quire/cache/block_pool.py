@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.plan import Int32
+from quire.arrays import Int32
 
 
 class BlockPool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from quire.arrays import Int32, int32
 from quire.cache.block_pool import BlockPool
-from quire.plan import BlockAppends, BlockCopies, Int32, KVGroup, int32
+from quire.plan import BlockAppends, BlockCopies, KVGroup
 
 _NONE = int32([])
 _NO_APPENDS = BlockAppends(lanes=_NONE, starts=_NONE, counts=_NONE, ids=_NONE)

@@ -8,10 +8,10 @@ from itertools import islice
 
 import numpy as np
 
+from quire.arrays import Int32, int32
 from quire.cache.block_tables import BlockTables
 from quire.cache.node import Node
 from quire.cache.prefix_tree import PrefixTree
-from quire.plan import Int32, int32
 
 FREE = -2
 CACHED = -1

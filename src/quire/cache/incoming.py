@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.arrays import Int32, int32
 from quire.cache.chain import Namespace
-from quire.plan import Int32, int32
 
 if TYPE_CHECKING:
     from quire.cache.block_manager import BlockManager

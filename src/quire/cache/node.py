@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from quire.arrays import Int32
 from quire.cache.chain import KEY_BYTES, next_key
 from quire.cache.sorted_keys import SortedKeys
-from quire.plan import Int32
 
 NO_BLOCK = -1
 

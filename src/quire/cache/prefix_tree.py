@@ -15,10 +15,10 @@ from itertools import islice
 
 import numpy as np
 
+from quire.arrays import Int32
 from quire.cache.chain import KEY_BYTES, Namespace, root_key
 from quire.cache.loose import LooseBlocks
 from quire.cache.node import NO_BLOCK, Node, common_run
-from quire.plan import Int32
 
 
 def pack(tokens: Int32) -> memoryview:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from quire.arrays import Int32, int32
 from quire.cache.block_tables import BlockTables
 from quire.cache.chain import Namespace
 from quire.cache.node import NO_BLOCK, Node
 from quire.cache.prefix_tree import PrefixTree, pack
-from quire.plan import Int32, int32
 
 _APART = np.iinfo(np.int32).max
 

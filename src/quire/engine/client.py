@@ -8,6 +8,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.builder import build_compiler
 from quire.engine.core import EngineStats
@@ -40,7 +41,6 @@ from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import EngineDeadError, QuireError, RequestError
 from quire.executor import OnProgress
-from quire.plan import Int32
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.structured import Compiler

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.engine.telemetry import Histogram, Telemetry
 from quire.engine.tiers import open_tiers
@@ -17,7 +18,7 @@ from quire.errors import EngineDeadError, RequestError
 from quire.executor import Executor
 from quire.offload import OffloadFeature, TierStats
 from quire.outputs import RequestTimes
-from quire.plan import Int32, StepPlan
+from quire.plan import StepPlan
 from quire.pooling import POOLING
 from quire.pooling_params import Pooling
 from quire.request import FinishReason, Request, RequestStatus

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.arrays import Float32
 from quire.config import EngineConfig
 from quire.errors import RequestError
-from quire.plan import Float32
 from quire.pooling_params import Pooling, PoolingParams
 from quire.sampling_params import SamplingParams
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.executor import Capacity, OnProgress
-from quire.plan import HeadInputs, Int32, StepPlan, StepResult
+from quire.plan import HeadInputs, StepPlan, StepResult
 from quire.runner import Hook, ModelRunner
 
 

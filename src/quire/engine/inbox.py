@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from quire.arrays import Float32
 from quire.engine.messages import Outputs
 from quire.errors import QuireError
-from quire.plan import Float32, Logprobs
+from quire.plan import Logprobs
 
 
 @dataclass(slots=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import msgspec
 
 from quire import errors
+from quire.arrays import Float32, Int32, decode_array, encode_array
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.core import EngineStats
 from quire.engine.snapshot import Snapshot
 from quire.errors import ConfigError, QuireError, RequestError
-from quire.plan import Float32, Int32, Logprobs, decode_array, encode_array
+from quire.plan import Logprobs
 from quire.pooling_params import Pooling
 from quire.sampling_params import SamplingParams
 

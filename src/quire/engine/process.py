@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.arrays import Int32, int32
 from quire.engine.builder import build_core, resolve
 from quire.engine.core import EngineCore
 from quire.engine.messages import (
@@ -46,7 +47,6 @@ from quire.engine.messages import (
 from quire.engine.snapshot import take_snapshot
 from quire.engine.switchboard import Peer, Switchboard
 from quire.errors import OverloadedError, QuireError, RequestError
-from quire.plan import Int32, int32
 from quire.request import Request
 from quire.scheduler import StepProgress
 

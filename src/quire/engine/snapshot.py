@@ -7,10 +7,10 @@ from itertools import islice
 
 import msgspec
 
+from quire.arrays import Int32
 from quire.cache.census import census, outline
 from quire.engine.core import EngineCore, EngineStats
 from quire.outputs import RequestTimes
-from quire.plan import Int32
 from quire.request import Request, RequestStatus
 from quire.scheduler.lanes import Launched
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor import Capacity, Executor
 from quire.offload import CostModel, OffloadFeature, Rates
-from quire.plan import Admit, BlockAppends, Int32, RowFlag, StepPlan, Transfer, int32
+from quire.plan import Admit, BlockAppends, RowFlag, StepPlan, Transfer
 from quire.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
 
+from quire.arrays import Int32
 from quire.engine.chat_template import ChatTemplate, load_templates
 from quire.engine.template_traits import TemplateTraits, probe
 from quire.errors import ModelError, RequestError
-from quire.plan import Int32
 
 _MAX_COMPILED = 8
 

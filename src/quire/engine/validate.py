@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import PromptTooLongError, RequestError
-from quire.plan import Int32
 from quire.sampling_params import SamplingParams
 
 

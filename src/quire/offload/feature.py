@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import numpy as np
 
+from quire.arrays import Int32, int32
 from quire.cache import BlockManager, Evicted, HostTier, KeyList, Match
 from quire.cache.chain import next_key
 from quire.offload.costs import CostModel
 from quire.offload.jobs import Job, Kind
-from quire.plan import Int32, Transfer, int32
+from quire.plan import Transfer
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 

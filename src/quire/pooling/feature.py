@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 
-from quire.plan import RowFlag, int32
+from quire.arrays import int32
+from quire.plan import RowFlag
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.arrays import Int32, int32
 from quire.layers.batch import ForwardBatch, GroupBatch
-from quire.plan import Admit, Int32, KVGroup, StepPlan, int32
+from quire.plan import Admit, KVGroup, StepPlan
 from quire.runner.staging import Array, Upload
 from quire.runner.step import Step
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.arrays import Int32
 from quire.executor import FULL_STEP
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models import Decoder
@@ -26,7 +27,7 @@ from quire.ops.triton.adjust import adjust
 from quire.ops.triton.batch import expand_batch, finish_rows
 from quire.ops.triton.launch import compiling
 from quire.ops.triton.sampling import sample
-from quire.plan import Int32, RowFlag, StepPlan
+from quire.plan import RowFlag, StepPlan
 from quire.runner.batch_state import BatchState
 from quire.runner.kv_cache import KVCache
 from quire.runner.sampling import HeadKind, Sampler

@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from quire.arrays import Int32
 from quire.errors import ConfigError
-from quire.plan import Int32
 
 _log = logging.getLogger(__name__)
 

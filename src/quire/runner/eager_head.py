@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from quire import ops
+from quire.arrays import Int32
 from quire.errors import QuireError
 from quire.models import Decoder
-from quire.plan import Int32, RowFlag
+from quire.plan import RowFlag
 from quire.runner.batch_state import BatchState
 from quire.runner.hook import Hook
 from quire.runner.sampling import Sampler

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.plan import Int32
+from quire.arrays import Int32
 
 _EVER = np.iinfo(np.int64).max
 

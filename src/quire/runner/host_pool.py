@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.arrays import Int32
 from quire.errors import ConfigError
-from quire.plan import Int32
 from quire.runner.memory import available_memory
 
 _CHUNK_BYTES = 1 << 30

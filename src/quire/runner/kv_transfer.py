@@ -27,9 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
-from quire.plan import Int32, Transfer, int32
+from quire.plan import Transfer
 from quire.runner import memory
 from quire.runner.disk_store import DiskStore, identity
 from quire.runner.host_pool import BlockLayout, HostPool

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
+from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.executor import FULL_STEP, Capacity, OnProgress
@@ -28,7 +29,7 @@ from quire.models import (
     load_weights,
     spec_from_config,
 )
-from quire.plan import HeadInputs, Int32, KVGroup, RowFlag, StepPlan, StepResult
+from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan, StepResult
 from quire.runner import memory
 from quire.runner.batch_state import BatchState
 from quire.runner.eager_head import HEAD_ELEMENTS, EagerHead, index_on, sampled_logprobs

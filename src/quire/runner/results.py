@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from quire.plan import Pooled, RowFlag, StepResult, int32
+from quire.arrays import int32
+from quire.plan import Pooled, RowFlag, StepResult
 from quire.runner.step import Step, join
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.arrays import Int32
 from quire.layers.batch import ForwardBatch
-from quire.plan import Int32, Logprobs, RowFlag, StepPlan
+from quire.plan import Logprobs, RowFlag, StepPlan
 
 
 @dataclass(slots=True)

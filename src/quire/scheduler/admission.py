@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from quire.arrays import Int32
 from quire.cache import BlockManager
 from quire.config import SchedulerConfig
 from quire.errors import OverloadedError, RefusedError, RequestError
-from quire.plan import Int32
 from quire.request import Request
 from quire.scheduler.lanes import Chunk, wants_prompt_logprobs
 from quire.scheduler.policy import stays

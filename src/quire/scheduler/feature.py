@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from quire.arrays import Int32, int32
 from quire.cache import BlockManager, Evicted
 from quire.errors import RequestError
-from quire.plan import Admit, Int32, RowFlag, StepPlan, Transfer, int32
+from quire.plan import Admit, RowFlag, StepPlan, Transfer
 from quire.request import Request
 
 

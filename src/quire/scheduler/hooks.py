@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quire.arrays import Int32
 from quire.cache import BlockManager
 from quire.errors import RequestError
-from quire.plan import Int32, StepPlan, StepResult
+from quire.plan import StepPlan, StepResult
 from quire.request import Request
 from quire.scheduler.feature import Feature, PlanBuilder
 from quire.scheduler.lanes import Launched

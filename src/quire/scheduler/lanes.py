@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.plan import Int32, RowFlag, int32
+from quire.arrays import Int32, int32
+from quire.plan import RowFlag
 from quire.request import Request
 
 Index = np.ndarray[Any, np.dtype[np.intp]]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.plan import Float32, Int32, Logprobs, Pooled, StopReason
+from quire.arrays import Float32, Int32
+from quire.plan import Logprobs, Pooled, StopReason
 from quire.request import Request
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.config import SchedulerConfig
-from quire.plan import Int32, int32
 from quire.request import Request, RequestStatus
 from quire.scheduler.lanes import Chunk, LaneTable, Launched, Rows, wants_prompt_logprobs
 from quire.scheduler.policy import Entry, Key, stays

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.plan import Admit, Int32, int32
+from quire.arrays import Int32, int32
+from quire.plan import Admit
 from quire.request import Request
 from quire.scheduler.lanes import Chunk, Rows
 

@@ -18,7 +18,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.plan import Int32
+from quire.arrays import Int32
 from quire.server.errors import ApiError
 from quire.server.openai_responses.query import Query
 from quire.server.sse import EventStream, start_stream

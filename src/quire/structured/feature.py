@@ -19,9 +19,10 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher
 
+from quire.arrays import Int32
 from quire.errors import GrammarError, RequestError
 from quire.executor import Executor
-from quire.plan import HeadInputs, Int32, RowFlag
+from quire.plan import HeadInputs, RowFlag
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 from quire.structured.compiler import Compiler

@@ -10,8 +10,8 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
+from quire.arrays import Int32
 from quire.errors import GrammarError
-from quire.plan import Int32
 
 _MOST_THREADS = 16
 

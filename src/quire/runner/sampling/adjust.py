@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.plan import Admit, Int32, int32
+from quire.arrays import Int32, int32
+from quire.plan import Admit
 from quire.runner.batch_state import BatchState, ColumnSpec
 from quire.runner.staging import Array, Upload
 from quire.sampling_params import MAX_BIAS_ENTRIES

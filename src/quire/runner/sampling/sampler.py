@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.plan import Admit, Int32, StepPlan, StopReason, int32
+from quire.arrays import Int32, int32
+from quire.plan import Admit, StepPlan, StopReason
 from quire.runner.batch_state import BatchState, ColumnSpec
 from quire.runner.sampling import random, truncate
 from quire.runner.sampling.adjust import Adjustments
