@@ -11,15 +11,19 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)
 
-    from tests.interpreter import patch_once_per_launch
+    from tests.interpreter import reuse_what_stays
 
-    patch_once_per_launch()
+    reuse_what_stays()
 
 
 def pytest_collection_finish() -> None:
     """Keeps what importing all tests has made out of later garbage collections."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture
