@@ -258,7 +258,7 @@ def test_an_op_has_its_twins_signature_and_runs_the_kernel_where_there_is_one(
     op = ops.op(scaled)
     assert (op.__name__, op.__doc__) == ("scaled", scaled.__doc__)
     assert inspect.signature(op) == inspect.signature(scaled)
-    x = torch.ones(2)
+    x = torch.ones(2, dtype=torch.float64)
     assert_close(op(x, by=3.0), 3 * x)
 
     module = types.ModuleType("kernels")
