@@ -72,6 +72,8 @@ class ModelRunner:
         self._later: deque[StepPlan] = deque()
         self._graphs: Graphs | None = None
         self._buckets = Buckets(self.limits)
+        # What the head must do for each lane's request, a `Level`.
+        self._levels = np.zeros(self.limits.lanes, dtype=np.int8)
         self._transfer: KVTransfer | None = None
         depth = scheduler.steps_in_flight + 1
         self._pinned = PinnedRing(self.device, depth)
@@ -148,7 +150,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture(self) -> int:
         """Captures all programs. Returns the tokens of a full step."""
-        self.state.inputs.copy_(torch.from_numpy(self._packed(None)))
+        self.state.inputs.copy_(torch.from_numpy(self.state.idle_inputs()))
         more = {name: run for hook in self.hooks for name, run in hook.programs().items()}
         self._graphs = graphs = Graphs(self.device)
         with ops.use_policy(self._policy):
@@ -274,6 +276,8 @@ class ModelRunner:
             upload.put_lines(column, lanes, values.astype(kind))
         for hook in self.hooks:
             hook.stage(plan, plan.admits, upload)
+        for admit in plan.admits:
+            self._levels[admit.lane] = max(hook.lane_level(admit) for hook in self.hooks)
 
     def _stage_admits(self, admits: Sequence[Admit], upload: Upload) -> None:
         state = self.state
@@ -286,21 +290,12 @@ class ModelRunner:
         starts = ragged(lanes, np.zeros_like(lanes), state.tokens.shape[1])
         upload.put(state.tokens, starts, lengths, np.concatenate([a.tokens for a in admits]))
 
-    def _packed(self, step: Step | None) -> Int32:
-        """Returns a step's `BatchState.inputs`; None: of no rows at all."""
-        limits = self.limits
-        lanes, most = limits.lanes, limits.logit_rows
-        packed = np.zeros(4 * lanes + 2 + most + 3, dtype=np.int32)
-        own, query_start, logit_start, flags, lines, gate = np.split(
-            packed, np.cumsum([lanes, lanes + 1, lanes + 1, lanes, most])
-        )
-        own.fill(-1)
-        lines.fill(-1)
-        gate[0] = -1
-        if step is None:
-            return packed
-        plan, rows = step.plan, step.plan.num_rows
-        own[:rows] = plan.lanes
+    def _packed(self, step: Step) -> Int32:
+        """Returns a step's `BatchState.inputs`."""
+        state, plan, rows = self.state, step.plan, step.plan.num_rows
+        packed = state.idle_inputs()
+        lanes, query_start, logit_start, flags, lines, gate = state.split_inputs(packed)
+        lanes[:rows] = plan.lanes
         np.cumsum(plan.q_len, out=query_start[1 : rows + 1])
         query_start[rows + 1 :] = query_start[rows]
         logit_start[: rows + 1] = step.logit_start
@@ -317,7 +312,8 @@ class ModelRunner:
         """Launches the step's head, unless masks are missing that the device cannot wait for."""
         plan, logit_rows = step.plan, int(step.logit_start[-1])
         if logit_rows:
-            level = max((hook.level(plan) for hook in self.hooks), default=Level.PLAIN)
+            asked = Level(int(self._levels[plan.lanes].max()))
+            level = max(asked, *(hook.level(plan) for hook in self.hooks))
             shape = self._buckets.head(logit_rows, level)
             captured = self._graphs is not None and shape in self._graphs
             # A kernel's first launch waits for the device, which would wait for the masks.
