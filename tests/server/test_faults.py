@@ -132,7 +132,7 @@ def test_workers(launch: Callable[..., Server]) -> None:
     next(stream)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_0")
-    os.kill(child(server, "quire.server.worker"), signal.SIGKILL)
+    os.kill(child(server, "quire.server.process.worker"), signal.SIGKILL)
     server.wait_for(lambda: "starting another" in "".join(server.output), "it to be noticed")
     server.wait_for(lambda: idle(server), "what it ran to end")
     for _ in range(6):

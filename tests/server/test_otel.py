@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from quire.errors import ConfigError
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.tracing import Phases, _spans
+from quire.server.telemetry.tracing import Phases, _spans
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import PROMPT, run
 from tests.server.server_process import MODEL, start_server

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.engine.framing import FrameDecoder, framed
 from quire.engine.link import Link
 from quire.engine.messages import FromEngine, Ping, Pong, decode_to_engine, encode
-from quire.engine.switchboard import Peer, Switchboard
-from quire.engine.wire import Cutter, framed
+from quire.engine.socket_server import Connection, SocketServer
 from quire.errors import EngineDeadError
 
 
@@ -23,7 +23,7 @@ from quire.errors import EngineDeadError
 def test_messages_are_whole_wherever_the_stream_is_cut(
     messages: list[bytes], sizes: list[int]
 ) -> None:
-    stream, cutter = b"".join(map(framed, messages)), Cutter()
+    stream, cutter = b"".join(map(framed, messages)), FrameDecoder()
     found, at, turn = [], 0, 0
     while at < len(stream):
         size = sizes[turn % len(sizes)]
@@ -33,9 +33,9 @@ def test_messages_are_whole_wherever_the_stream_is_cut(
 
 
 def _connected(
-    path: Path, board: Switchboard | None = None
-) -> tuple[Switchboard, socket.socket, Peer]:
-    board = board or Switchboard(str(path))
+    path: Path, board: SocketServer | None = None
+) -> tuple[SocketServer, socket.socket, Connection]:
+    board = board or SocketServer(str(path))
     client = socket.socket(socket.AF_UNIX)
     client.connect(str(path))
     client.sendall(framed(b"hello"))
@@ -67,7 +67,7 @@ def test_a_client_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
     found: list[bytes] = []
 
     def read() -> None:
-        cutter = Cutter()
+        cutter = FrameDecoder()
         while len(found) < len(messages):
             found.extend(cutter.feed(client.recv(1 << 16)))
         client.sendall(framed(b"all"))
@@ -110,7 +110,7 @@ def test_last_words_reach_who_listens(tmp_path: Path) -> None:
     found: list[bytes] = []
 
     def read() -> None:
-        cutter = Cutter()
+        cutter = FrameDecoder()
         while data := client.recv(1 << 16):
             found.extend(cutter.feed(data))
 
@@ -148,7 +148,7 @@ def test_a_link_comes_and_goes_with_the_engine(tmp_path: Path) -> None:
         with pytest.raises(EngineDeadError):
             link.send(Ping())
         for _ in range(2):
-            board = Switchboard(str(path))
+            board = SocketServer(str(path))
             await _until(news, seen, "up")
             link.send(Ping())
             arrived = await asyncio.to_thread(board.receive, wait=True)

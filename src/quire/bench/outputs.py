@@ -17,7 +17,7 @@ Plot = Callable[[Sequence[BenchRecord], Path], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outputs:
+class OutputFiles:
     """The files that were asked for; JSON lines are appended to, the others written anew."""
 
     jsonl: Path | None = None

@@ -37,7 +37,7 @@ class SeenStep:
     collected: float = 0.0
 
 
-class StepTrace:
+class StepRecorder:
     """An executor that hands everything on to another, and remembers the steps."""
 
     def __init__(self, inner: Executor, used_blocks: Callable[[], Sequence[int]]) -> None:
@@ -79,10 +79,10 @@ class StepTrace:
         self.inner.shutdown()
 
 
-def watch(llm: LLM) -> StepTrace:
+def watch(llm: LLM) -> StepRecorder:
     """From now on all steps of `llm` are seen."""
     core = llm._core
-    trace = StepTrace(
+    trace = StepRecorder(
         core._executor, lambda: [usage.used for usage in core.scheduler.blocks.usage()]
     )
     core._executor = trace

@@ -21,7 +21,7 @@ Messages = list[dict[str, str]]
 Answer = Generator[str, None, None]
 
 
-class Backend(Protocol):
+class ChatBackend(Protocol):
     """Streams answers. Closing an iterator early stops the generation."""
 
     model: str
@@ -37,7 +37,7 @@ class EngineBackend:
 
     def __init__(self, args: EngineArgs, on_progress: OnProgress | None = None) -> None:
         from quire.engine.client import EngineClient
-        from quire.server.convert import model_defaults
+        from quire.server.openai.convert import model_defaults
 
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)

@@ -10,7 +10,7 @@ import typer
 from quire.bench import plots
 from quire.bench.online.drive import Server, launched
 from quire.bench.online.sweep import Plan, levels
-from quire.bench.outputs import Outputs
+from quire.bench.outputs import OutputFiles
 from quire.bench.record import BenchRecord, format_table, make_record
 from quire.errors import ConfigError
 
@@ -29,7 +29,7 @@ def serve(
     api_key: str | None,
     concurrencies: Sequence[int],
     device: str,
-    outputs: Outputs,
+    outputs: OutputFiles,
 ) -> None:
     """flags: of the `quire serve` to start, or None to load the server at `base_url`."""
     outputs.check()

@@ -9,7 +9,7 @@ from contextlib import closing
 from rich.console import Console
 from rich.markup import escape
 
-from quire.cli.backend import Backend, EngineBackend, Messages, ServerBackend
+from quire.cli.backend import ChatBackend, EngineBackend, Messages, ServerBackend
 from quire.cli.progress import progress_bar
 from quire.cli.settings import SamplingArgs
 from quire.config import EngineArgs
@@ -32,7 +32,7 @@ def chat(
 ) -> None:
     """Runs until /exit or the end of input."""
     console = Console(highlight=False)
-    backend: Backend
+    backend: ChatBackend
     if url is not None:
         backend = ServerBackend(url, api_key)
     else:
@@ -46,7 +46,7 @@ class Conversation:
     """Messages so far, and the loop that adds to them."""
 
     def __init__(
-        self, console: Console, backend: Backend, sampling: SamplingArgs, system: str | None
+        self, console: Console, backend: ChatBackend, sampling: SamplingArgs, system: str | None
     ) -> None:
         self.console = console
         self.backend = backend

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from quire.cli.progress import progress_bar
 from quire.config import EngineArgs
-from quire.server import logs
 from quire.server.args import ServerArgs
-from quire.server.run import run_server
+from quire.server.process.server import run_server
+from quire.server.telemetry import logs
 
 
 def serve(engine: EngineArgs, server: ServerArgs) -> None:

@@ -14,8 +14,7 @@ from quire.engine.builder import build_compiler
 from quire.engine.core import EngineStats
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
-from quire.engine.inbox import Inbox, Mailroom
-from quire.engine.link import Beat, Link
+from quire.engine.link import Heartbeat, Link
 from quire.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -25,18 +24,19 @@ from quire.engine.messages import (
     GetStats,
     Hello,
     Loading,
-    Outputs,
     Pong,
     Ready,
-    Refused,
-    Seen,
+    RequestRefused,
     Shutdown,
+    SnapshotReply,
     Start,
-    Stats,
+    StatsReply,
+    StepOutputs,
     ToEngine,
 )
 from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
 from quire.engine.snapshot import Snapshot
+from quire.engine.streams import RequestStream, StreamRouter
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import EngineDeadError, QuireError, RequestError
@@ -73,12 +73,12 @@ class EngineClient:
         self.host: EngineHost | None = None
         self._args = args
         self._on_progress = on_progress
-        self._mail = Mailroom()
+        self._mail = StreamRouter()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._compiler: Compiler | None = None
         self._ready: asyncio.Future[EngineConfig] = asyncio.get_running_loop().create_future()
-        self._beat = Beat()
+        self._beat = Heartbeat()
         self._closed = False
         self._link = Link(
             address, on_up=self._greet, on_down=self._on_down, on_message=self._dispatch
@@ -230,7 +230,7 @@ class EngineClient:
     async def _updates(
         self,
         handle: int,
-        inbox: Inbox,
+        inbox: RequestStream,
         prompt: list[int],
         readers: list[CompletionReader],
         params: SamplingParams,
@@ -370,13 +370,13 @@ class EngineClient:
 
     def _dispatch(self, message: FromEngine) -> None:
         match message:
-            case Outputs():
+            case StepOutputs():
                 self._mail.deliver(message)
             case Pong():
                 self._beat.heard()
-            case Refused(handle, failure):
+            case RequestRefused(handle, failure):
                 self._mail.refuse(handle, failure.error())
-            case Stats(call, found) | Seen(call, found):
+            case StatsReply(call, found) | SnapshotReply(call, found):
                 answer = self._calls.get(call)
                 if answer is not None and not answer.done():
                     answer.set_result(found)

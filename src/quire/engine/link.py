@@ -7,8 +7,8 @@ import contextlib
 import time
 from collections.abc import Callable
 
+from quire.engine.framing import FrameDecoder, framed
 from quire.engine.messages import FromEngine, Ping, ToEngine, decode_from_engine, encode
-from quire.engine.wire import Cutter, framed
 from quire.errors import EngineDeadError
 
 _RECONNECT_SECONDS = 0.05
@@ -63,7 +63,7 @@ class Link(asyncio.Protocol):
     # -- asyncio's side ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._cutter = Cutter()
+        self._cutter = FrameDecoder()
         self._transport = transport  # type: ignore[assignment]
         self._on_up()
 
@@ -77,7 +77,7 @@ class Link(asyncio.Protocol):
         self._on_down()
 
 
-class Beat:
+class Heartbeat:
     """Asks the engine's loop again and again whether it turns."""
 
     def __init__(self) -> None:

@@ -120,14 +120,14 @@ class Failed(msgspec.Struct, tag=True):
     failure: Failure
 
 
-class Refused(msgspec.Struct, tag=True):
+class RequestRefused(msgspec.Struct, tag=True):
     """A request was not taken."""
 
     handle: int
     failure: Failure
 
 
-class First(msgspec.Struct, array_like=True):
+class CompletionStart(msgspec.Struct, array_like=True):
     """Sent once for each completion, with its first tokens. queued: seconds to its first step."""
 
     handle: int
@@ -135,31 +135,31 @@ class First(msgspec.Struct, array_like=True):
     queued: float = 0.0
 
 
-class End(msgspec.Struct, array_like=True):
+class CompletionEnd(msgspec.Struct, array_like=True):
     handle: int
     reason: str
     stop_token: int | None
 
 
-class Outputs(msgspec.Struct, tag=True):
+class StepOutputs(msgspec.Struct, tag=True):
     """One step's tokens, ragged: completion `handles[i]` gets the next `counts[i]` of `tokens`."""
 
     handles: Int32
     counts: Int32
     tokens: Int32
-    firsts: list[First] = []
-    ends: list[End] = []
+    firsts: list[CompletionStart] = []
+    ends: list[CompletionEnd] = []
     logprobs: list[tuple[int, Logprobs]] = []
     prompt_logprobs: list[tuple[int, Logprobs]] = []
     pooled: list[tuple[int, Float32]] = []
 
 
-class Stats(msgspec.Struct, tag=True):
+class StatsReply(msgspec.Struct, tag=True):
     call: int
     stats: EngineStats
 
 
-class Seen(msgspec.Struct, tag=True):
+class SnapshotReply(msgspec.Struct, tag=True):
     call: int
     snapshot: Snapshot
 
@@ -168,7 +168,9 @@ class Pong(msgspec.Struct, tag=True):
     pass
 
 
-FromEngine = Loading | Ready | Failed | Refused | Outputs | Stats | Seen | Pong
+FromEngine = (
+    Loading | Ready | Failed | RequestRefused | StepOutputs | StatsReply | SnapshotReply | Pong
+)
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
 _to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=decode_array)

@@ -23,29 +23,29 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import (
     AbortRequest,
     AddRequest,
-    End,
+    CompletionEnd,
+    CompletionStart,
     Failed,
     Failure,
-    First,
     FromEngine,
     GetSnapshot,
     GetStats,
     Hello,
     Loading,
-    Outputs,
     Ping,
     Pong,
     Ready,
-    Refused,
-    Seen,
+    RequestRefused,
     Shutdown,
+    SnapshotReply,
     Start,
-    Stats,
+    StatsReply,
+    StepOutputs,
     decode_to_engine,
     encode,
 )
 from quire.engine.snapshot import take_snapshot
-from quire.engine.switchboard import Peer, Switchboard
+from quire.engine.socket_server import Connection, SocketServer
 from quire.errors import OverloadedError, QuireError, RequestError
 from quire.request import Request
 from quire.scheduler import StepProgress
@@ -61,7 +61,7 @@ class Client:
     """number: counts them. handles: of its running requests, with the completions that have not
     ended."""
 
-    peer: Peer
+    peer: Connection
     number: int
     handles: dict[int, int] = field(default_factory=dict)
 
@@ -81,7 +81,7 @@ class Clients:
     """Those that have said something."""
 
     def __init__(self) -> None:
-        self._by_peer: dict[Peer, Client] = {}
+        self._by_peer: dict[Connection, Client] = {}
         self._count = 0
 
     def __iter__(self) -> Iterator[Client]:
@@ -90,7 +90,7 @@ class Clients:
     def __len__(self) -> int:
         return len(self._by_peer)
 
-    def of(self, peer: Peer) -> Client:
+    def of(self, peer: Connection) -> Client:
         client = self._by_peer.get(peer)
         if client is None:
             client = self._by_peer[peer] = Client(peer, self._count)
@@ -104,7 +104,7 @@ class Clients:
 class EngineProcess:
     """The loop."""
 
-    def __init__(self, board: Switchboard) -> None:
+    def __init__(self, board: SocketServer) -> None:
         self._board = board
         self._core: EngineCore | None = None
         self._running = True
@@ -197,9 +197,9 @@ class EngineProcess:
             case Ping():
                 self._send(client, Pong())
             case GetStats(call):
-                self._send(client, Stats(call, self.core.stats()))
+                self._send(client, StatsReply(call, self.core.stats()))
             case GetSnapshot(call, tokens):
-                self._send(client, Seen(call, take_snapshot(self.core, tokens)))
+                self._send(client, SnapshotReply(call, take_snapshot(self.core, tokens)))
             case Hello():
                 self._send(client, Ready(self.core.config))
             case Shutdown():
@@ -221,7 +221,7 @@ class EngineProcess:
                 share=message.share,
             )
         except (RequestError, OverloadedError) as error:
-            self._send(client, Refused(message.handle, Failure.of(error)))
+            self._send(client, RequestRefused(message.handle, Failure.of(error)))
             return
         for index, request in enumerate(requests):
             request.state["handle"] = message.handle + index
@@ -235,7 +235,7 @@ class EngineProcess:
         for request, error in self.core.take_unfit():
             client: Client = request.state["client"]
             client.ended(request)
-            self._send(client, Refused(request.state["handle"], Failure.of(error)))
+            self._send(client, RequestRefused(request.state["handle"], Failure.of(error)))
         if progress is None or not len(progress):
             return
         for client, places in self._by_client(progress):
@@ -256,7 +256,7 @@ class EngineProcess:
         ]
 
 
-def outputs(progress: StepProgress, places: Int32) -> Outputs:
+def outputs(progress: StepProgress, places: Int32) -> StepOutputs:
     """What a step brought to the requests at `places`; those in mid-prompt are left out."""
     requests, counts = progress.requests, progress.n_tokens
     handles = int32([request.state["handle"] for request in requests])
@@ -264,12 +264,14 @@ def outputs(progress: StepProgress, places: Int32) -> Outputs:
     ended = [place for place in sorted(progress.finished) if own[place]]
     told = np.flatnonzero(own & ((counts > 0) | _marks(len(requests), ended)))
     width = np.arange(progress.tokens.shape[1])
-    message = Outputs(
+    message = StepOutputs(
         handles=handles[told],
         counts=counts[told],
         tokens=progress.tokens[told][width < counts[told][:, None]],
         firsts=[
-            First(int(handles[i]), requests[i].num_cached_tokens, requests[i].state["times"].queued)
+            CompletionStart(
+                int(handles[i]), requests[i].num_cached_tokens, requests[i].state["times"].queued
+            )
             for i in _untold(requests, told.tolist())
         ],
         ends=[_end(progress, i, requests[i], int(handles[i])) for i in ended],
@@ -299,9 +301,9 @@ def _untold(requests: list[Request], places: list[int]) -> list[int]:
     return fresh
 
 
-def _end(progress: StepProgress, place: int, request: Request, handle: int) -> End:
+def _end(progress: StepProgress, place: int, request: Request, handle: int) -> CompletionEnd:
     reason = request.finish_reason
-    return End(handle, str(reason or "error"), progress[place].stop_token)
+    return CompletionEnd(handle, str(reason or "error"), progress[place].stop_token)
 
 
 def _exit_with(owner: int) -> None:
@@ -320,7 +322,7 @@ def main(address: str, owner: int) -> None:
     # Ctrl-C reaches the whole process group; the owner decides when the engine may stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _exit_with(owner)
-    board = Switchboard(address)
+    board = SocketServer(address)
     try:
         EngineProcess(board).run()
     finally:

@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
-from quire.server.keys import check_secret
-from quire.server.tracing import check_endpoint
 
 
 def _setting(default: Any, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
+
+
+def check_secret(secret: str) -> bool:
+    """Tells whether an API key can be sent in a header as it is."""
+    return bool(secret) and secret.isascii() and secret.isprintable() and " " not in secret
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ConfigError if the endpoint is no URL, or OpenTelemetry is not installed."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"otlp_endpoint must be a URL as in 'http://localhost:4318', got {endpoint!r}",
+            "otlp_endpoint",
+        )
+    for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
+        if not _is_installed(package):
+            raise ConfigError(
+                f"otlp_endpoint needs the package {package}: pip install 'quire[otel]'",
+                "otlp_endpoint",
+            )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # not even its parent
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.server.errors import ApiError, as_api_error
-from quire.server.metrics import ServerMetrics
+from quire.server.telemetry.metrics import ServerMetrics
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ Writer = Callable[[bytearray, list[T]], None]
 Fail = Callable[[bytearray, ApiError], None]
 
 
-class Source(Protocol[T]):
+class EventSource(Protocol[T]):
     """What can be streamed: a `Generation` of pieces, a `Reply` of events."""
 
     @property
@@ -101,7 +101,7 @@ class EventStream(Response, Generic[T]):
 
     def __init__(
         self,
-        source: Source[T],
+        source: EventSource[T],
         write: Writer[T],
         finish: Callable[[bytearray], None],
         *,
@@ -151,7 +151,7 @@ def _write_error(buffer: bytearray, error: ApiError) -> None:
     write_event(buffer, error.body)
 
 
-async def start_stream(request: Request, source: Source[Any]) -> None:
+async def start_stream(request: Request, source: EventSource[Any]) -> None:
     """Starts the source and waits until its first update, while the client stays."""
     source.start()
     try:

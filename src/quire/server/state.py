@@ -14,12 +14,12 @@ from starlette.requests import Request
 from quire import __version__
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.server.args import ServerArgs
-from quire.server.chat_format import ChatFormat
 from quire.server.errors import ApiError, overloaded
-from quire.server.keys import KeyRing
-from quire.server.limits import Buckets
-from quire.server.metrics import ServerMetrics
-from quire.server.tracing import Tracing
+from quire.server.generation.chat_format import ChatFormat
+from quire.server.middleware.api_keys import ApiKeys
+from quire.server.middleware.rate_limits import RateLimiter
+from quire.server.telemetry.metrics import ServerMetrics
+from quire.server.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
     from quire.engine.client import EngineClient
@@ -39,8 +39,8 @@ class ServerState:
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     created: int = field(default_factory=lambda: int(time.time()))
     fingerprint: str = ""
-    buckets: Buckets = field(default_factory=Buckets)
-    keys: KeyRing = field(init=False)
+    rate_limiter: RateLimiter = field(default_factory=RateLimiter)
+    keys: ApiKeys = field(init=False)
     chat_format: ChatFormat = field(init=False)
     tracing: Tracing | None = None
     draining: bool = False
@@ -52,7 +52,7 @@ class ServerState:
         Raises:
             ConfigError: the chat template or the key file cannot be used.
         """
-        self.keys = KeyRing(self.args)
+        self.keys = ApiKeys(self.args)
         known = f"{__version__} {self.client.config} {self.defaults}".encode()
         self.fingerprint = f"fp_{hashlib.sha256(known).hexdigest()[:12]}"
         tokenizer, file = self.client.tokenizer, self.args.chat_template

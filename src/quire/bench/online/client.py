@@ -1,6 +1,6 @@
 """One process of the load generator: sends its share of the requests, and notes when what came.
 
-Run as `python -m quire.bench.online.client`: says "ready", reads a `Job` from standard input, and
+Run as `python -m quire.bench.online.client`: says "ready", reads a `ClientLoad` from standard input, and
 writes `Answers` to standard output. One process follows some ten thousand tokens a second, so it
 does little: bodies come ready-made, and of a stream's events only the last ones are parsed.
 """
@@ -27,7 +27,7 @@ _CONNECT_SECONDS = 30.0
 Times = np.ndarray[Any, np.dtype[np.float64]]
 
 
-class Job(msgspec.Struct):
+class ClientLoad(msgspec.Struct):
     """begin: when to start, on the monotonic clock. send_at: seconds after it for each body, or
     None: as fast as `concurrency` allows (0: no limit). timeout: seconds for a request."""
 
@@ -69,7 +69,7 @@ class Answers(msgspec.Struct):
     cpu: float
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One request at a time, over and over while the server keeps the connection open."""
 
     def __init__(self) -> None:
@@ -159,8 +159,8 @@ class Connection(asyncio.Protocol):
             self.open = False
 
 
-class Client:
-    def __init__(self, job: Job) -> None:
+class LoadClient:
+    def __init__(self, job: ClientLoad) -> None:
         self._job = job
         parts = urlsplit(job.url)
         self._host = parts.hostname or "localhost"
@@ -170,7 +170,7 @@ class Client:
         head += ["Content-Type: application/json"]
         head += [f"{name}: {value}" for name, value in job.headers.items()]
         self._head = "\r\n".join(head).encode()
-        self._idle: list[Connection] = []
+        self._idle: list[HttpConnection] = []
 
     async def run(self) -> Answers:
         job = self._job
@@ -222,7 +222,7 @@ class Client:
             self._note(answer, connection)
         return answer
 
-    def _note(self, answer: Answer, connection: Connection) -> None:
+    def _note(self, answer: Answer, connection: HttpConnection) -> None:
         answer.events = np.asarray(connection.times).tobytes()
         usage = connection.usage
         answer.prompt_tokens = usage.get("prompt_tokens", 0)
@@ -234,7 +234,7 @@ class Client:
         else:
             connection.close()
 
-    async def _connection(self) -> Connection:
+    async def _connection(self) -> HttpConnection:
         while self._idle:
             connection = self._idle.pop()
             if connection.open:
@@ -242,7 +242,7 @@ class Client:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(_CONNECT_SECONDS):
             _, made = await loop.create_connection(
-                Connection, self._host, self._port, ssl=self._tls
+                HttpConnection, self._host, self._port, ssl=self._tls
             )
         return made
 
@@ -252,9 +252,9 @@ def main() -> None:
 
     sys.stdout.buffer.write(b"ready\n")
     sys.stdout.buffer.flush()
-    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ClientLoad)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        answers = runner.run(Client(job).run())
+        answers = runner.run(LoadClient(job).run())
     data = memoryview(msgspec.msgpack.encode(answers))
     while data:  # a pipe may take a part of it
         data = data[os.write(sys.stdout.fileno(), data) :]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PlainValidator, field_validator, model_validator
 
 from quire.errors import RequestError
-from quire.server.strict import Name, Strict, drop_unused
+from quire.server.strict_model import Name, StrictModel, drop_unused
 
 MAX_BLOCKS = 4096
 
@@ -18,7 +18,7 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class CacheControl(Strict):
+class CacheControl(StrictModel):
     """A hint that needs no following: the prefix cache keeps every prompt by itself, for as long
     as there is room."""
 
@@ -26,7 +26,7 @@ class CacheControl(Strict):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class _Block(Strict):
+class _Block(StrictModel):
     cache_control: CacheControl | None = None
 
     @model_validator(mode="before")
@@ -63,7 +63,7 @@ class ToolResultBlock(_Block):
         return _texts(content)
 
 
-class ThinkingBlock(Strict):
+class ThinkingBlock(StrictModel):
     """`signature` is opaque, and may have been made by another server: it is not looked at."""
 
     type: Literal["thinking"]
@@ -110,7 +110,7 @@ Texts = Annotated[list[TextBlockOnly], Field(max_length=MAX_BLOCKS)]
 ToolResultBlock.model_rebuild()
 
 
-class MessageParam(Strict):
+class MessageParam(StrictModel):
     """A turn. Content that is a string is one text block."""
 
     role: Literal["user", "assistant", "system"]

@@ -15,11 +15,11 @@ from quire.server.anthropic.blocks import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest, Tool
-from quire.server.dialogue import Dialogue, ToolChoice
+from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest, ToolParam
+from quire.server.generation.conversation import ConversationBuilder
+from quire.server.generation.dialogue import Dialogue, ToolChoice
+from quire.server.generation.thinking import template_variables, thinking_switch
 from quire.server.state import ServerState, new_id
-from quire.server.thinking import template_variables, thinking_switch
-from quire.server.turns import Turns
 
 _BETWEEN = "\n\n"
 """Between blocks: they are separate pieces of text, which often do not end in a space."""
@@ -42,7 +42,7 @@ def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:
     Raises:
         RequestError: a result without a call, or a call without a result.
     """
-    turns = Turns("messages")
+    turns = ConversationBuilder("messages")
     if body.system:
         turns.system(_BETWEEN.join(block.text for block in body.system))
     for place, message in enumerate(body.messages):
@@ -50,7 +50,7 @@ def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:
     return turns.finish()
 
 
-def _add(turns: Turns, message: MessageParam, param: str) -> None:
+def _add(turns: ConversationBuilder, message: MessageParam, param: str) -> None:
     if message.role == "system":
         turns.system(_BETWEEN.join(block.text for block in message.content))  # type: ignore[union-attr]
         return
@@ -80,7 +80,7 @@ def _result(block: ToolResultBlock) -> str:
     return f"Error: {text}" if block.is_error else text
 
 
-def tools_of(tools: list[Tool] | None) -> list[dict[str, Any]]:
+def tools_of(tools: list[ToolParam] | None) -> list[dict[str, Any]]:
     """In OpenAI's shape, which is the one that templates know."""
     out = []
     for tool in tools or ():

@@ -18,18 +18,18 @@ _KINDS = {
 }
 
 
-class ErrorObject(msgspec.Struct):
+class AnthropicError(msgspec.Struct):
     type: str
     message: str
 
 
-class ErrorBody(msgspec.Struct):
-    error: ErrorObject
+class AnthropicErrorBody(msgspec.Struct):
+    error: AnthropicError
     request_id: str
     type: str = "error"
 
 
-def error_body(error: ApiError, request_id: str) -> ErrorBody:
+def error_body(error: ApiError, request_id: str) -> AnthropicErrorBody:
     """The shape has no place for a field's name but the message."""
     message = str(error)
     if error.param is not None and error.param not in message:
@@ -37,7 +37,7 @@ def error_body(error: ApiError, request_id: str) -> ErrorBody:
     kind = _KINDS.get(error.status) or (
         "api_error" if error.status >= 500 else "invalid_request_error"
     )
-    return ErrorBody(ErrorObject(kind, message), request_id)
+    return AnthropicErrorBody(AnthropicError(kind, message), request_id)
 
 
 def error_response(error: ApiError, request_id: str) -> Response:

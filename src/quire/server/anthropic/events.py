@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 from pydantic_core import from_json
 
-from quire.server.anthropic.objects import Block, Message, MessageUsage, Text, Thinking, ToolUse
+from quire.server.anthropic.objects import (
+    Block,
+    Message,
+    MessageUsage,
+    TextContent,
+    ThinkingContent,
+    ToolUseContent,
+)
 
 _encoder = msgspec.json.Encoder()
 
@@ -40,32 +47,32 @@ class MessageWriter:
     def text(self, text: str) -> None:
         if not text:
             return
-        if not isinstance(self._block, Text):
-            self._open(Text())
+        if not isinstance(self._block, TextContent):
+            self._open(TextContent())
         self._delta("text_delta", text=text)
         self._texts.append(text)
 
     def thinking(self, text: str) -> None:
         if not text:
             return
-        if not isinstance(self._block, Thinking):
-            self._open(Thinking())
+        if not isinstance(self._block, ThinkingContent):
+            self._open(ThinkingContent())
         if self._show_thinking:
             self._delta("thinking_delta", thinking=text)
         self._texts.append(text)
 
     def tool_use(self, id: str, name: str) -> None:
-        self._open(ToolUse(id, name))
+        self._open(ToolUseContent(id, name))
 
     def input_json(self, text: str) -> None:
         """More of the input of the tool use that began last."""
-        if text and isinstance(self._block, ToolUse):
+        if text and isinstance(self._block, ToolUseContent):
             self._delta("input_json_delta", partial_json=text)
             self._texts.append(text)
 
     def finish(self, usage: MessageUsage, stop_reason: str, stop_sequence: str | None) -> None:
         if not self.message.content:
-            self._open(Text())
+            self._open(TextContent())
         self._close()
         self.message.stop_reason, self.message.stop_sequence = stop_reason, stop_sequence
         self.message.usage = usage
@@ -91,9 +98,9 @@ class MessageWriter:
         block, text = self._block, "".join(self._texts)
         if block is None:
             return
-        if isinstance(block, Text):
+        if isinstance(block, TextContent):
             block.text = text
-        elif isinstance(block, ToolUse):
+        elif isinstance(block, ToolUseContent):
             block.input = _object(text)
         else:
             block.thinking = text if self._show_thinking else ""

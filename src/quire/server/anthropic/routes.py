@@ -13,12 +13,13 @@ from quire.server.anthropic.events import MessageWriter, write_event
 from quire.server.anthropic.objects import (
     Message,
     MessageUsage,
-    OutputTokensDetails,
+    ThinkingTokensDetails,
     TokenCount,
 )
 from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from quire.server.body import Model, read_body
-from quire.server.dialogue import (
+from quire.server.errors import ApiError, renaming
+from quire.server.generation.chat import ChatGeneration, count, prepare
+from quire.server.generation.dialogue import (
     Event,
     Finished,
     ReasoningDelta,
@@ -26,12 +27,11 @@ from quire.server.dialogue import (
     ToolCallBegin,
     ToolCallDelta,
 )
-from quire.server.errors import ApiError, renaming
-from quire.server.reply import Reply, count, prepare
+from quire.server.generation.thinking import BudgetedChatGeneration, reasoning_tokens
+from quire.server.middleware.request_context import context_of
+from quire.server.request_body import Model, read_body
 from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
 from quire.server.state import ServerState, state_of
-from quire.server.thinking import BudgetedReply, reasoning_tokens
-from quire.server.visit import visit_of
 
 VERSIONS = ("2023-06-01", "2026-10-21")
 """They differ in what they refuse: the newer one knows no temperature, top_k and top_p. They are
@@ -48,11 +48,11 @@ async def create_message(request: Request) -> Response:
 async def _answer(request: Request, body: MessagesRequest) -> Response:
     state = state_of(request)
     dialogue = await asyncio.to_thread(dialogue_of, state, body)
-    prepared = await prepare(state, dialogue, visit_of(request))
-    reply: Reply | BudgetedReply = prepared
+    prepared = await prepare(state, dialogue, context_of(request))
+    reply: ChatGeneration | BudgetedChatGeneration = prepared
     if body.budget is not None:
-        reply = BudgetedReply(state, prepared, body.budget)
-    answer = MessageAnswer(state, body, reply, visit_of(request).id)
+        reply = BudgetedChatGeneration(state, prepared, body.budget)
+    answer = MessageAnswer(state, body, reply, context_of(request).id)
     if not body.stream:
         return json_answer(await unless_gone(request.receive, answer.whole()))
     await start_stream(request, reply)
@@ -94,7 +94,7 @@ class MessageAnswer:
         self,
         state: ServerState,
         body: MessagesRequest,
-        reply: Reply | BudgetedReply,
+        reply: ChatGeneration | BudgetedChatGeneration,
         request_id: str,
     ) -> None:
         self.reply = reply
@@ -168,5 +168,5 @@ class MessageAnswer:
             usage.prompt_tokens - cached,
             cached,
             usage.completion_tokens,
-            OutputTokensDetails(reasoning_tokens(usage)),
+            ThinkingTokensDetails(reasoning_tokens(usage)),
         )

@@ -56,12 +56,12 @@ class BatchOutcome(msgspec.Struct):
         return self.response is None or self.response.status_code != 200
 
 
-Key = str | int
+OutcomeKey = str | int
 """What tells outcomes apart: the custom id, or the line's number where that is no use."""
 
 
 @dataclass(slots=True)
-class Line:
+class BatchLine:
     """A line of the input: a request, or what is wrong with it."""
 
     number: int
@@ -70,17 +70,17 @@ class Line:
     error: BatchError | None = None
 
     @property
-    def key(self) -> Key:
+    def key(self) -> OutcomeKey:
         if self.custom_id is None or (self.error is not None and self.error.line is not None):
             return self.number
         return self.custom_id
 
 
-def refused(line: Line) -> BatchOutcome:
+def refused(line: BatchLine) -> BatchOutcome:
     return BatchOutcome(new_id("batch_req", "_"), line.custom_id, None, line.error)
 
 
-def read_lines(path: Path, max_body: int) -> Iterator[Line]:
+def read_lines(path: Path, max_body: int) -> Iterator[BatchLine]:
     """The requests of a file, one at a time; empty lines are skipped. `max_body`: bytes.
 
     Raises:
@@ -109,7 +109,7 @@ def _bounded(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
             yield number, data
 
 
-def _parse(number: int, data: bytes | None, seen: set[str]) -> Line:
+def _parse(number: int, data: bytes | None, seen: set[str]) -> BatchLine:
     if data is None:
         return _bad(number, "line_too_long", "it is longer than a request may be.")
     try:
@@ -125,7 +125,7 @@ def _parse(number: int, data: bytes | None, seen: set[str]) -> Line:
         why = f"the custom_id {custom_id[:100]!r} was in an earlier line."
         return _bad(number, "duplicate_custom_id", why, "custom_id", custom_id)
     seen.add(custom_id)
-    line = Line(number, custom_id, request)
+    line = BatchLine(number, custom_id, request)
     if request.method != "POST":
         line.error = BatchError(
             "invalid_method", f"'method' must be POST, not {request.method[:40]!r}.", "method"
@@ -143,8 +143,10 @@ def _parse(number: int, data: bytes | None, seen: set[str]) -> Line:
 
 def _bad(
     number: int, code: str, why: str, param: str | None = None, custom_id: str | None = None
-) -> Line:
-    return Line(number, custom_id, error=BatchError(code, f"Line {number}: {why}", param, number))
+) -> BatchLine:
+    return BatchLine(
+        number, custom_id, error=BatchError(code, f"Line {number}: {why}", param, number)
+    )
 
 
 class _Peek(msgspec.Struct):

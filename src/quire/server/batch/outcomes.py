@@ -10,7 +10,7 @@ from types import TracebackType
 import msgspec
 
 from quire.errors import ConfigError
-from quire.server.batch.lines import BatchOutcome, Key
+from quire.server.batch.lines import BatchOutcome, OutcomeKey
 
 
 class OutcomeFile:
@@ -23,7 +23,7 @@ class OutcomeFile:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError: it cannot be written, another run does, or it is not a batch's."""
         self.path = path
-        self.done: set[Key] = set()
+        self.done: set[OutcomeKey] = set()
         self.failed = 0
         try:
             self._file = path.open("a+b", buffering=0)
@@ -76,7 +76,7 @@ class OutcomeFile:
         self._file.close()
 
 
-def _key(outcome: BatchOutcome) -> Key:
+def _key(outcome: BatchOutcome) -> OutcomeKey:
     if outcome.error is not None and outcome.error.line is not None:
         return outcome.error.line
     return outcome.custom_id or ""

@@ -14,10 +14,10 @@ from starlette.types import ASGIApp
 
 from quire.errors import ConfigError, EngineDeadError
 from quire.server.batch.lines import (
+    BatchLine,
     BatchOutcome,
     BatchRequest,
     BatchResponse,
-    Line,
     read_lines,
     refused,
 )
@@ -81,7 +81,7 @@ class Batch:
             await runner.run(self._lines(), self.concurrency)
             return runner.counts
 
-    def _lines(self) -> Iterator[Line]:
+    def _lines(self) -> Iterator[BatchLine]:
         return read_lines(self.source, self.max_body)
 
 
@@ -98,7 +98,7 @@ class _Runner:
         if errors is not target:
             self.counts.failed += errors.failed
 
-    async def run(self, lines: Iterator[Line], concurrency: int) -> None:
+    async def run(self, lines: Iterator[BatchLine], concurrency: int) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(concurrency):
@@ -106,7 +106,7 @@ class _Runner:
         except* EngineDeadError as group:
             raise group.exceptions[0] from None
 
-    async def _work(self, lines: Iterator[Line]) -> None:
+    async def _work(self, lines: Iterator[BatchLine]) -> None:
         for line in lines:
             if line.key in self.known:
                 self.counts.before += 1
@@ -115,7 +115,7 @@ class _Runner:
             self.counts.done += 1
             self.on_count(self.counts)
 
-    async def _outcome(self, line: Line) -> BatchOutcome:
+    async def _outcome(self, line: BatchLine) -> BatchOutcome:
         if line.error is not None or line.request is None:
             return refused(line)
         status, body = await call(self.app, line.request)
