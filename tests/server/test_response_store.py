@@ -157,9 +157,9 @@ def test_watching() -> None:
         tasks = [asyncio.create_task(watch(-1, early)), asyncio.create_task(watch(3, late))]
         for i in range(3, 6):
             await asyncio.sleep(0)
-            one.tell([ResponseEvent(str(i), b"")])
+            one.append([ResponseEvent(str(i), b"")])
         one.response.status = "completed"
-        one.tell()
+        one.append([])
         await asyncio.gather(*tasks)
         return early, late
 

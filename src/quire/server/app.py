@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, error handlers, and the engine's life."""
+"""The FastAPI application: its routes, middleware and error handlers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from quire.server.middleware.context_middleware import EXPOSED_HEADERS, RequestC
 from quire.server.middleware.error_handler import handle_error
 from quire.server.middleware.rate_limits import RateLimiter
 from quire.server.openai.chat import chat_completions
-from quire.server.openai.chat_store import ChatStore
 from quire.server.openai.completions import completions, generate
 from quire.server.openai.convert import model_defaults
 from quire.server.openai.embeddings import embeddings
 from quire.server.openai.objects import ModelCard, ModelList
 from quire.server.openai.stored_chats import (
+    ChatStore,
     delete_chat,
     list_chats,
     list_messages,
@@ -59,9 +59,10 @@ _SCRAPE_TIMEOUT = 5.0
 
 
 def build_app(client: EngineClient, args: ServerArgs, limits_file: Path | None = None) -> FastAPI:
-    """An application that serves a launched engine. It does not own the engine's life.
+    """Returns an application that serves a launched engine, whose life it does not own.
 
-    limits_file: where several processes that serve together keep what is left of keys' limits.
+    Args:
+        limits_file: shared by processes that serve together, for their keys' limits.
     """
     # Bodies are read by `read_body`, FastAPI cannot describe them: `openapi.py` does.
     app = _App(title="Quire", version=__version__, redirect_slashes=False, openapi_url=None)
@@ -94,14 +95,14 @@ def build_app(client: EngineClient, args: ServerArgs, limits_file: Path | None =
 
 
 class _App(FastAPI):
-    """With `RequestContextMiddleware` around all, the answers to unforeseen errors included."""
+    """An application with the request context around all, unexpected errors included."""
 
     def build_middleware_stack(self) -> ASGIApp:
         return RequestContextMiddleware(super().build_middleware_stack(), self.state.server)
 
 
 def _add_cors(app: FastAPI, args: ServerArgs) -> None:
-    """Before the door: browsers ask without a key whether they may ask."""
+    """Adds CORS around authentication: browsers ask for permission without a key."""
     if args.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -158,20 +159,23 @@ def _card(state: ServerState) -> ModelCard:
 
 
 async def health(request: Request) -> Response:
-    """200 while the engine lives; 503 from the moment it does not."""
+    """Answers 200 while the engine lives, else 503."""
     state_of(request).check_alive()
     return json_answer({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
-    """200 while requests are taken: 503 when the engine is gone or its loop has not turned for two
-    seconds, and when the server is stopping."""
+    """Answers 200 while requests are taken.
+
+    Answers 503 when the engine is gone, its loop has not turned for two seconds, or the server is
+    stopping.
+    """
     state_of(request).check_ready()
     return json_answer({"status": "ready"})
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus text. A dead or stuck engine leaves its gauges at their last values."""
+    """Answers with metrics as Prometheus text. A dead or stuck engine leaves its gauges unchanged."""
     state = state_of(request)
     engine: EngineMetrics = request.app.state.engine_metrics
     try:

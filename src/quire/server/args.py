@@ -47,7 +47,7 @@ def _is_installed(package: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ApiArgs:
-    """What a user may set of how requests are read and answered."""
+    """Settings of how requests are read and answered."""
 
     served_model_name: str | None = _setting(None, "Name of the model in the API.")
     generation_config: Literal["auto", "none"] = _setting(
@@ -92,7 +92,7 @@ class ApiArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArgs(ApiArgs):
-    """What a user may set of the server."""
+    """Settings of the HTTP server."""
 
     host: str = _setting(
         "127.0.0.1", "Address to listen on. 0.0.0.0 is every interface: then set --api-key too."

@@ -1,4 +1,4 @@
-"""`/openapi.json`: what the routes take and give, from the types that they are made of."""
+"""`/openapi.json`: the routes' requests and answers, from the types that they are made of."""
 
 from __future__ import annotations
 
@@ -33,15 +33,20 @@ from quire.server.state import state_of
 
 _REFERENCE = "#/components/schemas/"
 _ASKED = "Request."
-"""Before the names of what clients send, which may be those of what they get."""
+"""Prefix of the names of request schemas, which may equal those of answers."""
 
 Schema = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """answer: a type, or a media type for what is no JSON. stream: the media type of what comes
-    with `stream`. query: the schemas of query parameters."""
+    """A route as the document describes it.
+
+    Attributes:
+        answer: a type, or a media type for answers that are no JSON.
+        stream: media type of the answer with `stream`.
+        query: schemas of the query parameters.
+    """
 
     method: str
     path: str
@@ -122,7 +127,11 @@ async def openapi(request: Request) -> Response:
 
 @functools.cache
 def document(keys: bool, open_paths: frozenset[str] = PUBLIC_PATHS, root_path: str = "") -> Schema:
-    """OpenAPI 3.1. keys: requests need one, but for those to `open_paths`."""
+    """Returns the OpenAPI 3.1 document.
+
+    Args:
+        keys: requests need an API key, but for those to `open_paths`.
+    """
     asked, requests = _request_schemas()
     given, answers = _answer_schemas()
     paths: Schema = {}
@@ -152,7 +161,7 @@ def _security(path: str) -> list[Schema]:
 
 
 def _request_schemas() -> tuple[dict[type[BaseModel], Schema], Schema]:
-    """By model, a reference; and the schemas that are referred to."""
+    """Returns references by model, and the schemas that they refer to."""
     models: list[type[BaseModel]] = [route.body for route in ROUTES if route.body is not None]
     found, shared = models_json_schema(
         [(model, "validation") for model in models], ref_template=f"{_REFERENCE}{_ASKED}{{model}}"

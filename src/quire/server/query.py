@@ -1,4 +1,4 @@
-"""Query parameters, as strictly read as bodies are."""
+"""Query parameters, read as strictly as bodies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from quire.server.strict_model import INT32_MAX
 
 
 class Query:
-    """Raises ApiError, 400, for what is not in `names`, given twice, or of the wrong kind."""
+    """A request's query parameters.
+
+    Raises ApiError, 400, for a parameter that is not in `names`, is given twice, or is of the wrong
+    kind.
+    """
 
     def __init__(self, request: Request, *names: str) -> None:
         self._given: dict[str, str] = {}
@@ -32,7 +36,7 @@ class Query:
         return self.choice(name, ("false", "true")) == "true"
 
     def choice(self, name: str, allowed: tuple[str, ...]) -> str:
-        """The first of `allowed` is the default."""
+        """Returns one of `allowed`, whose first is the default."""
         value = self._given.get(name, allowed[0])
         if value not in allowed:
             raise _invalid(name, f"it must be one of {', '.join(allowed)}")

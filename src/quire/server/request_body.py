@@ -1,4 +1,4 @@
-"""Reading a request's body: size, content type, JSON, and the fields, in this order."""
+"""Request bodies: their size, content type, JSON and fields are checked in this order."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_body(request: Request, model: type[Model], limit: int) -> Model:
-    """The validated body. A large one is parsed in a thread, as nothing heavy may run on the event
-    loop.
+    """Returns the validated body. A large one is parsed in a thread, off the event loop.
 
     Raises:
         ApiError: 408, 413, 415, or 400 with the field's name.
@@ -59,7 +58,7 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def parse(data: bytes, model: type[Model]) -> Model:
-    """msgspec reads standard JSON only: no NaN, no infinities, no lone surrogates."""
+    """Parses a body. msgspec reads standard JSON only: no NaN, no infinities, no lone surrogates."""
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

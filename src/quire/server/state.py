@@ -1,4 +1,4 @@
-"""What the routes share: the engine's handle, the settings, the metrics."""
+"""State that routes share: the engine's client, the settings, the metrics."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
 
 _FULL_SECONDS = 0.05
-"""In which a queue that was full is taken to be full still."""
+"""Seconds for which a queue that was full is taken to be full still."""
 
 
 @dataclass(slots=True)
 class ServerState:
-    """Lives at `app.state.server`. `defaults`: the model's own sampling settings."""
+    """State at `app.state.server`. `defaults`: the model's own sampling settings."""
 
     client: EngineClient
     args: ServerArgs
@@ -47,7 +47,8 @@ class ServerState:
     _full_until: float = 0.0
 
     def __post_init__(self) -> None:
-        """`fingerprint` names what, besides a request and its seed, decides about its answer.
+        """Sets up the parts. `fingerprint` identifies all that decides about an answer besides the
+        request.
 
         Raises:
             ConfigError: the chat template or the key file cannot be used.
@@ -69,7 +70,8 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        """As set, or the hub id, or the folder's name: its path is nobody's business."""
+        """The model's name in the API: the setting, the hub id, or the folder's name without its
+        path."""
         config = self.client.config
         if self.args.served_model_name is not None:
             return self.args.served_model_name
@@ -90,12 +92,14 @@ class ServerState:
             raise ApiError(503, "The engine does not respond.", code="engine_stuck")
 
     def note_full(self) -> None:
-        """The engine has just refused a request because too many wait."""
+        """Notes that the engine has just refused a request because too many wait."""
         self._full_until = time.monotonic() + _FULL_SECONDS
 
     def check_room(self) -> None:
-        """Raises ApiError, 503, shortly after the engine refused a request: the next one is not
-        even read then, so that refusing many costs little."""
+        """Raises ApiError, 503, shortly after the engine refused a request.
+
+        The next request is not even read then, so that refusing many costs little.
+        """
         if time.monotonic() < self._full_until:
             raise overloaded()
 
@@ -110,7 +114,7 @@ class ServerState:
             )
 
     def tokenizer(self, param: str) -> Tokenizer:
-        """The tokenizer, or a 400 that says what needs one."""
+        """Returns the tokenizer. Raises ApiError, 400, naming `param`, which needs one."""
         if self.client.tokenizer is None:
             raise ApiError(
                 400,
@@ -128,5 +132,5 @@ def state_of(request: Request) -> ServerState:
 
 
 def new_id(prefix: str, joint: str = "-") -> str:
-    """One that cannot be guessed. APIs differ in how they join prefix and number."""
+    """Returns an id that cannot be guessed. APIs differ in how they join prefix and number."""
     return f"{prefix}{joint}{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""What all request bodies share: exact types, unknown and unsupported fields refused by name."""
+"""Base model and field types of request bodies: exact types; unknown fields are refused by name."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ TextsOrIds = Annotated[
         }
     ),
 ]
-"""A string, token ids, or a list of either: read by `convert.prompts_of`."""
+"""A string, token ids, or a list of either; read by `convert.prompts_of`."""
 
 
 class StrictModel(BaseModel):
@@ -87,9 +87,12 @@ class StrictModel(BaseModel):
 
 
 def drop_unused(data: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> Any:
-    """`data` without the fields of an API that Quire does not implement, each of which is listed
-    with the values that mean "not used". Those are let through, as clients send them unasked; any
-    other value is an error, because an answer that ignored it would be wrong without saying so.
+    """Returns `data` without the fields of an API that are not implemented.
+
+    Args:
+        unsupported: maps each such field to the values that mean "not used". Clients send these
+            unasked, so they are let through. Any other value is an error, as an answer that ignored
+            it would be wrong silently.
     """
     if not isinstance(data, dict):
         return data

@@ -1,8 +1,9 @@
 """One process of the load generator: sends its share of the requests, and notes when what came.
 
-Run as `python -m quire.bench.online.client`: says "ready", reads a `ClientLoad` from standard input, and
-writes `Answers` to standard output. One process follows some ten thousand tokens a second, so it
-does little: bodies come ready-made, and of a stream's events only the last ones are parsed.
+Run as `python -m quire.bench.online.client`: says "ready", reads a `ClientLoad` from standard
+input, and writes `Answers` to standard output. One process follows some ten thousand tokens a
+second, so it does little: bodies come ready-made, and of a stream's events only the last ones are
+parsed.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
 
 
 class CacheControl(StrictModel):
-    """A hint that needs no following: the prefix cache keeps every prompt by itself, for as long
-    as there is room."""
+    """A cache hint. It changes nothing: the prefix cache keeps every prompt while there is room."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -64,7 +63,7 @@ class ToolResultBlock(_Block):
 
 
 class ThinkingBlock(StrictModel):
-    """`signature` is opaque, and may have been made by another server: it is not looked at."""
+    """A block of thinking. `signature` is opaque, may be another server's, and is not checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -111,7 +110,7 @@ ToolResultBlock.model_rebuild()
 
 
 class MessageParam(StrictModel):
-    """A turn. Content that is a string is one text block."""
+    """A turn of the conversation. Content that is a string becomes one text block."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[AnyBlock], Field(max_length=MAX_BLOCKS)]

@@ -1,4 +1,4 @@
-"""From a request of the Messages API to what templates and the engine take."""
+"""Conversion of Messages API requests to dialogues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.server.generation.thinking import template_variables, thinking_switch
 from quire.server.state import ServerState, new_id
 
 _BETWEEN = "\n\n"
-"""Between blocks: they are separate pieces of text, which often do not end in a space."""
+"""Separator of blocks, which are separate pieces of text that often do not end in a space."""
 
 
 NAMES = {
@@ -32,12 +32,13 @@ NAMES = {
     ".function.parameters": ".input_schema",
     ".function": "",
 }
-"""Fields as chat completions name them, to their names here."""
+"""Maps field names of chat completions, which errors use, to names of this API."""
 
 
 def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:
-    """The conversation as chat templates take it. Results of tools are messages of their own; what
-    the same side says in several turns becomes one.
+    """Returns the conversation as chat templates take it.
+
+    Results of tools become messages of their own. Consecutive turns of one role become one message.
 
     Raises:
         RequestError: a result without a call, or a call without a result.
@@ -75,13 +76,13 @@ def _json(value: Any) -> str:
 
 
 def _result(block: ToolResultBlock) -> str:
-    """Templates know of no failed calls, so a failure is said in words."""
+    """Returns the result's text. Templates have no place for failed calls, so the text says it."""
     text = _BETWEEN.join(part.text for part in block.content)
     return f"Error: {text}" if block.is_error else text
 
 
 def tools_of(tools: list[ToolParam] | None) -> list[dict[str, Any]]:
-    """In OpenAI's shape, which is the one that templates know."""
+    """Returns the tools in OpenAI's shape, which chat templates take."""
     out = []
     for tool in tools or ():
         function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
@@ -103,7 +104,7 @@ def tool_choice_of(body: CountTokensRequest) -> ToolChoice:
 
 
 def dialogue_of(state: ServerState, body: CountTokensRequest) -> Dialogue:
-    """A last message of the assistant is the beginning of the answer."""
+    """Returns the request's dialogue. A last message of the assistant is continued by the answer."""
     messages = messages_of(body)
     last = messages[-1]
     prefilled = last["role"] == "assistant"

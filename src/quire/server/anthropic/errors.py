@@ -1,4 +1,4 @@
-"""Errors as Anthropic's API words them: `{"type": "error", "error": {type, message}}`."""
+"""Error responses in Anthropic's shape: `{"type": "error", "error": {type, message}}`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AnthropicErrorBody(msgspec.Struct):
 
 
 def error_body(error: ApiError, request_id: str) -> AnthropicErrorBody:
-    """The shape has no place for a field's name but the message."""
+    """Returns the error in Anthropic's shape, whose only place for a field's name is the message."""
     message = str(error)
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"

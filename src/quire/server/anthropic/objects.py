@@ -1,4 +1,4 @@
-"""What the Messages API sends back, as msgspec structs: fields in Anthropic's order."""
+"""Answers of the Messages API, as msgspec structs with fields in Anthropic's order."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class ThinkingConfig(StrictModel):
 
 
 class MessageMetadata(StrictModel):
-    """An opaque identifier: accepted, not used."""
+    """Holds an opaque identifier, which is accepted and not used."""
 
     user_id: Name | None = None
 
@@ -118,7 +118,7 @@ def _parse_system(system: Any) -> Any:
 
 
 class CountTokensRequest(StrictModel):
-    """What makes up the prompt: all that counting its tokens needs."""
+    """The fields that make up the prompt: all that counting its tokens needs."""
 
     model: Name
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -34,8 +34,8 @@ from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
 from quire.server.state import ServerState, state_of
 
 VERSIONS = ("2023-06-01", "2026-10-21")
-"""They differ in what they refuse: the newer one knows no temperature, top_k and top_p. They are
-taken in both, as models here have them."""
+"""The newer version has no temperature, top_k and top_p. Both take them here, as models have them.
+"""
 
 
 async def create_message(request: Request) -> Response:
@@ -74,7 +74,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _read(request: Request, state: ServerState, model: type[Model]) -> Model:
-    """The body, if the request is one that this server understands."""
+    """Reads the body of a request of a known API version. Raises ApiError."""
     version = request.headers.get("anthropic-version")
     if version is not None and version not in VERSIONS:
         known = " and ".join(VERSIONS)
@@ -88,7 +88,7 @@ async def _read(request: Request, state: ServerState, model: type[Model]) -> Mod
 
 
 class MessageAnswer:
-    """A reply as one message, or as the events of one."""
+    """Writes a reply as one message, or as the events of one."""
 
     def __init__(
         self,

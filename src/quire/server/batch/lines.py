@@ -1,4 +1,4 @@
-"""The lines of batch files: what comes in, what goes out."""
+"""Lines of batch input and output files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/resp
 MAX_ID = 512
 
 _AROUND = 8192
-"""Bytes of a line beside its body."""
+"""Bytes allowed for a line besides its body."""
 
 
 class BatchRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -35,7 +35,10 @@ class BatchResponse(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct, omit_defaults=True):
-    """Why a line was not run. line: its number, from 1, where its id does not tell it apart."""
+    """The reason why a line was not run.
+
+    line: its number, from 1, where its custom id is missing or not unique.
+    """
 
     code: str
     message: str
@@ -57,12 +60,13 @@ class BatchOutcome(msgspec.Struct):
 
 
 OutcomeKey = str | int
-"""What tells outcomes apart: the custom id, or the line's number where that is no use."""
+"""Identifies an outcome: the custom id, or the line's number where the id is missing or not unique.
+"""
 
 
 @dataclass(slots=True)
 class BatchLine:
-    """A line of the input: a request, or what is wrong with it."""
+    """A line of the input: a request, or the error that it holds."""
 
     number: int
     custom_id: str | None
@@ -81,7 +85,10 @@ def refused(line: BatchLine) -> BatchOutcome:
 
 
 def read_lines(path: Path, max_body: int) -> Iterator[BatchLine]:
-    """The requests of a file, one at a time; empty lines are skipped. `max_body`: bytes.
+    """Yields the requests of a file; empty lines are skipped.
+
+    Args:
+        max_body: most bytes of a request's body.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -96,7 +103,7 @@ def read_lines(path: Path, max_body: int) -> Iterator[BatchLine]:
 
 
 def _bounded(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
-    """(number, line) for each that is not empty; None stands for one that is too long."""
+    """Yields (number, line) for each line that is not empty; None stands for one that is too long."""
     number = 0
     while data := file.readline(limit):
         number += 1

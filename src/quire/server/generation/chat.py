@@ -1,4 +1,4 @@
-"""Generates the answer to a `Dialogue`, as batches of events or as a whole."""
+"""Generation of answers to dialogues, as batches of events or as a whole."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from quire.server.generation.prompt import RenderedPrompt, render_prompt
 from quire.server.generation.structured import check_structured
 from quire.server.generation.text import TextGeneration, TextPiece, collect
 from quire.server.generation.tools import callable_tools, check_tools, constrained, one_call
+from quire.server.generation.usage import CompletionTokensDetails, CompletionUsage
 from quire.server.middleware.request_context import RequestContext
-from quire.server.openai.objects import CompletionTokensDetails, CompletionUsage
 from quire.server.parsers.think import ThinkParser
 from quire.server.state import ServerState
 
@@ -23,14 +23,17 @@ if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
 
 _LONG_TEXT = 20_000
-"""Characters of a whole answer that are read off the event loop."""
+"""Characters of a whole answer above which it is parsed off the event loop."""
 
 
 async def prepare(
     state: ServerState, dialogue: Dialogue, context: RequestContext
 ) -> ChatGeneration:
-    """A reply that is ready to start, its tokens taken from the key's limit. Raises `ApiError` or
-    `RequestError` naming the field."""
+    """Returns a generation that is ready to start, its tokens taken from the key's limit.
+
+    Raises:
+        ApiError, RequestError: naming the field.
+    """
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
 
@@ -50,14 +53,17 @@ async def prepare(
 
 
 async def count(state: ServerState, dialogue: Dialogue) -> list[int]:
-    """The prompt's token ids, without running it. Raises as `prepare`."""
+    """Returns the prompt's token ids without running it. Raises as `prepare`."""
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
     return (await asyncio.to_thread(render_prompt, tokenizer, dialogue)).token_ids
 
 
 class ChatGeneration:
-    """The answer under way; see `TextGeneration` for `start`, `ready`, `close` and `batches`."""
+    """A running answer to a dialogue.
+
+    `start`, `ready` and `close` are those of `TextGeneration`.
+    """
 
     def __init__(
         self,
@@ -96,7 +102,7 @@ class ChatGeneration:
         self.close = self._generation.close
 
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """The events of what has come in since the last batch; never an empty one."""
+        """Yields the events of all updates since the last batch; never an empty one."""
         async for pieces in self._generation.batches():
             events: list[Event] = []
             for piece in pieces:
@@ -105,7 +111,7 @@ class ChatGeneration:
                 yield events
 
     async def whole(self) -> list[ChatAnswer]:
-        """Runs it to its end: one answer per choice, in order. Closes the generation."""
+        """Runs to the end; returns one answer per choice, in order. Closes the generation."""
         answers = []
         for piece in await collect(self._generation):
             if sum(map(len, piece.texts)) > _LONG_TEXT:

@@ -1,4 +1,4 @@
-"""How the served model writes what is not plain text: tool calls and reasoning."""
+"""The served model's formats of tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """template: the text of all of the model's chat templates. keep_special: special tokens that
-    the formats are made of, which must not be left out of the text."""
+    """The formats of a model.
+
+    Attributes:
+        tool_parser: None where the model's format of tool calls is not known.
+        reasoning: None where the model is not known to reason.
+        template: text of all of the model's chat templates.
+        keep_special: special tokens that the formats use, which must stay in the text.
+    """
 
     tool_parser: type[ToolParser] | None
     reasoning: ReasoningFormat | None

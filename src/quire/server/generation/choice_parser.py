@@ -1,4 +1,4 @@
-"""From one choice's text to its events."""
+"""Parsing of one choice's text into events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tokens = tuple[list[int], list[dict[int, Logprob]]]
 
 
 def plain_events(piece: TextPiece, with_tokens: bool) -> list[Event]:
-    """Where there is nothing to be read: the text as it is."""
+    """Returns the events of a piece that needs no parsing."""
     events: list[Event] = []
     text = piece.text
     if text or (with_tokens and piece.token_ids):
@@ -35,13 +35,14 @@ def plain_events(piece: TextPiece, with_tokens: bool) -> list[Event]:
 
 
 class ChoiceParser:
-    """Reads reasoning first, then tool calls, from one choice.
+    """Parses one choice: reasoning first, then text and tool calls.
 
-    Tokens go with the first event that is made of text that came with or after them. Where
-    reasoning ends within a piece, they are told apart by its closing mark, or if that is no single
-    token by the length of their bytes.
+    Tokens go with the first event made of text that came with or after them. Where reasoning ends
+    within a piece, its tokens are told apart by the closing mark, or if that is no single token by
+    the length of their bytes.
 
-    reasoning_tokens: how many tokens made up the reasoning block, its marks included.
+    Attributes:
+        reasoning_tokens: tokens of the reasoning block, its marks included.
     """
 
     def __init__(
@@ -101,8 +102,11 @@ class ChoiceParser:
     def _read_reasoning(
         self, think: ThinkParser, piece: TextPiece, held: int, events: list[Event]
     ) -> str:
-        """Adds the reasoning's event; returns what is answer. `held`: waiting tokens of earlier
-        pieces."""
+        """Adds the reasoning's event; returns the text that belongs to the answer.
+
+        Args:
+            held: waiting tokens of earlier pieces.
+        """
         if think.answering:
             return piece.text
         reasoning, answer, block = think.feed(piece.text)
@@ -125,8 +129,10 @@ class ChoiceParser:
         return answer
 
     def _tokens_in(self, piece: TextPiece, characters: int) -> int:
-        """How many of the piece's tokens its first characters, which end with the block's closing
-        mark, are made of."""
+        """Returns the number of the piece's tokens that make up its first characters.
+
+        Those characters end with the block's closing mark.
+        """
         if self._close in piece.token_ids:
             return piece.token_ids.index(self._close) + 1
         left = len(piece.text[:characters].encode())

@@ -1,5 +1,4 @@
-"""A conversation as chat templates take it, put together from the smaller pieces in which the
-Responses and the Messages API tell it."""
+"""Conversations for chat templates, built from the smaller parts that other APIs send."""
 
 from __future__ import annotations
 
@@ -13,8 +12,11 @@ _BETWEEN = "\n\n"
 
 
 class ConversationBuilder:
-    """`messages` grows piece by piece: what an assistant thought, said and called in one go is one
-    message, as is all that the system says before anyone else does."""
+    """Builds the messages of a conversation part by part.
+
+    Consecutive thinking, text and calls of the assistant become one message, as does all that the
+    system says first.
+    """
 
     def __init__(self, param: str) -> None:
         self.param = param
@@ -29,7 +31,7 @@ class ConversationBuilder:
             self.messages.append({"role": "system", "content": text})
 
     def user(self, text: str, *, merge: bool = False) -> None:
-        """`merge`: into the last message, if that is the user's too."""
+        """Adds a user's text; `merge` appends it to the last message if that is the user's too."""
         if merge and self._last == "user":
             self.messages[-1]["content"] += _BETWEEN + text
         else:
@@ -42,7 +44,7 @@ class ConversationBuilder:
         self._add("content", text)
 
     def call(self, id: str, name: str, arguments: str, param: str) -> None:
-        """`arguments`: the text of a JSON object; empty is one without members."""
+        """Adds a tool call. `arguments`: the text of a JSON object; empty is one without members."""
         arguments = arguments or "{}"
         if not _is_object(arguments):
             raise RequestError(

@@ -1,7 +1,7 @@
-"""What every chat-like route asks for, and what it is given back.
+"""Requests and events that all chat-like routes share.
 
-A route turns its own body into a `Dialogue`; `reply.prepare` starts it; what comes back are the
-events below, which the route writes in its own words.
+A route turns its own body into a `Dialogue`, which `chat.prepare` starts. The events below come
+back, and the route writes them in its API's shape.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from quire.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model may or must call tools, and which ones; `names` None: any that is given."""
+    """Tells whether the model may or must call tools, and which ones.
+
+    names: None allows every tool of the dialogue.
+    """
 
     mode: Literal["auto", "none", "required"] = "auto"
     names: tuple[str, ...] | None = None
 
     @classmethod
     def named(cls, name: str) -> ToolChoice:
-        """Calls this tool, once."""
+        """Returns the choice that calls this tool, once."""
         return cls("required", (name,))
 
 
@@ -84,7 +87,7 @@ class ReasoningDelta:
 
 @dataclass(slots=True)
 class ToolCallBegin:
-    """`index` counts the choice's calls from 0."""
+    """The start of a tool call. `index` counts the choice's calls from 0."""
 
     choice: int
     index: int
@@ -96,7 +99,7 @@ class ToolCallBegin:
 
 @dataclass(slots=True)
 class ToolCallDelta:
-    """More of the arguments' JSON text."""
+    """More of the JSON text of a call's arguments."""
 
     choice: int
     index: int
@@ -107,8 +110,13 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class Finished:
-    """`finish_reason`: stop, length, abort, or tool_calls where a call is complete. `stop_reason`:
-    the stop string or stop token id that ended it, None for the end-of-sequence token."""
+    """The end of a choice.
+
+    Attributes:
+        finish_reason: stop, length, abort, or tool_calls where a call is complete.
+        stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence
+            token.
+    """
 
     choice: int
     finish_reason: str
@@ -128,7 +136,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """One whole choice: its events put together."""
+    """One whole choice, put together from its events."""
 
     choice: int
     text: str = ""

@@ -1,4 +1,4 @@
-"""From a dialogue's messages to the text and tokens of its prompt."""
+"""Rendering of a dialogue's messages to the text and tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARK = "~end-of-what-is-to-be-continued~"
 
 @dataclass(slots=True)
 class RenderedPrompt:
-    """`continued`: the final message's text, where it is to be continued."""
+    """A rendered prompt. `continued`: the final message's text, where that is to be continued."""
 
     text: str
     token_ids: list[int]
@@ -28,11 +28,13 @@ class RenderedPrompt:
 def render_prompt(
     tokenizer: Tokenizer, dialogue: Dialogue, most: int | None = None
 ) -> RenderedPrompt:
-    """Applies the chat template and tokenizes its text, unless that is longer than `most` tokens
-    can be. Runs in a thread.
+    """Applies the chat template and tokenizes its text. Runs in a thread.
 
-    The template writes its special tokens itself, so the tokenizer must not add them again. To
-    continue the final message, what the template puts behind that message's text is cut off.
+    The template writes its special tokens itself, so the tokenizer does not add them again. To
+    continue the final message, the text that the template puts after that message is cut off.
+
+    Args:
+        most: tokens above which the text is refused before it is tokenized.
 
     Raises:
         ApiError, RequestError: the template does not take what the dialogue asks for.
@@ -55,8 +57,11 @@ def render_prompt(
 
 
 def _shown_tools(tokenizer: Tokenizer, dialogue: Dialogue) -> list[dict[str, Any]]:
-    """What the template is shown: in free choice nothing that may not be called; a schema also for
-    tools without parameters; no `strict`, which no model was trained on."""
+    """Returns the tools that the template is shown.
+
+    With a free choice these are the tools that may be called. A tool without parameters gets an
+    empty schema. `strict` is left out, as no model was trained on it.
+    """
     choice = dialogue.tool_choice
     if choice.mode == "none" or not dialogue.tools:
         return []
@@ -75,7 +80,7 @@ def _shown_tools(tokenizer: Tokenizer, dialogue: Dialogue) -> list[dict[str, Any
 
 
 def _variables(tokenizer: Tokenizer, dialogue: Dialogue, with_tools: bool) -> dict[str, Any]:
-    """The template's further variables; one that it does not look at would do nothing."""
+    """Returns the template's further variables. Raises ApiError for one that it does not use."""
     variables = dict(dialogue.template_kwargs)
     fields = dict.fromkeys(variables, "chat_template_kwargs")
     if dialogue.reasoning_effort is not None:
@@ -97,7 +102,7 @@ def _variables(tokenizer: Tokenizer, dialogue: Dialogue, with_tools: bool) -> di
 
 
 def _messages(tokenizer: Tokenizer, dialogue: Dialogue, with_tools: bool) -> list[dict[str, Any]]:
-    """The messages, with tool calls as the template wants them."""
+    """Returns the messages, with tool calls in the shape that the template takes."""
     messages = dialogue.messages
     called = any(message.get("tool_calls") for message in messages)
     if not called:
@@ -133,7 +138,7 @@ def _with_calls(message: dict[str, Any], traits: TemplateTraits) -> dict[str, An
 
 
 def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With a mark behind the final message's text."""
+    """Returns the messages with a mark behind the final message's text."""
     final = messages[-1]
     if not (final.get("content") or "").strip():
         raise ApiError(
@@ -145,7 +150,10 @@ def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _up_to_mark(text: str) -> str:
-    """Behind the mark is space, unless the template trims messages; then the text is trimmed."""
+    """Returns the text before the mark.
+
+    A space follows the mark, unless the template trims messages; then the text is trimmed too.
+    """
     before, mark, behind = text.rpartition(_MARK)
     if not mark:
         raise ApiError(

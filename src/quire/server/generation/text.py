@@ -1,4 +1,4 @@
-"""Runs the prompts of one HTTP request and hands their updates on in batches."""
+"""Runs of a request's prompts, whose updates are handed on in batches."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, cast
 from quire.errors import OverloadedError
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
+from quire.server.generation.usage import CompletionUsage, PromptTokensDetails
 from quire.server.middleware.request_context import RequestContext, timed_out
-from quire.server.openai.convert import Prompt
-from quire.server.openai.objects import CompletionUsage, PromptTokensDetails
 from quire.server.state import ServerState
 from quire.server.telemetry.metrics import RequestClock
 
@@ -21,10 +20,16 @@ if TYPE_CHECKING:
     from quire.engine.output import StreamUpdate
 
 
+Prompt = str | list[int]
+"""Text or token ids."""
+
+
 @dataclass(slots=True)
 class TextPiece:
-    """What one completion gained, by one update or by many merged. `choice` is its index in the
-    answer: prompt index times n plus the completion's own."""
+    """New text and tokens of one completion, from one update or from several merged.
+
+    choice: its index in the answer, which is prompt index times n plus the completion's own.
+    """
 
     choice: int
     texts: list[str] = field(default_factory=list)
@@ -49,7 +54,7 @@ class TextPiece:
 
 @dataclass(slots=True)
 class PromptInfo:
-    """What the first update says about a prompt."""
+    """A prompt's data from its first update."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob] | None] | None = None
@@ -59,9 +64,9 @@ class PromptInfo:
 class TextGeneration:
     """The prompts of one HTTP request, running.
 
-    One task per prompt reads the engine's updates; the reader of `batches` takes what has come in
-    since it last looked, so a slow socket makes it write fewer, larger pieces, and the engine's
-    tokens never wait for a client. Leaving the `async with` aborts what still runs.
+    One task per prompt reads the engine's updates. The reader of `batches` takes all updates since
+    its last look, so a slow socket gets fewer, larger pieces, and the engine never waits for a
+    client.
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class TextGeneration:
         self._tasks: list[asyncio.Task[None]] = []
         self._pieces: dict[int, TextPiece] = {}
         self._error: BaseException | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._running = len(prompts)
         self._timer: asyncio.TimerHandle | None = None
 
@@ -104,13 +109,13 @@ class TextGeneration:
             self._timer = loop.call_later(self.context.remaining, self._time_out)
 
     def _time_out(self) -> None:
-        """What was said stays said; what still runs is aborted."""
+        """Aborts what still runs when the request's time is over; text that came before it is kept."""
         if self._running:
             self._error = self._error or timed_out()
             self.context.end = "timeout"
             for task in self._tasks:
                 task.cancel()
-            self._news.set()
+            self._changed.set()
 
     async def close(self) -> None:
         """Aborts what still runs. Idempotent."""
@@ -127,18 +132,22 @@ class TextGeneration:
         self.context.release()
 
     async def ready(self) -> None:
-        """Waits for the first update, so that an invalid request can still be answered with a
-        status. Raises the engine's error."""
-        await self._news.wait()
+        """Waits for the first update, so that an invalid request still gets an error status.
+
+        Raises the engine's error.
+        """
+        await self._changed.wait()
         if self._error is not None:
             raise self._error
 
     async def batches(self) -> AsyncIterator[list[TextPiece]]:
-        """What has come in, one piece per completion; ends when all prompts have. Raises the
-        engine's error once the pieces that came before it are out."""
+        """Yields new pieces, one per completion, until all prompts have ended.
+
+        Raises the engine's error once the pieces that came before it are out.
+        """
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._changed.wait()
+            self._changed.clear()
             pieces, self._pieces = self._pieces, {}
             if pieces:
                 yield list(pieces.values())
@@ -190,7 +199,7 @@ class TextGeneration:
                 self.context.trace.prompts.append(clock.phases())
             self.metrics.open.dec()
             self._running -= 1
-            self._news.set()
+            self._changed.set()
 
     def _take(self, index: int, update: StreamUpdate) -> None:
         if update.prompt_token_ids is not None:
@@ -204,7 +213,7 @@ class TextGeneration:
         if piece is None:
             piece = self._pieces[choice] = TextPiece(choice)
         piece.add(update)
-        self._news.set()
+        self._changed.set()
 
 
 async def collect(generation: TextGeneration) -> list[TextPiece]:

@@ -1,4 +1,4 @@
-"""Whether a model thinks before it answers, and for how long."""
+"""Switches and budgets of a model's thinking."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from quire.server.errors import unsupported
 from quire.server.generation.chat import ChatGeneration
 from quire.server.generation.dialogue import Event, Finished, ReasoningDelta
 from quire.server.generation.prompt import RenderedPrompt
-from quire.server.openai.objects import CompletionTokensDetails, CompletionUsage
+from quire.server.generation.usage import CompletionTokensDetails, CompletionUsage
 from quire.server.state import ServerState
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
 
 _SWITCHES = ("enable_thinking", "thinking")
-"""What chat templates call the variable that turns thinking on and off."""
+"""Names that chat templates use for the variable that turns thinking on and off."""
 
 
 def template_variables(state: ServerState, param: str, *, with_tools: bool) -> frozenset[str]:
-    """Those that the chat template looks at. Raises `ApiError` naming `param`."""
+    """Returns the variables that the chat template uses. Raises `ApiError` naming `param`."""
     return state.tokenizer(param).template(with_tools).variables
 
 
 def thinking_switch(
     state: ServerState, known: frozenset[str], *, on: bool, param: str
 ) -> dict[str, Any]:
-    """The template's variables that turn thinking on or off.
+    """Returns the template's variables that turn thinking on or off.
 
     Raises:
-        ApiError: the model cannot think, or cannot help it.
+        ApiError: the model cannot think, or cannot be kept from it.
     """
     thinks = state.chat_format.reasoning is not None
     for name in _SWITCHES:
@@ -56,11 +56,11 @@ def reasoning_tokens(usage: CompletionUsage) -> int:
 
 
 class BudgetedChatGeneration:
-    """A reply of one choice whose thinking ends after about `budget` tokens, as a source of events.
+    """A chat generation of one choice whose thinking ends after about `budget` tokens.
 
-    A model that still thinks then is stopped, its block of thinking is closed for it, and it goes
-    on from there; what was computed so far comes from the prefix cache. It may think a few tokens
-    more, as they arrive several at a time. The dialogue must be one `with_tokens`.
+    A model that still thinks then is stopped, its block of thinking is closed for it, and it
+    continues from there; the prefix cache holds what was computed so far. It may think a few tokens
+    more, as tokens arrive several at a time. The dialogue must be one `with_tokens`.
     """
 
     def __init__(self, state: ServerState, reply: ChatGeneration, budget: int) -> None:
@@ -100,7 +100,7 @@ class BudgetedChatGeneration:
 
     @property
     def usage(self) -> CompletionUsage:
-        """The closing of the block counts as thinking."""
+        """Token counts; the tokens that close the block count as thinking."""
         usage, extra = self._thought.usage, len(self._closing)
         thought = usage.completion_tokens + extra
         if self._answer is not None:
@@ -117,7 +117,8 @@ class BudgetedChatGeneration:
         return format is not None and format.close not in text
 
     def _go_on(self, said: list[int]) -> ChatGeneration | None:
-        """The reply that begins behind the thinking; None where there is no room for one."""
+        """Returns the generation that continues after the thinking; None where there is no room for
+        one."""
         format = self._state.chat_format.reasoning
         closing = f"\n{format.close if format is not None else ''}\n\n"
         self._closing = self._tokenizer.encode(closing, add_special_tokens=False).tolist()

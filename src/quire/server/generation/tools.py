@@ -1,4 +1,4 @@
-"""What a dialogue says of tools: is it sound, and what must the model's grammar be for it."""
+"""Checks of a dialogue's tools, and the grammars that enforce them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _invalid(param: str, why: str) -> ApiError:
 
 
 def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of its arguments. Without one a tool takes none, as at OpenAI."""
+    """Returns the schema of the tool's arguments. A tool without one takes none, as at OpenAI."""
     parameters = tool["function"].get("parameters")
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
@@ -74,7 +74,7 @@ def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def callable_tools(dialogue: Dialogue) -> dict[str, dict[str, Any]]:
-    """Names of the tools that may be called, to the schemas of their arguments."""
+    """Maps names of the tools that may be called to the schemas of their arguments."""
     choice = dialogue.tool_choice
     if choice.mode == "none":
         return {}
@@ -96,10 +96,14 @@ def one_call(dialogue: Dialogue) -> bool:
 def constrained(
     dialogue: Dialogue, format: ChatFormat, added: Mapping[str, int], begins_open: bool | None
 ) -> SamplingParams:
-    """The dialogue's sampling parameters, with a grammar where tools must be called, where a
-    strict one may be, and where structured outputs come after reasoning or beside tools.
+    """Returns the dialogue's sampling parameters, with a grammar where one is needed.
 
-    added: the tokenizer's added tokens. begins_open: `ReasoningFormat.begins_open`.
+    That is where tools must be called, where a strict tool may be, and where structured outputs
+    come after reasoning or beside tools.
+
+    Args:
+        added: the tokenizer's added tokens.
+        begins_open: see `ReasoningFormat.begins_open`.
     """
     params, wanted = dialogue.params, dialogue.params.structured_outputs
     tools, must = callable_tools(dialogue), dialogue.tool_choice.mode == "required"
@@ -131,8 +135,10 @@ def constrained(
 def _schemas(
     dialogue: Dialogue, tools: Mapping[str, dict[str, Any]], by_property: bool
 ) -> dict[str, dict[str, Any]]:
-    """What is to be enforced. Where no strictness was promised, a keyword that cannot be enforced
-    is left out; where it was, it is an error."""
+    """Returns the schemas to enforce.
+
+    A keyword that cannot be enforced is left out of tools that are not strict, else an error.
+    """
     schemas = {}
     for place, tool in enumerate(dialogue.tools):
         name = tool["function"]["name"]
@@ -159,7 +165,7 @@ def _schemas(
 
 
 def _body(rules: Rules, wanted: StructuredOutputsParams | None) -> str:
-    """Structured outputs as a part of a larger grammar."""
+    """Returns structured outputs as a part of a larger grammar."""
     if wanted is None:
         return ""
     if wanted.json is not None:

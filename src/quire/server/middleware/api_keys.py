@@ -1,4 +1,4 @@
-"""Who may come in: the keys of `--api-key` and of a key file, and what each may ask for."""
+"""API keys of `--api-key` and of a key file, and the limits of each."""
 
 from __future__ import annotations
 
@@ -29,8 +29,14 @@ _FIELDS = ("key", "key_sha256", "requests_per_minute", "tokens_per_minute", "sha
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Who asks. digest: SHA-256 of the secret. requests_per_minute, tokens_per_minute: None is no
-    limit. share: of the engine, against others who want it too."""
+    """An API key.
+
+    Attributes:
+        name: names the key in logs, limits and traces.
+        digest: SHA-256 of the secret.
+        requests_per_minute, tokens_per_minute: None is no limit.
+        share: weight of the key's requests in the engine's fair scheduling.
+    """
 
     name: str
     digest: bytes = b""
@@ -40,11 +46,7 @@ class ApiKey:
 
 
 class ApiKeys:
-    """All keys. Without any, everybody is `anonymous`, and all of them are one.
-
-    Raises:
-        ConfigError: the key file is wrong.
-    """
+    """All API keys. Without any, every request belongs to `anonymous`."""
 
     def __init__(self, args: ServerArgs) -> None:
         self._args = args
@@ -55,11 +57,15 @@ class ApiKeys:
 
     @property
     def asks(self) -> bool:
-        """Whether a key is needed."""
+        """Tells whether a key is needed."""
         return bool(self._args.api_key) or self._args.api_key_file is not None
 
     def load(self) -> None:
-        """Reads the key file, again. Raises ConfigError, and keeps what was, where it is wrong."""
+        """Reads the key file.
+
+        Raises:
+            ConfigError: the file is wrong; the keys stay as they were.
+        """
         keys = [
             self._key(f"api-key-{place}", digest_of(secret.encode()))
             for place, secret in enumerate(self._args.api_key, 1)
@@ -70,7 +76,7 @@ class ApiKeys:
         self._by_tag = {self._tag(key.digest): key for key in keys}
 
     def reload(self) -> None:
-        """As `load`, but what is wrong goes to the log."""
+        """Reads the key file again; errors go to the log."""
         try:
             self.load()
         except ConfigError as error:
@@ -79,8 +85,11 @@ class ApiKeys:
             logger.info("%d keys", len(self._by_tag))
 
     def find(self, secret: bytes) -> ApiKey | None:
-        """The time this takes does not tell which key was close, or how close: what is looked up is
-        a keyed hash, which nobody can steer, and what is found is compared in constant time."""
+        """Returns the key of a secret.
+
+        The time taken does not tell which key was close, or how close: keys are looked up by a
+        keyed hash that a client cannot steer, and compared in constant time.
+        """
         digest = digest_of(secret)
         key = self._by_tag.get(self._tag(digest), self.anonymous)
         return key if hmac.compare_digest(digest, key.digest) else None

@@ -1,4 +1,4 @@
-"""The door: every route but a few asks for a key, and takes what it costs from the key's limits."""
+"""Authentication and rate limits of requests, before their routes run."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ COUNTED_PATHS = frozenset(
         "/detokenize",
     }
 )
-"""POST requests to these count as requests of their key."""
+"""Routes whose POST requests count against their key's limit."""
 
 _UNQUEUED_PATHS = frozenset(
     {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"}
 )
-"""Of them, those that the engine does not hear of."""
+"""Counted routes that do not use the engine."""
 
 
 class AuthMiddleware:
-    """Pure ASGI middleware. It decides on the path as the router will see it, by exact match, so
-    that no spelling of a route (a prefix, a doubled or a trailing slash) can slip past it."""
+    """Refuses requests without a valid key, and takes each request from its key's limit.
+
+    The route is decided on the path as the router will see it, by exact match: no other spelling (a
+    prefix, a doubled or a trailing slash) is taken for a public route.
+    """
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app = app
@@ -84,8 +87,11 @@ class AuthMiddleware:
 
 
 def _secrets(scope: Scope) -> list[bytes]:
-    """The keys that a request gives: as a bearer, or on Anthropic's routes in `x-api-key`. Giving
-    the same one both ways is giving one."""
+    """Returns the secrets that a request gives: as a bearer, or on Anthropic's routes in `x-api-
+    key`.
+
+    The same secret given both ways counts once.
+    """
     found = []
     for name, value in scope["headers"]:
         if name == b"authorization":

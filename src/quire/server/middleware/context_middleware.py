@@ -1,5 +1,4 @@
-"""The outermost layer: every request gets an id, a deadline, and a line in the access log; every
-answer its headers."""
+"""Outermost middleware: request ids, deadlines, response headers and the access log."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ EXPOSED_HEADERS = [
         for part in ("limit", "remaining", "reset")
     ),
 ]
-"""What scripts of other sites may read of an answer, where they may ask at all."""
+"""Response headers that scripts of allowed origins may read."""
 
 _NO_ROUTE = "other"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -37,7 +36,7 @@ _CLIENT_GONE = 499
 
 
 class RequestContextMiddleware:
-    """Pure ASGI middleware."""
+    """Gives every request a context, and its answer the headers that tell of it."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app = app
@@ -70,7 +69,8 @@ class RequestContextMiddleware:
                 _log(scope, context)
 
     def _count(self, scope: Scope, context: RequestContext) -> None:
-        """Under the route's template: neither paths nor methods are a client's to choose."""
+        """Counts the request under its route's template, as clients could choose any path or
+        method."""
         route = getattr(scope.get("route"), "path", _NO_ROUTE)
         method = scope["method"] if scope["method"] in _METHODS else _NO_ROUTE
         seconds = time.perf_counter() - context.began
@@ -93,7 +93,7 @@ class RequestContextMiddleware:
 
 
 def _given_id(scope: Scope) -> str | None:
-    """A client's own, where it is a sane one."""
+    """Returns the client's request id, if it is well formed."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             text: str = value.decode("latin-1")

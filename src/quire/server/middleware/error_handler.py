@@ -1,4 +1,4 @@
-"""Which route answers its errors in whose shape."""
+"""Error responses, in the shape of each route's API."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from quire.server.middleware.request_context import context_in
 
 
 def route_of(scope: Scope) -> str:
-    """The path as the router sees it, without the root path: by its own function, so that nobody
-    can disagree with it about which route is meant."""
+    """Returns the path as the router sees it, without the root path.
+
+    Starlette's own function is used, so that middleware and router agree on every path.
+    """
     return get_route_path(scope)
 
 
@@ -30,8 +32,10 @@ def error_response(error: ApiError, scope: Scope) -> Response:
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """Exception handler of the app: counts the error and answers in the shape of the route's API,
-    which holds for paths and methods that do not exist too."""
+    """Counts an error and answers it in the shape of the route's API.
+
+    Errors of unknown paths and methods are handled too.
+    """
     api_error = as_api_error(error)
     request.app.state.metrics.count_error(api_error)
     return error_response(api_error, request.scope)

@@ -1,5 +1,4 @@
-"""How much each key may ask for: token buckets for requests and for tokens, which all processes of
-a server share."""
+"""Rate limits of API keys: token buckets that all processes of a server share."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ from quire.server.middleware.api_keys import MAX_KEYS, ApiKey
 
 _SLOTS = 2 * MAX_KEYS
 _SLOT = struct.Struct("=16s4d")
-"""Digest of the key's name; for requests and for tokens: what is left, and when that was so (0:
-never yet)."""
+"""A key's slot: digest of its name; then for requests and for tokens, the level and when it was set
+(0: never)."""
 
 _MINUTE = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class LimitStatus:
-    """What is left of a limit per minute. refill: seconds until it is whole again."""
+    """The remaining amount of a limit per minute."""
 
     limit: int
     remaining: float
@@ -39,24 +38,27 @@ class LimitStatus:
         return max(0.0, (self.limit - self.remaining) * _MINUTE / self.limit)
 
     def until(self, amount: float) -> float:
-        """Seconds until `amount` is there."""
+        """Returns the seconds until `amount` is available."""
         return max(0.0, (amount - self.remaining) * _MINUTE / self.limit)
 
 
 @dataclass(frozen=True, slots=True)
 class RateLimits:
-    """Of a key; None where it has no limit."""
+    """Both limits of a key; None where it has none."""
 
     requests: LimitStatus | None
     tokens: LimitStatus | None
 
 
 class RateLimiter:
-    """A table in a file that the server's processes map into memory; a file lock orders them. A
-    bucket holds a minute's worth, and fills up evenly. What was taken for tokens that were not
-    used is given back; what turns out to be more than was taken is owed.
+    """Limits requests and tokens by token buckets.
 
-    file: it is made if there is none. None keeps the table to this process.
+    The buckets lie in a file that the server's processes map into memory; a file lock orders them.
+    A bucket holds a minute's worth and fills up evenly. Tokens that were taken and not used are
+    given back; use beyond what was taken leaves the bucket in debt.
+
+    Args:
+        file: made if it does not exist. None keeps the table to this process.
     """
 
     def __init__(
@@ -79,7 +81,8 @@ class RateLimiter:
         os.close(self._fd)
 
     def take_request(self, key: ApiKey) -> tuple[bool, RateLimits]:
-        """One request, unless there is none left, or tokens are owed; and what is left then."""
+        """Takes one request unless none is left or tokens are owed; returns whether it did, and the
+        limits."""
         with self._bucket(key) as bucket:
             levels = bucket.levels()
             short = [
@@ -93,7 +96,7 @@ class RateLimiter:
             return True, bucket.levels()
 
     def take_tokens(self, key: ApiKey, tokens: int) -> tuple[bool, RateLimits]:
-        """As many tokens, or none."""
+        """Takes `tokens` or none; returns whether it did, and the limits."""
         with self._bucket(key) as bucket:
             levels = bucket.levels()
             if levels.tokens is not None and levels.tokens.remaining < tokens:
@@ -102,7 +105,7 @@ class RateLimiter:
             return True, bucket.levels()
 
     def give_back(self, key: ApiKey, tokens: int) -> None:
-        """Tokens that were taken and not used; of a negative number, more were used."""
+        """Gives back tokens that were taken and not used. A negative number takes more."""
         with self._bucket(key) as bucket:
             bucket.tokens += tokens
 
@@ -120,8 +123,11 @@ class RateLimiter:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _place(self, name: str) -> int:
-        """Where the key's bucket is: the first slot, from one given by its name on, that is its own
-        or nobody's. Names that are gone leave theirs when the table is full of them."""
+        """Returns the offset of the key's bucket.
+
+        The bucket is the first slot, from one given by the name's digest on, that is the key's own
+        or free. In a full table it replaces the one at that first slot.
+        """
         place = self._places.get(name)
         digest = hashlib.sha256(name.encode()).digest()[:16]
         if place is not None and self._table[place : place + 16] == digest:
@@ -142,7 +148,7 @@ class RateLimiter:
 
 
 class _KeyBuckets:
-    """A key's two buckets, filled up to now."""
+    """A key's two buckets, filled up to the present."""
 
     def __init__(
         self,
@@ -168,7 +174,8 @@ class _KeyBuckets:
         return RateLimits(requests, tokens)
 
     def state(self) -> tuple[float, float, float, float]:
-        """An unlimited bucket is kept full, for the day when it is limited."""
+        """Returns the levels to store. An unlimited bucket is kept full, in case it is limited
+        later."""
         requests = tokens = 0.0
         requests_at = tokens_at = 0.0
         if self._key.requests_per_minute is not None:

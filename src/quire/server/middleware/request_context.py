@@ -1,4 +1,4 @@
-"""One HTTP request from its first byte to its last: who asks, until when, and what came of it."""
+"""Context of one HTTP request: its key, its deadline and its counts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,16 @@ _GIVEN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
 
 @dataclass(slots=True)
 class RequestContext:
-    """deadline: of `time.monotonic`. end: why its last completion ended. first_token: seconds.
-    prompts: what the model was shown, where that is logged."""
+    """Context of one HTTP request.
+
+    Attributes:
+        deadline: moment of `time.monotonic` at which the request must have been answered.
+        began: moment of `time.perf_counter`.
+        end: reason why its last completion ended.
+        first_token: seconds until the first token.
+        prompts: texts for the log, where prompts are logged.
+        on_end: called once, when the request is over.
+    """
 
     id: str
     key: ApiKey
@@ -51,7 +59,7 @@ class RequestContext:
     # -- limits --------------------------------------------------------------------------------
 
     def take_request(self) -> None:
-        """Raises ApiError, 429, where the key has used its limit up."""
+        """Takes one request from the key's limit. Raises ApiError, 429."""
         if self.key.requests_per_minute is None and self.key.tokens_per_minute is None:
             return
         taken, self.levels = self.rate_limiter.take_request(self.key)
@@ -62,8 +70,11 @@ class RequestContext:
                 raise _exceeded("requests", self.levels.requests, 1)
 
     def take_tokens(self, prompt: int, answer: int | None, completions: int = 1) -> None:
-        """For a prompt and all that may be said to it; what is not used is given back at the end.
-        answer: None, for as much as there is room for, is charged when it is known.
+        """Takes the tokens that a prompt and its answer may need; unused ones are given back at the
+        end.
+
+        Args:
+            answer: most tokens of a completion. None charges the answer when it is known.
 
         Raises:
             ApiError: 429.
@@ -77,17 +88,17 @@ class RequestContext:
         self._taken += tokens
 
     def look_up(self) -> None:
-        """What is left, for the answer's headers; nothing is taken."""
+        """Reads the limits for the answer's headers, without taking anything."""
         if self.key.requests_per_minute is not None or self.key.tokens_per_minute is not None:
             _, self.levels = self.rate_limiter.take_tokens(self.key, 0)
 
     def hold(self) -> None:
-        """It is not over while somebody holds it."""
+        """Keeps the request open until a matching `release`."""
         self._holders += 1
 
     def release(self) -> None:
-        """With the last one, the tokens that were taken and not used are given back, and its trace
-        is complete."""
+        """Ends the request with the last release: tokens that were taken and not used are given
+        back."""
         self._holders -= 1
         if self._holders > 0:
             return
@@ -101,7 +112,7 @@ class RequestContext:
 
     @property
     def remaining(self) -> float | None:
-        """Seconds until it must have been answered."""
+        """Seconds until the request must have been answered."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     def observe(self, update: StreamUpdate) -> None:
@@ -129,7 +140,7 @@ def context_in(scope: Scope) -> RequestContext:
 
 
 def is_id(text: str) -> bool:
-    """Whether a client's request id can be taken over into headers and logs."""
+    """Tells whether a client's request id may go into headers and logs."""
     return _GIVEN_ID.fullmatch(text) is not None
 
 
@@ -160,7 +171,7 @@ def _exceeded(what: str, left: LimitStatus, need: int) -> ApiError:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI's headers write it: 20ms, 1.5s, 6m0s, 1h0m0s."""
+    """Formats a duration as OpenAI's headers do: 20ms, 1.5s, 6m0s, 1h0m0s."""
     ms = math.ceil(seconds * 1000)
     if ms < 1000:
         return f"{ms}ms"

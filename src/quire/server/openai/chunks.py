@@ -1,4 +1,4 @@
-"""What `stream_options` asks of every chunk of a completion."""
+"""Chunks of a streamed completion, as `stream_options` asks for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from quire.server.openai.objects import CompletionObject, CompletionUsage
+from quire.server.generation.usage import CompletionUsage
+from quire.server.openai.objects import CompletionObject
 from quire.server.openai.protocol import StreamOptions
 from quire.server.sse import obfuscated, write_data, write_event
 
@@ -16,7 +17,9 @@ from quire.server.sse import obfuscated, write_data, write_event
 class ChunkWriter:
     """Writes the chunks of one answer.
 
-    envelope: makes a chunk of its choices and its `usage` field. usage: all that was used so far.
+    Args:
+        envelope: makes a chunk of its choices and its `usage` field.
+        usage: returns the token counts so far.
     """
 
     def __init__(
@@ -33,8 +36,11 @@ class ChunkWriter:
         self._obfuscate = bool(options.include_obfuscation)
 
     def write(self, buffer: bytearray, choice: Any) -> None:
-        """`usage` is null before the last chunk where the client asked for it there, absent where
-        it did not."""
+        """Writes one choice's chunk.
+
+        `usage` is null before the last chunk where the client asked for it there, and absent where
+        it did not.
+        """
         usage = self._usage() if self._always else None if self._at_end else UNSET
         envelope = self._envelope([choice], usage)
         if self._obfuscate:

@@ -13,11 +13,10 @@ from starlette.responses import Response
 from quire.sampling_params import SamplingParams
 from quire.server.errors import ApiError
 from quire.server.generation.structured import check_structured
-from quire.server.generation.text import TextGeneration, TextPiece, collect
+from quire.server.generation.text import Prompt, TextGeneration, TextPiece, collect
 from quire.server.middleware.request_context import RequestContext, context_of
 from quire.server.openai.chunks import ChunkWriter
 from quire.server.openai.convert import (
-    Prompt,
     about_tokens,
     check_fan_out,
     prompts_of,
@@ -76,7 +75,7 @@ async def completions(request: Request) -> Response:
 def charge(
     state: ServerState, context: RequestContext, prompts: list[Prompt], params: SamplingParams
 ) -> None:
-    """Takes what the prompts may use from the key's limit. Raises ApiError, 429."""
+    """Takes the tokens that the prompts may use from the key's limit. Raises ApiError, 429."""
     if state.args.log_prompts:
         context.prompts += [shown_prompt(state.client.tokenizer, prompt) for prompt in prompts]
     most = None if params.max_tokens is None else params.max_tokens * len(prompts)
@@ -84,8 +83,7 @@ def charge(
 
 
 async def _inputs(state: ServerState, suffix: str | None, prompts: list[Prompt]) -> list[Prompt]:
-    """What the model reads: the prompts, or where a completion belongs between prompt and suffix,
-    both of them."""
+    """Returns the prompts, or with a suffix those that fill in the middle."""
     if not suffix:
         most = state.client.config.scheduler.max_model_len
         return await tokenized(state.client.tokenizer, prompts, most)
@@ -94,8 +92,10 @@ async def _inputs(state: ServerState, suffix: str | None, prompts: list[Prompt])
 
 
 def likeliest(pieces: list[TextPiece], best_of: int, n: int) -> list[TextPiece]:
-    """The best `n` of each prompt's `best_of` completions, renumbered: those of the highest mean
-    log-probability per token, best first."""
+    """Returns the best `n` of each prompt's `best_of` completions, renumbered.
+
+    Completions are ranked by their mean log-probability per token.
+    """
     best = []
     for start in range(0, len(pieces), best_of):
         ranked = sorted(pieces[start : start + best_of], key=_mean_logprob, reverse=True)
@@ -143,9 +143,12 @@ def _check(state: ServerState, body: CompletionRequest, prompts: list[Prompt]) -
 
 
 def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:
-    """With `echo` and `max_tokens` 0, a way to score a prompt, the engine makes one token that is
-    then left out; echoed log-probabilities are the engine's prompt log-probabilities. Log-
-    probabilities are what `best_of` ranks by."""
+    """Returns the sampling parameters.
+
+    With `echo` and `max_tokens` 0, a way to score a prompt, the engine makes one token, which is
+    then left out. Echoed log-probabilities are the engine's prompt log-probabilities. `best_of`
+    ranks by log-probabilities.
+    """
     if body.echo and body.logprobs is not None:
         body.prompt_logprobs = max(body.logprobs, body.prompt_logprobs or 0)
     ranked = body.best_of is not None and body.best_of > (body.n or 1)
@@ -160,7 +163,7 @@ def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:
 
 
 class CompletionWriter:
-    """Turns pieces into choices, for whole answers and for chunks alike."""
+    """Writes pieces as choices, for whole answers and for chunks."""
 
     def __init__(
         self,
@@ -251,7 +254,7 @@ class CompletionWriter:
 
 
 async def generate(request: Request) -> Response:
-    """The plain route: a prompt in; out comes one JSON object, or with `stream` the bare text."""
+    """Answers `/generate`: one prompt in, one JSON object out, or with `stream` the bare text."""
     state = state_of(request)
     body = await read_body(request, GenerateRequest, state.args.max_body_bytes)
     state.check_alive()

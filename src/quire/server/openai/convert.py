@@ -1,4 +1,4 @@
-"""From a validated request to what the engine takes: prompts and `SamplingParams`."""
+"""Conversion of validated requests to prompts and `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quire.errors import RequestError
 from quire.sampling_params import SamplingParams
 from quire.server.errors import ApiError
+from quire.server.generation.text import Prompt
 from quire.server.openai.protocol import SamplingFields
 from quire.server.openai.structured import structured_outputs
 
@@ -20,16 +21,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire.server")
 
 MAX_COMPLETIONS = 1024
-"""Prompts times `n` of one request."""
+"""Most completions of one request: prompts times `n`."""
 _INT32 = 2**31 - 1
 
 _MUCH_TEXT = 4000
-"""Characters of a request's prompts."""
+"""Characters of a request's prompts above which they are tokenized off the event loop."""
 
 _USUAL_CHARS = 4
-"""Characters per token."""
-
-Prompt = str | list[int]
+"""Usual characters per token."""
 
 _COPIED = (
     "temperature",
@@ -52,7 +51,8 @@ _FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def model_defaults(model_path: str) -> dict[str, float]:
-    """Sampling defaults of the model's own `generation_config.json`; empty where there is none."""
+    """Returns the sampling defaults of the model's `generation_config.json`; empty where there is
+    none."""
     path = Path(model_path) / "generation_config.json"
     try:
         raw = json.loads(path.read_text())
@@ -76,7 +76,7 @@ def sampling_params(
     logprobs: int | None = None,
     detokenize: bool = True,
 ) -> SamplingParams:
-    """Raises `RequestError` naming the field."""
+    """Returns the sampling parameters of a request. Raises `RequestError` naming the field."""
     fields: dict[str, Any] = dict(defaults)
     for name in _COPIED:
         value = getattr(request, name)
@@ -97,7 +97,11 @@ def sampling_params(
 
 
 def prompts_of(value: Any, param: str = "prompt", most: int = MAX_COMPLETIONS) -> list[Prompt]:
-    """OpenAI's four ways to write `prompt` or `input`: a list of strings or of token-id lists."""
+    """Returns the prompts of `prompt` or `input`, which OpenAI's API takes in four shapes.
+
+    Raises:
+        ApiError: the value is none of text, token ids, or a list of either.
+    """
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -124,8 +128,11 @@ def prompts_of(value: Any, param: str = "prompt", most: int = MAX_COMPLETIONS) -
 
 
 async def tokenized(tokenizer: Tokenizer | None, prompts: list[Prompt], most: int) -> list[Prompt]:
-    """Many texts as token ids, made off the event loop; a few are left to the engine's client,
-    which takes care of long ones. most: tokens that a prompt may have."""
+    """Tokenizes many texts, off the event loop. Few or short ones are left to the engine's client.
+
+    Args:
+        most: tokens that a prompt may have.
+    """
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     if tokenizer is None or len(prompts) == 1 or size < _MUCH_TEXT:
         return prompts
@@ -136,12 +143,12 @@ async def tokenized(tokenizer: Tokenizer | None, prompts: list[Prompt], most: in
 
 
 def about_tokens(prompt: Prompt) -> int:
-    """How many tokens a prompt has; of a text that is not tokenized yet, what is usual."""
+    """Returns the number of a prompt's tokens, estimated for a text."""
     return len(prompt) // _USUAL_CHARS + 1 if isinstance(prompt, str) else len(prompt)
 
 
 def shown_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> str:
-    """As a text for the log."""
+    """Returns the prompt as a text for the log."""
     if isinstance(prompt, str):
         return prompt
     return str(prompt) if tokenizer is None else tokenizer.decode(prompt, False)

@@ -15,8 +15,9 @@ from starlette.responses import Response
 from quire.errors import OverloadedError
 from quire.pooling_params import PoolingParams
 from quire.server.errors import prompt_named
+from quire.server.generation.text import Prompt
 from quire.server.middleware.request_context import RequestContext, context_of, timed_out
-from quire.server.openai.convert import Prompt, about_tokens, prompts_of, shown_prompt, tokenized
+from quire.server.openai.convert import about_tokens, prompts_of, shown_prompt, tokenized
 from quire.server.request_body import read_body
 from quire.server.sse import json_answer, unless_gone
 from quire.server.state import ServerState, new_id, state_of
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 MAX_INPUTS = 2048
 
 _MANY_NUMBERS = 50_000
-"""Which are written off the event loop."""
+"""Numbers above which the answer is written off the event loop."""
 
 
 class EmbeddingRequest(StrictModel):
-    """`input`: a string, token ids, or a list of either."""
+    """Body of `/v1/embeddings`. `input`: a string, token ids, or a list of either."""
 
     input: TextsOrIds
     model: Name | None = None
@@ -45,7 +46,7 @@ class EmbeddingRequest(StrictModel):
 
 
 class EmbeddingObject(msgspec.Struct):
-    """`embedding`: numbers, or the base64 text of little-endian float32."""
+    """One embedding: numbers, or the base64 text of little-endian float32."""
 
     index: int
     embedding: list[float] | str
@@ -104,7 +105,7 @@ def _encoded(found: Embedding, encoding: str | None) -> list[float] | str:
 async def _embed_all(
     state: ServerState, context: RequestContext, body: EmbeddingRequest, inputs: list[Prompt]
 ) -> list[Embedding]:
-    """All or an error: one that fails ends the others."""
+    """Embeds all inputs; one that fails ends the others."""
     name = new_id("embd")
     params = PoolingParams(dimensions=body.dimensions)
     tasks = [

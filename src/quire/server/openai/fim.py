@@ -1,5 +1,4 @@
-"""Filling in the middle: what `suffix` asks of models that were trained for it
-(Bavarian et al., 2022)."""
+"""Fill-in-the-middle prompts for `suffix` (Bavarian et al., 2022)."""
 
 from __future__ import annotations
 
@@ -10,8 +9,11 @@ from quire.errors import RequestError
 
 
 class Markers(NamedTuple):
-    """The special tokens around the two parts. `suffix_first`: the model was trained on the suffix,
-    then the prefix, and continues that; it has no token before the middle."""
+    """Special tokens around the two parts of a prompt.
+
+    suffix_first: the model was trained on the suffix, then the prefix, which it continues; it has
+    no token before the middle.
+    """
 
     prefix: str
     suffix: str
@@ -31,7 +33,7 @@ KNOWN = (
 
 
 def markers_of(tokenizer: Tokenizer) -> Markers | None:
-    """The first known set of which the vocabulary has all."""
+    """Returns the first known set that the vocabulary holds completely."""
     has = tokenizer.hub.token_to_id
     for markers in KNOWN:
         if all(has(text) is not None for text in markers[:3] if text):
@@ -40,7 +42,7 @@ def markers_of(tokenizer: Tokenizer) -> Markers | None:
 
 
 def infill(tokenizer: Tokenizer, prompt: str | list[int], suffix: str) -> list[int]:
-    """The token ids of a prompt whose completion belongs between `prompt` and `suffix`.
+    """Returns the token ids of a prompt whose completion belongs between `prompt` and `suffix`.
 
     Raises:
         RequestError: the vocabulary has no tokens for this.
@@ -75,7 +77,7 @@ def _id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def _opening(tokenizer: Tokenizer) -> list[int]:
-    """The token that begins every text, where the tokenizer adds one by itself."""
+    """Returns the token that begins every text, where the tokenizer adds one by itself."""
     bos = tokenizer.special_tokens.get("bos_token")
     added = tokenizer.encode("").tolist()
     return added[:1] if bos is not None and added[:1] == [_id(tokenizer, bos)] else []

@@ -1,4 +1,4 @@
-"""`functions` and `function_call`: OpenAI's older names of tools, of which an answer calls one."""
+"""`functions` and `function_call`, OpenAI's older names of tools and their choice."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from quire.server.openai.objects import ChatDelta, ChatFunctionCall, ChatMessage
 from quire.server.openai.protocol import ChatRequest
 
 ERROR_NAMES = {"tools": "functions", ".function.": ".", "tool_choice": "function_call"}
-"""Parts of fields' paths, and what they are called here."""
+"""Maps parts of fields' paths to their older names."""
 
 
 def check(body: ChatRequest) -> None:
-    """Raises ApiError."""
+    """Checks that older and newer fields are not mixed. Raises ApiError."""
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(body, old) and getattr(body, new):
             raise ApiError(400, f"'{old}' and '{new}' exclude each other.", param=old)

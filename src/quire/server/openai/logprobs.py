@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
 
 _FLOOR = -9999.0
-"""JSON has no infinity: a token that a bias or a mask made impossible gets this, as at OpenAI."""
+"""Stands for minus infinity, which JSON lacks: a token that a bias or a mask made impossible."""
 
 
 def _finite(value: float) -> float:
@@ -26,8 +26,10 @@ def _finite(value: float) -> float:
 
 
 def _top(entry: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
-    """The `count` likeliest of an entry, likeliest first. The sampled token is in the entry even
-    where it is not among them."""
+    """Returns the `count` likeliest of an entry, likeliest first.
+
+    The sampled token is in the entry even where it is not among them.
+    """
     ranked = sorted(entry.items(), key=lambda item: -item[1].logprob)
     return ranked[:count]
 
@@ -65,9 +67,8 @@ def _text_and_bytes_between(
 class CompletionLogprobWriter:
     """Formats one completion's log-probabilities piece by piece.
 
-    `text_offset` is where in the returned text (from its own beginning, the echoed prompt
-    included) a token's first character stands; a token that only continues a character gets that
-    of the next one.
+    `text_offset` is the place of a token's first character in the returned text, the echoed prompt
+    included. A token that only continues a character gets the place of the next one.
     """
 
     def __init__(self, tokenizer: Tokenizer, count: int) -> None:
@@ -91,8 +92,10 @@ class CompletionLogprobWriter:
         return out
 
     def _alternatives(self, token: int, entry: dict[int, Logprob]) -> dict[str, float]:
-        """The likeliest tokens and the sampled one: up to `count` + 1. Tokens of equal text count
-        as the likelier one."""
+        """Returns the likeliest tokens and the sampled one: up to `count` + 1.
+
+        Tokens of equal text count as the likelier one.
+        """
         chosen = _top(entry, self.count)
         if all(other != token for other, _ in chosen):
             chosen.append((token, entry[token]))
@@ -102,7 +105,7 @@ class CompletionLogprobWriter:
         return out
 
     def _name(self, token: int) -> str:
-        """The token's text, or `bytes:\\xe2\\x96` where it is no whole text by itself."""
+        """Returns the token's text, or `bytes:\\xe2\\x96` where it is no whole text by itself."""
         data = self.tokenizer.token_bytes(token)
         try:
             return data.decode("utf-8")
@@ -110,7 +113,7 @@ class CompletionLogprobWriter:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _visible(self, token: int) -> bytes:
-        """Special tokens have a name but leave nothing in the text."""
+        """Returns the token's bytes in the text; special tokens leave none."""
         if not self.tokenizer.decode([token], skip_special_tokens=True):
             return b""
         return self.tokenizer.token_bytes(token)
@@ -119,7 +122,8 @@ class CompletionLogprobWriter:
 def prompt_logprobs(
     entries: Sequence[dict[int, Logprob] | None] | None,
 ) -> PromptLogprobs | None:
-    """vLLM's format: per prompt token, token id to log-probability, rank and text."""
+    """Returns prompt log-probabilities in vLLM's format: per token, id to log-probability, rank and
+    text."""
     if entries is None:
         return None
     return [

@@ -41,7 +41,7 @@ class TextPartParam(StrictModel):
 
 
 class CalledFunction(StrictModel):
-    """arguments: the text of a JSON object; empty is one without members."""
+    """A called function. `arguments`: the text of a JSON object; empty is one without members."""
 
     name: Name
     arguments: str
@@ -80,8 +80,11 @@ class ToolCallParam(StrictModel):
 
 
 class ChatMessageParam(StrictModel):
-    """A chat message. `developer` is OpenAI's newer name of `system` and treated as such; role
-    `function` and `function_call` are its older names of a tool and its call."""
+    """A chat message.
+
+    `developer` is OpenAI's newer name of `system`. Role `function` and `function_call` are its
+    older names of a tool and its call.
+    """
 
     role: str
     content: Annotated[list[TextPartParam], Field(max_length=1024)] | None = None
@@ -194,7 +197,7 @@ ToolChoiceParam = Literal["auto", "none", "required"] | _NamedTool | _Allowed
 
 
 def parse_tool_choice(value: Any) -> Any:
-    """`tool_choice` in OpenAI's forms as a `ToolChoice`."""
+    """Parses `tool_choice` in OpenAI's forms to a `ToolChoice`."""
     if value is None or isinstance(value, ToolChoice):
         return value
     if isinstance(value, str):
@@ -222,7 +225,8 @@ def _read(model: type[Model], value: Any) -> Model:
 
 
 def template_messages(messages: Sequence[ChatMessageParam]) -> list[dict[str, Any]]:
-    """As chat templates take them. Raises `RequestError` for a result without a call."""
+    """Returns messages as chat templates take them. Raises `RequestError` for a result without a
+    call."""
     called: dict[str, str] = {}
     functions: dict[str, str] = {}
     out = []

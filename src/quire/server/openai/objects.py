@@ -1,4 +1,4 @@
-"""What the API sends back, as msgspec structs: fields in OpenAI's order, encoded in one pass."""
+"""Answers of OpenAI's APIs, as msgspec structs with fields in OpenAI's order."""
 
 from __future__ import annotations
 
@@ -7,32 +7,18 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.server.generation.usage import CompletionUsage
+
 Choice = TypeVar("Choice")
 
 PromptLogprobs = list[dict[str, Any] | None]
 
 
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class CompletionTokensDetails(msgspec.Struct):
-    reasoning_tokens: int
-
-
-class CompletionUsage(msgspec.Struct):
-    """`completion_tokens_details`: where a reasoning parser runs."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-
-
 class CompletionLogprobs(msgspec.Struct):
-    """Parallel lists, one entry per token. The first token of an echoed prompt has no
-    log-probability."""
+    """Log-probabilities as parallel lists, one entry per token.
+
+    The first token of an echoed prompt has no log-probability.
+    """
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -81,8 +67,11 @@ class MessageToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """`content` is null where there are only calls, or only reasoning. `function_call`: where the
-    request has `functions`."""
+    """An answer's message.
+
+    `content` is null where there are only calls, or only reasoning. `function_call` is there where
+    the request has `functions`.
+    """
 
     content: str | None
     role: str = "assistant"
@@ -98,7 +87,8 @@ class FunctionDelta(msgspec.Struct):
 
 
 class ToolCallChunk(msgspec.Struct):
-    """`id`, `type` and the function's name come with a call's first chunk only."""
+    """A part of a tool call. `id`, `type` and the function's name come with a call's first chunk
+    only."""
 
     index: int
     function: FunctionDelta
@@ -134,7 +124,10 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class CompletionObject(msgspec.Struct, Generic[Choice]):
-    """A whole answer or one chunk of a stream. service_tier, metadata: where they were given."""
+    """A whole answer, or one chunk of a stream.
+
+    service_tier, metadata: echoed where the request gave them.
+    """
 
     id: str
     object: str

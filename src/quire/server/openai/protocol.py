@@ -1,4 +1,4 @@
-"""Requests as clients may send them. Whatever is not listed here is refused by name."""
+"""Bodies of OpenAI's routes. Fields that are not listed here are refused by name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(StrictModel):
-    """OpenAI's, and vLLM's `continuous_usage_stats`: the usage so far in every chunk."""
+    """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`: token counts in every chunk."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -73,10 +73,10 @@ class StreamOptions(StrictModel):
 
 
 class SamplingFields(StructuredFields):
-    """Shared by all generating routes. Null or absent means the model's default (see
-    `ServerArgs.generation_config`), then `SamplingParams`'s.
+    """Fields that all generating routes share.
 
-    `user` and `safety_identifier` are opaque identifiers by definition: accepted, not used.
+    Null or absent means the model's default (see `ServerArgs.generation_config`), then that of
+    `SamplingParams`. `user` and `safety_identifier` are opaque identifiers: accepted, not used.
     """
 
     model: Name | None = None
@@ -117,8 +117,10 @@ class SamplingFields(StructuredFields):
 
 
 class CompletionRequest(SamplingFields):
-    """`/v1/completions`. `prompt`: a string, token ids, or a list of either. `suffix` "" is none,
-    as at OpenAI."""
+    """Body of `/v1/completions`.
+
+    `prompt` is a string, token ids, or a list of either. An empty `suffix` is none, as at OpenAI.
+    """
 
     prompt: TextsOrIds
     suffix: str | None = None
@@ -131,16 +133,18 @@ class CompletionRequest(SamplingFields):
 
 
 class GenerateRequest(SamplingFields):
-    """`/generate`: one prompt, one text."""
+    """Body of `/generate`: one prompt, one text."""
 
     prompt: TextsOrIds
     max_tokens: Count | None = None
 
 
 class ChatRequest(SamplingFields):
-    """`/v1/chat/completions`. `metadata` comes back with the answer. `prompt_cache_key` is an
-    identifier, as `user` is: the prefix cache needs no key, and there is one server to route to.
-    `verbosity` is for templates that take it; medium is OpenAI's word for none.
+    """Body of `/v1/chat/completions`.
+
+    `metadata` comes back with the answer. `prompt_cache_key` is an identifier, as `user` is: the
+    prefix cache needs no key, and there is one server to route to. `verbosity` is for templates
+    that take it; medium is OpenAI's word for none.
     """
 
     messages: Annotated[list[ChatMessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -55,7 +55,7 @@ class ChatStore(BoundedStore[StoredChat]):
         self.resize(chat.completion.id, chat.measure())
 
     def get(self, id: str, owner: bytes) -> StoredChat:
-        """Raises ApiError, 404, naming the id."""
+        """Returns a stored completion. Raises ApiError, 404, naming the id."""
         chat = self.find(id)
         if chat is None or chat.owner != owner:
             raise ApiError(

@@ -1,5 +1,5 @@
-"""What an answer's text must match, in the words of OpenAI (`response_format`) and of vLLM
-(`guided_*`, `structured_outputs`)."""
+"""Structured outputs in request bodies: OpenAI's `response_format`, vLLM's `guided_*` and
+`structured_outputs`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 class JsonSchema(StrictModel):
-    """OpenAI's. The schema is always followed to the letter, `strict` or not; `name` and
-    `description` are labels, which the model does not see, as it does not see the schema."""
+    """OpenAI's JSON schema. It is always enforced to the letter, `strict` or not.
+
+    `name` and `description` are labels; the model sees neither them nor the schema.
+    """
 
     name: Annotated[str, Field(max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
     description: Annotated[str, Field(max_length=4096)] | None = None
@@ -46,7 +48,7 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's; exactly one of its fields."""
+    """vLLM's structured outputs: exactly one of the fields."""
 
     json_schema: Schema | str | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -56,7 +58,7 @@ class StructuredOutputs(StrictModel):
 
 
 class StructuredFields(StrictModel):
-    """What all generating routes take."""
+    """Fields of structured outputs, which all generating routes take."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -67,8 +69,11 @@ class StructuredFields(StrictModel):
 
 
 def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None:
-    """What a body asks for. Raises `RequestError` naming the field if that is more than one thing
-    at a time."""
+    """Returns the structured outputs that a body asks for.
+
+    Raises:
+        RequestError: the body asks for more than one; names the field.
+    """
     found = _asked(body)
     if len(found) > 1:
         first, second = list(found)[:2]
@@ -84,12 +89,12 @@ def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None
 
 
 def structured_field(body: StructuredFields) -> str:
-    """The field that says what the answer must match, for errors that come later."""
+    """Returns the field that asks for structured outputs, for later errors."""
     return next(iter(_asked(body)), "structured_outputs")
 
 
 def _asked(body: StructuredFields) -> dict[str, tuple[str, Any]]:
-    """Fields of `body` that ask for something, to the kind of it and its value."""
+    """Maps the fields that ask for structured outputs to their kind and value."""
     asked: dict[str, tuple[str, Any]] = {}
     format = body.response_format
     if format is not None and format.json_schema is not None:

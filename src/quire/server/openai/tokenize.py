@@ -32,14 +32,17 @@ if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
 
 _ON_LOOP = 2000
-"""Characters or tokens that are not worth a thread."""
+"""Characters or tokens up to which no thread is used."""
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
 class TokenizeRequest(StrictModel):
-    """A text, or a conversation. `add_special_tokens`: by default of texts only, as templates write
-    special tokens themselves."""
+    """Body of `/tokenize`: a text, or a conversation.
+
+    `add_special_tokens` holds by default for texts only, as templates write special tokens
+    themselves.
+    """
 
     model: Name | None = None
     prompt: str | None = None
@@ -71,7 +74,7 @@ class DetokenizeRequest(StrictModel):
 
 
 class Tokenized(msgspec.Struct):
-    """`token_strs`: the tokens as the vocabulary writes them."""
+    """Answer of `/tokenize`. `token_strs`: the tokens as the vocabulary writes them."""
 
     count: int
     max_model_len: int

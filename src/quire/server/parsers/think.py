@@ -10,7 +10,10 @@ from quire.server.parsers.stream import overlap
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """implied: a completion begins with reasoning even where nothing opens the block."""
+    """A format of reasoning blocks.
+
+    implied: a completion begins with reasoning even where nothing opens the block.
+    """
 
     name: str
     open: str
@@ -18,9 +21,13 @@ class ReasoningFormat:
     implied: bool = False
 
     def begins_open(self, prompt: str, continued: str | None = None) -> bool | None:
-        """What a prompt says of the completion: True, it goes on in a reasoning block; False, the
-        block has been closed; None, the model may open one. continued: the text of the message that
-        the completion goes on with, if it does."""
+        """Tells from a prompt whether its completion begins inside a reasoning block.
+
+        True: it does. False: the block has been closed. None: the model may open one.
+
+        Args:
+            continued: the text of the message that the completion continues, if it does.
+        """
         if continued is not None:
             return continued.rfind(self.open) > continued.rfind(self.close)
         end = prompt.rstrip()
@@ -39,8 +46,10 @@ class _ThinkState(Enum):
 
 
 class ThinkParser:
-    """Splits one completion. Space around the reasoning is dropped; only a block that the
-    completion begins with counts."""
+    """Splits one completion into reasoning and answer.
+
+    Space around the reasoning is dropped. Only a block that the completion begins with counts.
+    """
 
     def __init__(self, format: ReasoningFormat, begins_open: bool | None) -> None:
         self._format = format
@@ -56,7 +65,7 @@ class ThinkParser:
 
     @property
     def undecided(self) -> bool:
-        """Whether what came so far may become either."""
+        """Tells whether the text so far may become either reasoning or answer."""
         return self._place is _ThinkState.START
 
     @property
@@ -64,7 +73,7 @@ class ThinkParser:
         return self._place in (_ThinkState.BEHIND, _ThinkState.ANSWER)
 
     def feed(self, text: str) -> tuple[str, str, int]:
-        """(more reasoning, more of the answer, how many of the characters given were the
+        """Returns (more reasoning, more of the answer, how many of the new characters were the
         block's)."""
         if self._place is _ThinkState.ANSWER:
             return "", text, 0
@@ -83,7 +92,7 @@ class ThinkParser:
         return (reasoning, buffer, block) if self.answering else (reasoning, "", block)
 
     def finish(self) -> tuple[str, str]:
-        """What waited to be decided: (reasoning, answer)."""
+        """Returns the text that was undecided, as (reasoning, answer)."""
         text, self._waiting = self._waiting, ""
         if self._place is _ThinkState.INSIDE:
             return text.rstrip(), ""
@@ -101,7 +110,7 @@ class ThinkParser:
         return buffer
 
     def _inside(self, buffer: str) -> tuple[str, str]:
-        """(reasoning, what is behind the block)."""
+        """Splits text inside the block into (reasoning, text behind the block)."""
         if self._silent:
             buffer = buffer.lstrip()
         if self._may_repeat:

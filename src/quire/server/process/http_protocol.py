@@ -1,4 +1,4 @@
-"""A client's connection: uvicorn's, with bounds on what may come before a request is known."""
+"""HTTP connections: uvicorn's, with bounds on a request's head."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ _GOODBYE_SECONDS = 0.5
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """A request's head must come within `HEAD_SECONDS` and end before it has `HEAD_BYTES` (of
-    whole packets); else the connection ends. Bodies are bounded where they are read."""
+    """Ends a connection whose request has a slow or large head.
+
+    A head must come within `HEAD_SECONDS` and have at most `HEAD_BYTES` (in whole packets). Bodies
+    are bounded where they are read.
+    """
 
     _in_head = True
     _head_bytes = 0
@@ -46,8 +49,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Over TLS an idle client need not answer the goodbye, and would hold a server that stops
-        up for half a minute: it gets a moment."""
+        """Closes an idle connection.
+
+        Over TLS an idle client need not answer the close notification, and would hold up a stopping
+        server for half a minute, so it gets a moment only.
+        """
         super().shutdown()
         if self.transport.is_closing():
             self.loop.call_later(_GOODBYE_SECONDS, self.transport.abort)

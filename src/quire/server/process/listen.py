@@ -1,4 +1,4 @@
-"""Where the server listens: an address and port or a Unix socket, in the clear or with TLS."""
+"""Listening sockets: an address and port or a Unix socket, in the clear or with TLS."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ logger = logging.getLogger("quire.server")
 
 
 def bind(args: ServerArgs, *, shared: bool = False) -> socket.socket:
-    """A bound socket that does not listen yet: connections are refused until the engine is ready.
-    shared: other processes of this user may bind the same port, and connections are dealt out.
+    """Returns a bound socket that does not listen yet, so connections are refused until the engine
+    is ready.
+
+    Args:
+        shared: other processes of this user may bind the same port, and share its connections.
 
     Raises:
         ConfigError: naming what is wrong with the address.
@@ -49,8 +52,10 @@ def bind(args: ServerArgs, *, shared: bool = False) -> socket.socket:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """What an earlier server has left behind is removed, nothing else is. Only this user and group
-    may connect."""
+    """Binds a Unix socket that only this user and group may connect to.
+
+    A stale socket of an earlier server is removed, nothing else is.
+    """
     _remove_stale(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o007)
@@ -94,7 +99,7 @@ def _remove_stale(path: str) -> None:
 
 
 def tls_context(args: ServerArgs) -> ssl.SSLContext | None:
-    """TLS 1.2 or newer, or None for none.
+    """Returns a context for TLS 1.2 or newer, or None without TLS.
 
     Raises:
         ConfigError: a file does not hold what it should.
@@ -130,7 +135,7 @@ def _reason(error: Exception) -> str:
 
 
 def url_of(sock: socket.socket, args: ServerArgs) -> str:
-    """Where to reach a bound socket from this machine; of a Unix socket `unix:PATH`."""
+    """Returns the URL of a bound socket on this machine; `unix:PATH` of a Unix socket."""
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     scheme = "http" if args.ssl_certfile is None else "https"

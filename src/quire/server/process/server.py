@@ -1,4 +1,4 @@
-"""The server process: bind, launch the engine, serve, drain, stop."""
+"""Entry point of the server: binds, launches the engine, serves, drains and stops."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def run_server(
     on_ready: OnReady | None = None,
     on_progress: Callable[..., None] | None = None,
 ) -> None:
-    """Serves until SIGINT or SIGTERM, then stops accepting, lets running requests finish for
-    `drain_timeout` seconds, and returns. A second signal does not wait for them.
+    """Serves until SIGINT or SIGTERM.
+
+    It then stops accepting, lets running requests finish for `drain_timeout` seconds, and returns.
+    A second signal does not wait for them.
 
     Raises:
         ConfigError: the address cannot be bound, or a setting is wrong.

@@ -35,8 +35,11 @@ _FORCED_SECONDS = 5.0
 
 
 class Supervisor:
-    """Of the workers of a launched engine. sock: bound; workers bind theirs beside it, or, to a
-    Unix socket, share it."""
+    """Runs the workers of a launched engine.
+
+    Args:
+        sock: a bound socket. Workers bind theirs to the same port; a Unix socket they share.
+    """
 
     def __init__(self, client: EngineClient, args: ServerArgs, sock: socket.socket) -> None:
         if client.host is None:
@@ -61,8 +64,11 @@ class Supervisor:
         self._signals = 0
 
     async def run(self, on_ready: Callable[[], None]) -> None:
-        """Until a signal says so, and all workers have drained. on_ready: called once all
-        workers serve."""
+        """Serves until a signal, and until all workers have drained.
+
+        Args:
+            on_ready: called once all workers serve.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
@@ -100,7 +106,7 @@ class Supervisor:
                 worker.send_signal(number)
 
     async def _keep(self, number: int, ready: asyncio.Event) -> None:
-        """A worker, and the next when it dies."""
+        """Runs a worker, and starts the next when it dies."""
         while not self._stopping.is_set():
             began = time.monotonic()
             worker = await self._start(ready)

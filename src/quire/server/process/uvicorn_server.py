@@ -1,4 +1,4 @@
-"""One API process at work: an application on a bound socket, until it is told to stop."""
+"""The serving of an application on a bound socket by uvicorn."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ async def serve(
     args: ServerArgs,
     on_started: Callable[[], None],
 ) -> None:
-    """Returns after SIGINT or SIGTERM, when running requests have ended or `drain_timeout` is over;
-    a second signal does not wait for them. SIGHUP reads the key file again."""
+    """Serves until SIGINT or SIGTERM, and until running requests have ended or `drain_timeout` is
+    over.
+
+    A second signal does not wait for them. SIGHUP reads the key file again.
+    """
     config = uvicorn.Config(
         app,
         loop="none",
@@ -55,8 +58,11 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, whose signals are handled by `serve`: uvicorn would raise them again once
-    it has stopped, and so never let the process end with status 0."""
+    """uvicorn's server without its signal handling, which `serve` does.
+
+    uvicorn would raise signals again once it has stopped, and so never let the process end with
+    status 0.
+    """
 
     def __init__(
         self, config: uvicorn.Config, app: FastAPI, on_started: Callable[[], None]

@@ -22,8 +22,14 @@ _ORPHAN_CHECK = 0.5
 
 
 class WorkerConfig(msgspec.Struct):
-    """engine: its address. fd: a listening socket that all share, or None to bind one's own to the
-    port in `args`. limits: the file of what is left of keys' limits. owner: the supervisor."""
+    """Configuration of a worker, sent by its supervisor.
+
+    Attributes:
+        engine: address of the engine's socket.
+        fd: a listening socket that all workers share; None binds an own one to the port in `args`.
+        limits: file of the keys' rate limits.
+        owner: process id of the supervisor.
+    """
 
     args: ServerArgs
     engine: str

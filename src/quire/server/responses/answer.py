@@ -1,4 +1,4 @@
-"""A reply as a response: at once, as a stream, or in the background."""
+"""Responses from chat generations: at once, as a stream, or in the background."""
 
 from __future__ import annotations
 
@@ -35,32 +35,34 @@ if TYPE_CHECKING:
 
 
 class ResponseAnswer:
-    """Feeds what the model says to a writer.
+    """Feeds a generation's events to a response's writer.
 
-    record: holds the response; it enters `store` (None: nobody will ask for it) when it is done.
-    top_logprobs: None gives no log-probabilities.
+    Args:
+        stored: holds the response.
+        store: takes in the response when it is done; None keeps none.
+        top_logprobs: None gives no log-probabilities.
     """
 
     def __init__(
         self,
         reply: ChatGeneration,
-        record: StoredResponse,
+        stored: StoredResponse,
         store: ResponseStore | None,
         *,
         tokenizer: Tokenizer,
         top_logprobs: int | None,
     ) -> None:
         self.reply = reply
-        self.record = record
+        self.stored = stored
         self.store = store
         self.tokenizer = tokenizer
         self.top_logprobs = top_logprobs
-        self.writer = record.writer
+        self.writer = stored.writer
         self.begun = False
         self.cut = False
 
     async def whole(self) -> None:
-        """Runs it to its end."""
+        """Runs the generation to its end."""
         self.reply.start()
         try:
             async for events in self.reply.batches():
@@ -70,16 +72,16 @@ class ResponseAnswer:
         self._end()
 
     def start_in_background(self, metrics: ServerMetrics) -> None:
-        """Stores it, and lets it run whether anybody waits or not."""
+        """Stores the response, and lets it run whether a client waits or not."""
         self.writer.begin()
         if self.store is not None:
-            self.store.add(self.record)
+            self.store.add(self.stored)
         self._tell()
-        self.record.task = asyncio.create_task(self._in_background(metrics))
+        self.stored.task = asyncio.create_task(self._in_background(metrics))
 
     async def _in_background(self, metrics: ServerMetrics) -> None:
-        """Runs it to whatever end it finds, telling those who watch."""
-        record, writer = self.record, self.writer
+        """Runs the generation to any end, passing events to those who watch."""
+        stored, writer = self.stored, self.writer
         try:
             self.reply.start()
             async for events in self.reply.batches():
@@ -94,7 +96,7 @@ class ResponseAnswer:
             metrics.count_error(api_error)
             writer.fail(api_error)
         finally:
-            record.task = None
+            stored.task = None
             self._tell()
             await self.reply.close()
 
@@ -114,7 +116,7 @@ class ResponseAnswer:
 
     def _tell(self) -> None:
         if self.store is not None:
-            self.store.grow(self.record, self.writer.take())
+            self.store.grow(self.stored, self.writer.take())
 
     def _feed(self, events: Iterable[Event]) -> None:
         writer = self.writer
@@ -137,7 +139,7 @@ class ResponseAnswer:
     def _end(self) -> None:
         self._finish()
         if self.store is not None:
-            self.store.add(self.record)
+            self.store.add(self.stored)
 
     def _finish(self) -> None:
         usage = self.reply.usage
@@ -169,20 +171,20 @@ class ResponseAnswer:
 
 
 class BackgroundEvents:
-    """The events of a background response after one of them, as a source of `EventStream`."""
+    """Events of a background response after one of them, as a source of `EventStream`."""
 
-    def __init__(self, record: StoredResponse, after: int) -> None:
-        self.record = record
+    def __init__(self, stored: StoredResponse, after: int) -> None:
+        self.stored = stored
         self.after = after
 
     def start(self) -> None:
-        """Nothing to do: it runs by itself."""
+        """Does nothing: the response runs by itself."""
 
     async def ready(self) -> None:
-        """Always."""
+        """Returns at once: the events are there or come."""
 
     async def close(self) -> None:
-        """It goes on without those who watch."""
+        """Does nothing: the response goes on without those who watch."""
 
     def batches(self) -> AsyncIterator[list[ResponseEvent]]:
-        return self.record.watch(self.after)
+        return self.stored.watch(self.after)

@@ -1,4 +1,4 @@
-"""From a request of the Responses API to what templates and the engine take."""
+"""Conversion of Responses API requests to dialogues."""
 
 from __future__ import annotations
 
@@ -62,25 +62,25 @@ NAMES = {
     "structured_outputs": "text.format.schema",
     ".function": "",
 }
-"""Fields as chat completions name them, to their names here."""
+"""Maps field names of chat completions, which errors use, to names of this API."""
 
 
 def items_of(body: PromptFields, store: ResponseStore) -> tuple[Item, ...]:
-    """All that the response answers: the turns before, then the input, each with an id.
+    """Returns all items that the response answers, each with an id: earlier turns, then the input.
 
     Raises:
         ApiError: 404 where a response or an item is not in the store.
     """
     before: tuple[Item, ...] = ()
     if body.previous_response_id is not None:
-        record = store.get(body.previous_response_id, "previous_response_id")
-        if record.running:
+        stored = store.get(body.previous_response_id, "previous_response_id")
+        if stored.running:
             raise ApiError(
                 400,
-                f"'previous_response_id': the response '{record.response.id}' is still running.",
+                f"'previous_response_id': the response '{stored.response.id}' is still running.",
                 param="previous_response_id",
             )
-        before = record.history
+        before = stored.history
     return (*before, *(_resolved(item, place, store) for place, item in enumerate(body.input)))
 
 
@@ -96,7 +96,7 @@ def _resolved(item: Item | ItemReference, place: int, store: ResponseStore) -> I
 
 
 def messages_of(body: PromptFields, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The conversation as chat templates take it. The last of `items` are the body's own."""
+    """Returns the conversation as chat templates take it. The last of `items` are the body's own."""
     turns = ConversationBuilder("input")
     if body.instructions is not None:
         turns.system(body.instructions)
@@ -189,8 +189,10 @@ def _tool_choice(choice: str | NamedTool | AllowedTools | None) -> ToolChoice:
 
 
 def without_oldest(items: Sequence[Item], count: int) -> tuple[Item, ...]:
-    """Without the oldest `count` turns; a turn begins with what the user says. What the system
-    says stays, results of calls that are gone do not."""
+    """Returns the items without the oldest `count` turns.
+
+    A turn begins with a user's message. System messages stay; results of removed calls do not.
+    """
     if count == 0:
         return tuple(items)
     kept: list[Item] = []
@@ -217,7 +219,7 @@ def turns_in(items: Sequence[Item]) -> int:
 
 
 def response_of(state: ServerState, body: CreateRequest, dialogue: Dialogue) -> Response:
-    """The response before anything was said, echoing what it was asked with."""
+    """Returns the response before it has output, echoing its request."""
     text: dict[str, Any] = {"format": {"type": "text"}}
     if body.text is not None:
         text |= body.text.model_dump(exclude_none=True, by_alias=True)

@@ -1,5 +1,4 @@
-"""From what a model says, piece by piece, to the events of a streamed response and to the response
-itself."""
+"""Events of a streamed response, and the response itself, built from the model's output."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ _encoder = msgspec.json.Encoder()
 
 
 class ResponseEvent(NamedTuple):
-    """An event as it goes out: its type and its JSON."""
+    """An event: its type and its JSON."""
 
     type: str
     data: bytes
 
     def write(self, buffer: bytearray, obfuscate: bool) -> None:
-        """As a server-sent event."""
+        """Writes the event as a server-sent event."""
         data = self.data
         if obfuscate and self.type.endswith(".delta"):
             data = obfuscated(data)
@@ -43,9 +42,9 @@ class ResponseEvent(NamedTuple):
 
 
 class ResponseWriter:
-    """Builds `response` and the events that tell of it, which wait in `out` until `take`.
+    """Builds `response` and its events, which wait in `out` until `take`.
 
-    Where nobody wants the events, `streams` may be set to False.
+    streams: False makes no events.
     """
 
     def __init__(self, response: Response) -> None:
@@ -67,12 +66,13 @@ class ResponseWriter:
             self._lifecycle("queued")
 
     def progress(self) -> None:
-        """The model has begun."""
+        """Notes that the model has begun."""
         self.response.status = "in_progress"
         self._lifecycle("in_progress")
 
     def text(self, text: str, logprobs: list[OutputTokenLogprob]) -> None:
-        """Tokens without text leave only their log-probabilities, and these only in a message."""
+        """Adds text. Tokens without text leave only their log-probabilities, and these only in a
+        message."""
         if not isinstance(self._item, OutputMessage):
             if not text:
                 return
@@ -93,13 +93,13 @@ class ResponseWriter:
         self._open(OutputFunctionCall(new_id("fc", "_"), "in_progress", call_id, name), None)
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call that began last."""
+        """Adds to the arguments of the call that began last."""
         if text and isinstance(self._item, OutputFunctionCall):
             self._texts.append(text)
             self._of_item("response.function_call_arguments.delta", delta=text)
 
     def finish(self, usage: ResponseUsage, *, cut: bool) -> None:
-        """The end; `cut`: by the limit of tokens rather than by the model."""
+        """Ends the response; `cut`: by the limit of tokens rather than by the model."""
         response = self.response
         if not response.output:
             self._open_message()
@@ -114,7 +114,7 @@ class ResponseWriter:
         self._lifecycle(response.status)
 
     def fail(self, error: ApiError) -> None:
-        """The end by an error: what it is, then the response as far as it came."""
+        """Ends the response by an error: first its event, then the response as far as it came."""
         self.close("incomplete")
         self._emit("error", code=error.code, message=str(error), param=error.param)
         self.response.status = "failed"
@@ -123,12 +123,12 @@ class ResponseWriter:
         self._lifecycle("failed")
 
     def cancel(self) -> None:
-        """The end by request, which has no event of its own."""
+        """Ends the response by request, which has no event of its own."""
         self.close("incomplete")
         self.response.status = "cancelled"
 
     def flush(self) -> None:
-        """Puts the text so far into the open item, for who looks at the response meanwhile."""
+        """Puts the text so far into the open item, so that the response shows it."""
         item, text = self._item, "".join(self._texts)
         self._texts = [text] if text else []
         if isinstance(item, OutputFunctionCall):
@@ -194,7 +194,7 @@ class ResponseWriter:
 
 
 def _without_bytes(logprobs: list[OutputTokenLogprob]) -> list[dict[str, Any]]:
-    """Events tell of a token its text and its log-probability only."""
+    """Returns log-probabilities as events have them: without bytes."""
     return [
         {
             "token": entry.token,

@@ -1,7 +1,7 @@
-"""Items of the Responses API: what a request's `input` is made of, and a conversation's history.
+"""Items of the Responses API: a request's `input`, and a conversation's history.
 
-What the server itself sends as `output` is valid here too: clients send it back, and the store
-keeps it as the beginning of the next turn.
+Items that the server sends as `output` are valid input too: clients send them back, and the store
+keeps them as the beginning of the next turn.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _UNUSED_IN_ITEM: dict[str, tuple[Any, ...]] = {
 
 
 class ItemText(StrictModel):
-    """`input_text`, `output_text` or `refusal`. Log-probabilities may come back as they were sent;
-    they say nothing to a model."""
+    """A part of an item: `input_text`, `output_text` or `refusal`.
+
+    Log-probabilities may come back as they were sent; they are not used.
+    """
 
     type: Literal["input_text", "output_text", "refusal"]
     text: str
@@ -161,8 +163,9 @@ _KINDS: dict[str, type[BaseModel]] = {
 
 
 def parse_item(data: Any) -> Any:
-    """The item of the type that `data` names. A message may leave its type out, and a reference
-    may be nothing but an id.
+    """Parses an item of the type that `data` names.
+
+    A message may leave its type out, and a reference may be nothing but an id.
 
     Raises:
         RequestError, ValidationError: pydantic puts the place of the item before the field's name.
@@ -189,7 +192,7 @@ InputItem = Annotated[
 
 
 def shown(item: Item) -> dict[str, Any]:
-    """The item as the API lists it; all of its ids are set."""
+    """Returns the item as the API lists it; its ids must be set."""
     out: dict[str, Any] = {"id": item.id, "type": item.type, "status": item.status or "completed"}
     if isinstance(item, MessageItem):
         out |= {"role": item.role, "content": [part.shown() for part in item.content]}

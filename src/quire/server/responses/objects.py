@@ -1,4 +1,4 @@
-"""What the Responses API sends back, as msgspec structs: fields in OpenAI's order."""
+"""Answers of the Responses API, as msgspec structs with fields in OpenAI's order."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ OutputItem = OutputMessage | OutputFunctionCall | OutputReasoning
 
 
 class InputTokensDetails(msgspec.Struct):
-    """The prefix cache fills itself: nothing is ever written to it on demand."""
+    """Counts of the prompt's tokens. Nothing is written to the prefix cache on demand."""
 
     cached_tokens: int = 0
     cache_write_tokens: int = 0

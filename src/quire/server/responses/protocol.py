@@ -1,4 +1,4 @@
-"""`POST /v1/responses` as clients may send it. Whatever is not listed here is refused by name."""
+"""Body of `POST /v1/responses`. Fields that are not listed here are refused by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _UNSUPPORTED_IN_REASONING: dict[str, tuple[Any, ...]] = {
 
 
 class FunctionTool(StrictModel):
-    """`strict` null or absent is false: parameters are enforced where they are asked to be."""
+    """A tool. `strict` null or absent is false."""
 
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
@@ -148,7 +148,7 @@ class ResponseStreamOptions(StrictModel):
 
 
 class PromptFields(StrictModel):
-    """What makes up the prompt: all that counting its tokens needs."""
+    """The fields that make up the prompt: all that counting its tokens needs."""
 
     model: Name | None = None
     input: Annotated[list[InputItem], Field(max_length=MAX_ITEMS, default_factory=list)]
@@ -190,9 +190,11 @@ class PromptFields(StrictModel):
 
 
 class CreateRequest(PromptFields):
-    """`user`, `safety_identifier` and `prompt_cache_key` are identifiers: echoed, not used (the
-    prefix cache needs no key, there is one server to route to). Sampling fields that OpenAI does
-    not have are those of the other routes.
+    """Body of `POST /v1/responses`.
+
+    `user`, `safety_identifier` and `prompt_cache_key` are identifiers: echoed, not used (the prefix
+    cache needs no key, and there is one server to route to). Sampling fields that OpenAI does not
+    have are those of the other routes.
     """
 
     background: bool | None = None

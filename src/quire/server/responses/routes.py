@@ -53,10 +53,10 @@ async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]
     state = state_of(request)
     dialogue = await _fitted(state, body, items)
     reply = await prepare(state, dialogue, context_of(request))
-    record = StoredResponse(ResponseWriter(response_of(state, body, dialogue)), items)
+    stored = StoredResponse(ResponseWriter(response_of(state, body, dialogue)), items)
     answer = ResponseAnswer(
         reply,
-        record,
+        stored,
         store_of(request) if stores(state, body) else None,
         tokenizer=state.tokenizer("input"),
         top_logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
@@ -65,12 +65,12 @@ async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]
     if body.background:
         answer.start_in_background(state.metrics)
         if body.stream:
-            return _stream(state, record, -1, obfuscate)
-        return json_answer(record.response)
+            return _stream(state, stored, -1, obfuscate)
+        return json_answer(stored.response)
     if not body.stream:
-        record.writer.streams = False
+        stored.writer.streams = False
         await unless_gone(request.receive, answer.whole())
-        return json_answer(record.response)
+        return json_answer(stored.response)
     await start_stream(request, reply)
     return EventStream(
         reply,
@@ -93,50 +93,50 @@ async def count_input_tokens(request: Request) -> Response:
 
 
 async def get_response(request: Request) -> Response:
-    """As it stands; with `stream`, the events of one that was created to run in the background."""
+    """Answers with a stored response; with `stream`, with the events of one made in the background."""
     query = Query(request, "stream", "starting_after", "include_obfuscation")
-    record = _record(request)
+    stored = _stored(request)
     if not query.flag("stream"):
         for name in ("starting_after", "include_obfuscation"):
             if query.text(name) is not None:
                 raise ApiError(400, f"'{name}' is only allowed with stream=true.", param=name)
-        record.writer.flush()
-        return json_answer(record.response)
-    if not record.response.background:
+        stored.writer.flush()
+        return json_answer(stored.response)
+    if not stored.response.background:
         raise ApiError(
             400,
             "'stream': only responses created with background=true can be streamed again.",
             param="stream",
         )
     after = query.integer("starting_after", -1, -1)
-    return _stream(state_of(request), record, after, query.flag("include_obfuscation"))
+    return _stream(state_of(request), stored, after, query.flag("include_obfuscation"))
 
 
 async def cancel_response(request: Request) -> Response:
-    record = _record(request)
-    if not record.response.background:
+    stored = _stored(request)
+    if not stored.response.background:
         raise ApiError(
             400,
-            f"The response '{record.response.id}' was not created with background=true: cancel it "
+            f"The response '{stored.response.id}' was not created with background=true: cancel it "
             "by closing its connection.",
             param="response_id",
         )
-    if record.task is not None:
-        record.task.cancel()
-        await asyncio.gather(record.task, return_exceptions=True)
-    return json_answer(record.response)
+    if stored.task is not None:
+        stored.task.cancel()
+        await asyncio.gather(stored.task, return_exceptions=True)
+    return json_answer(stored.response)
 
 
 async def delete_response(request: Request) -> Response:
-    record = _record(request)
-    store_of(request).remove(record)
-    return json_answer(DeletedResponse(record.response.id))
+    stored = _stored(request)
+    store_of(request).remove(stored)
+    return json_answer(DeletedResponse(stored.response.id))
 
 
 async def list_input_items(request: Request) -> Response:
-    """All that the response answered, earlier turns included."""
+    """Lists all items that the response answered, earlier turns included."""
     query = Query(request, "after", "limit", "order")
-    items = list(_record(request).input)
+    items = list(_stored(request).input)
     if query.choice("order", ("desc", "asc")) == "desc":
         items.reverse()
     after = query.text("after")
@@ -156,13 +156,16 @@ def store_of(request: Request) -> ResponseStore:
     return store
 
 
-def _record(request: Request) -> StoredResponse:
+def _stored(request: Request) -> StoredResponse:
     return store_of(request).get(request.path_params["response_id"], "response_id")
 
 
 async def _fitted(state: ServerState, body: PromptFields, items: tuple[Item, ...]) -> Dialogue:
-    """With truncation "auto", without as many of the oldest turns as it takes to leave room for
-    the answer (at most half of the context is kept for it), but for the last, which stays."""
+    """Returns the dialogue, with truncation "auto" without its oldest turns where it is too long.
+
+    As few turns as possible are left out to leave room for the answer, which gets at most half of
+    the context. The last turn stays.
+    """
     dialogue = await asyncio.to_thread(dialogue_of, state, body, items)
     if body.truncation != "auto":
         return dialogue
@@ -179,9 +182,9 @@ async def _fitted(state: ServerState, body: PromptFields, items: tuple[Item, ...
     return await asyncio.to_thread(dialogue_of, state, body, without_oldest(items, low))
 
 
-def _stream(state: ServerState, record: StoredResponse, after: int, obfuscate: bool) -> Response:
+def _stream(state: ServerState, stored: StoredResponse, after: int, obfuscate: bool) -> Response:
     return EventStream(
-        BackgroundEvents(record, after),
+        BackgroundEvents(stored, after),
         lambda buffer, events: _write(buffer, events, obfuscate),
         lambda buffer: None,
         metrics=state.metrics,

@@ -94,7 +94,8 @@ class ResponseStore(BoundedStore[StoredResponse]):
             self._items.pop(item.id, None)
 
     def add(self, stored: StoredResponse) -> None:
-        """Raises ApiError, 429, where running responses leave no room for another."""
+        """Keeps a response. Raises ApiError, 429, where running responses leave no room for
+        another."""
         running = [other for other in self.values() if other.running]
         size = sum(self.size_of(other.response.id) for other in running)
         full = len(running) >= self.max_items or size >= self.max_bytes
@@ -121,7 +122,7 @@ class ResponseStore(BoundedStore[StoredResponse]):
             self._items |= {item.id: item for item in stored.output if item.id is not None}
 
     def get(self, id: str, param: str) -> StoredResponse:
-        """Raises ApiError, 404, naming the id."""
+        """Returns a stored response. Raises ApiError, 404, naming the id."""
         stored = self.find(id)
         if stored is None:
             raise ApiError(

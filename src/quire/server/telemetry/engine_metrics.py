@@ -1,4 +1,4 @@
-"""The engine's own numbers, read at each scrape."""
+"""Metrics of the engine's own counts, read at each scrape."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _COUNTERS = {
         "Tokens computed, those that nobody waited for any more included.",
     ),
 }
-"""Fields of `EngineStats`: their metrics' names and meanings."""
+"""Maps fields of `EngineStats` to their metrics' names and meanings."""
 
 _TIER_COUNTERS = {
     "host_hit_tokens": ("host_hit_tokens", "Prompt tokens whose KV came from host memory."),
@@ -54,7 +54,7 @@ _TIER_COUNTERS = {
     "swapped_in_bytes": ("kv_bytes_in", "Bytes of these."),
     "transfer_failures": ("kv_transfer_failures", "Moves of KV blocks between tiers that failed."),
 }
-"""Fields of `TierStats`, likewise; there where there are lower tiers."""
+"""Maps fields of `TierStats`, which exists where there are lower tiers, likewise."""
 
 
 _HISTOGRAMS = {
@@ -67,11 +67,11 @@ _HISTOGRAMS = {
     "step_tokens": ("engine_step_tokens", "Tokens in a step."),
     "prefill_seconds": ("request_prefill_seconds", "A request's first step to its first token."),
 }
-"""Histograms of `EngineStats`, likewise."""
+"""Maps histograms of `EngineStats` likewise."""
 
 
 class EngineMetrics(Collector):
-    """What the engine said when it was last asked. It does the counting."""
+    """Collects the engine's stats as of its last answer."""
 
     def __init__(
         self, metrics: ServerMetrics, model: str, dtype: str = "", kv_cache_dtype: str = ""

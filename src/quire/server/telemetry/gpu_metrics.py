@@ -1,4 +1,4 @@
-"""What the driver says of the GPUs, through NVML; nothing where there is no driver."""
+"""Metrics of the GPUs, from their driver through NVML; none where there is no driver."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ GAUGES = {
     "power": ("gpu_power_watts", "Power drawn."),
     "temperature": ("gpu_temperature_celsius", "The GPU's temperature."),
 }
-"""Readings: their metrics' names and meanings."""
+"""Maps readings to their metrics' names and meanings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """index: as the driver counts. readings: those that it gives."""
+    """A GPU and its readings.
+
+    Attributes:
+        index: the driver's.
+        readings: values by name; those that the driver does not give are absent.
+    """
 
     index: int
     name: str
@@ -41,7 +46,7 @@ class GpuMetrics(Collector):
         metrics.collect_from(self)
 
     def update(self) -> None:
-        """Asks the driver, which may take some milliseconds."""
+        """Reads the driver, which may take some milliseconds."""
         if self._nvml is not None:
             self._gpus = list(_read(self._nvml))
 
@@ -56,7 +61,7 @@ class GpuMetrics(Collector):
 
 
 def _open() -> Any:
-    """NVML, or None."""
+    """Returns NVML, or None where it does not work."""
     try:
         import pynvml
 
@@ -77,7 +82,8 @@ def _read(nvml: Any) -> Iterator[Gpu]:
 
 
 def _is_visible(visible: str | None, index: int, uuid: str) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES lets CUDA see it: it lists indices, or beginnings of UUIDs."""
+    """Tells whether CUDA sees the device: CUDA_VISIBLE_DEVICES lists indices, or beginnings of
+    UUIDs."""
     if visible is None:
         return True
     names = [name.strip() for name in visible.split(",")]
@@ -85,7 +91,7 @@ def _is_visible(visible: str | None, index: int, uuid: str) -> bool:
 
 
 def _readings(nvml: Any, handle: Any) -> dict[str, float]:
-    """Each by itself: a device, or a share of one, does not give all."""
+    """Reads each value by itself, as a device, or a share of one, does not give all."""
     readings: dict[str, float] = {}
     with contextlib.suppress(nvml.NVMLError):
         readings["utilization"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100

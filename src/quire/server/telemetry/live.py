@@ -1,8 +1,8 @@
-"""`GET /engine/live`: what the engine is at, as server-sent events, while somebody looks.
+"""`GET /engine/live`: snapshots of the engine as server-sent events.
 
-Each watcher asks for a snapshot a few times a second; those who ask at about the same time share
-one. So nothing runs while nobody looks, and an engine that was restarted needs to be told nothing.
-An event tells what has changed since the watcher's last one.
+Each watcher asks for a snapshot a few times a second; watchers that ask at about the same time
+share one. So nothing runs without watchers, and a restarted engine needs no state of them. An event
+holds the changes since the watcher's last one.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 MOST_WATCHERS = 16
 _FASTEST = 10
-"""Events a second."""
+"""Most events a second."""
 _PATIENCE = 5.0
-"""Seconds within which an engine answers that is not stuck."""
+"""Seconds to wait for the engine's answer."""
 _QUIET = 1.0
-"""Seconds between events where nothing changes, so that both sides know that the other is there."""
+"""Most seconds between events, so that both sides notice a broken connection."""
 _DECODED = 2048
 
 
 class LiveSnapshots:
-    """Asks the engine for all watchers of this process."""
+    """Takes snapshots of the engine for all watchers of this process."""
 
     def __init__(self, client: EngineClient, prompts: bool) -> None:
         self._client = client
@@ -51,11 +51,11 @@ class LiveSnapshots:
         self.closed = asyncio.Event()
 
     def close(self) -> None:
-        """Streams end at once: they would never end by themselves."""
+        """Ends all streams, which would never end by themselves."""
         self.closed.set()
 
     async def look(self) -> Snapshot:
-        """One that is at most a beat old.
+        """Returns a snapshot, which may be as old as the shortest pause between events.
 
         Raises:
             EngineDeadError: the engine is gone.
@@ -86,7 +86,10 @@ class LiveSnapshots:
 
 
 class Watcher:
-    """One stream: a `Source` of snapshots, and what was told of them. frames: how many events."""
+    """One watcher's stream: a source of snapshots, and the state that the watcher knows.
+
+    frames: number of events after which the stream ends.
+    """
 
     def __init__(self, snapshots: LiveSnapshots, rate: int, frames: int | None) -> None:
         self._snapshots = snapshots
@@ -122,7 +125,7 @@ class Watcher:
             snapshot = await self._snapshots.look()
 
     async def _ended(self) -> bool:
-        """Waits for the next beat; whether the server closed meanwhile."""
+        """Waits until the next event is due; returns whether the server closed meanwhile."""
         try:
             async with asyncio.timeout(self._pause):
                 return await self._snapshots.closed.wait()
@@ -130,7 +133,7 @@ class Watcher:
             return False
 
     def write(self, buffer: bytearray, batch: list[Snapshot]) -> None:
-        """An event with what has changed; none where nothing has, unless it has been long quiet."""
+        """Writes an event with the changes; without changes only after a quiet second."""
         snapshot = batch[-1]
         parts = {name: make(snapshot) for name, make in self._parts().items()}
         told, self._told = self._told, parts
@@ -170,7 +173,7 @@ class Watcher:
         }
 
     def _pools(self, pools: list[Pool]) -> list[dict[str, Any]]:
-        """Those that have changed, with the cells that have."""
+        """Returns the pools that have changed, with their changed cells."""
         old, self._cells = self._cells, [_cells(pool) for pool in pools]
         out = []
         for index, (pool, cells) in enumerate(zip(pools, self._cells, strict=True)):
@@ -192,14 +195,18 @@ class Watcher:
 
 
 def _cells(pool: Pool) -> Int32:
-    """int32 [3, cells]."""
+    """Returns a pool's cells, int32 [3, cells]: owner, holders, filled."""
     cells: Int32 = np.stack([pool.owner, pool.holders, pool.filled])
     return cells
 
 
 def runs(cells: Int32, wanted: Any) -> list[list[int]]:
-    """The wanted cells, bool [cells], of int32 [3, cells], as runs of equal ones: [first, how many,
-    owner, holders, filled]."""
+    """Returns the wanted cells as runs of equal ones: [first, count, owner, holders, filled].
+
+    Args:
+        cells: int32 [3, cells].
+        wanted: bool [cells].
+    """
     places = np.flatnonzero(wanted)
     values = cells[:, places]
     begins = np.ones(len(places), dtype=bool)
@@ -211,7 +218,7 @@ def runs(cells: Int32, wanted: Any) -> list[list[int]]:
 
 
 async def live(request: Request) -> Response:
-    """Query: `rate`, the most events a second; `frames`, after how many the stream ends."""
+    """Streams snapshots. Query: `rate`, the most events a second; `frames`, the number of events."""
     state = state_of(request)
     query = Query(request, "rate", "frames")
     rate = query.integer("rate", _FASTEST, 1, _FASTEST)

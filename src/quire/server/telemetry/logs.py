@@ -1,4 +1,4 @@
-"""How log lines look: text, or one JSON object each."""
+"""Formats of log lines: text, or one JSON object each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from quire.server.args import ServerArgs
 
 _FIRST = ("method", "path")
-"""Fields that the message of an access line has already."""
+"""Fields that an access line's message holds already."""
 
 
 def configure(args: ServerArgs) -> None:
@@ -28,7 +28,7 @@ def configure(args: ServerArgs) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """An access line's fields as `name=value`; what a client chose is quoted."""
+    """Formats records as text, an access line's fields as `name=value`; clients' texts are quoted."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -40,7 +40,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """time, level, logger and message; an access line's fields beside them."""
+    """Formats records as JSON: time, level, logger and message, and an access line's fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {

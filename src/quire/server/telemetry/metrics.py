@@ -21,11 +21,11 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-"""The variable that has prometheus_client keep a process's values in files of this folder."""
+"""Environment variable of the folder in which prometheus_client keeps processes' values."""
 
 
 class ServerMetrics:
-    """What the API process sees itself; collectors add what is everybody's at each scrape.
+    """Metrics of the API process. Collectors add those of the whole server at each scrape.
 
     Where several processes serve together, a scrape of one gives the sums of all.
     """
@@ -78,7 +78,7 @@ class ServerMetrics:
         return Counter(f"quire_{name}", help, tuple(labels), registry=self.registry)
 
     def collect_from(self, collector: Collector) -> None:
-        """Its numbers are everybody's: of several processes, the one that is asked reports them."""
+        """Adds a collector of the whole server's numbers, which only the scraped process reports."""
         self.collectors.append(collector)
         self.registry.register(collector)
 
@@ -91,7 +91,7 @@ class ServerMetrics:
         self.http_seconds.labels(route, method).observe(seconds)
 
     def count_prompt(self, tokens: int, cached: int, queued: float) -> None:
-        """queued: seconds until its first step."""
+        """Counts a prompt. `queued`: seconds until its first step."""
         self.prompt_tokens.inc(tokens)
         self.prompt_len.observe(tokens)
         self.cached_tokens.inc(cached)
@@ -142,7 +142,7 @@ class RequestClock:
             metrics.e2e.observe(now - self.start)
 
     def phases(self) -> PromptPhases:
-        """What there was of it until now."""
+        """Returns the phases so far."""
         prompt, cached, queued = self.about or (0, 0, None)
         outputs = sum(self.outputs.values())
         now = time.perf_counter()

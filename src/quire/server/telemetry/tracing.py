@@ -23,7 +23,7 @@ _OPERATIONS = {
     "/generate": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-"""Routes that are traced, with the GenAI conventions' names for what they do."""
+"""Maps traced routes to the GenAI conventions' names of their operations."""
 
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 _EXPORT_SECONDS = 5.0
@@ -31,11 +31,14 @@ _GOODBYE_SECONDS = 2.0
 
 
 class Tracing:
-    """Makes the spans when a request is over, and sends them from a thread of its own: what the
-    collector does not take is dropped. OTEL_* variables hold for the SDK (sampling, headers)."""
+    """Makes spans of requests that are over, and sends them from a thread of its own.
+
+    Spans that the collector does not take are dropped. The SDK reads its OTEL_* variables
+    (sampling, headers).
+    """
 
     def __init__(self, endpoint: str, model: str) -> None:
-        """endpoint: of a collector; without a path it is sent to `/v1/traces`."""
+        """Sends to the collector at `endpoint`; without a path to its `/v1/traces`."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -55,7 +58,8 @@ class Tracing:
         self._model = model
 
     def begin(self, path: str, scope: Scope) -> RequestTrace | None:
-        """None where nothing is to be traced. path: as the router sees it."""
+        """Begins a request's trace; None where the route is not traced. `path`: as the router sees
+        it."""
         operation = _OPERATIONS.get(path) if scope["method"] == "POST" else None
         if operation is None:
             return None
@@ -119,14 +123,14 @@ class Tracing:
         return attributes
 
     def close(self) -> None:
-        """Sends what is left, for a moment. Blocks."""
+        """Sends the remaining spans, and waits a moment for it. Blocks."""
         self._provider.force_flush(round(_GOODBYE_SECONDS * 1000))
         self._provider.shutdown()
 
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """From `time.perf_counter` to nanoseconds of the day; both as they were at one moment."""
+    """Converts `time.perf_counter` to nanoseconds of the epoch, from one moment of both."""
 
     counter: float
     unix_ns: int
@@ -136,7 +140,7 @@ class _Clock:
 
 
 def _spans(phases: PromptPhases) -> list[tuple[str, float, float, dict[str, int]]]:
-    """Name, start, end, attributes."""
+    """Returns the spans of a prompt: name, start, end, attributes."""
     if phases.queued is None:
         return [("queue", phases.start, phases.end, {})]
     started = min(phases.start + phases.queued, phases.end)
