@@ -23,101 +23,101 @@ from quire.errors import EngineDeadError
 def test_messages_are_whole_wherever_the_stream_is_cut(
     messages: list[bytes], sizes: list[int]
 ) -> None:
-    stream, cutter = b"".join(map(framed, messages)), FrameDecoder()
+    stream, decoder = b"".join(map(framed, messages)), FrameDecoder()
     found, at, turn = [], 0, 0
     while at < len(stream):
         size = sizes[turn % len(sizes)]
-        found += cutter.feed(stream[at : at + size])
+        found += decoder.feed(stream[at : at + size])
         at, turn = at + size, turn + 1
     assert found == messages
 
 
 def _connected(
-    path: Path, board: SocketServer | None = None
+    path: Path, server: SocketServer | None = None
 ) -> tuple[SocketServer, socket.socket, Connection]:
-    board = board or SocketServer(str(path))
+    server = server or SocketServer(str(path))
     client = socket.socket(socket.AF_UNIX)
     client.connect(str(path))
     client.sendall(framed(b"hello"))
-    arrived = board.receive(wait=True)
+    arrived = server.receive(wait=True)
     assert arrived is not None
     assert arrived[1] == b"hello"
-    return board, client, arrived[0]
+    return server, client, arrived[0]
 
 
 def test_without_anything_to_read_it_does_not_wait(tmp_path: Path) -> None:
-    board, client, peer = _connected(tmp_path / "engine")
-    assert board.receive(wait=False) is None
+    server, client, connection = _connected(tmp_path / "engine")
+    assert server.receive(wait=False) is None
     client.sendall(framed(b"1") + framed(b"") + framed(b"3")[:2])
-    assert board.receive(wait=True) == (peer, b"1")
-    assert board.receive(wait=False) == (peer, b"")
-    assert board.receive(wait=False) is None
+    assert server.receive(wait=True) == (connection, b"1")
+    assert server.receive(wait=False) == (connection, b"")
+    assert server.receive(wait=False) is None
     client.sendall(framed(b"3")[2:])
-    assert board.receive(wait=True) == (peer, b"3")
+    assert server.receive(wait=True) == (connection, b"3")
     client.close()
-    board.close(0)
+    server.close(0)
 
 
 def test_a_client_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
-    board, client, peer = _connected(tmp_path / "engine")
+    server, client, connection = _connected(tmp_path / "engine")
     messages = [bytes([i]) * 100_000 for i in range(100)]
     for message in messages:
-        board.send(peer, message)
-    assert len(peer.unsent) > 5_000_000
+        server.send(connection, message)
+    assert len(connection.unsent) > 5_000_000
     found: list[bytes] = []
 
     def read() -> None:
-        cutter = FrameDecoder()
+        decoder = FrameDecoder()
         while len(found) < len(messages):
-            found.extend(cutter.feed(client.recv(1 << 16)))
+            found.extend(decoder.feed(client.recv(1 << 16)))
         client.sendall(framed(b"all"))
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert board.receive(wait=True) == (peer, b"all")
+    assert server.receive(wait=True) == (connection, b"all")
     reader.join()
     assert found == messages
-    assert not peer.unsent
+    assert not connection.unsent
     client.close()
-    board.close(0)
+    server.close(0)
 
 
 def test_a_client_that_leaves_is_told_once_and_sent_nothing(tmp_path: Path) -> None:
-    board, client, peer = _connected(tmp_path / "engine")
+    server, client, connection = _connected(tmp_path / "engine")
     client.sendall(framed(b"last"))
     client.close()
-    assert board.receive(wait=True) == (peer, b"last")
-    assert board.receive(wait=True) == (peer, None)
-    board.send(peer, b"nobody hears this")
-    assert board.receive(wait=False) is None
-    board.close(0)
+    assert server.receive(wait=True) == (connection, b"last")
+    assert server.receive(wait=True) == (connection, None)
+    server.send(connection, b"nobody hears this")
+    assert server.receive(wait=False) is None
+    server.close(0)
 
 
 def test_a_client_that_left_is_noticed_by_sending_too(tmp_path: Path) -> None:
-    board, client, peer = _connected(tmp_path / "engine")
-    board.send(peer, b"x" * 10_000_000)
+    server, client, connection = _connected(tmp_path / "engine")
+    server.send(connection, b"x" * 10_000_000)
     client.close()
-    board.send(peer, b"y")
-    assert board.receive(wait=True) == (peer, None)
-    board.close(0)
+    server.send(connection, b"y")
+    assert server.receive(wait=True) == (connection, None)
+    server.close(0)
 
 
 def test_last_words_reach_who_listens(tmp_path: Path) -> None:
-    board, client, peer = _connected(tmp_path / "engine")
-    deaf = [_connected(tmp_path / "engine", board)[1:] for _ in range(5)]
-    for each in (peer, *(other for _, other in deaf)):
-        board.send(each, b"z" * 3_000_000)
+    server, client, connection = _connected(tmp_path / "engine")
+    deaf = [_connected(tmp_path / "engine", server)[1:] for _ in range(5)]
+    for each in (connection, *(other for _, other in deaf)):
+        server.send(each, b"z" * 3_000_000)
     found: list[bytes] = []
 
     def read() -> None:
-        cutter = FrameDecoder()
+        decoder = FrameDecoder()
         while data := client.recv(1 << 16):
-            found.extend(cutter.feed(data))
+            found.extend(decoder.feed(data))
 
     reader = threading.Thread(target=read)
     reader.start()
     begun = time.monotonic()
-    board.close(0.5)
+    server.close(0.5)
     assert time.monotonic() - begun < 5
     reader.join()
     assert [len(message) for message in found] == [3_000_000]
@@ -148,16 +148,16 @@ def test_a_link_comes_and_goes_with_the_engine(tmp_path: Path) -> None:
         with pytest.raises(EngineDeadError):
             link.send(Ping())
         for _ in range(2):
-            board = SocketServer(str(path))
+            server = SocketServer(str(path))
             await _until(news, seen, "up")
             link.send(Ping())
-            arrived = await asyncio.to_thread(board.receive, wait=True)
+            arrived = await asyncio.to_thread(server.receive, wait=True)
             assert arrived is not None
             assert arrived[1] is not None
             assert isinstance(decode_to_engine(arrived[1]), Ping)
-            board.send(arrived[0], encode(Pong()))
+            server.send(arrived[0], encode(Pong()))
             await _until(news, seen, Pong)
-            board.close(0)
+            server.close(0)
             await _until(news, seen, "down")
         link.close()
         link.close()

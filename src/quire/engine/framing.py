@@ -1,27 +1,28 @@
-"""Messages on a stream: each behind its length, of four bytes."""
+"""Framing of messages on a byte stream: each message follows its length, four bytes."""
 
 from __future__ import annotations
 
-_HEAD = 4
+_LENGTH_BYTES = 4
 
 
 def framed(message: bytes) -> bytes:
-    return len(message).to_bytes(_HEAD, "little") + message
+    """Returns the message behind its length (little-endian)."""
+    return len(message).to_bytes(_LENGTH_BYTES, "little") + message
 
 
 class FrameDecoder:
-    """Cuts what was read into messages again, wherever the stream was cut before."""
+    """Splits a stream into messages again, however it was cut in transit."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that are whole now, in order."""
+        """Takes in more of the stream; returns the messages that are complete now, in order."""
         rest = self._rest
         rest += data
         messages, at = [], 0
-        while len(rest) - at >= _HEAD:
-            begin = at + _HEAD
+        while len(rest) - at >= _LENGTH_BYTES:
+            begin = at + _LENGTH_BYTES
             end = begin + int.from_bytes(rest[at:begin], "little")
             if end > len(rest):
                 break

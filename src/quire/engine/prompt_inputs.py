@@ -1,4 +1,4 @@
-"""What callers of `LLM` give for prompts and parameters, in one shape."""
+"""Prompts and parameters of `LLM`'s callers, brought to one shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    """One prompt or several, as several."""
+    """Returns one prompt or several as a list."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype != object:
@@ -30,7 +30,11 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
 
 
 def read_prompt(prompt: Prompt) -> tuple[str | None, str | Sequence[int]]:
-    """(its text, what to tokenize or run). Raises RequestError: a dict with other keys."""
+    """Returns (the prompt's text, what to tokenize or run).
+
+    Raises:
+        RequestError: a dict with other keys.
+    """
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - {"prompt", "prompt_token_ids"}
         if unknown or not prompt:
@@ -46,7 +50,11 @@ def read_prompt(prompt: Prompt) -> tuple[str | None, str | Sequence[int]]:
 
 
 def one_each(params: Params | Sequence[Params] | None, count: int, default: Params) -> list[Params]:
-    """The parameters of each of `count` prompts. Raises RequestError: there are not as many."""
+    """Returns the parameters of each of `count` prompts.
+
+    Raises:
+        RequestError: their number is another.
+    """
     if params is None:
         return [default] * count
     if isinstance(params, (SamplingParams, PoolingParams)):

@@ -1,7 +1,7 @@
 """The engine's end of its connections.
 
-The loop itself reads and writes them between steps: a thread for that would be woken for every
-message, and while the loop keeps a core busy that can take as long as a step.
+The engine's loop reads and writes them itself between steps. A thread for that would be woken for
+every message, and while the loop keeps a core busy that can take as long as a step.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from pathlib import Path
 from quire.engine.framing import FrameDecoder, framed
 
 _READ_BYTES = 1 << 18
-_CLIENTS_WAITING = 64
+_BACKLOG = 64
 
 
 class Connection:
-    """A client's connection. unsent: what its socket had no room for; it is bounded by what the
-    client's requests can bring."""
+    """A client's connection.
+
+    Attributes:
+        unsent: bytes that its socket had no room for, bounded by the client's running requests.
+    """
 
     def __init__(self, socket: socket.socket) -> None:
         self.socket = socket
-        self.cutter = FrameDecoder()
+        self.decoder = FrameDecoder()
         self.unsent = bytearray()
 
 
@@ -40,16 +43,21 @@ class SocketServer:
         self._path.unlink(missing_ok=True)  # an engine that was killed leaves it
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
-        self._listener.listen(_CLIENTS_WAITING)
+        self._listener.listen(_BACKLOG)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._peers: set[Connection] = set()
+        self._connections: set[Connection] = set()
         self._arrived: deque[tuple[Connection, bytes | None]] = deque()
 
     def receive(self, *, wait: bool) -> tuple[Connection, bytes | None] | None:
-        """The next message and whose it is; in place of a message None, once, where the peer is
-        gone. None: there is nothing; wait: sleeps until there is."""
+        """Returns the next message and its connection; None if there is none.
+
+        The message is None, once, when its connection has ended.
+
+        Args:
+            wait: sleeps until there is a message.
+        """
         while not self._arrived:
             self._poll(None if wait else 0.0)
             if not wait:
@@ -58,68 +66,72 @@ class SocketServer:
 
     def _poll(self, timeout: float | None) -> None:
         for key, events in self._selector.select(timeout):
-            peer = key.data
-            if peer is None:
+            connection = key.data
+            if connection is None:
                 self._accept()
                 continue
             if events & selectors.EVENT_WRITE:
-                self._flush(peer)
-            if events & selectors.EVENT_READ and peer in self._peers:
-                self._read(peer)
+                self._flush(connection)
+            if events & selectors.EVENT_READ and connection in self._connections:
+                self._read(connection)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it has left already
-            connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            peer = Connection(connection)
-            self._peers.add(peer)
-            self._selector.register(connection, selectors.EVENT_READ, peer)
+            client, _ = self._listener.accept()
+            client.setblocking(False)
+            connection = Connection(client)
+            self._connections.add(connection)
+            self._selector.register(client, selectors.EVENT_READ, connection)
 
-    def _read(self, peer: Connection) -> None:
+    def _read(self, connection: Connection) -> None:
         try:
-            data = peer.socket.recv(_READ_BYTES)
+            data = connection.socket.recv(_READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
-            self._drop(peer)
-        self._arrived += [(peer, message) for message in peer.cutter.feed(data)]
+            self._drop(connection)
+        self._arrived += [(connection, message) for message in connection.decoder.feed(data)]
 
-    def send(self, peer: Connection, message: bytes) -> None:
-        """At once as far as there is room, the rest as it comes. Nothing where the peer is gone."""
-        if peer not in self._peers:
+    def send(self, connection: Connection, message: bytes) -> None:
+        """Sends as much as there is room for at once, the rest later; nothing to an ended one."""
+        if connection not in self._connections:
             return
-        idle = not peer.unsent
-        peer.unsent += framed(message)
+        idle = not connection.unsent
+        connection.unsent += framed(message)
         if idle:
-            self._flush(peer)
+            self._flush(connection)
 
-    def _flush(self, peer: Connection) -> None:
+    def _flush(self, connection: Connection) -> None:
         try:
-            del peer.unsent[: peer.socket.send(peer.unsent)]
+            del connection.unsent[: connection.socket.send(connection.unsent)]
         except BlockingIOError:
             pass
         except OSError:
-            self._drop(peer)
+            self._drop(connection)
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
-        if self._selector.get_key(peer.socket).events != events:
-            self._selector.modify(peer.socket, events, peer)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        if self._selector.get_key(connection.socket).events != events:
+            self._selector.modify(connection.socket, events, connection)
 
-    def _drop(self, peer: Connection) -> None:
-        self._peers.discard(peer)
-        self._selector.unregister(peer.socket)
-        peer.socket.close()
-        self._arrived.append((peer, None))
+    def _drop(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        self._arrived.append((connection, None))
 
     def close(self, patience: float) -> None:
-        """Last words have `patience` seconds to leave. Removes the socket."""
+        """Closes all connections, and removes the socket.
+
+        Args:
+            patience: seconds that unsent messages have to leave.
+        """
         deadline = time.monotonic() + patience
-        while any(peer.unsent for peer in self._peers) and time.monotonic() < deadline:
+        while any(one.unsent for one in self._connections) and time.monotonic() < deadline:
             self._poll(max(0.0, deadline - time.monotonic()))
-        for peer in self._peers:
-            peer.socket.close()
+        for connection in self._connections:
+            connection.socket.close()
         self._selector.close()
         self._listener.close()
         self._path.unlink(missing_ok=True)
