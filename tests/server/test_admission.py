@@ -85,7 +85,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def ended(sock: socket.socket) -> bytes:
-    """What came until the server closed."""
+    """Returns the bytes that came until the server closed."""
     sock.settimeout(20)
     parts = []
     with contextlib.suppress(ConnectionResetError):

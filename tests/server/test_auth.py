@@ -1,4 +1,4 @@
-"""Who may come in, how much, and what is told: in this process, over the fake engine."""
+"""API keys, rate limits and the headers that tell of them, over the fake engine."""
 
 from __future__ import annotations
 

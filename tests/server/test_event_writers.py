@@ -1,4 +1,4 @@
-"""What a model says as events and as an answer, in both APIs, against their published types."""
+"""Events and answers of both APIs, against their published types."""
 
 from __future__ import annotations
 

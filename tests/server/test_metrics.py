@@ -1,4 +1,4 @@
-"""What `/metrics` tells, and that documents and dashboards speak of nothing else."""
+"""`/metrics`, and that documents and dashboards speak of nothing else."""
 
 from __future__ import annotations
 

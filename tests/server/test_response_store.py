@@ -58,7 +58,7 @@ def record(id: str, text: str = "hi", *, done: bool = True) -> StoredResponse:
 
 
 def ids(store: ResponseStore, *names: str) -> list[str]:
-    """Those that are there; for the others, the error names them."""
+    """Returns the ids that are stored; for the others, the error names them."""
     found = []
     for name in names:
         with contextlib.suppress(ApiError):

@@ -1,8 +1,8 @@
-"""What the prefix cache costs the host: CPU time per request of a full cache, by prompt length.
+"""Benchmark of the prefix cache: CPU time per request of a full cache, by prompt length.
 
-Only bookkeeping is timed; no KV is moved. The cache is full of prompts of one length, and every
-request either is new, so that it pushes others out, or continues one that is there from the middle
-of one of its last blocks.
+Only bookkeeping is timed; no KV is moved. The cache is full of prompts of one length. A request
+either is new, so that it evicts others, or continues a cached one from the middle of one of its
+last blocks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from quire.cache import BlockManager
 from quire.plan import KVGroup
 
 TARGET_US = 20.0
-"""What each of match, insert and evict may cost per request, in microseconds."""
+"""Targets of match, insert and evict per request, in microseconds."""
 
 _BLOCK = 16
 _SPACE = (0, "")
 _BATCH = 20
 _OWN = 24
-"""Tokens of a request behind those that are there already."""
+"""Tokens of a request after those that are cached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Where records go: JSON lines as they come, and CSV, Markdown and a picture at the end."""
+"""Files of records: JSON lines as they come; CSV, Markdown and a picture at the end."""
 
 from __future__ import annotations
 

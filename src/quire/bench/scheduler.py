@@ -1,6 +1,6 @@
-"""What the brain costs: CPU time of planning a step and of taking in its result.
+"""Benchmark of the scheduler: CPU time of planning a step and of taking in its result.
 
-A null executor answers at once, so nothing but `Scheduler.plan` and `Scheduler.update` is timed.
+A null executor answers at once, so only `Scheduler.plan` and `Scheduler.update` are timed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler import Scheduler
 
 TARGETS_AT_256 = {"plan_us": 100.0, "update_us": 150.0}
-"""What a steady decode step of 256 requests may cost, in microseconds."""
+"""Targets of a steady decode step of 256 requests, in microseconds."""
 
 _BLOCK = 16
 _PARAMS = SamplingParams(max_tokens=None)

@@ -24,7 +24,7 @@ Metrics = dict[str, float]
 
 
 class Engine(Protocol):
-    """What is measured: Quire, or another one behind an adapter."""
+    """An engine to measure: Quire, or another one behind an adapter."""
 
     vocab_size: int
     max_model_len: int

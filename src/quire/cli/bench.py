@@ -1,4 +1,4 @@
-"""What the `quire bench` commands do: an engine, its cases, and where the records go."""
+"""Implementation of the `quire bench` commands: an engine, its cases, and files of records."""
 
 from __future__ import annotations
 

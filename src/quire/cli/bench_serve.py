@@ -1,4 +1,4 @@
-"""What `quire bench serve` does: a server, a load, records."""
+"""Implementation of `quire bench serve`: a server, a load, records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ def serve(
     device: str,
     outputs: OutputFiles,
 ) -> None:
-    """flags: of the `quire serve` to start, or None to load the server at `base_url`."""
+    """Runs a load.
+
+    Args:
+        flags: of the `quire serve` to start; None loads the server at `base_url`.
+    """
     outputs.check()
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     records: list[BenchRecord] = []

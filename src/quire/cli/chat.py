@@ -43,7 +43,7 @@ def chat(
 
 
 class Conversation:
-    """Messages so far, and the loop that adds to them."""
+    """The messages so far, and the loop that adds to them."""
 
     def __init__(
         self, console: Console, backend: ChatBackend, sampling: SamplingArgs, system: str | None
@@ -79,7 +79,7 @@ class Conversation:
                 self._answer(line)
 
     def _read(self) -> str:
-        """Where the input is a pipe no prompt is shown."""
+        """Reads a line; no prompt is shown where the input is a pipe."""
         if not sys.stdin.isatty():
             return input().strip()
         return self.console.input("[bold cyan]›[/bold cyan] ").strip()
@@ -94,7 +94,7 @@ class Conversation:
             self.console.print(f"unknown command {line}; /help shows them", markup=False)
 
     def _answer(self, line: str) -> None:
-        """Streams one answer. Stopped by Ctrl-C, what was said so far stays in the conversation."""
+        """Streams one answer. After Ctrl-C the text so far stays in the conversation."""
         self.messages.append({"role": "user", "content": line})
         pieces: list[str] = []
         try:

@@ -15,7 +15,7 @@ from quire.server.telemetry import logs
 
 
 def serve(engine: EngineArgs, server: ServerArgs) -> None:
-    """Runs the server, and says where it is and how to try it once it is ready."""
+    """Runs the server; once it is ready, prints its address and how to try it."""
     logs.configure(server)
 
     def on_ready(url: str, model: str) -> None:

@@ -1,4 +1,4 @@
-"""One process of the load generator: sends its share of the requests, and notes when what came.
+"""One process of the load generator, which sends its share of the requests and times the answers.
 
 Run as `python -m quire.bench.online.client`: says "ready", reads a `ClientLoad` from standard
 input, and writes `Answers` to standard output. One process follows some ten thousand tokens a
@@ -29,8 +29,14 @@ Times = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class ClientLoad(msgspec.Struct):
-    """begin: when to start, on the monotonic clock. send_at: seconds after it for each body, or
-    None: as fast as `concurrency` allows (0: no limit). timeout: seconds for a request."""
+    """The requests that one process sends.
+
+    Attributes:
+        begin: moment to start, on the monotonic clock.
+        send_at: seconds after `begin` for each body; None sends as fast as `concurrency` allows.
+        concurrency: most requests at once; 0 is no limit.
+        timeout: seconds for a request.
+    """
 
     url: str
     headers: dict[str, str]
@@ -42,11 +48,11 @@ class ClientLoad(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What became of a request. Times are seconds on the monotonic clock, the same in all
-    processes of a machine.
+    """The result of a request. Times are seconds on the monotonic clock, the same in all processes.
 
-    events: float64 times, as bytes, of the stream's events that have choices.
-    error: what went wrong, or "".
+    Attributes:
+        events: float64 times, as bytes, of the stream's events that have choices.
+        error: a description of the failure, or "".
     """
 
     index: int
@@ -64,14 +70,14 @@ class Answer(msgspec.Struct):
 
 
 class Answers(msgspec.Struct):
-    """cpu: the share of one core that this process took while it sent and read."""
+    """The answers of one process. `cpu`: share of a core that it took while it sent and read."""
 
     answers: list[Answer]
     cpu: float
 
 
 class HttpConnection(asyncio.Protocol):
-    """One request at a time, over and over while the server keeps the connection open."""
+    """Sends one request at a time, as long as the server keeps the connection open."""
 
     def __init__(self) -> None:
         self.open = False
@@ -189,7 +195,7 @@ class LoadClient:
         return Answers(list(answers), cpu)
 
     async def _all(self) -> list[Answer]:
-        """As many at once as allowed."""
+        """Sends requests, as many at once as allowed."""
         waiting = iter(range(len(self._job.bodies)))
         answers: list[Answer] = []
 

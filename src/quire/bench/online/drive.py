@@ -102,7 +102,7 @@ def _pipe(pipe: IO[T] | None) -> IO[T]:
 
 @dataclass(frozen=True)
 class Server:
-    """Where the load goes."""
+    """The server under load."""
 
     base_url: str
     headers: dict[str, str]
