@@ -224,7 +224,8 @@ class EngineClient:
         tenant: str = "",
         share: float = 1.0,
     ) -> Embedding:
-        """Returns the prompt's embedding. Cancelling it aborts the request. Raises as `generate`."""
+        """Returns the prompt's embedding. Cancelling it aborts the request. Raises as
+        `generate`."""
         self._engine.check_alive()
         pooling = pooling_of(params, self.config)
         ids = await self._ids(prompt, NO_TOKENS)
@@ -263,7 +264,8 @@ class EngineClient:
         return prompt_ids(prompt, params, self.config, self.tokenizer)
 
     async def check_grammar(self, params: StructuredOutputsParams) -> None:
-        """Compiles a grammar, off the event loop. Raises RequestError where it cannot be enforced."""
+        """Compiles a grammar, off the event loop. Raises RequestError where it cannot be
+        enforced."""
         if self._compiler is None:
             raise RequestError(
                 "structured outputs need a tokenizer, which was not loaded", "structured_outputs"
