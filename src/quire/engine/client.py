@@ -13,7 +13,7 @@ from quire.engine.core import EngineStats
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
 from quire.engine.messages import AbortRequest, AddRequest, GetSnapshot, GetStats
-from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
+from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.remote_engine import RemoteEngine
 from quire.engine.snapshot import Snapshot
 from quire.engine.streams import RequestStream
@@ -184,7 +184,7 @@ class EngineClient:
     ) -> AsyncIterator[StreamUpdate]:
         about_prompt = None
         if params.prompt_logprobs is not None:
-            about_prompt = PromptLogprobs(self.tokenizer)
+            about_prompt = PromptLogprobCollector(self.tokenizer)
         first, open_readers = True, params.n
         while open_readers:
             await stream.arrived.wait()

@@ -165,7 +165,7 @@ def _decoded(tokenizer: Tokenizer | None, id: int) -> str | None:
     return None if tokenizer is None else tokenizer.token_text(id)
 
 
-class PromptLogprobs:
+class PromptLogprobCollector:
     """Collects a prompt's log-probabilities, which arrive chunk by chunk."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
