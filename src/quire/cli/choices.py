@@ -1,4 +1,4 @@
-"""What an engine would run with on this machine, and why: a section of `quire info`."""
+"""Choices that an engine would make on this machine, and why: a section of `quire info`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def choices_section(config: EngineConfig) -> dict[str, Any]:
-    """Choice and reason by subject."""
+    """Returns choice and reason by subject."""
     args, limits = config.args, config.scheduler
     on_gpu = config.device != "cpu"
     section: dict[str, Any] = {
@@ -41,12 +41,12 @@ def _depth_reason(config: EngineConfig, on_gpu: bool) -> str:
 
 
 def _graphs(config: EngineConfig) -> str:
-    from quire.runner.cuda_graphs import decode_buckets, mixed_buckets
+    from quire.runner.graphs import mixed_buckets, row_buckets
 
     if config.eager:
         return "off: enforce_eager, or disabled"
     limits = config.scheduler
-    decode = len(decode_buckets(limits.max_num_seqs))
+    decode = len(row_buckets(limits.max_num_seqs))
     mixed = len(mixed_buckets(limits.max_num_batched_tokens))
     return (
         f"{decode} bodies for decode steps, 2 x {mixed} for mixed ones of up to "
@@ -57,7 +57,7 @@ def _graphs(config: EngineConfig) -> str:
 def _kernels(config: EngineConfig) -> dict[str, str]:
     import torch
 
-    from quire.ops.choose import Policy, use_policy
+    from quire.ops import Policy, use_policy
     from quire.ops.triton.launch import traits
 
     policy = Policy(
@@ -77,7 +77,7 @@ def _kernels(config: EngineConfig) -> dict[str, str]:
 
 
 def _linear_layers(config: EngineConfig) -> str:
-    """Where the plans of the model's layers come from, over all numbers of rows."""
+    """Returns the sources of the kernel plans of the model's layers, over all numbers of rows."""
     import torch
 
     from quire.models import build_model, load_config, spec_from_config
