@@ -21,7 +21,7 @@ def serve(engine: EngineArgs, server: ServerArgs) -> None:
     def on_ready(url: str, model: str) -> None:
         asks = server.api_key or server.api_key_file
         key = ' -H "Authorization: Bearer $KEY"' if asks else ""
-        body = {"prompt": "Once upon a time", "max_tokens": 100, "stream": True}
+        body = {"prompt": "One day, a little fox", "max_tokens": 100, "stream": True}
         typer.echo(f"Serving {model} at {url}. Ctrl-C stops it.\n")
         if server.uds is not None:
             url = f"--unix-socket {server.uds} http://localhost"
