@@ -253,7 +253,7 @@ def test_messages_survive_the_wire() -> None:
         [1, 2],
         [5, 6, 7],
     ]
-    assert (back.starts, back.ends) == (outputs.firsts, outputs.ends)
+    assert (back.starts, back.ends) == (outputs.starts, outputs.ends)
     ((handle, part),) = back.logprobs
     assert (handle, part.ids.tolist(), part.ranks.tolist()) == (3, [[3, 4]], [2])
     assert part.values.tolist() == [[-0.5, -0.25]]
