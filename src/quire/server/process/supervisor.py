@@ -74,7 +74,9 @@ class Supervisor:
             loop.add_signal_handler(number, self._stop)
         loop.add_signal_handler(signal.SIGHUP, self._signal_all, signal.SIGHUP)
         ready = [asyncio.Event() for _ in range(self._args.api_workers)]
-        restarters = [asyncio.create_task(self._keep_running(i, event)) for i, event in enumerate(ready)]
+        restarters = [
+            asyncio.create_task(self._keep_running(i, event)) for i, event in enumerate(ready)
+        ]
         stopped = asyncio.create_task(self._stopping.wait())
         waiting = asyncio.create_task(_all(ready))
         await asyncio.wait((waiting, stopped, *restarters), return_when=asyncio.FIRST_COMPLETED)
