@@ -9,6 +9,7 @@ from quire.ops import reference
 from quire.ops.arguments import Activation, RmsScale, Scratch
 from quire.ops.choose import Policy, current_policy, op, use_policy
 from quire.ops.kv import KVFormat, KVLayer, kv_format
+from quire.ops.weight import Weight, WeightFormat
 
 attention_schedule = op(reference.attention_schedule)
 embedding = op(reference.embedding)
@@ -28,6 +29,8 @@ __all__ = [
     "Policy",
     "RmsScale",
     "Scratch",
+    "Weight",
+    "WeightFormat",
     "attention_schedule",
     "current_policy",
     "embedding",

@@ -51,22 +51,24 @@ _FORMATS = {
 }
 
 
-def kv_format(name: str, dtype: torch.dtype, head_dim: int) -> KVFormat:
-    """What `EngineConfig.kv_cache_dtype` stands for in a model that computes in `dtype`.
+def kv_format(name: str, dtype: torch.dtype, *head_dims: int) -> KVFormat:
+    """Returns what `EngineConfig.kv_cache_dtype` stands for in a model that computes in `dtype` and
+    has heads of these sizes.
 
     Raises:
         ConfigError: the model's heads cannot be stored like that.
     """
-    form = _FORMATS.get(name)
-    if form is None:
+    stored = _FORMATS.get(name)
+    if stored is None:
         return KVFormat(dtype)
-    if head_dim % 2:
-        raise ConfigError(
-            f"kv_cache_dtype={name} needs heads of an even size, this model's have {head_dim}; "
-            "use auto",
-            "kv_cache_dtype",
-        )
-    return form
+    for head_dim in head_dims:
+        if head_dim % 2:
+            raise ConfigError(
+                f"kv_cache_dtype={name} needs heads of an even size, this model's have {head_dim}; "
+                "use auto",
+                "kv_cache_dtype",
+            )
+    return stored
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ class StepGraphs:
             self._scores[rows] = graph
 
         def run(*, shallow: bool) -> Tensor:
-            return self._logits[:rows].copy_(self._model.scores(self._last[:rows]))
+            return self._logits[:rows].copy_(self._model.logits(self._last[:rows]))
 
         return Work(run, keep)
 
@@ -252,7 +252,7 @@ class StepGraphs:
     def _head(self, rows: int, kind: HeadKind, masked: bool) -> Tensor:
         state, sampler = self._state, self._sampler
         lanes, starts = self._lanes[:rows], self._starts[: rows + 1]
-        logits = self._logits[:rows] if masked else self._model.scores(self._last[:rows])
+        logits = self._logits[:rows] if masked else self._model.logits(self._last[:rows])
         own = lanes.clamp(min=0).long()
         length = state.position[own] + starts[1:] - starts[:-1]
         adjusts = kind is HeadKind.ADJUST

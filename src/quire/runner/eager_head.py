@@ -125,4 +125,4 @@ class EagerHead:
         """float32 [n, vocab] of the hidden states at places `tokens` of the batch."""
         if step.hidden is None:
             raise QuireError("the head runs after the body")
-        return self.model.logits(step.hidden[index_on(self.device, tokens)])
+        return self.model.logits_fp32(step.hidden[index_on(self.device, tokens)])

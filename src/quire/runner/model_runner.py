@@ -30,6 +30,7 @@ from quire.models import (
     spec_from_config,
 )
 from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan, StepResult
+from quire.quantization import quantization_of
 from quire.runner import memory
 from quire.runner.batch_state import BatchState
 from quire.runner.eager_head import HEAD_ELEMENTS, EagerHead, index_on, sampled_logprobs
@@ -81,7 +82,10 @@ class ModelRunner:
         """Loads the weights and takes the memory that is left for the KV cache."""
         spec = spec_from_config(load_config(Path(self.config.model_path)))
         began = time.perf_counter()
-        self.model = build_model(spec, device=self.device, dtype=self.dtype)
+        quantization = quantization_of(self.config.args.quantization)
+        self.model = build_model(
+            spec, device=self.device, dtype=self.dtype, quantization=quantization
+        )
         load_weights(
             self.model,
             Path(self.config.model_path),
@@ -89,8 +93,7 @@ class ModelRunner:
             seed=self.config.args.seed,
             progress=self._told("weights"),
         )
-        head_dim = spec.attention.head_dim
-        form = ops.kv_format(self.config.kv_cache_dtype, self.dtype, head_dim)
+        form = ops.kv_format(self.config.kv_cache_dtype, self.dtype, *spec.head_dims)
         groups = self.model.kv_groups(self.config.block_size, form)
         limits = self.config.scheduler
         blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(groups))
@@ -98,8 +101,7 @@ class ModelRunner:
         self.cache = KVCache(
             groups,
             blocks,
-            kv_heads=self.model.local_kv_heads,
-            head_dim=head_dim,
+            layouts=self.model.kv_layouts,
             form=form,
             device=self.device,
             head_scales=self._head_scales(form),
@@ -146,13 +148,10 @@ class ModelRunner:
         return budget - memory.staging_bytes(self.config, groups, budget)
 
     def _activation_bytes(self, model: Decoder) -> int:
-        """An upper bound of what a step needs beside weights and cache: the widest layer's
+        """Returns an upper bound of what a step needs beside weights and cache: the model's
         intermediates for the token budget, and logits with their copies while sampling."""
         limits, spec = self.config.scheduler, model.spec
-        attention = spec.attention
-        heads = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
-        widest = 2 * (heads + attention.heads * attention.head_dim) + 3 * spec.mlp.width
-        body = limits.max_num_batched_tokens * (4 * spec.hidden_size + widest) * 4
+        body = model.workspace_bytes(limits.max_num_batched_tokens)
         # Logits with their copies, and the sampler's token counts.
         head = 8 * max(limits.max_num_seqs * spec.vocab_size, HEAD_ELEMENTS) * 4
         return body + head + (1 << 30)

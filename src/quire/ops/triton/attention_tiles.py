@@ -47,7 +47,7 @@ def attend_range(
     acc, peak, total, q, limit, start, end, begin, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     table_ptr, qk_scale, softcap, window,
     k_stride_b, k_stride_t, v_stride_b, v_stride_t, scale_stride_b,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BN: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -60,16 +60,18 @@ def attend_range(
     dims = tl.arange(0, D_PAD)
     # Block ids are fetched a tile ahead, else each tile's loads would wait for them.
     positions = start + tl.arange(0, BN)
-    page = tl.load(table_ptr + positions // PAGE, mask=stored(positions, begin, end), other=0)
+    block = tl.load(
+        table_ptr + positions // BLOCK_TOKENS, mask=stored(positions, begin, end), other=0
+    )
     for tile in range(start, end, BN):
         positions = tile + tl.arange(0, BN)
         # From strides of their own, though equal: shared offsets would be kept in registers from
         # K's loads to V's, and a fourth fewer programs would run at once.
-        k_rows = page.to(tl.int64) * k_stride_b + (positions % PAGE) * k_stride_t
-        v_rows = page.to(tl.int64) * v_stride_b + (positions % PAGE) * v_stride_t
-        scale_rows = page.to(tl.int64) * scale_stride_b + positions % PAGE
+        k_rows = block.to(tl.int64) * k_stride_b + (positions % BLOCK_TOKENS) * k_stride_t
+        v_rows = block.to(tl.int64) * v_stride_b + (positions % BLOCK_TOKENS) * v_stride_t
+        scale_rows = block.to(tl.int64) * scale_stride_b + positions % BLOCK_TOKENS
         ahead = positions + BN
-        page = tl.load(table_ptr + ahead // PAGE, mask=stored(ahead, begin, end), other=0)
+        block = tl.load(table_ptr + ahead // BLOCK_TOKENS, mask=stored(ahead, begin, end), other=0)
         k_at = k_ptr + k_rows[:, None] + dims[None, :]
         v_at = v_ptr + v_rows[:, None] + dims[None, :]
         if MASKED:

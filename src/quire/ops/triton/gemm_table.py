@@ -32,11 +32,13 @@ def bucket(m: int) -> int | None:
 
 
 def key_of(shape: Shape) -> str:
-    """E.g. "bfloat16/m1/n4096/k1024/norm"; m is its bucket's."""
+    """E.g. "bfloat16/m1/n4096/k1024/norm"; m is its bucket's. A weight with scales puts its format
+    behind: "bfloat16/m1/n4096/k1024/norm/int8"."""
     parts = [str(shape.dtype).removeprefix("torch."), f"m{bucket(shape.m)}"]
     parts += [f"n{shape.n}", f"k{shape.k}"]
     parts += ["norm"] if shape.norm else []
     parts += ["gated"] if shape.gated else []
+    parts += [shape.format.key] if shape.format is not None else []
     return "/".join(parts)
 
 

@@ -71,18 +71,18 @@ ODD_INT8 = tl.constexpr("""{
 """Two int16 pairs in a register to two fp16."""
 
 
-def constants(form: KVFormat, card: DeviceTraits) -> dict[str, int]:
+def constants(kv_format: KVFormat, card: DeviceTraits) -> dict[str, int]:
     """What kernels are told of a format. KIND: one of the above, 0 where it is not in 8 bits.
     OWN_SCALES: each token has its own, rather than each head. PACKED: two pairs are taken apart at
     a time, by instructions that the compiler does not find, and an interpreter does not know."""
     kind = 0
-    if form.dtype == torch.uint8:
+    if kv_format.dtype == torch.uint8:
         kind = INT8.value
-    elif form.dtype == torch.float8_e4m3fn:
+    elif kv_format.dtype == torch.float8_e4m3fn:
         kind = (E4M3_NATIVE if card.capability >= (8, 9) else E4M3).value
     return {
         "KIND": kind,
-        "OWN_SCALES": form.scales == "token",
+        "OWN_SCALES": kv_format.scales == "token",
         "PACKED": card is not INTERPRETED,
     }
 
