@@ -33,11 +33,25 @@ class RowFlag(enum.IntFlag):
 
 
 class StopReason(enum.IntEnum):
-    """Why the device saw a row end. Stop strings are found later, on the text."""
+    """Why the device saw a row end. Stop strings are found later, on the text. BROKEN: the logits
+    were not numbers."""
 
     NONE = 0
     STOP_TOKEN = 1
     LENGTH = 2
+    BROKEN = 3
+
+
+NO_CLAIM = 2**30
+"""The `draft_start` of a lane without drafts: beyond any text."""
+
+
+def claim_width(drafts: int) -> int:
+    """Returns the tokens of a claim (the column `draft_ids`) where a row has up to `drafts`.
+
+    A claim is made for a text that goes on growing while steps are in flight.
+    """
+    return 4 * drafts
 
 
 class KVGroup(msgspec.Struct, frozen=True):
@@ -128,7 +142,6 @@ class StepPlan(msgspec.Struct):
         `n_logits` positions. A generating row has q_len = n_logits = 1 + its draft tokens.
     block_appends, copies: one entry per KV group.
     writes: per-lane columns of features, {column: (lanes [n], values [n, ...])}.
-    host_drafts: draft tokens proposed by the host, int32 [R, K] padded with -1, or None.
     dummy_tokens: positions to compute and throw away (ranks keep step with others).
     A plan without rows is legal: it moves blocks, and its result comes when some have arrived, or
     after a moment.
@@ -144,7 +157,6 @@ class StepPlan(msgspec.Struct):
     block_appends: list[BlockAppends] = []
     copies: list[BlockCopies] = []
     writes: dict[str, tuple[Int32, Int32]] = {}
-    host_drafts: Int32 | None = None
     transfers: list[Transfer] = []
     dummy_tokens: int = 0
 
@@ -162,14 +174,19 @@ class StepPlan(msgspec.Struct):
 
     @property
     def mask_lines(self) -> Int32:
-        """Each row's line of `HeadInputs.mask`, -1 where it has none, int32 [R]."""
+        """Returns the line of `HeadInputs.mask` of each logit row of the head, int32 [L], -1 where
+        it has none."""
+        prompt = (self.flags & RowFlag.PROMPT) != 0
+        samples = (self.flags & RowFlag.SAMPLE) != 0
         waits = (self.flags & RowFlag.GATED) != 0
+        counts = np.where(prompt, samples, self.n_logits)
+        waits = np.repeat(waits, counts)
         return int32(np.where(waits, np.cumsum(waits) - 1, -1))
 
 
 class HeadInputs(msgspec.Struct):
-    """What the head of a step with GATED rows waits for. mask: uint32 bits as int32 [gated rows,
-    ceil(vocab / 32)], in the plan's order; a set bit allows the token."""
+    """What the head of a step with GATED rows waits for. mask: uint32 bits as int32 [logit rows
+    of GATED rows, ceil(vocab / 32)], in the plan's order; a set bit allows the token."""
 
     step_id: int
     mask: Int32

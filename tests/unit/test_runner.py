@@ -15,8 +15,10 @@ from quire.layers.attention import KVLayout
 from quire.ops import KVFormat
 from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan
 from quire.runner import Hook
+from quire.runner.hooks import HeadContext
 from quire.runner.kv_cache import KVCache
-from quire.runner.step import Step
+from quire.runner.readback import Step
+from quire.runner.state import ColumnSpec, Limits
 from quire.sampling_params import SamplingParams
 from tests.unit.tiny_engine import (
     TINY,
@@ -238,26 +240,25 @@ def test_gated_rows_wait_for_their_mask(tmp_path: Path) -> None:
 
 
 def test_hooks_see_every_step_and_own_columns(tmp_path: Path) -> None:
-    from quire.runner.batch_state import ColumnSpec
-
     class Forbid(Hook):
-        """Never lets token 67 out; its column says for which lanes."""
+        """Lets nothing but token 67 out."""
 
         def __init__(self) -> None:
             self.steps = 0
             self.seen: list[int] = []
 
-        def columns(self) -> list[ColumnSpec]:
+        def columns(self, limits: Limits) -> list[ColumnSpec]:
             return [ColumnSpec("forbid")]
 
-        def before_body(self, step: Step) -> None:
+        def hidden(self, step: Step, hidden: Tensor) -> None:
             self.steps += 1
 
-        def head(self, step: Step, logits: Tensor, rows: Tensor) -> Tensor:
-            return torch.zeros_like(logits).index_fill_(1, torch.tensor([67]), 9.0)
+        def logits(self, ctx: HeadContext) -> None:
+            if ctx.tokens is None:
+                ctx.logits = torch.zeros_like(ctx.raw).index_fill_(1, torch.tensor([67]), 9.0)
 
-        def after_head(self, step: Step, rows: Tensor, tokens: Tensor) -> None:
-            self.seen += tokens.tolist()
+        def read(self, step: Step) -> None:
+            self.seen += step.result.tokens[:, 0].tolist()
 
         def on_control(self, message: dict[str, object]) -> object:
             return self.steps if message["op"] == "count" else None

@@ -44,12 +44,12 @@ def _depth_reason(config: EngineConfig, on_gpu: bool) -> str:
 
 
 def _graphs(config: EngineConfig) -> str:
-    from quire.runner.cuda_graphs import decode_buckets, mixed_buckets
+    from quire.runner.graphs import mixed_buckets, row_buckets
 
     if config.eager:
         return "off: enforce_eager, or disabled"
     limits = config.scheduler
-    decode = len(decode_buckets(limits.max_num_seqs))
+    decode = len(row_buckets(limits.max_num_seqs))
     mixed = len(mixed_buckets(limits.max_num_batched_tokens))
     return (
         f"{decode} bodies for decode steps, 2 x {mixed} for mixed ones of up to "

@@ -40,8 +40,8 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What a layer stores of each token on this rank: keys and values of `kv_heads` heads of
-    `head_dim`. query_heads: those that read it."""
+    """Describes what a layer stores of each token on this rank: keys and values of `kv_heads` heads
+    of `head_dim`. query_heads: those that read it."""
 
     kv_heads: int
     head_dim: int

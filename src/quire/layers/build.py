@@ -1,4 +1,4 @@
-"""What the layers of a model are built with."""
+"""The value that says how the layers of a model are built."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Build:
     name: str = ""
 
     def within(self, name: str) -> Build:
-        """Returns what the module's part `name` is built with."""
+        """Returns the value for the module's part `name`."""
         return replace(self, name=f"{self.name}.{name}" if self.name else name)
 
     def empty(self, *shape: int) -> torch.nn.Parameter:

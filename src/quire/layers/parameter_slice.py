@@ -1,4 +1,4 @@
-"""What a module tells the loader about its parameters."""
+"""A module's parameters as the loader sees them."""
 
 from __future__ import annotations
 

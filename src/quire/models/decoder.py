@@ -118,7 +118,7 @@ class Decoder(nn.Module):
 
     @property
     def kv_layouts(self) -> tuple[KVLayout, ...]:
-        """What each layer of a group stores of a token on this rank, by group."""
+        """The layout of a token's keys and values in each layer of a group, by group."""
         return tuple(layout for _, layout in self._group_keys)
 
     def workspace_bytes(self, tokens: int) -> int:

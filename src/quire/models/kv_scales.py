@@ -22,9 +22,9 @@ _STORED = re.compile(
     r"(?:^|\.)layers\.(?P<layer>\d+)\.self_attn\."
     r"(?:(?:attn\.|[kv]_proj\.)?(?P<kind>[kv])_scale|(?P<output>[kv])_proj\.output_scale)$"
 )
-"""As compressed-tensors and vLLM name them, and as AutoFP8 and ModelOpt did."""
+"""The names of compressed-tensors and vLLM, and those of AutoFP8 and ModelOpt."""
 _OTHER = re.compile(r"\.self_attn\.(attn\.)?(q|prob)_scale$")
-"""Of queries and weights, which are never stored."""
+"""Scales of queries and weights, which are never stored."""
 
 
 def is_scale(name: str) -> bool:

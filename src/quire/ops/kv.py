@@ -1,4 +1,4 @@
-"""How keys and values are stored: as they are, or in 8 bits with scales."""
+"""Formats of stored keys and values: as they are, or in 8 bits with scales."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class KVFormat:
 
     @property
     def largest(self) -> float:
-        """What larger values are cut to before they are stored in 8 bits."""
+        """The value that larger ones are cut to before they are stored in 8 bits."""
         return _LARGEST[self.dtype]
 
     @property
     def offset(self) -> int:
-        """What is added to integers."""
+        """The number that is added to integers."""
         return 128 if self.dtype == torch.uint8 else 0
 
     def bytes_per_head(self, head_dim: int) -> int:
-        """Of one token's K, or V, of one head."""
+        """Returns the bytes of one token's K, or V, of one head."""
         return head_dim * self.dtype.itemsize + (_SCALE_BYTES if self.scales == "token" else 0)
 
 

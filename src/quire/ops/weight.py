@@ -1,4 +1,4 @@
-"""How a linear layer's weights are stored: as they are, or in few bits with scales."""
+"""Formats of a linear layer's weights: as they are, or in few bits with scales."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WeightFormat:
 
     @property
     def zero(self) -> int:
-        """What value stands for 0 where there are no zeros."""
+        """The value that stands for 0 where there are no zeros."""
         return 8 if self.bits == 4 else 0
 
     @property

@@ -1,4 +1,4 @@
-"""Which weight format each linear layer has, and how a checkpoint's tensors become it."""
+"""Weight formats of linear layers, and the checkpoints' tensors that become them."""
 
 from quire.errors import ConfigError
 from quire.quantization.int8 import Int8
@@ -12,7 +12,7 @@ _BY_NAME: dict[str | None, type[Quantization]] = {None: Unquantized, "int8": Int
 
 
 def quantization_of(name: str | None) -> Quantization:
-    """Returns what `EngineArgs.quantization` names."""
+    """Returns the quantization that `EngineArgs.quantization` names."""
     kind = _BY_NAME.get(name)
     if kind is None:
         known = ", ".join(key for key in _BY_NAME if key is not None)

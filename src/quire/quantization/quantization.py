@@ -1,4 +1,4 @@
-"""What a quantization has to say. Linear layers are built, sharded, stacked and loaded from it."""
+"""The interface of a quantization. Linear layers are built, sharded, stacked and loaded from it."""
 
 from __future__ import annotations
 

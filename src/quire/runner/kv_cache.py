@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire import ops
 from quire.layers.attention import KVLayout
 from quire.ops import KVFormat, KVLayer
 from quire.plan import KVGroup
@@ -69,7 +70,4 @@ class KVCache:
             raw = tensor.flatten(1).view(torch.uint8)
             if raw.shape[1] % 8 == 0:
                 raw = raw.view(torch.int64)
-            most = max(1, _COPY_BYTES // raw[0].nbytes)
-            for at in range(0, len(src), most):
-                part = slice(at, at + most)
-                raw.index_copy_(0, dst[part], raw.index_select(0, src[part]))
+            ops.copy_blocks(raw, src, dst, max(1, _COPY_BYTES // raw[0].nbytes))

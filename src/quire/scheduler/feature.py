@@ -138,9 +138,5 @@ class PlanBuilder:
             values = np.concatenate([before_values, values])
         self._plan.writes[column] = (lanes, values)
 
-    def set_host_drafts(self, drafts: Int32) -> None:
-        """int32 [R, K], padded with -1."""
-        self._plan.host_drafts = drafts
-
     def transfer(self, transfer: Transfer) -> None:
         self._plan.transfers.append(transfer)

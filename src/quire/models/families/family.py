@@ -1,4 +1,4 @@
-"""What a family provides."""
+"""The interface of a family."""
 
 from __future__ import annotations
 

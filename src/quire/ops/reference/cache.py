@@ -100,7 +100,8 @@ def token_rows(cache: Tensor) -> tuple[Tensor, int]:
 
 
 def head_rows(cache: Tensor) -> tuple[Tensor, int]:
-    """As `token_rows`, with one row of BS * D values per block and head: row b * step + h."""
+    """Returns a view like that of `token_rows`, with one row of BS * D values per block and head:
+    row b * step + h."""
     return _row_view(cache, cache.shape[2] * cache.shape[3])
 
 

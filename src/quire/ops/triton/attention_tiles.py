@@ -1,4 +1,4 @@
-"""What the kernels of `attention_kernels.py` do with a tile of queries and tiles of KV, the latter
+"""Parts of the kernels of `attention_kernels.py`: a tile of queries against tiles of KV, the latter
 in the queries' type or in 8 bits (see `kv8.py`)."""
 
 import triton
@@ -118,8 +118,8 @@ def attend_range(
 def _flat_rows(
     head, local, q_start, q_len, stride_t, stride_h, GROUP: tl.constexpr, BM: tl.constexpr
 ):
-    """Of a row's tile `local`: each query's token within the row and its offset, [BM], and whether
-    there is one."""
+    """Returns for a row's tile `local` each query's token within the row and its offset, [BM], and
+    whether there is one."""
     flat = local * BM + tl.arange(0, BM)
     tokens = flat // GROUP
     heads = head * GROUP + flat % GROUP
@@ -153,7 +153,7 @@ def load_queries(
 
 @triton.jit
 def nothing(BM: tl.constexpr, D_PAD: tl.constexpr, KIND: tl.constexpr):
-    """What `attend_range` begins with: acc, peak, total."""
+    """Returns the initial state of `attend_range`: acc, peak, total."""
     acc = tl.zeros([BM, D_PAD], tl.float32)
     peak = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -182,7 +182,7 @@ def average(acc, total, v_scale_ptr, head, KIND: tl.constexpr, OWN_SCALES: tl.co
 def score_scale(
     qk_scale, k_scale_ptr, head, KIND: tl.constexpr, OWN_SCALES: tl.constexpr
 ):  # fmt: skip
-    """What scores as they come from the products are multiplied by."""
+    """Returns the factor of scores as they come from the products."""
     if KIND:
         qk_scale *= kv8.unit(KIND)
         if not OWN_SCALES:
@@ -195,9 +195,9 @@ def store_part(
     partial_ptr, lse_ptr, result, lse, limit, parts,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """What `combine` adds up, in grid (KV heads, items): if there are several parts, the result
-    [BM, D_PAD] and the logarithm of the sum [BM] of each query. A part may hold nothing for some:
-    zeros, and -inf."""
+    """Stores a part that `combine` adds up, in grid (KV heads, items): if there are several parts,
+    the result [BM, D_PAD] and the logarithm of the sum [BM] of each query. A part may hold nothing
+    for some: zeros, and -inf."""
     dims = tl.arange(0, D_PAD)
     place = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BM
     at = place + tl.arange(0, BM)

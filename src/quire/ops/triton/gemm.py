@@ -155,8 +155,8 @@ def small_linear(
 
 
 def run_fixed(args: LinearArgs, *, rms_norm: Callable[[Tensor, RmsScale], Tensor]) -> Tensor:
-    """As `small_linear` for any number of rows, by a plan that depends on none: a row's result is
-    the same to the bit, whatever else is in the batch."""
+    """Runs a layer of any number of rows, by a plan that depends on none: a row's result is the
+    same to the bit, whatever else is in the batch."""
     if args.norm is not None:
         args = replace(args, x=rms_norm(args.x, args.norm), norm=None)
     return run(args, fixed_plan(shape_of(args)))

@@ -1,4 +1,4 @@
-"""What a linear layer asks for and how it will be run: data that kernels and chooser share."""
+"""The arguments and the plan of a linear layer: data that kernels and chooser share."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ TORCH = GemmPlan("torch", norm="separate")
 
 
 class Shape(NamedTuple):
-    """What a choice depends on. m: rows of x; n: outputs; k: inputs; dtype: of x; format: of a
-    weight with scales, None where it is stored in `dtype`."""
+    """The shape that a choice depends on. m: rows of x; n: outputs; k: inputs; dtype: of x; format:
+    of a weight with scales, None where it is stored in `dtype`."""
 
     m: int
     n: int

@@ -1,4 +1,5 @@
-"""Which kernel and tile runs a linear layer: a table measured once per card, or rules of thumb.
+"""The choice of kernel and tile for a linear layer: a table measured once per card, or rules of
+thumb.
 
 A table is JSON: {"card": ..., "triton": ..., "entries": {key: plan}}. `gemm_tune.tune` makes one;
 `store` keeps it in the user's cache directory, where it goes before the one shipped for the card.
@@ -69,7 +70,7 @@ def _slug(card: str) -> str:
 
 
 def cache_path(card: str) -> Path:
-    """Where this user's table for a card and this Triton lives."""
+    """Returns the path of this user's table for a card and this Triton."""
     root = os.environ.get("QUIRE_CACHE_DIR")
     base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
     return base.expanduser() / "gemm" / f"{_slug(card)}-triton{triton.__version__}.json"

@@ -179,7 +179,7 @@ class Tuner:
         return gemm.run(args, plan, out=out, workspace=self.workspace)
 
     def launch(self, shape: Shape, plan: GemmPlan) -> Launch:
-        """What to compile for a plan of one of our kernels."""
+        """Returns the launch to compile for a plan of one of our kernels."""
         args = self.layer(shape)
         if plan.norm == "separate":
             args = replace(args, norm=None)

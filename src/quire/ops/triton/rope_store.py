@@ -1,4 +1,4 @@
-"""What lies between the QKV projection and attention, in one kernel: q/k norm, rotary embedding
+"""One kernel between the QKV projection and attention: q/k norm, rotary embedding
 (Su et al., 2021) and the store of K and V into the paged cache."""
 
 from __future__ import annotations
