@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.arrays import int32
 from quire.errors import QuireError
+from quire.layers.attention import KVLayout
 from quire.ops import KVFormat
 from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan
 from quire.runner import Hook
@@ -142,7 +143,9 @@ def test_blocks_are_copied_in_order(monkeypatch: pytest.MonkeyPatch, form: KVFor
     group = KVGroup(layers=(0, 1), tokens_per_block=2)
     for most in (1, 3 * 2 * 2 * 2 * 2 * 4 * 4, 1 << 20):
         monkeypatch.setattr("quire.runner.kv_cache._COPY_BYTES", most)
-        cache = KVCache([group], [8], kv_heads=2, head_dim=4, form=form, device=torch.device("cpu"))
+        cache = KVCache(
+            [group], [8], layouts=[KVLayout(2, 4, 2)], form=form, device=torch.device("cpu")
+        )
         tensors = cache.block_tensors(0)
         assert len(tensors) == 1 + (form.scales == "token")
         for tensor in tensors:

@@ -67,7 +67,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
         model_name=args.model or path.name,
         device=device,
         dtype=dtype,
-        kv_cache_dtype=_kv_cache_dtype(args.kv_cache_dtype, dtype, spec.attention.head_dim),
+        kv_cache_dtype=_kv_cache_dtype(args.kv_cache_dtype, dtype, spec.head_dims),
         block_size=args.block_size,
         scheduler=scheduler,
         eos_token_ids=_eos_ids(path, hf_config, tokenizer_path, spec.vocab_size),
@@ -143,7 +143,7 @@ def _dtype(wanted: str, device: str, checkpoint: str) -> str:
     return wanted
 
 
-def _kv_cache_dtype(wanted: str, dtype: str, head_dim: int) -> str:
+def _kv_cache_dtype(wanted: str, dtype: str, head_dims: tuple[int, ...]) -> str:
     import torch
 
     from quire.ops import kv_format
@@ -151,7 +151,7 @@ def _kv_cache_dtype(wanted: str, dtype: str, head_dim: int) -> str:
     if wanted == "auto":
         return dtype
     wanted = {"fp8": "fp8_e4m3"}.get(wanted, wanted)
-    stored = kv_format(wanted, getattr(torch, dtype), head_dim)
+    stored = kv_format(wanted, getattr(torch, dtype), *head_dims)
     if stored.scales == "none" and wanted != dtype:
         raise ConfigError(
             f"kv_cache_dtype={wanted}: the model computes in {dtype}, and its KV is stored like "
@@ -219,6 +219,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "device": config.device,
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "quantization": config.args.quantization,
         "block_size": config.block_size,
         **dataclasses.asdict(config.scheduler),
     }

@@ -29,6 +29,7 @@ from quire.models import (
 )
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.plan import Admit, KVGroup, RowFlag, StepPlan, StepResult
+from quire.quantization import quantization_of
 from quire.runner import memory
 from quire.runner.graphs import Buckets, Graphs, full_step, program_works
 from quire.runner.hooks import Hook, Level
@@ -86,8 +87,8 @@ class ModelRunner:
         """Loads the weights, and finds how much memory is left for the KV cache."""
         began = time.perf_counter()
         self._load()
-        head_dim = self.model.spec.attention.head_dim
-        self._kv_format = ops.kv_format(self.config.kv_cache_dtype, self.dtype, head_dim)
+        head_dims = self.model.spec.head_dims
+        self._kv_format = ops.kv_format(self.config.kv_cache_dtype, self.dtype, *head_dims)
         self._groups = groups = self.model.kv_groups(self.config.block_size, self._kv_format)
         blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(groups))
         self._seconds["weights"] = time.perf_counter() - began
@@ -98,8 +99,7 @@ class ModelRunner:
         self.cache = KVCache(
             self._groups,
             num_blocks,
-            kv_heads=self.model.local_kv_heads,
-            head_dim=self.model.spec.attention.head_dim,
+            layouts=self.model.kv_layouts,
             form=self._kv_format,
             device=self.device,
             head_scales=self._head_scales(self._kv_format),
@@ -127,7 +127,14 @@ class ModelRunner:
     def _load(self) -> None:
         path = Path(self.config.model_path)
         spec = spec_from_config(load_config(path))
-        self.model = build_model(spec, device=self.device, dtype=self.dtype, group=self.group)
+        quantization = quantization_of(self.config.args.quantization)
+        self.model = build_model(
+            spec,
+            device=self.device,
+            dtype=self.dtype,
+            group=self.group,
+            quantization=quantization,
+        )
         load_weights(
             self.model,
             path,
@@ -183,7 +190,7 @@ class ModelRunner:
     def _cache_budget(self, groups: Sequence[KVGroup]) -> int | None:
         if self.device.type != "cuda":
             return memory.cpu_budget(self.config)
-        reserve = memory.activation_bytes(self.config, self.model.spec)
+        reserve = memory.activation_bytes(self.config, self.model)
         budget = memory.cuda_budget(self.config, self.device, reserve)
         return budget - memory.staging_bytes(self.config, groups, budget)
 
