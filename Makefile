@@ -2,6 +2,7 @@
 # make test    lint and tests
 # make test-all    the same, and the slow tests
 # make lint    ruff, mypy, import rules and other checks
+# make core    counts the core and writes its table into ARCHITECTURE.md
 # make bench   what a step costs the scheduler, and the engine on the embedded model
 # make bench-gpu   all targets of docs/performance.md, on a machine with a GPU (MODELS="folder ...")
 
@@ -19,7 +20,7 @@ PYTEST = OMP_NUM_THREADS=$(if $(filter 0 1,$(PYTEST_WORKERS)),$${OMP_NUM_THREADS
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all lint format bench bench-gpu clean
+.PHONY: help serve test test-all lint core format bench bench-gpu clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -41,6 +42,10 @@ lint: $(VENV)/.dev
 	$(BIN)/python tools/check_feature_names.py
 	$(BIN)/python tools/check_docstrings.py
 	$(BIN)/python tools/check_class_names.py
+
+core: $(VENV)/.serve
+	$(BIN)/python tools/core_lines.py --markdown
+	$(BIN)/python tools/core_lines.py --check 8500
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

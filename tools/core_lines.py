@@ -38,12 +38,15 @@ READING_ORDER = (
 """A file stands with the longest of these prefixes that its module has."""
 OUTSIDE = (
     "quire.bench", "quire.cli", "quire.disagg", "quire.lora", "quire.offload", "quire.pooling",
-    "quire.server", "quire.speculative", "quire.structured", "quire.cache.host_tier",
-    "quire.engine.client", "quire.engine.embedding", "quire.engine.host", "quire.engine.process",
-    "quire.engine.tiers", "quire.engine.trace", "quire.engine.trace_files", "quire.models.dummy",
-    "quire.models.kv_scales", "quire.ops.reference.kv8", "quire.ops.triton", "quire.pooling_params",
-    "quire.runner.cuda_graphs", "quire.runner.disk_store", "quire.runner.gate",
-    "quire.runner.host_pool", "quire.runner.kv_transfer", "quire.runner.staging",
+    "quire.pooling_params", "quire.server", "quire.speculative", "quire.structured",
+    "quire.cache.host_tier", "quire.engine.client", "quire.engine.embedding",
+    "quire.engine.framing", "quire.engine.host", "quire.engine.link", "quire.engine.messages",
+    "quire.engine.process", "quire.engine.remote_engine", "quire.engine.snapshot",
+    "quire.engine.socket_server", "quire.engine.streams", "quire.engine.tiers",
+    "quire.engine.trace", "quire.engine.trace_files", "quire.engine.worker_process",
+    "quire.models.dummy", "quire.models.kv_scales", "quire.ops.reference.kv8",
+    "quire.ops.reference.quantized", "quire.ops.triton", "quire.runner.graphs",
+    "quire.runner.mask_ring", "quire.runner.transfer",
 )  # fmt: skip
 """Modules and packages that a plain offline run does not need."""
 OPEN: frozenset[str] = frozenset()

@@ -289,7 +289,8 @@ def test_many_long_rows_are_not_spread(kernel_device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("programs", "window", "decodes"), [(1, None, 2), (40, 20, 2), (1000, None, 2), (60, None, 300)]
+    ("programs", "window", "decodes"),
+    [(1, None, 2), (40, 20, 2), (1000, None, 2), slow(60, None, 300)],
 )
 def test_schedule_covers_each_long_tile_once(
     kernel_device: str, programs: int, window: int | None, decodes: int
