@@ -63,11 +63,11 @@ class Admit(msgspec.Struct, array_like=True):
     computed: how many of them already have their KV in the blocks booked for the lane.
     max_total: the length, prompt included, at which the device reports `StopReason.LENGTH`.
     sample_index: which of the `n` completions; enters the random counter beside the seed.
-    generation: counts the lane's tenants, so that a late message for an earlier one is recognized.
+    lane_epoch: counts the lane's tenants, so that a late message for an earlier one is recognized.
     """
 
     lane: int
-    generation: int
+    lane_epoch: int
     request_id: str
     tokens: Int32
     prompt_len: int

@@ -101,8 +101,8 @@ class Request:
         "epoch",
         "finish_reason",
         "generating",
-        "generation",
         "lane",
+        "lane_epoch",
         "leader",
         "lora_id",
         "max_total",
@@ -161,7 +161,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.lane = -1
-        self.generation = 0
+        self.lane_epoch = 0
         self.epoch = 0
         self.generating = False
         self.ready_step = 0

@@ -143,7 +143,7 @@ def test_a_lane_is_freed_before_it_is_given_again() -> None:
     loop.scheduler.add(b)
     loop.drain()
     assert [plan.frees for plan in loop.plans] == [[], [0]]
-    assert [plan.admits[0].generation for plan in loop.plans] == [0, 1]
+    assert [plan.admits[0].lane_epoch for plan in loop.plans] == [0, 1]
 
 
 def test_steady_steps_share_their_rows() -> None:

@@ -14,7 +14,7 @@ from quire.plan import KVGroup, RowFlag, Transfer
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, PlanBuilder, Scheduler
-from quire.scheduler.hooks import Hooks
+from quire.scheduler.feature_set import FeatureSet
 from quire.scheduler.policy import MOST_PREEMPTIONS
 from tests.brain import Loop
 from tests.fakes import FakeExecutor, expected_output
@@ -40,9 +40,9 @@ def test_only_overridden_hooks_are_called() -> None:
             return False
 
     speaks = Speaks()
-    hooks = Hooks([Silent(), speaks])
-    assert hooks.ready == [speaks.ready]
-    assert hooks.lookahead == []
+    features = FeatureSet([Silent(), speaks])
+    assert features.ready == [speaks.ready]
+    assert features.lookahead == []
 
 
 def test_the_base_does_nothing() -> None:
@@ -218,8 +218,8 @@ def test_a_feature_may_keep_the_blocks_of_an_ended_request() -> None:
     assert loop.scheduler.stats().blocks_used == [3]
     loop.scheduler.add(request("two", 6, 6))
     assert not loop.launch()
-    loop.scheduler.drop_hold("one")
-    loop.scheduler.drop_hold("one")
+    loop.scheduler.free_detached("one")
+    loop.scheduler.free_detached("one")
     loop.drain()
     loop.scheduler.add(request("three"))
     loop.scheduler.abort("three")

@@ -255,8 +255,8 @@ class TieredMachine(SchedulerMachine):
         check_scheduler(self.scheduler)
 
     @rule()
-    def push_out(self) -> None:
-        self.tiers.push_out()
+    def evict_all(self) -> None:
+        self.tiers.evict_all()
         self.tiers.save()
 
     def teardown(self) -> None:

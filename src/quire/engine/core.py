@@ -288,7 +288,7 @@ class EngineCore:
     def _save(self, tiers: OffloadFeature) -> None:
         """Leaves what was cached in files, as far as there is time."""
         deadline = time.monotonic() + _SAVE_SECONDS
-        for move in (tiers.push_out, tiers.save) if tiers.has_files else ():
+        for move in (tiers.evict_all, tiers.save) if tiers.has_files else ():
             move()
             while self.scheduler.has_work() and time.monotonic() < deadline:
                 self._step()

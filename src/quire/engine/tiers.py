@@ -118,7 +118,7 @@ class Probe:
         tokens: Int32 = np.zeros(length, dtype=np.int32)
         admit = Admit(
             lane=0,
-            generation=-1,
+            lane_epoch=-1,
             request_id="",
             tokens=tokens,
             prompt_len=length,

@@ -57,7 +57,7 @@ class PoolingFeature(Feature):
                 shares.append(int(share))
         if lanes:
             builder.write(COLUMN, int32(lanes), int32(shares))
-            builder.mute(ended)
+            builder.skip_sampling(ended)
         self._active = {name: r for name, r in self._active.items() if not r.finished}
 
     @staticmethod

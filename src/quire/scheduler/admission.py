@@ -10,7 +10,7 @@ from quire.config import SchedulerConfig
 from quire.errors import OverloadedError, RefusedError, RequestError
 from quire.request import Request
 from quire.scheduler.lanes import Chunk, wants_prompt_logprobs
-from quire.scheduler.policy import stays
+from quire.scheduler.policy import preemption_exhausted
 from quire.scheduler.running import RunningSet
 
 _FEW = 8
@@ -120,7 +120,7 @@ class Admission:
                 match,
                 computed=start,
                 chunk_end=start + length,
-                known=request.max_total - 1 if stays(request) else request.known,
+                known=request.max_total - 1 if preemption_exhausted(request) else request.known,
                 spare=spare,
             ):
                 return Chunk(request, start, length)

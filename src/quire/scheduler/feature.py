@@ -77,7 +77,7 @@ class Feature:
 
     def release(self, request: Request) -> bool:
         """When a request gives its blocks back (it ended or was preempted). True keeps the blocks
-        of an ended request as they are until `Scheduler.drop_hold`."""
+        of an ended request as they are until `Scheduler.free_detached`."""
         return False
 
 
@@ -123,7 +123,7 @@ class PlanBuilder:
         flags[list(rows)] |= int(RowFlag.GATED)
         self._plan.flags = flags
 
-    def mute(self, rows: Sequence[int]) -> None:
+    def skip_sampling(self, rows: Sequence[int]) -> None:
         """These rows, which end their prompts, give no token."""
         flags = self._plan.flags.copy()
         flags[list(rows)] &= ~int(RowFlag.SAMPLE)

@@ -22,7 +22,7 @@ class LaneTable:
     known, planned, computed: as in `Request`, whose counts are views of these.
     tokens: int32 [lanes, longest sequence]. Its pages come into being as they are written.
     last: positions a request will ever compute, `max_total - 1`: the last token is never fed.
-    tenancy: changes whenever a lane's tenant leaves; a row of an earlier one is stale.
+    lane_epoch: changes whenever a lane's tenant leaves; a row of an earlier one is stale.
     drafted: draft tokens in flight, so that `planned - drafted` bounds the position from below.
     prompt_step: the step that computes the last known token of a prompt.
     ready_step: the first step that may plan the lane's next generated token.
@@ -33,7 +33,7 @@ class LaneTable:
         self.known, self.planned, self.computed = self._counts
         self.tokens: Int32 = np.empty((num_lanes, max_len), dtype=np.int32)
         self.last: Int32 = np.zeros(num_lanes, dtype=np.int32)
-        self.tenancy: Int32 = np.zeros(num_lanes, dtype=np.int32)
+        self.lane_epoch: Int32 = np.zeros(num_lanes, dtype=np.int32)
         self.drafted: Int32 = np.zeros(num_lanes, dtype=np.int32)
         self.prompt_step: Int32 = np.zeros(num_lanes, dtype=np.int32)
         self.ready_step: Int32 = np.zeros(num_lanes, dtype=np.int32)
@@ -57,14 +57,14 @@ class LaneTable:
         lane = self._free.pop()
         request.bind(self.tokens[lane], self._counts[:, lane])
         request.lane = lane
-        request.generation = int(self.tenancy[lane])
+        request.lane_epoch = int(self.lane_epoch[lane])
         self.last[lane] = request.max_total - 1
         self.drafted[lane] = 0
 
     def leave(self, request: Request) -> None:
         """The request takes its tokens and counts with it."""
         request.unbind()
-        self.tenancy[request.lane] += 1
+        self.lane_epoch[request.lane] += 1
         self._free.append(request.lane)
         request.lane = -1
 
@@ -88,14 +88,14 @@ class Rows:
     """The rows of requests that generate, or some of them. Shared between steps: never changed,
     only replaced.
 
-    lanes, q_len, flags, tenancy: int32 [R].
+    lanes, q_len, flags, lane_epoch: int32 [R].
     """
 
     requests: list[Request]
     lanes: Int32
     q_len: Int32
     flags: Int32
-    tenancy: Int32
+    lane_epoch: Int32
     drafts: bool = False
 
     @classmethod
@@ -108,7 +108,7 @@ class Rows:
             self.lanes[index],
             self.q_len[index],
             self.flags[index],
-            self.tenancy[index],
+            self.lane_epoch[index],
         )
 
     def joined_by(self, requests: list[Request]) -> Rows:
@@ -119,7 +119,7 @@ class Rows:
             np.concatenate([self.lanes, int32([r.lane for r in requests])]),
             np.concatenate([self.q_len, np.ones(count, dtype=np.int32)]),
             np.concatenate([self.flags, np.full(count, RowFlag.SAMPLE, dtype=np.int32)]),
-            np.concatenate([self.tenancy, int32([r.generation for r in requests])]),
+            np.concatenate([self.lane_epoch, int32([r.lane_epoch for r in requests])]),
         )
 
     def without(self, lanes: list[int]) -> Rows:
@@ -128,7 +128,7 @@ class Rows:
 
     def with_drafts(self, drafts: Int32) -> Rows:
         """Each row verifies this many drafts as well, int32 [R]."""
-        return Rows(self.requests, self.lanes, 1 + drafts, self.flags, self.tenancy, drafts=True)
+        return Rows(self.requests, self.lanes, 1 + drafts, self.flags, self.lane_epoch, drafts=True)
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ class Launched:
     requests: list[Request]
     lanes: Int32
     q_len: Int32
-    tenancy: Int32
+    lane_epoch: Int32
     num_generating: int
     drafts: bool
     chunks: list[Chunk]
@@ -186,7 +186,7 @@ class Launched:
             [self.requests[i] for i in rows.tolist()],
             self.lanes[rows],
             self.q_len[rows],
-            self.tenancy[rows],
+            self.lane_epoch[rows],
             generating,
             self.drafts,
             [self.chunks[i - self.num_generating] for i in rows[generating:].tolist()],

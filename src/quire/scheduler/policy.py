@@ -7,7 +7,7 @@ from collections.abc import Callable
 from quire.config import SchedulerConfig
 from quire.request import Request
 
-Key = tuple[float, int]
+SortKey = tuple[float, int]
 Entry = tuple[float, int, Request]
 """(key, order, request): orders are unique, so comparing entries never reaches the request."""
 
@@ -15,14 +15,14 @@ Entry = tuple[float, int, Request]
 MOST_PREEMPTIONS = 4
 
 
-def stays(request: Request) -> bool:
+def preemption_exhausted(request: Request) -> bool:
     """Whether the request was preempted as often as it may be. It starts again once all that it can
     ever need fits, takes it, and then runs to its end: so requests are preempted a bounded number
     of times, and what is computed twice is bounded as well."""
     return request.num_preemptions >= MOST_PREEMPTIONS
 
 
-def key_function(config: SchedulerConfig) -> Callable[[Request], Key]:
+def sort_key(config: SchedulerConfig) -> Callable[[Request], SortKey]:
     """The order of `config.policy`; the smallest key runs first.
 
     fcfs: by arrival. priority: by arrival + weight * priority (lower priority values run first), so
@@ -31,7 +31,7 @@ def key_function(config: SchedulerConfig) -> Callable[[Request], Key]:
     """
     weight = config.priority_weight if config.policy == "priority" else 0.0
 
-    def key(request: Request) -> Key:
+    def key(request: Request) -> SortKey:
         return request.arrival + weight * request.priority, request.order
 
     return key

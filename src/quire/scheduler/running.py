@@ -12,7 +12,7 @@ from quire.cache import BlockManager
 from quire.config import SchedulerConfig
 from quire.request import Request, RequestStatus
 from quire.scheduler.lanes import Chunk, LaneTable, Launched, Rows, wants_prompt_logprobs
-from quire.scheduler.policy import Entry, Key, stays
+from quire.scheduler.policy import Entry, SortKey, preemption_exhausted
 from quire.scheduler.tenants import fair_parts
 
 
@@ -26,7 +26,7 @@ class RunningSet:
         self,
         config: SchedulerConfig,
         blocks: BlockManager,
-        key: Callable[[Request], Key],
+        key: Callable[[Request], SortKey],
         lookaheads: Sequence[Callable[[Request, int], int]],
     ) -> None:
         self._config = config
@@ -50,14 +50,14 @@ class RunningSet:
         greediest = self._latest_of_greediest(_tokens, 0.0) if contested else None
         if greediest is not None:
             return greediest
-        able = (r for _, _, r in reversed(self.entries) if not stays(r))
+        able = (r for _, _, r in reversed(self.entries) if not preemption_exhausted(r))
         return next(able, self.entries[-1][2])
 
-    def makes_way(self, request: Request | None, unfit: Request | None) -> Request | None:
+    def victim_for(self, request: Request | None, blocked_head: Request | None) -> Request | None:
         """The running request that must stop for `request`, which is next and of another tenant:
-        where it finds no free lane or, being `unfit`, no free blocks, and somebody holds more than
-        twice what its own tenant would."""
-        if request is None or (self.lanes.has_free and request is not unfit):
+        where it finds no free lane or, being `blocked_head`, no free blocks, and somebody holds more
+        than twice what its own tenant would."""
+        if request is None or (self.lanes.has_free and request is not blocked_head):
             return None
         measure = _tokens if self.lanes.has_free else _one
         held = sum(measure(r) for _, _, r in self.entries if r.tenant == request.tenant)
@@ -77,7 +77,7 @@ class RunningSet:
             if name in held:
                 several.add(name)
             held[name] = held.get(name, 0.0) + measure(request) / request.share
-            if not stays(request):
+            if not preemption_exhausted(request):
                 latest[name] = request
         names = [name for name in latest if name in several and held[name] >= least]
         return latest[max(names, key=held.__getitem__)] if names else None

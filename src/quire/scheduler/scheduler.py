@@ -22,7 +22,7 @@ While RUNNING a request is in its prompt (`generating` false: the host knows the
 a step takes as many as the budget allows) or generating (the device knows where it stands; a step
 takes one position and what drafts there are). Giving up a lane always goes the same way
 (`_vacate`): blocks and lane are free at once, because the device runs steps in order, and rows of
-the old tenant that are still in flight are recognized by the lane's `tenancy` and ignored.
+the old tenant that are still in flight are recognized by the lane's `lane_epoch` and ignored.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from quire.cache import BlockManager
-from quire.cache.block_manager import Hold
+from quire.cache import BlockManager, DetachedBlocks
 from quire.config import SchedulerConfig
 from quire.errors import RequestError
 from quire.executor import Capacity
 from quire.plan import Admit, StepPlan, StepResult, StopReason
 from quire.request import FinishReason, Request, RequestStatus
 from quire.scheduler.admission import Admission
-from quire.scheduler.courtesy import Courtesy
 from quire.scheduler.feature import Feature
-from quire.scheduler.hooks import Hooks
+from quire.scheduler.feature_set import FeatureSet
+from quire.scheduler.interactive_burst import Courtesy
 from quire.scheduler.lanes import Chunk, Launched, Rows
-from quire.scheduler.policy import key_function
+from quire.scheduler.policy import sort_key
 from quire.scheduler.progress import SchedulerStats, StepProgress
 from quire.scheduler.running import RunningSet
 from quire.scheduler.steps import Columns, admit_of
@@ -66,31 +65,31 @@ class Scheduler:
             config.max_model_len,
             config.enable_prefix_caching,
         )
-        self._hooks = hooks = Hooks(features)
+        self._features = feature_set = FeatureSet(features)
         self._requests: dict[str, Request] = {}
-        key = key_function(config)
+        key = sort_key(config)
         self._queue = FairQueue(key)
         self._courtesy = Courtesy(config, self._queue)
-        self._waiting = WaitingSet(self._queue, hooks.ready)
+        self._waiting = WaitingSet(self._queue, feature_set.ready)
         self._prompts_planned: list[Request] = []
-        self._running = RunningSet(config, self.blocks, key, hooks.lookahead)
+        self._running = RunningSet(config, self.blocks, key, feature_set.lookahead)
         self._lanes = self._running.lanes
         self._admission = Admission(
             config,
             self.blocks,
             self._running,
-            hooks.fetch,
-            hooks.reusable,
+            feature_set.fetch,
+            feature_set.reusable,
             full_step=capacity.full_step,
         )
-        hooks.attach(self.blocks, self.wake)
+        feature_set.attach(self.blocks, self.wake)
         self._in_flight: deque[Launched] = deque()
         self.last_step: Launched | None = None
         self.last_prompt_step: Launched | None = None
         """The last that computed a part of any prompt; `last_step` is soon another."""
         self._frees: list[int] = []
-        self._holds: dict[str, Hold] = {}
-        self._unfit: Request | None = None
+        self._detached: dict[str, DetachedBlocks] = {}
+        self._blocked_head: Request | None = None
         """Next, but without blocks when it was last tried."""
         self._step_id = 0
         self._order = 0
@@ -115,7 +114,7 @@ class Scheduler:
         if request.leader is None:
             waiting = len(self._waiting) - self._lanes.num_free
             self._admission.check_room(waiting, self._queue.tokens)
-        self._hooks.admit(request)
+        self._features.admit(request)
         self._order += 1
         request.order = self._order
         self._requests[request.request_id] = request
@@ -137,7 +136,7 @@ class Scheduler:
             self._vacate([request], ended=True)
         else:
             self._waiting.remove(request, RequestStatus.FINISHED)
-            self._hooks.release(request)
+            self._features.release(request)
         self._finish(request, reason)
         return request
 
@@ -150,7 +149,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue; what it knows is recomputed, or found in the tree, or brought back."""
-        self._swapped += self._hooks.preempt(request)
+        self._swapped += self._features.preempt(request)
         self._vacate([request], ended=False)
         request.epoch += 1
         request.num_preemptions += 1
@@ -163,20 +162,20 @@ class Scheduler:
         """Give up lanes and blocks."""
         for request in requests:
             valid = request.computed if request.generating else request.planned
-            hold = self.blocks.keep(request.lane, request.tokens.view(), valid)
-            if self._hooks.release(request) and ended:
-                self._holds[request.request_id] = hold
+            detached = self.blocks.detach(request.lane, request.tokens.view(), valid)
+            if self._features.release(request) and ended:
+                self._detached[request.request_id] = detached
             else:
-                self.blocks.drop(hold)
+                self.blocks.free(detached)
             self._frees.append(request.lane)
             self._queue.stop(request)
         self._running.vacate(requests)
 
-    def drop_hold(self, request_id: str) -> None:
+    def free_detached(self, request_id: str) -> None:
         """Free the blocks that a feature's `release` asked to keep. Idempotent."""
-        hold = self._holds.pop(request_id, None)
-        if hold is not None:
-            self.blocks.drop(hold)
+        detached = self._detached.pop(request_id, None)
+        if detached is not None:
+            self.blocks.free(detached)
 
     # -- a step is planned ---------------------------------------------------------------------
 
@@ -190,7 +189,7 @@ class Scheduler:
             self._waiting.wake_siblings(leader)
         self._prompts_planned = []
         if self._queue.contested:
-            victim = self._running.makes_way(self._queue.peek(), self._unfit)
+            victim = self._running.victim_for(self._queue.peek(), self._blocked_head)
             if victim is not None:  # one a step: a burst is let in step by step
                 self._preempt(victim)
         guest = self._courtesy.guest(self._next_prompts(), self._step_id)
@@ -201,7 +200,7 @@ class Scheduler:
         """Of which the step could compute something, most probably."""
         yield from self._running.prompts
         request = self._queue.peek() if self._lanes.has_free else None
-        if request is not None and request is not self._unfit:
+        if request is not None and request is not self._blocked_head:
             yield request
 
     def _plan_for(self, only: str | None) -> StepPlan | None:
@@ -220,14 +219,14 @@ class Scheduler:
         return self._launch(rows, chunks, admits)
 
     def _has_pending(self) -> bool:
-        return self._hooks.pending(not self._in_flight)
+        return self._features.pending(not self._in_flight)
 
     def _settle(self, most: int, only: str | None) -> tuple[Rows, list[Chunk]]:
         """The rows of running requests, with their blocks booked. When blocks run out, drafts go
         first, then the last requests of who holds the most. most: prompt tokens."""
         running, settled = self._running, not self._in_flight
         drafts, budget = True, self._config.max_num_batched_tokens
-        able = self._queue.contested and self._lanes.has_free and self._unfit is None
+        able = self._queue.contested and self._lanes.has_free and self._blocked_head is None
         waiting = self._queue.waiting() if able else {}
         while True:
             rows = running.rows(self._step_id, settled, drafts, only)
@@ -241,7 +240,7 @@ class Scheduler:
                 self._preempt(running.last(self._queue.contested))
             elif chunks and chunks[0].length > 1:
                 most = chunks[0].length // 2
-            elif settled and not self._holds and not self.blocks.receiver.busy:
+            elif settled and not self._detached and not self.blocks.loading:
                 raise RuntimeError("a request that fits the cache found no room in it")
             else:
                 return Rows.none(), []
@@ -250,7 +249,7 @@ class Scheduler:
         self, budget: int, chunks: list[Chunk], admits: list[Admit], only: str | None
     ) -> None:
         """Start waiting requests in their order; the first that does not fit ends it."""
-        self._unfit = None
+        self._blocked_head = None
         while budget > 0 and self._lanes.has_free:
             if self._admission.enough(chunks, len(self._running) + len(self._queue)):
                 return
@@ -264,7 +263,7 @@ class Scheduler:
             chunk = self._admission.book(request, tokens, budget, self._step_id)
             if chunk is None:
                 whole = not self._config.enable_chunked_prefill and request.known > budget
-                self._unfit = None if whole else request
+                self._blocked_head = None if whole else request
                 return
             self._queue.pop(request)
             self._running.seat(request, chunk.start)
@@ -292,13 +291,13 @@ class Scheduler:
             block_appends=self.blocks.take_appends(),
             copies=self.blocks.take_copies(),
         )
-        self._hooks.plan(plan, columns.requests)
+        self._features.plan(plan, columns.requests)
         self.last_step = Launched(
             self._step_id,
             columns.requests,
             columns.lanes,
             columns.q_len,
-            columns.tenancy,
+            columns.lane_epoch,
             len(rows.lanes),
             rows.drafts,
             chunks,
@@ -319,15 +318,15 @@ class Scheduler:
         step = self._in_flight.popleft()
         if step.step_id != result.step_id:
             raise RuntimeError(f"result of step {result.step_id} came before {step.step_id}'s")
-        self._hooks.transferred(result)
+        self._features.transferred(result)
         tokens, n, stop = result.tokens, result.n_tokens, result.stop_reason
         rows = np.arange(len(n), dtype=np.int32)
-        live = self._lanes.tenancy[step.lanes] == step.tenancy
+        live = self._lanes.lane_epoch[step.lanes] == step.lane_epoch
         if not live.all():
             rows = rows[live]
             step, tokens, n, stop = step.select(rows), tokens[rows], n[rows], stop[rows]
         n = np.minimum(n, self._lanes.last[step.lanes] + 1 - self._lanes.known[step.lanes])
-        cut = self._hooks.cut(step, tokens, n)
+        cut = self._features.cut(step, tokens, n)
         self._running.confirm(step, tokens, n)
         full = self._lanes.known[step.lanes] > self._lanes.last[step.lanes]
         ended = full | (stop != StopReason.NONE)
@@ -402,5 +401,5 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Forget every prefix that no request runs on; False if some are left."""
-        self._hooks.forget()
+        self._features.forget()
         return self.blocks.reset_cache()

@@ -16,7 +16,7 @@ def admit_of(request: Request, tokens: Int32, computed: int) -> Admit:
     """A request that has just got its lane. tokens: int32 [known]; `computed` of them are."""
     return Admit(
         lane=request.lane,
-        generation=request.generation,
+        lane_epoch=request.lane_epoch,
         request_id=request.request_id,
         tokens=tokens,
         prompt_len=request.prompt_len,
@@ -34,7 +34,7 @@ class Columns:
 
     requests: list[Request]
     lanes: Int32
-    tenancy: Int32
+    lane_epoch: Int32
     q_len: Int32
     n_logits: Int32
     flags: Int32
@@ -42,12 +42,14 @@ class Columns:
     @classmethod
     def of(cls, rows: Rows, chunks: list[Chunk]) -> Columns:
         """Without prompts the arrays are those of `rows`."""
-        columns = cls(rows.requests, rows.lanes, rows.tenancy, rows.q_len, rows.q_len, rows.flags)
+        columns = cls(
+            rows.requests, rows.lanes, rows.lane_epoch, rows.q_len, rows.q_len, rows.flags
+        )
         if chunks:
             prompts = [c.request for c in chunks]
             columns.requests = rows.requests + prompts
             columns.lanes = _joined(rows.lanes, [r.lane for r in prompts])
-            columns.tenancy = _joined(rows.tenancy, [r.generation for r in prompts])
+            columns.lane_epoch = _joined(rows.lane_epoch, [r.lane_epoch for r in prompts])
             columns.q_len = _joined(rows.q_len, [c.length for c in chunks])
             columns.n_logits = _joined(rows.q_len, [c.num_logits for c in chunks])
             columns.flags = _joined(rows.flags, [c.flags for c in chunks])

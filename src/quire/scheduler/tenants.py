@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from quire.request import Request
-from quire.scheduler.policy import Key
+from quire.scheduler.policy import SortKey
 from quire.scheduler.waiting import WaitingQueue
 
 _GRANT = 256
@@ -28,7 +28,7 @@ class Tenant:
     """queue: what waits. tokens: of these. requests: how many are not finished. lanes: how many
     run. credit: tokens it may still start, negative if it owes some; granted for `round`."""
 
-    def __init__(self, name: str, key: Callable[[Request], Key], round: int) -> None:
+    def __init__(self, name: str, key: Callable[[Request], SortKey], round: int) -> None:
         self.name = name
         self.queue = WaitingQueue(key)
         self.queued = False
@@ -53,7 +53,7 @@ class Tenant:
 class FairQueue:
     """The waiting requests of all tenants, in the order in which they may start."""
 
-    def __init__(self, key: Callable[[Request], Key]) -> None:
+    def __init__(self, key: Callable[[Request], SortKey]) -> None:
         self._key = key
         self._tenants: dict[str, Tenant] = {}
         self._turns: deque[Tenant] = deque()

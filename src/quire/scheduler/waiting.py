@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.request import Request, RequestStatus
-from quire.scheduler.policy import Entry, Key
+from quire.scheduler.policy import Entry, SortKey
 
 if TYPE_CHECKING:
     from quire.scheduler.tenants import FairQueue
@@ -19,7 +19,7 @@ class WaitingQueue:
 
     _COMPACT_FROM = 64
 
-    def __init__(self, key: Callable[[Request], Key]) -> None:
+    def __init__(self, key: Callable[[Request], SortKey]) -> None:
         self._key = key
         self._heap: list[Entry] = []
         self._stale = 0

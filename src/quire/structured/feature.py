@@ -41,7 +41,7 @@ class _Gated:
     step_id: int
     requests: list[Request]
     lanes: Int32
-    generations: list[int]
+    lane_epochs: list[int]
     needs: list[int]
 
     @property
@@ -50,7 +50,7 @@ class _Gated:
 
     def alive(self, i: int) -> bool:
         request = self.requests[i]
-        return request.lane == self.lanes[i] and request.generation == self.generations[i]
+        return request.lane == self.lanes[i] and request.lane_epoch == self.lane_epochs[i]
 
 
 class GrammarFeature(Feature):
@@ -131,7 +131,7 @@ class GrammarFeature(Feature):
                 builder.step_id,
                 requests,
                 builder.lanes[rows],
-                [request.generation for request in requests],
+                [request.lane_epoch for request in requests],
                 [request.planned for request in requests],
             )
         )

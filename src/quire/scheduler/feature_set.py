@@ -14,7 +14,7 @@ from quire.scheduler.feature import Feature, PlanBuilder
 from quire.scheduler.lanes import Launched
 
 
-class Hooks:
+class FeatureSet:
     """The methods of `Feature`, of all features at once. ready, fetch, reusable, lookahead: for the
     parts of the scheduler that ask these themselves."""
 
