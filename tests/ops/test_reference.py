@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
+import sys
+import types
 
 import pytest
 import torch
@@ -239,8 +242,33 @@ def plain_attention(
 def test_policy_is_scoped_and_checked() -> None:
     with pytest.raises(ConfigError, match="unknown kernel backend 'magic'"):
         ops.Policy(backend="magic")
+    policy = ops.Policy(backend="reference")
+    with ops.use_policy(policy):
+        assert ops.current_policy() is policy
+
+
+def scaled(x: Tensor, by: float = 2.0) -> Tensor:
+    """Returns x * by."""
+    return x * by
+
+
+def test_an_op_has_its_twins_signature_and_runs_the_kernel_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    op = ops.op(scaled)
+    assert (op.__name__, op.__doc__) == ("scaled", scaled.__doc__)
+    assert inspect.signature(op) == inspect.signature(scaled)
+    x = torch.ones(2, dtype=torch.float64)
+    assert_close(op(x, by=3.0), 3 * x)
+
+    module = types.ModuleType("kernels")
+    module.scaled = lambda x, by=2.0: -x * by
+    monkeypatch.setitem(sys.modules, "kernels", module)
+    backend = choose.Backend("kernels", "kernels", frozenset({"cpu"}))
+    monkeypatch.setattr(choose, "BACKENDS", (backend,))
+    # A policy of its own: what was chosen under another is remembered.
+    with ops.use_policy(ops.Policy()):
+        assert_close(op(x, 3.0), -3 * x)
+        assert_close(ops.gelu(x), ops.gelu(x))
     with ops.use_policy(ops.Policy(backend="reference")):
-        function = choose.choose("rms_norm", torch.device("cpu"))
-    assert function.__module__.startswith("quire.ops.reference")
-    with pytest.raises(ConfigError, match="no kernel backend has the op 'fly'"):
-        choose.choose("fly", torch.device("cpu"))
+        assert_close(op(x), 2 * x)

@@ -57,7 +57,7 @@ def _graphs(config: EngineConfig) -> str:
 def _kernels(config: EngineConfig) -> dict[str, str]:
     import torch
 
-    from quire.ops.choose import Policy, use_policy
+    from quire.ops import Policy, use_policy
     from quire.ops.triton.launch import traits
 
     policy = Policy(

@@ -80,7 +80,7 @@ class Linear(nn.Module):
         halves the width. Kernels may fuse all of it, which is why it is one call."""
         if norm is not None and not norm.fusible:
             x, norm = norm(x), None
-        scale = None if norm is None else (norm.weight, norm.eps)
+        scale = None if norm is None else ops.RmsScale(norm.weight, norm.eps)
         if self.split == "inputs" and self.group.world > 1:
             # What every rank holds whole may enter the sum over ranks only once.
             bias = self.bias if self.group.rank == 0 else None

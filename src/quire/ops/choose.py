@@ -1,8 +1,8 @@
-"""Which implementation of an op runs: decided by device and policy, once, then remembered.
+"""Ops: typed functions with one signature and a choice of code that computes them.
 
-A backend is a module that holds functions under the ops' names. It may hold only some of them, and
-the reference backend, which runs anywhere, stands in for the rest. Adding one is a line in
-`BACKENDS`; no caller changes.
+The plain PyTorch function (the twin) states an op's signature and meaning and runs on every device.
+A backend is a module that holds functions of the same name for some of the ops. The device of the
+first argument and the policy decide which of them a call runs.
 """
 
 from __future__ import annotations
@@ -13,49 +13,54 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import Any, ParamSpec, TypeVar, cast
 
 from quire.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+REFERENCE = "reference"
+"""The name of the backend that consists of the twins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`devices` are the device types it serves, None for all; the module is imported on first use,
-    so that a backend's dependencies are needed only where it runs."""
+    """Kernels for some devices.
+
+    devices: the device types that it serves.
+    module: holds functions under the names of ops. It is imported on first use, so that a backend's
+        dependencies are needed only where it runs.
+    """
 
     name: str
     module: str
-    devices: frozenset[str] | None = None
-
-    def serves(self, device_type: str) -> bool:
-        return self.devices is None or device_type in self.devices
+    devices: frozenset[str]
 
 
-BACKENDS = (
-    Backend("triton", "quire.ops.triton", frozenset({"cuda"})),
-    Backend("reference", "quire.ops.reference"),
-)
-"""In order of preference; the last serves every op on every device."""
+BACKENDS = (Backend("triton", "quire.ops.triton", frozenset({"cuda"})),)
+"""In order of preference. Behind them stand the twins, which serve every op on every device."""
 
 
-# Compared by identity: hashing two fields at every op call was a fifth of the dispatch's cost.
+# Compared by identity: hashing the fields at every op call was a fifth of the dispatch's cost.
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """backend: the name of the one to prefer, or auto. deterministic: results may depend on the
-    request alone, not on what else is in the batch. disabled: optimizations not to use, see
-    `config.OPTIMIZATIONS`."""
+    """Decides which code computes ops.
+
+    backend: the name of the preferred backend, or auto.
+    deterministic: results may depend on the request alone, not on what else is in the batch.
+    disabled: optimizations not to use, see `config.OPTIMIZATIONS`.
+    """
 
     backend: str = "auto"
     deterministic: bool = False
     disabled: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        names = [backend.name for backend in BACKENDS]
-        if self.backend != "auto" and self.backend not in names:
+        names = ["auto", *(backend.name for backend in BACKENDS), REFERENCE]
+        if self.backend not in names:
             raise ConfigError(
-                f"unknown kernel backend {self.backend!r}; known are: auto, {', '.join(names)}"
+                f"unknown kernel backend {self.backend!r}; known are: {', '.join(names)}"
             )
 
 
@@ -65,7 +70,7 @@ _policy: ContextVar[Policy] = ContextVar("quire_ops_policy", default=_DEFAULT)
 
 @contextlib.contextmanager
 def use_policy(policy: Policy) -> Iterator[None]:
-    """Ops called within the block, by this thread, choose by `policy`."""
+    """Lets ops that this thread calls within the block choose by `policy`."""
     token = _policy.set(policy)
     try:
         yield
@@ -74,20 +79,37 @@ def use_policy(policy: Policy) -> Iterator[None]:
 
 
 def current_policy() -> Policy:
+    """Returns the policy of the innermost `use_policy`."""
     return _policy.get()
 
 
-def choose(op: str, device: torch.device) -> Callable[..., Any]:
-    """The function that computes `op` on `device` under the current policy."""
-    return _implementation(op, device.type, _policy.get())
+def op(twin: Callable[P, R]) -> Callable[P, R]:
+    """Returns the op that `twin` defines: a function of the same name and signature.
+
+    A call runs a backend's function of that name, or else `twin` itself, with the same arguments.
+    The first argument is positional and has a `device`. Usable as a decorator of the twin, or as
+    `name = op(twin)` where the op is declared apart from it; other twins call the twin directly.
+    """
+
+    @functools.wraps(twin)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        device_type = cast(Any, args[0]).device.type
+        run = implementation(twin, device_type, _policy.get())
+        return run(*args, **kwargs)  # type: ignore[no-any-return]
+
+    return call
 
 
 @functools.cache
-def _implementation(op: str, device_type: str, policy: Policy) -> Callable[..., Any]:
-    order = sorted(BACKENDS, key=lambda backend: backend.name != policy.backend)
-    for backend in order:
-        if backend.serves(device_type):
-            function = getattr(importlib.import_module(backend.module), op, None)
+def implementation(
+    twin: Callable[..., Any], device_type: str, policy: Policy
+) -> Callable[..., Any]:
+    """Returns the function that computes the op of `twin` on a type of device under a policy."""
+    if policy.backend == REFERENCE:
+        return twin
+    for backend in sorted(BACKENDS, key=lambda backend: backend.name != policy.backend):
+        if device_type in backend.devices:
+            function = getattr(importlib.import_module(backend.module), twin.__name__, None)
             if function is not None:
-                return function  # type: ignore[no-any-return]
-    raise ConfigError(f"no kernel backend has the op {op!r} for the device {device_type!r}")
+                return cast(Callable[..., Any], function)
+    return twin

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.arguments import Scratch
 from quire.ops.kv import KVFormat, KVLayer
 from quire.ops.reference.cache import head_rows, host_reads
 from quire.ops.reference.kv8 import dequantize
@@ -52,8 +53,27 @@ class _Bucket:
     mask: Tensor
 
 
-def attention_schedule(query_start: Tensor, seq_lens: Tensor, **shapes: object) -> None:
-    """Nothing: the work is shared out by `q_lens`, on the host, in the first layer."""
+def attention_schedule(
+    query_start: Tensor,
+    seq_lens: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_format: KVFormat,
+    tokens: int,
+    max_q_len: int,
+    window: int | None = None,
+) -> Any:
+    """Returns how the work of `paged_attention` on a step's rows is shared out.
+
+    The result serves all layers with these shapes and this window, in their `scratch` under
+    "schedule". heads, kv_heads: of this rank. dtype: of the queries. tokens: places for them. The
+    other arguments are those of `paged_attention`. Here it is None: the work is shared out by
+    `q_lens`, on the host, in the first layer.
+    """
+    return None
 
 
 def paged_attention(
@@ -67,10 +87,21 @@ def paged_attention(
     max_q_len: int,
     max_seq_len: int,
     scale: float,
-    window: int | None,
-    softcap: float | None,
-    scratch: dict[Any, Any] | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scratch: Scratch | None = None,
 ) -> Tensor:
+    """Computes causal attention of each row's last tokens over the row's cached context.
+
+    q: [T, Hq, D]; row r's tokens start at query_start[r] and are the last q_lens[r] of its
+        seq_lens[r] positions, whose k and v are in the cache already.
+    kv: what is stored; all values finite, written or not.
+    block_table: int32 [R, max_blocks].
+    q_lens, max_q_len, max_seq_len: host-known lengths of the rows and upper bounds.
+    window: a token sees itself and the window - 1 before it (Beltagy et al. 2020).
+    softcap: scores become softcap * tanh(score / softcap) (Gemma Team 2024).
+    Returns [T, Hq, D]; undefined for padding tokens.
+    """
     scratch = {} if scratch is None else scratch
     key = ("attention", block_table.data_ptr(), kv.k.shape, kv.k.stride(0), window, q.dtype)
     plan: list[_Bucket] | None = scratch.get(key)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.ops.arguments import Scratch
 from quire.ops.kv import KVFormat, KVLayer
 from quire.ops.reference.dense import rms_norm
 from quire.ops.reference.kv8 import quantize
@@ -19,12 +19,22 @@ def qk_norm_rope_store(
     *,
     positions: Tensor,
     slots: Tensor,
-    cos_sin: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    scratch: dict[Any, Any] | None,
+    cos_sin: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    scratch: Scratch | None = None,
 ) -> Tensor:
+    """Norms the heads of q and k, rotates them, and stores k and v in the paged cache.
+
+    qkv: [T, Hq + 2 * Hkv, D], the fused projection.
+    kv: where k and v go, rounded to 8 bits if that is how they are stored.
+    slots: int [T], where each token goes (block * BS + offset), -1: nowhere.
+    cos_sin: float32 [positions, rotary], cosines then sines, of the first `rotary` dimensions of a
+        head, which turn in pairs (i, i + rotary / 2) (Su et al. 2021); None: no rotation.
+    q_weight, k_weight: [D] RMSNorm weights over a head, applied before the rotation, or None.
+    Returns q [T, Hq, D].
+    """
     scratch = {} if scratch is None else scratch
     kv_heads = kv.k.shape[1]
     heads = qkv.shape[1] - 2 * kv_heads
@@ -54,7 +64,7 @@ def _put(
 
 
 def _cos_sin(
-    table: Tensor, positions: Tensor, dtype: torch.dtype, scratch: dict[Any, Any]
+    table: Tensor, positions: Tensor, dtype: torch.dtype, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
     """[T, 1, rotary] cosines, and sines with the sign of the half that they multiply."""
     key = ("rope", table.data_ptr(), dtype)
@@ -123,7 +133,7 @@ class _StorePlan:
         view.index_copy_(0, self.rows, values)
 
 
-def _store_plan(slots: Tensor, cache: Tensor, scratch: dict[Any, Any]) -> _StorePlan:
+def _store_plan(slots: Tensor, cache: Tensor, scratch: Scratch) -> _StorePlan:
     size = cache.shape[2]
     step = cache.stride(0) // cache.shape[3]
     key = ("store", slots.data_ptr(), cache.shape, step)

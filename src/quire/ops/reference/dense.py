@@ -6,10 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.arguments import Activation, RmsScale
+
 _WIDE = (torch.float32, torch.float64)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns x / sqrt(mean(x²) + eps) * weight over the last axis (Zhang & Sennrich 2019).
+
+    The normalized value is rounded to x's dtype before the weight, as models were trained.
+    """
     if x.dtype in _WIDE:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     wide = x.float()
@@ -18,26 +24,35 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Returns (x - mean) / sqrt(variance + eps) * weight + bias over the last axis (Ba et al.
+    2016)."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
+    """Returns silu(gate) * up, [T, width], for x [T, 2 * width] = [gate | up] (Shazeer 2020)."""
     width = x.shape[-1] // 2
     return F.silu(x[..., :width]).mul_(x[..., width:])
 
 
-def gelu(x: Tensor, approximate: str) -> Tensor:
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Returns GELU(x), exact ("none") or by tanh ("tanh") (Hendrycks & Gimpel 2016)."""
     return F.gelu(x, approximate=approximate)
 
 
 def linear(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm: tuple[Tensor, float] | None,
-    act: str | None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm: RmsScale | None = None,
+    act: Activation | None = None,
 ) -> Tensor:
+    """Returns act(norm(x) [T, in] @ weight [out, in]ᵀ + bias [out]) + residual [T, out].
+
+    norm: applied to x. act: "silu_and_mul" halves the width. The result may take the residual's
+    place in memory.
+    """
     if norm is not None:
         x = rms_norm(x, *norm)
     out = _product(x, weight, bias)
@@ -78,14 +93,24 @@ _ONEDNN_PRODUCTS = 1 << 17
 _HAS_ONEDNN_LINEAR = _has_onednn_linear()
 
 
-def embedding(ids: Tensor, table: Tensor, start: int) -> Tensor:
+def embedding(ids: Tensor, table: Tensor, start: int = 0) -> Tensor:
+    """Returns rows of `table` [rows, width] for int ids [T], as [T, width].
+
+    The table holds ids from `start` on; ids outside of it, -1 among them, give zeros.
+    """
     local = ids - start if start else ids
     inside = (local >= 0) & (local < table.shape[0])
     rows = F.embedding(local.clamp(0, table.shape[0] - 1), table)
     return rows.masked_fill_(~inside.unsqueeze(-1), 0.0)
 
 
-def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None) -> Tensor:
+def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None = None) -> Tensor:
+    """Sets logits [n, vocab], dense rows, to -inf in place where a bit of the mask is clear.
+
+    mask: int32 [m, at least vocab / 32]; bit i of word w is token 32 w + i. lines: int32 [n], the
+    line of the mask that each row is under, or -1 for none; left out, each row is under its own.
+    Returns `logits`.
+    """
     if lines is not None:
         mask = mask[lines.clamp(min=0).long()].masked_fill_((lines < 0).unsqueeze(1), -1)
     shifts = torch.arange(32, dtype=torch.int32, device=mask.device)

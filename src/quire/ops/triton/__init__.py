@@ -1,4 +1,4 @@
-"""Triton kernels for NVIDIA GPUs, under the ops' names and signatures (see `ops.dispatch`)."""
+"""Triton kernels for NVIDIA GPUs, under the ops' names and signatures (see `ops.reference`)."""
 
 from quire.ops.triton.activation import gelu, silu_and_mul
 from quire.ops.triton.attention import attention_schedule, paged_attention

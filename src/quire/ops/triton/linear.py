@@ -16,10 +16,10 @@ from quire.ops.triton.norm import rms_norm
 def linear(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm: tuple[Tensor, float] | None,
-    act: str | None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    act: str | None = None,
 ) -> Tensor:
     """See `ops.linear`."""
     policy = current_policy()

@@ -1,0 +1,25 @@
+"""The types of ops' arguments that are neither tensors nor numbers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+Activation = Literal["silu_and_mul", "gelu", "gelu_tanh"]
+"""Functions that a linear layer may apply to its outputs. "silu_and_mul" halves their number; see
+the op of that name. "gelu" is exact, "gelu_tanh" its approximation by tanh."""
+
+
+class RmsScale(NamedTuple):
+    """The weight [width] and the epsilon of an RMSNorm."""
+
+    weight: Tensor
+    eps: float
+
+
+Scratch = dict[Any, Any]
+"""Holds what an implementation derives from a step's metadata (gather indices, masks) for the
+further layers of the step. A scratch must live no longer than the tensors that its content was
+derived from. Only the dict under the key "workspace", memory to use again, may serve all steps of a
+stream."""
