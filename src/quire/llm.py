@@ -12,9 +12,9 @@ from quire.config import EngineArgs
 from quire.engine.builder import build_compiler, build_core, resolve
 from quire.engine.core import EngineStats
 from quire.engine.embedding import NO_TOKENS, finish, pooling_of
-from quire.engine.given import Prompt, as_list, one_each, read_prompt
 from quire.engine.interrupts import interrupts_held
 from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
+from quire.engine.prompt_inputs import Prompt, as_list, one_each, read_prompt
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import RequestError

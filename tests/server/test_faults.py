@@ -1,4 +1,4 @@
-"""What a server takes: its engine killed or stopped, a worker killed, clients that flood, stall,
+"""Faults that a server survives: its engine killed or stopped, a worker killed, clients that flood, stall,
 leave and lie. Afterwards every block is free, memory is what it was, and requests are answered."""
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_not_ready_while_draining(launch: Callable[..., Server]) -> None:
 
 
 def test_workers(launch: Callable[..., Server]) -> None:
-    """They share a port and an engine; a killed one is replaced; their metrics are sums."""
+    """Workers share a port and an engine; a killed one is replaced; their metrics are sums."""
     server = launch("--api-workers", "2", "--api-key", "k", "--public-metrics")
     client = server.client(api_key="k")
     ask = {"model": MODEL, "prompt": "a", "max_tokens": 3}
@@ -132,7 +132,7 @@ def test_workers(launch: Callable[..., Server]) -> None:
     next(stream)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_0")
-    os.kill(child(server, "quire.server.worker"), signal.SIGKILL)
+    os.kill(child(server, "quire.server.process.worker"), signal.SIGKILL)
     server.wait_for(lambda: "starting another" in "".join(server.output), "it to be noticed")
     server.wait_for(lambda: idle(server), "what it ran to end")
     for _ in range(6):

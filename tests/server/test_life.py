@@ -1,4 +1,4 @@
-"""How a server starts, stops and dies."""
+"""A server's start, stop and death."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from quire.server.args import ServerArgs
-from quire.server.chat_store import ChatStore, StoredChat
 from quire.server.errors import ApiError
-from quire.server.responses import Envelope
+from quire.server.openai.objects import CompletionObject
+from quire.server.openai.stored_chats import ChatStore, StoredChat
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import connect, run
 from tests.server.schema import conforms
@@ -142,7 +142,7 @@ def test_a_server_that_keeps_nothing() -> None:
 
 
 def chat(id: str, text: str = "") -> StoredChat:
-    envelope: Envelope[Any] = Envelope(id, "chat.completion", 0, "m", [])
+    envelope: CompletionObject[Any] = CompletionObject(id, "chat.completion", 0, "m", [])
     return StoredChat(envelope, [{"role": "user", "content": text}], b"")
 
 

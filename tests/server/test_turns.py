@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.errors import RequestError
-from quire.server.turns import Turns
+from quire.server.generation.conversation import ConversationBuilder
 
 
 def call(id: str, name: str, arguments: str = "{}") -> dict[str, Any]:
@@ -15,7 +15,7 @@ def call(id: str, name: str, arguments: str = "{}") -> dict[str, Any]:
 
 
 def test_what_an_assistant_does_in_one_go_is_one_message() -> None:
-    turns = Turns("input")
+    turns = ConversationBuilder("input")
     turns.system("Be brief.")
     turns.system("Be kind.")
     turns.user("Weather?")
@@ -50,14 +50,14 @@ def test_what_an_assistant_does_in_one_go_is_one_message() -> None:
 
 
 def test_turns_of_one_side_can_be_merged() -> None:
-    turns = Turns("messages")
+    turns = ConversationBuilder("messages")
     turns.user("One.", merge=True)
     turns.user("Two.", merge=True)
     assert turns.finish() == [{"role": "user", "content": "One.\n\nTwo."}]
 
 
 def test_calls_and_results_belong_together() -> None:
-    turns = Turns("input")
+    turns = ConversationBuilder("input")
     with pytest.raises(RequestError, match="not in the conversation") as error:
         turns.result("c", "x", "input[0].call_id")
     assert error.value.param == "input[0].call_id"
@@ -76,4 +76,4 @@ def test_calls_and_results_belong_together() -> None:
 @pytest.mark.parametrize("arguments", [" ", "{", "[1]", "1", '{"a": NaN}'])
 def test_arguments_are_objects(arguments: str) -> None:
     with pytest.raises(RequestError, match="JSON object"):
-        Turns("input").call("c", "look", arguments, "input[0]")
+        ConversationBuilder("input").call("c", "look", arguments, "input[0]")

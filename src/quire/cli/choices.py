@@ -1,4 +1,4 @@
-"""What an engine would run with on this machine, and why: a section of `quire info`."""
+"""Choices that an engine would make on this machine, and why: a section of `quire info`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def choices_section(config: EngineConfig) -> dict[str, Any]:
-    """Choice and reason by subject."""
+    """Returns choice and reason by subject."""
     args, limits = config.args, config.scheduler
     on_gpu = config.device != "cpu"
     section: dict[str, Any] = {
@@ -77,7 +77,7 @@ def _kernels(config: EngineConfig) -> dict[str, str]:
 
 
 def _linear_layers(config: EngineConfig) -> str:
-    """Where the plans of the model's layers come from, over all numbers of rows."""
+    """Returns the sources of the kernel plans of the model's layers, over all numbers of rows."""
     import torch
 
     from quire.models import build_model, load_config, spec_from_config

@@ -9,13 +9,13 @@ from rich.console import Console
 
 from quire.cli.progress import progress_bar
 from quire.config import EngineArgs
-from quire.server import logs
 from quire.server.args import ServerArgs
-from quire.server.run import run_server
+from quire.server.process.server import run_server
+from quire.server.telemetry import logs
 
 
 def serve(engine: EngineArgs, server: ServerArgs) -> None:
-    """Runs the server, and says where it is and how to try it once it is ready."""
+    """Runs the server; once it is ready, prints its address and how to try it."""
     logs.configure(server)
 
     def on_ready(url: str, model: str) -> None:

@@ -17,10 +17,12 @@ _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to send. See `quire bench serve --help`.
+    """The load to send. See `quire bench serve --help`.
 
-    rate: requests a second, None for as fast as concurrency allows. count: requests at each level,
-    None for four times the concurrency. dataset: a file, None for random prompts.
+    Attributes:
+        rate: requests a second; None is as fast as concurrency allows.
+        count: requests at each level; None is four times the concurrency.
+        dataset: a file; None makes random prompts.
     """
 
     endpoint: load.Endpoint = "completions"
