@@ -8,9 +8,10 @@ import numpy as np
 
 from quire.cache import BlockManager, DetachedBlocks, PrefixTree
 from quire.cache.node import NO_BLOCK, Node
-from quire.plan import StepPlan
+from quire.plan import RowFlag, StepPlan
 from quire.request import Request, RequestStatus
 from quire.scheduler import Scheduler
+from quire.scheduler.fair_share import FairShare
 from tests.fakes import FakeExecutor
 
 
@@ -130,9 +131,9 @@ def check_scheduler(scheduler: Scheduler) -> None:
     lanes = [request.lane for request in running]
     assert len(set(lanes)) == len(lanes)
     blocks = scheduler.blocks
-    receivers = range(len(scheduler._lanes.last), len(blocks.lanes.inserted))
-    incoming = [lane for lane in receivers if lane not in blocks.loading_lanes]
-    check_blocks(blocks, lanes + incoming, list(scheduler._detached.values()))
+    loading_lanes = range(len(scheduler._lanes.last), len(blocks.lanes.inserted))
+    loading = [lane for lane in loading_lanes if lane not in blocks.loading_lanes]
+    check_blocks(blocks, lanes + loading, list(scheduler._detached.values()))
     assert all(r.status is RequestStatus.RUNNING for r in running)
     assert all(r.computed <= r.planned < r.max_total for r in running)
     assert all(r.known <= r.max_total for r in running)
@@ -141,15 +142,16 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert generating.lanes.tolist() == [r.lane for r in generating.requests]
     assert len(generating.requests) == sum(r.generating for r in running)
     assert scheduler.num_running + scheduler.num_waiting == len(scheduler._requests)
-    check_tenants(scheduler)
-
-
-def check_tenants(scheduler: Scheduler) -> None:
-    """What the queue counts for each tenant, recounted."""
-    queue, requests = scheduler._queue, list(scheduler._requests.values())
+    order, requests = scheduler._order, list(scheduler._requests.values())
     waiting = [r for r in requests if r.status is RequestStatus.WAITING]
-    assert len(queue) == len(waiting)
-    assert queue.tokens == sum(r.known for r in waiting)
+    assert len(order) == len(waiting)
+    assert order.tokens == sum(r.known for r in waiting)
+    if isinstance(order, FairShare):
+        check_tenants(order, requests)
+
+
+def check_tenants(queue: FairShare, requests: list[Request]) -> None:
+    """The counts of each tenant are recounted."""
     assert queue.contested == (len({r.tenant for r in requests}) > 1)
     assert len(queue._turns) == len(set(queue._turns))
     for name, tenant in queue._tenants.items():
@@ -185,6 +187,11 @@ class Loop:
         check_rows_held(self.scheduler, plan)
         assert plan.num_tokens <= self.scheduler._config.max_num_batched_tokens
         assert len(set(plan.lanes.tolist())) == plan.num_rows > 0
+        generating = (plan.flags & RowFlag.PROMPT) == 0
+        sampled = int(plan.n_logits[generating].sum())
+        sampled += int(((plan.flags[~generating] & RowFlag.SAMPLE) != 0).sum())
+        most = self.executor.capacity.logit_rows or self.scheduler._config.max_num_seqs
+        assert sampled <= most
         self.plans.append(plan)
         self.executor.submit(plan)
         return True

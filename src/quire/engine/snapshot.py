@@ -9,8 +9,8 @@ import msgspec
 
 from quire.arrays import Int32
 from quire.cache.inspect import summarize_pool, summarize_tree
-from quire.engine.core import EngineCore, EngineStats
-from quire.outputs import RequestTimes
+from quire.engine.core import EngineCore
+from quire.engine.stats import EngineStats
 from quire.request import Request, RequestStatus
 from quire.scheduler.lanes import Launched
 
@@ -168,7 +168,7 @@ def _requests(core: EngineCore) -> tuple[list[Running], list[Waiting]]:
 
 
 def _running(request: Request, blocks: int) -> Running:
-    times: RequestTimes = request.state["times"]
+    times = request.times
     return Running(
         _name(request),
         request.lane,

@@ -37,7 +37,6 @@ from quire.plan import Transfer
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 
-_STATE = "tiers"
 _MOST_ATTEMPTS = 4
 """How often a request is parked for blocks before it computes what is not there."""
 _SPILL_BATCH = 16
@@ -73,9 +72,9 @@ class TierStats(msgspec.Struct):
     in_rate: float = 0.0
 
 
-class Wanted(msgspec.Struct):
-    """What is kept of a request. attempts: how often it was parked since it last ran. loaded: how
-    many blocks were read from files for it. recompute: it is not worth bringing back."""
+class FetchState(msgspec.Struct):
+    """A request's fetches. attempts: how often it was parked since it last ran. loaded: how many
+    blocks were read from files for it. recompute: its blocks are not worth bringing back."""
 
     attempts: int = 0
     loaded: int = 0
@@ -95,6 +94,8 @@ class OffloadFeature(Feature):
         most_files: int = 0,
     ) -> None:
         self._host = HostTier(slots)
+        self._wanted: dict[str, FetchState] = {}
+        """By request id."""
         self._files = None if files is None else HashList(most_files, files)
         self._costs = costs
         self._block_bytes = block_bytes
@@ -207,7 +208,7 @@ class OffloadFeature(Feature):
     # -- in ------------------------------------------------------------------------------------
 
     def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
-        wanted: Wanted = request.state.setdefault(_STATE, Wanted())
+        wanted = self._wanted.setdefault(request.request_id, FetchState())
         if wanted.recompute or wanted.attempts >= _MOST_ATTEMPTS or not self._anything:
             return False
         size = self._blocks.block_size
@@ -228,7 +229,7 @@ class OffloadFeature(Feature):
         return bool(jobs)
 
     def _bring(
-        self, wanted: Wanted, request: Request, tokens: Int32, match: Match, run: list[bytes]
+        self, wanted: FetchState, request: Request, tokens: Int32, match: Match, run: list[bytes]
     ) -> list[Job]:
         """Books blocks after a match for what the host holds, and has them filled."""
         end = match.length + len(run) * self._blocks.block_size
@@ -379,9 +380,12 @@ class OffloadFeature(Feature):
     def preempt(self, request: Request) -> bool:
         done = request.computed if request.generating else request.planned
         pays = self._costs.swap_pays(done)
-        wanted: Wanted = request.state.setdefault(_STATE, Wanted())
+        wanted = self._wanted.setdefault(request.request_id, FetchState())
         wanted.attempts, wanted.recompute = 0, not pays
         return pays
+
+    def finish(self, request: Request) -> None:
+        self._wanted.pop(request.request_id, None)
 
     def forget(self) -> None:
         self._host.clear()

@@ -31,6 +31,7 @@ from quire.plan import RowFlag, StepPlan
 from quire.runner.batch_state import BatchState
 from quire.runner.kv_cache import KVCache
 from quire.runner.sampling import HeadKind, Sampler
+from quire.runner.step import row_mask_lines
 
 Progress = Callable[[int, int], None]
 """Told the graphs captured and the graphs in total."""
@@ -323,7 +324,7 @@ class StepGraphs:
         packed[most + 1 + rows : 2 * most + 1] = plan.q_len.sum()
         packed[2 * most + 1 : 2 * most + 1 + rows] = (plan.flags & RowFlag.SAMPLE) != 0
         if plan.gated:
-            packed[3 * most + 1 : 3 * most + 1 + rows] = plan.mask_lines
+            packed[3 * most + 1 : 3 * most + 1 + rows] = row_mask_lines(plan)
         return packed
 
     def _idle(self) -> Int32:

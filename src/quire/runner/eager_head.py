@@ -17,7 +17,7 @@ from quire.runner.batch_state import BatchState
 from quire.runner.hook import Hook
 from quire.runner.sampling import Sampler
 from quire.runner.sampling.logprobs import token_logprobs
-from quire.runner.step import DeviceLogprobs, Step
+from quire.runner.step import DeviceLogprobs, Step, row_mask_lines
 
 HEAD_ELEMENTS = 1 << 26
 """Logits computed at once for a prompt's log-probabilities."""
@@ -80,7 +80,8 @@ class EagerHead:
         wanted = self.sampler.logprobs[host_lanes]
         raw = logits.clone() if (wanted >= 0).any() else None
         if masks is not None:
-            ops.mask_logits(logits, masks, index_on(self.device, step.plan.mask_lines[rows]).int())
+            lines = row_mask_lines(step.plan)[rows]
+            ops.mask_logits(logits, masks, index_on(self.device, lines).int())
         for hook in self.hooks:
             logits = hook.head(step, logits, where)
         tokens = self.sampler.sample(logits, lanes, host_lanes, length)

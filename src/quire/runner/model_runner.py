@@ -343,5 +343,5 @@ class ModelRunner:
 
 
 def _check(plan: StepPlan) -> None:
-    if plan.host_drafts is not None:
+    if ((plan.q_len > 1) & ((plan.flags & RowFlag.PROMPT) == 0)).any():
         raise QuireError("this runner verifies no draft tokens")

@@ -131,3 +131,9 @@ def join(parts: list[DeviceLogprobs]) -> Logprobs | None:
 
 def _wide(x: Tensor, width: int, fill: float) -> Any:
     return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=fill).numpy()
+
+
+def row_mask_lines(plan: StepPlan) -> Int32:
+    """Returns the line of `HeadInputs.mask` that each row samples by, -1 where there is none."""
+    last = plan.mask_lines[np.cumsum(plan.n_logits) - 1]
+    return np.where((plan.flags & RowFlag.GATED) != 0, last, np.int32(-1))

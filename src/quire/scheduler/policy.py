@@ -1,4 +1,4 @@
-"""Queue orders. A request's place is a static key, so nothing is ever sorted again."""
+"""Sort keys of requests. A key never changes, so queues are never sorted again."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MOST_PREEMPTIONS = 4
 
 
 def preemption_exhausted(request: Request) -> bool:
-    """Whether the request was preempted as often as it may be. It starts again once all that it can
-    ever need fits, takes it, and then runs to its end: so requests are preempted a bounded number
-    of times, and what is computed twice is bounded as well."""
+    """Whether the request was preempted as often as it may be. Such a request starts again once all
+    blocks that it can ever need are available, books them, and runs to its end. So preemptions, and
+    tokens computed twice, are bounded."""
     return request.num_preemptions >= MOST_PREEMPTIONS
 
 
 def sort_key(config: SchedulerConfig) -> Callable[[Request], SortKey]:
-    """The order of `config.policy`; the smallest key runs first.
+    """Returns the key function of `config.policy`; the smallest key runs first.
 
     fcfs: by arrival. priority: by arrival + weight * priority (lower priority values run first), so
     that a request gains one unit of priority on later ones for every `weight` seconds it waits,
