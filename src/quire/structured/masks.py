@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
+from llguidance.numpy import (
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
 
 from quire.arrays import Int32
 from quire.errors import GrammarError
@@ -95,15 +98,17 @@ class MaskBuilder:
         masks: Int32,
         entered: Callable[[], None],
     ) -> None:
-        compiled = [
-            (state.matcher, line, list(row.drafts))
-            for row, state, line in rows
-            if state.matcher is not None
+        compiled = [(state.matcher, line, row.drafts) for row, state, line in rows]
+        plain = [(m, line) for m, line, drafts in compiled if m is not None and not drafts]
+        drafted = [
+            (m, line, list(drafts)) for m, line, drafts in compiled if m is not None and drafts
         ]
         entered()
-        if not compiled:  # llguidance refuses empty lists
-            return
-        fill_next_token_bitmask_par_with_draft_tokens(self._executor, compiled, masks)
+        # llguidance refuses empty lists.
+        if plain:
+            fill_next_token_bitmask_par(self._executor, plain, masks)
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
         some = np.asarray(masks.any(axis=1))
         masks[~some] = -1
         for _, state, line in rows:
