@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.core import EngineStats
+from quire.engine.stats import EngineStats
 from quire.engine.telemetry import Histogram, Telemetry
 from quire.offload import TierStats
 from quire.server.errors import ApiError

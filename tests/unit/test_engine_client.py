@@ -17,7 +17,6 @@ import pytest
 from quire.arrays import int32
 from quire.config import EngineArgs
 from quire.engine.client import EngineClient, StreamUpdate
-from quire.engine.core import EngineStats
 from quire.engine.messages import (
     AddRequest,
     CompletionEnd,
@@ -29,6 +28,7 @@ from quire.engine.messages import (
     decode_to_engine,
     encode,
 )
+from quire.engine.stats import EngineStats
 from quire.errors import (
     ConfigError,
     EngineDeadError,

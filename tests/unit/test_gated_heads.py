@@ -67,7 +67,7 @@ class Waiting:
     step_id: int
     requests: list[Request]
     lanes: Int32
-    generations: list[int]
+    lane_epochs: list[int]
     needs: list[int]
 
 
@@ -87,19 +87,19 @@ class Gate(Feature):
         if rows:
             builder.gate(rows)
             requests = [builder.requests[row] for row in rows]
-            generations = [request.generation for request in requests]
+            lane_epochs = [request.lane_epoch for request in requests]
             needs = [request.planned for request in requests]
             self.waiting.append(
-                Waiting(builder.step_id, requests, builder.lanes[rows], generations, needs)
+                Waiting(builder.step_id, requests, builder.lanes[rows], lane_epochs, needs)
             )
 
     def inputs(self, step: Waiting) -> HeadInputs | None:
         """None: not all tokens are known. Rows of lanes that were given up may have any mask."""
         masks = []
-        for request, lane, generation, need in zip(
-            step.requests, step.lanes, step.generations, step.needs, strict=True
+        for request, lane, lane_epoch, need in zip(
+            step.requests, step.lanes, step.lane_epochs, step.needs, strict=True
         ):
-            alive = request.lane == lane and request.generation == generation
+            alive = request.lane == lane and request.lane_epoch == lane_epoch
             if alive and request.known < need:
                 return None
             masks.append(mask_of(request.request_id, need))

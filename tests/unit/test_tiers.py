@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 
 import stress_cache
 from quire import LLM, SamplingParams
-from quire.engine.core import EngineStats
+from quire.engine.stats import EngineStats
 from quire.errors import ConfigError
 from quire.offload import TierStats
 from quire.server.telemetry.engine_metrics import EngineMetrics

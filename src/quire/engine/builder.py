@@ -12,11 +12,14 @@ from quire.engine.core import EngineCore
 from quire.engine.workers import WorkerExecutor
 from quire.errors import ConfigError, ModelError
 from quire.executor import OnProgress
+from quire.loop_feature import LoopFeature
+from quire.offload import OffloadLoop
 from quire.pooling import PoolingFeature
 from quire.pooling.hook import Pooler
 from quire.pooling_params import Pooling
 from quire.runner import Hook
-from quire.structured import Compiler, CompilerConfig, GrammarFeature
+from quire.scheduler import Feature, Order
+from quire.structured import Compiler, CompilerConfig, GrammarFeature, NoGrammars
 
 _GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "steps_in_flight": 2}
 _CPU_DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "steps_in_flight": 1}
@@ -79,14 +82,32 @@ def resolve(args: EngineArgs) -> EngineConfig:
 
 
 def build_core(
-    config: EngineConfig, progress: OnProgress | None = None, compiler: Compiler | None = None
+    config: EngineConfig,
+    progress: OnProgress | None = None,
+    compiler: Compiler | None = None,
+    *,
+    tenants: bool = False,
 ) -> EngineCore:
-    """An engine with its weights loaded, in this process. compiler: one to share with it."""
+    """Builds an engine in this process and loads its weights. compiler: one to share with it.
+    tenants: requests may name tenants, who share the engine fairly."""
     executor = WorkerExecutor(config, progress, runner_hooks())
-    grammars = None
-    if config.tokenizer_path is not None:
-        grammars = GrammarFeature(compiler or build_compiler(config), config.scheduler.max_num_seqs)
-    return EngineCore(config, executor, [PoolingFeature()], grammars)
+    features: list[Feature] = [PoolingFeature()]
+    loop_features: list[LoopFeature] = [OffloadLoop(config)]
+    if config.tokenizer_path is None:
+        features.append(NoGrammars())
+    else:
+        compiler = compiler or build_compiler(config)
+        # The last: masks of draft positions need the drafts that others have written.
+        loop_features.append(GrammarFeature(compiler, config.scheduler.max_num_seqs))
+    return EngineCore(config, executor, features, loop_features, _order(config.scheduler, tenants))
+
+
+def _order(config: SchedulerConfig, tenants: bool) -> Order:
+    if not tenants:
+        return Order(config)
+    from quire.scheduler.fair_share import FairShare
+
+    return FairShare(config)
 
 
 def runner_hooks() -> list[Hook]:

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.builder import build_compiler
-from quire.engine.core import EngineStats
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
 from quire.engine.messages import AbortRequest, AddRequest, GetSnapshot, GetStats
 from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.remote_engine import RemoteEngine
 from quire.engine.snapshot import Snapshot
+from quire.engine.stats import EngineStats
 from quire.engine.streams import RequestStream
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids

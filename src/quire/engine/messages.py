@@ -11,8 +11,8 @@ import msgspec
 from quire import errors
 from quire.arrays import Float32, Int32, decode_array, encode_array
 from quire.config import EngineArgs, EngineConfig
-from quire.engine.core import EngineStats
 from quire.engine.snapshot import Snapshot
+from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.plan import Logprobs
 from quire.pooling_params import Pooling

@@ -12,19 +12,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
-import numpy as np
-
-from quire.arrays import Int32, int32
 from quire.engine.builder import build_core, resolve
+from quire.engine.completion_table import Client, CompletionTable
 from quire.engine.core import EngineCore
 from quire.engine.messages import (
     AbortRequest,
     AddRequest,
-    CompletionEnd,
-    CompletionStart,
     Failed,
     Failure,
     FromEngine,
@@ -40,45 +35,17 @@ from quire.engine.messages import (
     SnapshotReply,
     Start,
     StatsReply,
-    StepOutputs,
     decode_to_engine,
     encode,
 )
 from quire.engine.snapshot import take_snapshot
 from quire.engine.socket_server import Connection, SocketServer
 from quire.errors import OverloadedError, QuireError, RequestError
-from quire.request import Request
-from quire.scheduler import StepProgress
 
 _ORPHAN_CHECK = 0.5
 """Seconds between checks that the owner still lives."""
 _LAST_MESSAGES = 1.0
 """Seconds that clients have to read the last messages."""
-
-
-@dataclass(slots=True, eq=False)
-class Client:
-    """A client of the engine.
-
-    Attributes:
-        number: unique among the engine's clients.
-        handles: maps handles of running requests to their number of unfinished completions.
-    """
-
-    connection: Connection
-    number: int
-    handles: dict[int, int] = field(default_factory=dict)
-
-    def request(self, handle: int) -> str:
-        return f"{self.number}.{handle}"
-
-    def ended(self, request: Request) -> None:
-        handle = request.state["handle"] - request.sample_index
-        left = self.handles.get(handle, 1) - 1
-        if left:
-            self.handles[handle] = left
-        else:
-            self.handles.pop(handle, None)
 
 
 class Clients:
@@ -111,6 +78,7 @@ class EngineProcess:
     def __init__(self, server: SocketServer) -> None:
         self._server = server
         self._core: EngineCore | None = None
+        self._completions: CompletionTable | None = None
         self._running = True
         self._clients = Clients()
 
@@ -154,7 +122,8 @@ class EngineProcess:
                 self._send(owner, Loading(what, done, total))
 
         config = resolve(message.args)
-        self._core = build_core(config, progress)
+        self._completions = CompletionTable(config.scheduler.max_num_seqs)
+        self._core = build_core(config, progress, tenants=True)
         # What stands now stands for good: the collector need not walk it again and again.
         gc.collect()
         gc.freeze()
@@ -168,7 +137,7 @@ class EngineProcess:
         """Aborts the requests of a client that has disconnected."""
         self._clients.forget(client)
         for handle in list(client.handles):
-            self.core.abort(client.request(handle))
+            self._abort(client, handle, None)
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -189,15 +158,19 @@ class EngineProcess:
             raise QuireError("the engine is not loaded")
         return self._core
 
+    @property
+    def completions(self) -> CompletionTable:
+        if self._completions is None:
+            raise QuireError("the engine is not loaded")
+        return self._completions
+
     def _handle(self, client: Client, data: bytes) -> None:
         message = decode_to_engine(data)
         match message:
             case AddRequest():
                 self._add(client, message)
             case AbortRequest(handle, index):
-                self.core.abort(client.request(handle), index)
-                if index is None:
-                    client.handles.pop(handle, None)
+                self._abort(client, handle, index)
             case Ping():
                 self._send(client, Pong())
             case GetStats(call):
@@ -210,6 +183,10 @@ class EngineProcess:
                 self._running = False
             case Start():
                 raise QuireError("the engine is loaded already")
+
+    def _abort(self, client: Client, handle: int, index: int | None) -> None:
+        for request in self.core.abort(client.request(handle), index):
+            self.completions.end(request)
 
     def _add(self, client: Client, message: AddRequest) -> None:
         try:
@@ -227,87 +204,19 @@ class EngineProcess:
         except (RequestError, OverloadedError) as error:
             self._send(client, RequestRefused(message.handle, Failure.of(error)))
             return
-        for index, request in enumerate(requests):
-            request.state["handle"] = message.handle + index
-            request.state["client"] = client
-        client.handles[message.handle] = len(requests)
+        self.completions.add(client, message.handle, requests)
 
     # -- out -----------------------------------------------------------------------------------
 
     def _step(self) -> None:
         progress = self.core.step()
-        for request, error in self.core.take_unfit():
-            client: Client = request.state["client"]
-            client.ended(request)
-            self._send(client, RequestRefused(request.state["handle"], Failure.of(error)))
-        if progress is None or not len(progress):
-            return
-        for client, places in self._by_client(progress):
-            message = outputs(progress, places)
-            if len(message.handles) or message.prompt_logprobs:
+        for request, error in self.core.take_failures():
+            completion = self.completions.end(request)
+            refusal = RequestRefused(completion.handle, Failure.of(error))
+            self._send(completion.client, refusal)
+        if progress is not None:
+            for client, message in self.completions.outputs(progress, self._clients):
                 self._send(client, message)
-
-    def _by_client(self, progress: StepProgress) -> list[tuple[Client, Int32]]:
-        """Returns each client's rows of the step, int32."""
-        for place in progress.finished:
-            progress.requests[place].state["client"].ended(progress.requests[place])
-        if len(self._clients) == 1:
-            return [(next(iter(self._clients)), np.arange(len(progress.requests), dtype=np.int32))]
-        numbers = int32([request.state["client"].number for request in progress.requests])
-        return [
-            (client, np.flatnonzero(numbers == client.number).astype(np.int32))
-            for client in self._clients
-        ]
-
-
-def outputs(progress: StepProgress, places: Int32) -> StepOutputs:
-    """Returns a step's outputs of the requests at `places`; requests in mid-prompt have none."""
-    requests, counts = progress.requests, progress.n_tokens
-    handles = int32([request.state["handle"] for request in requests])
-    own = _mask(len(requests), places)
-    ended = [place for place in sorted(progress.finished) if own[place]]
-    shown = np.flatnonzero(own & ((counts > 0) | _mask(len(requests), ended)))
-    width = np.arange(progress.tokens.shape[1])
-    message = StepOutputs(
-        handles=handles[shown],
-        counts=counts[shown],
-        tokens=progress.tokens[shown][width < counts[shown][:, None]],
-        starts=[
-            CompletionStart(
-                int(handles[i]), requests[i].num_cached_tokens, requests[i].state["times"].queued
-            )
-            for i in _unreported(requests, shown.tolist())
-        ],
-        ends=[_end(progress, i, requests[i], int(handles[i])) for i in ended],
-    )
-    for name in ("logprobs", "prompt_logprobs", "pooled"):
-        if getattr(progress, name) is not None:
-            pairs = (
-                (item.request.state["handle"], getattr(item, name))
-                for place, item in enumerate(progress)
-                if own[place]
-            )
-            setattr(message, name, [(handle, part) for handle, part in pairs if part is not None])
-    return message
-
-
-def _mask(size: int, places: Sequence[int] | Int32) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    marks = np.zeros(size, dtype=bool)
-    marks[places] = True
-    return marks
-
-
-def _unreported(requests: list[Request], places: list[int]) -> list[int]:
-    """Returns the places of requests that are in an output for the first time, and marks them."""
-    fresh = [i for i in places if "reported" not in requests[i].state]
-    for i in fresh:
-        requests[i].state["reported"] = True
-    return fresh
-
-
-def _end(progress: StepProgress, place: int, request: Request, handle: int) -> CompletionEnd:
-    reason = request.finish_reason
-    return CompletionEnd(handle, str(reason or "error"), progress[place].stop_token)
 
 
 def _exit_with(owner: int) -> None:

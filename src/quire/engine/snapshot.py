@@ -8,9 +8,9 @@ from itertools import islice
 import msgspec
 
 from quire.arrays import Int32
-from quire.cache.census import census, outline
-from quire.engine.core import EngineCore, EngineStats
-from quire.outputs import RequestTimes
+from quire.cache.inspect import summarize_pool, summarize_tree
+from quire.engine.core import EngineCore
+from quire.engine.stats import EngineStats
 from quire.request import Request, RequestStatus
 from quire.scheduler.lanes import Launched
 
@@ -18,13 +18,13 @@ MOST_CELLS = 4096
 MOST_RUNNING = 128
 MOST_WAITING = 64
 MOST_ROWS = 256
-MOST_TWIGS = 160
+MOST_RUNS = 160
 _LOOKED_AT = 4096
 _TOKENS_SHOWN = 24
 
 
 class Pool(msgspec.Struct):
-    """One KV group's blocks, as cells: see `quire.cache.census.Census`."""
+    """One KV group's blocks, as cells: see `quire.cache.inspect.PoolSummary`."""
 
     window: int | None
     blocks: int
@@ -80,7 +80,7 @@ class Step(msgspec.Struct):
 
 
 class Branch(msgspec.Struct, array_like=True):
-    """As `quire.cache.census.Twig`; tokens: None where they were not asked for."""
+    """As `quire.cache.inspect.TreeRun`; tokens: None where they were not asked for."""
 
     parent: int
     length: int
@@ -127,10 +127,8 @@ def take_snapshot(core: EngineCore, tokens: bool) -> Snapshot:
         prompt_step=_step(core.scheduler.last_prompt_step),
         firsts=list(core.telemetry.firsts),
         tree=[
-            Branch(
-                twig.parent, twig.length, twig.users, twig.hidden, twig.tokens if tokens else None
-            )
-            for twig in outline(blocks.tree, MOST_TWIGS, _TOKENS_SHOWN)
+            Branch(run.parent, run.length, run.users, run.hidden, run.tokens if tokens else None)
+            for run in summarize_tree(blocks.tree, MOST_RUNS, _TOKENS_SHOWN)
         ],
         tree_nodes=blocks.tree.num_nodes,
     )
@@ -139,7 +137,7 @@ def take_snapshot(core: EngineCore, tokens: bool) -> Snapshot:
 def _pools(core: EngineCore) -> list[Pool]:
     pools = []
     for group in core.scheduler.blocks.groups:
-        found = census(group, MOST_CELLS)
+        found = summarize_pool(group, MOST_CELLS)
         pools.append(
             Pool(
                 group.window,
@@ -170,7 +168,7 @@ def _requests(core: EngineCore) -> tuple[list[Running], list[Waiting]]:
 
 
 def _running(request: Request, blocks: int) -> Running:
-    times: RequestTimes = request.state["times"]
+    times = request.times
     return Running(
         _name(request),
         request.lane,

@@ -21,7 +21,7 @@ from quire import __version__
 from quire.server.telemetry.metrics import ServerMetrics
 
 if TYPE_CHECKING:
-    from quire.engine.core import EngineStats
+    from quire.engine.stats import EngineStats
     from quire.offload import TierStats
 
 _COUNTERS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor import Capacity, Executor
-from quire.offload import CostModel, OffloadFeature, Rates
+from quire.loop_feature import LoopFeature
+from quire.offload.costs import CostModel, Rates
+from quire.offload.feature import OffloadFeature
 from quire.plan import Admit, BlockAppends, RowFlag, StepPlan, Transfer
 from quire.sampling_params import SamplingParams
 
@@ -24,16 +27,41 @@ _COPY_BYTES = 256 << 20
 _NO_APPENDS = BlockAppends(int32([]), int32([]), int32([]), int32([]))
 
 
-def open_tiers(
-    config: EngineConfig, executor: Executor, capacity: Capacity
-) -> OffloadFeature | None:
-    """For a started executor that has run nothing yet. None where no tier was asked for.
+class OffloadLoop(LoopFeature):
+    """Starts the tiers, and saves the device's cached blocks to files at the end."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._feature: OffloadFeature | None = None
+
+    def start(self, executor: Executor, capacity: Capacity) -> OffloadFeature | None:
+        """Opens the tiers that were asked for; returns None if none was.
+
+        Raises:
+            ConfigError: the model's KV cannot be kept there.
+        """
+        if capacity.host_blocks:
+            self._feature = open_tiers(self._config, executor, capacity)
+        return self._feature
+
+    def stats(self) -> dict[str, Any]:
+        return {} if self._feature is None else {"tiers": self._feature.stats()}
+
+    def close(self, drain: Callable[[], None] | None) -> None:
+        feature, self._feature = self._feature, None
+        if feature is not None and feature.has_files and drain is not None:
+            feature.evict_all()
+            drain()
+            feature.save()
+            drain()
+
+
+def open_tiers(config: EngineConfig, executor: Executor, capacity: Capacity) -> OffloadFeature:
+    """Measures the costs and opens the host tier and, if asked for, the disk tier.
 
     Raises:
         ConfigError: the model's KV cannot be kept there.
     """
-    if not capacity.host_blocks:
-        return None
     if len(capacity.groups) != 1 or capacity.groups[0].kind != "full":
         raise ConfigError(
             "host_cache_gb is not supported for models with sliding-window layers", "host_cache_gb"
@@ -118,7 +146,7 @@ class Probe:
         tokens: Int32 = np.zeros(length, dtype=np.int32)
         admit = Admit(
             lane=0,
-            generation=-1,
+            lane_epoch=-1,
             request_id="",
             tokens=tokens,
             prompt_len=length,

@@ -1,40 +1,48 @@
-"""The scheduler's questions to its features, each put to those alone that have something to say."""
+"""All features of a scheduler. Each method is called only for features that override it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from quire.arrays import Int32
 from quire.cache import BlockManager
 from quire.errors import RequestError
 from quire.plan import StepPlan, StepResult
 from quire.request import Request
+from quire.sampling_params import SamplingParams
 from quire.scheduler.feature import Feature, PlanBuilder
 from quire.scheduler.lanes import Launched
 
 
-class Hooks:
-    """The methods of `Feature`, of all features at once. ready, fetch, reusable, lookahead: for the
-    parts of the scheduler that ask these themselves."""
+class FeatureSet:
+    """Calls the methods of `Feature` for all features at once.
+
+    ready, fetch, reusable: bound methods, for the parts of the scheduler that call them themselves.
+    looks_ahead: the features that propose drafts.
+    """
 
     def __init__(self, features: Sequence[Feature]) -> None:
         self._features = features
         self.ready = self._overridden("ready")
         self.fetch = self._overridden("fetch")
         self.reusable = self._overridden("reusable")
-        self.lookahead = self._overridden("lookahead")
+        self.looks_ahead = [f for f in features if type(f).lookahead is not Feature.lookahead]
         self._admit = self._overridden("admit")
+        self._device_params = self._overridden("device_params")
         self._plan = self._overridden("plan")
         self._result = self._overridden("result")
         self._release = self._overridden("release")
+        self._finish = self._overridden("finish")
         self._transferred = self._overridden("transferred")
         self._pending = self._overridden("pending")
         self._preempt = self._overridden("preempt")
         self._forget = self._overridden("forget")
 
     def _overridden(self, name: str) -> list[Callable[..., Any]]:
-        """The bound methods `name` of those features that define one of their own."""
+        """Returns the bound methods `name` of the features that override it."""
         base = getattr(Feature, name)
         return [getattr(f, name) for f in self._features if getattr(type(f), name) is not base]
 
@@ -50,13 +58,30 @@ class Hooks:
             if refusal is not None:
                 raise refusal
 
+    def device_params(self, request: Request) -> SamplingParams:
+        params = request.params
+        for device_params in self._device_params:
+            params = device_params(request, params)
+        return params
+
+    def lookahead(self, lanes: Int32, room: Int32) -> Int32:
+        """Returns the most drafts that any feature proposes for each row, at most `room`."""
+        counts = np.zeros_like(lanes)
+        for feature in self.looks_ahead:
+            counts = np.maximum(counts, feature.lookahead(lanes, room))
+        return np.minimum(counts, room)
+
     def preempt(self, request: Request) -> bool:
-        answers = [preempt(request) for preempt in self._preempt]  # all are told
+        answers = [preempt(request) for preempt in self._preempt]  # all are called
         return any(answers)
 
     def release(self, request: Request) -> bool:
         answers = [release(request) for release in self._release]
         return any(answers)
+
+    def finish(self, request: Request) -> None:
+        for finish in self._finish:
+            finish(request)
 
     def pending(self, idle: bool) -> bool:
         return any(pending(idle) for pending in self._pending)
@@ -77,7 +102,8 @@ class Hooks:
                 transferred(result.finished_transfers, result.failed_transfers)
 
     def cut(self, step: Launched, tokens: Int32, n: Int32) -> list[int]:
-        """Lets features shorten what rows keep, in `n`. Returns the rows that were."""
+        """Lets features shorten the number of tokens that rows keep, in `n`. Returns the rows that
+        were shortened."""
         if not self._result:
             return []
         cut = []

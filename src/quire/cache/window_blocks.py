@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from quire.cache.node import NO_BLOCK, Node
 
 
-class LooseBlocks:
-    """In the order in which requests let go of them: any can be taken from its node, which lives on
-    for the other groups.
+class WindowBlocks:
+    """One group's reusable blocks, in the order in which requests released them.
 
-    A block is kept with the node that owned it and its place, counted in blocks from the root.
-    Where that node was cut since, the owner is an ancestor.
+    Any of them can be taken from its node, which lives on for the other groups. A block is kept
+    with the node that owned it and its place, counted in blocks from the root. If that node was
+    cut since, the owner is an ancestor.
     """
 
     def __init__(self, group: int) -> None:
@@ -24,20 +24,20 @@ class LooseBlocks:
         return len(self._blocks)
 
     def add(self, last: Node, place: int, block: int) -> None:
-        """No request holds a block any more. If it is the tree's own at that place on the way to a
-        node, only the tree does."""
+        """Adds a block that its last request released, if the tree holds it at that place on the
+        path to node `last`."""
         if place < last.end:
             owner = last.upto(place + 1)
             if owner.blocks[self._group][place - owner.start] == block:
                 self._blocks[block] = owner, place
 
     def discard(self, blocks: Iterable[int]) -> None:
-        """Requests hold them again, or the tree has given them up."""
+        """Removes blocks that requests hold again, or that the tree has evicted."""
         for block in blocks:
             self._blocks.pop(block, None)
 
     def take(self) -> int:
-        """Take the block that was let go longest ago from its node."""
+        """Takes the least recently released block from its node."""
         block, (node, place) = self._blocks.popitem(last=False)
         owner = node.upto(place + 1)
         owner.blocks[self._group][place - owner.start] = NO_BLOCK
