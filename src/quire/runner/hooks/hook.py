@@ -70,8 +70,12 @@ class Hook:
     def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
         """Adds to the upload what the plan, and requests that take a lane, change for it."""
 
+    def lane_level(self, admit: Admit) -> Level:
+        """Returns what heads must be able to do for the rows of a request that takes a lane."""
+        return Level.PLAIN
+
     def level(self, plan: StepPlan) -> Level:
-        """Returns what the plan's head must be able to do for it."""
+        """Returns what the plan's head must be able to do, whatever its lanes ask for."""
         return Level.PLAIN
 
     def logits(self, ctx: HeadContext) -> None:
