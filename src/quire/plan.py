@@ -36,11 +36,25 @@ class RowFlag(enum.IntFlag):
 
 
 class StopReason(enum.IntEnum):
-    """Why the device saw a row end. Stop strings are found later, on the text."""
+    """Why the device saw a row end. Stop strings are found later, on the text. BROKEN: the logits
+    were not numbers."""
 
     NONE = 0
     STOP_TOKEN = 1
     LENGTH = 2
+    BROKEN = 3
+
+
+NO_CLAIM = 2**30
+"""The `draft_start` of a lane without drafts: beyond any text."""
+
+
+def claim_width(drafts: int) -> int:
+    """Returns the tokens of a claim (the column `draft_ids`) where a row has up to `drafts`.
+
+    A claim is made for a text that goes on growing while steps are in flight.
+    """
+    return 4 * drafts
 
 
 class KVGroup(msgspec.Struct, frozen=True):
@@ -174,21 +188,14 @@ class StepPlan(msgspec.Struct):
 
     @property
     def mask_lines(self) -> Int32:
-        """Each logit row's line of `HeadInputs.mask`, -1 where there is none: int32 [sum n_logits].
-
-        A GATED generating row has a line for each of its logit rows. A GATED PROMPT row has one for
-        its last logit row, from which it samples.
-        """
+        """Returns the line of `HeadInputs.mask` of each logit row of the head, int32 [L], -1 where
+        it has none."""
+        prompt = (self.flags & RowFlag.PROMPT) != 0
+        samples = (self.flags & RowFlag.SAMPLE) != 0
         waits = (self.flags & RowFlag.GATED) != 0
-        ends = np.cumsum(self.n_logits)
-        masked = np.repeat(waits & ((self.flags & RowFlag.PROMPT) == 0), self.n_logits)
-        masked[ends[waits] - 1] = True
-        return int32(np.where(masked, np.cumsum(masked) - 1, -1))
-
-    @property
-    def num_mask_lines(self) -> int:
-        """Number of lines of `HeadInputs.mask`."""
-        return int((self.mask_lines >= 0).sum())
+        counts = np.where(prompt, samples, self.n_logits)
+        waits = np.repeat(waits, counts)
+        return int32(np.where(waits, np.cumsum(waits) - 1, -1))
 
 
 def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:
@@ -197,17 +204,17 @@ def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:
     ids: int32 [W], the claimed tokens from position `start` on, padded with -1. tokens: int32
     [known], the tokens that the row knows.
     """
-    known = len(tokens)
-    if not 0 <= start <= known or not (ids[: known - start] == tokens[start:]).all():
+    covered = len(tokens) - start
+    if start < 0 or not 0 <= covered <= len(ids) or (ids[:covered] != tokens[start:]).any():
         return int32([])
-    drafts = ids[known - start :][: max(most, 0)]
+    drafts = ids[covered:][: max(most, 0)]
     ends = np.flatnonzero(drafts < 0)
     return drafts[: ends[0]] if len(ends) else drafts
 
 
 class HeadInputs(msgspec.Struct):
-    """Masks for the head of a step with GATED rows. mask: uint32 bits as int32 [mask lines,
-    ceil(vocab / 32)], in the order of `StepPlan.mask_lines`; a set bit allows the token."""
+    """Masks for the head of a step with GATED rows. mask: uint32 bits as int32 [logit rows of GATED
+    rows, ceil(vocab / 32)], in the order of `StepPlan.mask_lines`; a set bit allows the token."""
 
     step_id: int
     mask: Int32

@@ -1,5 +1,6 @@
-"""Faults that a server survives: its engine killed or stopped, a worker killed, clients that flood, stall,
-leave and lie. Afterwards every block is free, memory is what it was, and requests are answered."""
+"""Faults that a server survives: its engine killed or stopped, a worker killed, clients that flood,
+stall, leave and lie. Afterwards every block is free, memory is what it was, and requests are
+answered."""
 
 from __future__ import annotations
 

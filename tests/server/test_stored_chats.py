@@ -151,18 +151,18 @@ def test_bounds() -> None:
     store = ChatStore(3, 2000, 60.0, clock=lambda: now)
     for place in range(5):
         store.add(chat(str(place)))
-    assert [one.envelope.id for one in store.all(b"")] == ["2", "3", "4"]
+    assert [one.completion.id for one in store.all(b"")] == ["2", "3", "4"]
     store.add(chat("big", "x" * 1500))
-    assert [one.envelope.id for one in store.all(b"")] == ["3", "4", "big"]
+    assert [one.completion.id for one in store.all(b"")] == ["3", "4", "big"]
     grown = store.get("4", b"")
     grown.messages.append({"role": "user", "content": "x" * 600})
-    store.resize(grown)
+    store.update(grown)
     assert store.size <= 2000
     assert store.size == sum(one.measure() for one in store.all(b""))
     now = 30.0
     store.add(chat("new"))
     now = 61.0
-    assert [one.envelope.id for one in store.all(b"")] == ["new"]
+    assert [one.completion.id for one in store.all(b"")] == ["new"]
     store.add(chat("huge", "x" * 5000))
     assert (len(store), store.size) == (0, 0)
     with pytest.raises(ApiError, match="huge"):

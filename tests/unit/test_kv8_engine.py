@@ -226,7 +226,7 @@ def test_scales_of_the_checkpoint(tmp_path: Path, name: str, shape: tuple[int, .
         value.view(-1)[1] = 0.5
     with_scales(tmp_path, name, value, layers)
     spec = spec_from_config(load_config(tmp_path))
-    assert spec.attention.kv_heads == 2
+    assert spec.attention[0].kv_heads == 2
     model = build_model(spec, device="cpu", dtype=torch.float32)
     load_weights(model, tmp_path)
     found = head_scales(model, tmp_path, "auto")

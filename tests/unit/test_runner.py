@@ -11,11 +11,14 @@ from torch import Tensor
 
 from quire.arrays import int32
 from quire.errors import QuireError
+from quire.layers.attention import KVLayout
 from quire.ops import KVFormat
 from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan
 from quire.runner import Hook
+from quire.runner.hooks import HeadContext
 from quire.runner.kv_cache import KVCache
-from quire.runner.step import Step
+from quire.runner.readback import Step
+from quire.runner.state import ColumnSpec, Limits
 from quire.sampling_params import SamplingParams
 from tests.unit.tiny_engine import (
     TINY,
@@ -140,7 +143,9 @@ def test_blocks_are_copied_in_order(monkeypatch: pytest.MonkeyPatch, form: KVFor
     group = KVGroup(layers=(0, 1), tokens_per_block=2)
     for most in (1, 3 * 2 * 2 * 2 * 2 * 4 * 4, 1 << 20):
         monkeypatch.setattr("quire.runner.kv_cache._COPY_BYTES", most)
-        cache = KVCache([group], [8], kv_heads=2, head_dim=4, form=form, device=torch.device("cpu"))
+        cache = KVCache(
+            [group], [8], layouts=[KVLayout(2, 4, 2)], form=form, device=torch.device("cpu")
+        )
         tensors = cache.block_tensors(0)
         assert len(tensors) == 1 + (form.scales == "token")
         for tensor in tensors:
@@ -162,7 +167,7 @@ def test_a_fork_in_mid_block_leaves_the_parent_alone(tmp_path: Path) -> None:
     requests = engine.add("a", Job(prompt, params, seed=4))
 
     copied: list[tuple[Tensor, Tensor]] = []
-    submit = engine.runner.submit
+    submit = engine.executor.submit
 
     def watch(plan: StepPlan) -> None:
         sources = [copies.src for copies in plan.copies if len(copies.src)]
@@ -174,7 +179,7 @@ def test_a_fork_in_mid_block_leaves_the_parent_alone(tmp_path: Path) -> None:
             now = engine.runner.cache.block_tensors(0)[0][src]
             copied.append((was[..., :filled, :], now[..., :filled, :]))
 
-    engine.runner.submit = watch  # type: ignore[method-assign]
+    engine.executor.submit = watch  # type: ignore[method-assign]
     engine.drain()
     assert copied
     assert all(torch.equal(was, now) for was, now in copied)
@@ -219,42 +224,41 @@ def test_gated_rows_wait_for_their_mask(tmp_path: Path) -> None:
     plan = engine.scheduler.plan()
     assert plan is not None
     plan.flags = plan.flags | int32([RowFlag.GATED, 0])
-    engine.runner.submit(plan)
+    engine.executor.submit(plan)
     behind = engine.scheduler.plan()
     assert behind is not None
-    engine.runner.submit(behind)
+    engine.executor.submit(behind)
     mask = np.zeros((1, VOCAB // 32), dtype=np.int32)
     mask[0, 2] = 1 << 3  # token 67 alone
-    engine.runner.submit_head(HeadInputs(plan.step_id, mask))
-    result = engine.runner.collect()
+    engine.executor.submit_head(HeadInputs(plan.step_id, mask))
+    result = engine.executor.collect()
     assert result.tokens[0, 0] == 67
     assert result.n_tokens.tolist() == [1, 1]
     expected = TinyEngine(folder).run([Job([9, 10], GREEDY)])[0][:2]
     # The step behind has waited too.
-    assert [result.tokens[1, 0], engine.runner.collect().tokens[1, 0]] == expected
+    assert [result.tokens[1, 0], engine.executor.collect().tokens[1, 0]] == expected
 
 
 def test_hooks_see_every_step_and_own_columns(tmp_path: Path) -> None:
-    from quire.runner.batch_state import ColumnSpec
-
     class Forbid(Hook):
-        """Never lets token 67 out; its column says for which lanes."""
+        """Lets nothing but token 67 out."""
 
         def __init__(self) -> None:
             self.steps = 0
             self.seen: list[int] = []
 
-        def columns(self) -> list[ColumnSpec]:
+        def columns(self, limits: Limits) -> list[ColumnSpec]:
             return [ColumnSpec("forbid")]
 
-        def before_body(self, step: Step) -> None:
+        def hidden(self, step: Step, hidden: Tensor) -> None:
             self.steps += 1
 
-        def head(self, step: Step, logits: Tensor, rows: Tensor) -> Tensor:
-            return torch.zeros_like(logits).index_fill_(1, torch.tensor([67]), 9.0)
+        def logits(self, ctx: HeadContext) -> None:
+            if ctx.tokens is None:
+                ctx.logits = torch.zeros_like(ctx.raw).index_fill_(1, torch.tensor([67]), 9.0)
 
-        def after_head(self, step: Step, rows: Tensor, tokens: Tensor) -> None:
-            self.seen += tokens.tolist()
+        def read(self, step: Step) -> None:
+            self.seen += step.result.tokens[:, 0].tolist()
 
         def on_control(self, message: dict[str, object]) -> object:
             return self.steps if message["op"] == "count" else None

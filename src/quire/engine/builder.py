@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.engine.executors import InProcessExecutor
+from quire.engine.workers import WorkerExecutor
 from quire.errors import ConfigError, ModelError
 from quire.executor import OnProgress
 from quire.loop_feature import LoopFeature
@@ -17,6 +17,7 @@ from quire.offload import OffloadLoop
 from quire.pooling import PoolingFeature
 from quire.pooling.hook import Pooler
 from quire.pooling_params import Pooling
+from quire.runner import Hook
 from quire.scheduler import Feature, Order
 from quire.structured import Compiler, CompilerConfig, GrammarFeature, NoGrammars
 
@@ -69,7 +70,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
         model_name=args.model or path.name,
         device=device,
         dtype=dtype,
-        kv_cache_dtype=_kv_cache_dtype(args.kv_cache_dtype, dtype, spec.attention.head_dim),
+        kv_cache_dtype=_kv_cache_dtype(args.kv_cache_dtype, dtype, spec.head_dims),
         block_size=args.block_size,
         scheduler=scheduler,
         eos_token_ids=_eos_ids(path, hf_config, tokenizer_path, spec.vocab_size),
@@ -89,7 +90,7 @@ def build_core(
 ) -> EngineCore:
     """Builds an engine in this process and loads its weights. compiler: one to share with it.
     tenants: requests may name tenants, who share the engine fairly."""
-    executor = InProcessExecutor(config, progress, [Pooler()])
+    executor = WorkerExecutor(config, progress, runner_hooks())
     features: list[Feature] = [PoolingFeature()]
     loop_features: list[LoopFeature] = [OffloadLoop(config)]
     if config.tokenizer_path is None:
@@ -107,6 +108,11 @@ def _order(config: SchedulerConfig, tenants: bool) -> Order:
     from quire.scheduler.fair_share import FairShare
 
     return FairShare(config)
+
+
+def runner_hooks() -> list[Hook]:
+    """Returns the features' hooks of a worker, the same on every rank."""
+    return [Pooler()]
 
 
 def build_compiler(config: EngineConfig, *, cached: int | None = None) -> Compiler:
@@ -158,7 +164,7 @@ def _dtype(wanted: str, device: str, checkpoint: str) -> str:
     return wanted
 
 
-def _kv_cache_dtype(wanted: str, dtype: str, head_dim: int) -> str:
+def _kv_cache_dtype(wanted: str, dtype: str, head_dims: tuple[int, ...]) -> str:
     import torch
 
     from quire.ops import kv_format
@@ -166,7 +172,7 @@ def _kv_cache_dtype(wanted: str, dtype: str, head_dim: int) -> str:
     if wanted == "auto":
         return dtype
     wanted = {"fp8": "fp8_e4m3"}.get(wanted, wanted)
-    stored = kv_format(wanted, getattr(torch, dtype), head_dim)
+    stored = kv_format(wanted, getattr(torch, dtype), *head_dims)
     if stored.scales == "none" and wanted != dtype:
         raise ConfigError(
             f"kv_cache_dtype={wanted}: the model computes in {dtype}, and its KV is stored like "
@@ -234,6 +240,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "device": config.device,
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "quantization": config.args.quantization,
         "block_size": config.block_size,
         **dataclasses.asdict(config.scheduler),
     }

@@ -140,7 +140,8 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Returns the rendered text. Absent `tools` and `documents` are None, as templates expect."""
+        """Returns the rendered text. Absent `tools` and `documents` are None, as templates
+        expect."""
         named = [_with_thinking(message) for message in messages]
         context = {"tools": None, "documents": None, **variables, "messages": named}
         context[_DEADLINE] = deadline = time.monotonic() + self._seconds

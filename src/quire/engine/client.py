@@ -12,7 +12,7 @@ from quire.engine.builder import build_compiler
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
 from quire.engine.messages import AbortRequest, AddRequest, GetSnapshot, GetStats
-from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
+from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.remote_engine import RemoteEngine
 from quire.engine.snapshot import Snapshot
 from quire.engine.stats import EngineStats
@@ -184,7 +184,7 @@ class EngineClient:
     ) -> AsyncIterator[StreamUpdate]:
         about_prompt = None
         if params.prompt_logprobs is not None:
-            about_prompt = PromptLogprobs(self.tokenizer)
+            about_prompt = PromptLogprobCollector(self.tokenizer)
         first, open_readers = True, params.n
         while open_readers:
             await stream.arrived.wait()
@@ -224,7 +224,8 @@ class EngineClient:
         tenant: str = "",
         share: float = 1.0,
     ) -> Embedding:
-        """Returns the prompt's embedding. Cancelling it aborts the request. Raises as `generate`."""
+        """Returns the prompt's embedding. Cancelling it aborts the request. Raises as
+        `generate`."""
         self._engine.check_alive()
         pooling = pooling_of(params, self.config)
         ids = await self._ids(prompt, NO_TOKENS)
@@ -263,7 +264,8 @@ class EngineClient:
         return prompt_ids(prompt, params, self.config, self.tokenizer)
 
     async def check_grammar(self, params: StructuredOutputsParams) -> None:
-        """Compiles a grammar, off the event loop. Raises RequestError where it cannot be enforced."""
+        """Compiles a grammar, off the event loop. Raises RequestError where it cannot be
+        enforced."""
         if self._compiler is None:
             raise RequestError(
                 "structured outputs need a tokenizer, which was not loaded", "structured_outputs"

@@ -51,7 +51,9 @@ class CompletionReader:
         tokenizer: Tokenizer | None,
         keep_special: frozenset[int] = frozenset(),
     ) -> None:
-        """Args:
+        """Sets up the detokenizer and stop strings that `params` ask for.
+
+        Args:
         keep_special: special tokens that are in the text despite `skip_special_tokens`.
         """
         self.index = index
@@ -165,7 +167,7 @@ def _decoded(tokenizer: Tokenizer | None, id: int) -> str | None:
     return None if tokenizer is None else tokenizer.token_text(id)
 
 
-class PromptLogprobs:
+class PromptLogprobCollector:
     """Collects a prompt's log-probabilities, which arrive chunk by chunk."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:

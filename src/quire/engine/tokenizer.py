@@ -54,7 +54,8 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: str | Path) -> Tokenizer:
-        """Loads a folder's tokenizer. Raises ModelError where there is no readable tokenizer.json."""
+        """Loads a folder's tokenizer. Raises ModelError where there is no readable
+        tokenizer.json."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():

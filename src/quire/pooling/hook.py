@@ -8,51 +8,59 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.errors import QuireError
-from quire.plan import StepPlan, StopReason
+from quire import ops
+from quire.plan import Admit, Pooled, StepPlan, StopReason
 from quire.pooling.feature import COLUMN, Share
 from quire.runner import Hook
-from quire.runner.batch_state import ColumnSpec
-from quire.runner.step import DevicePooled, Step
+from quire.runner.readback import Step
+from quire.runner.state import BatchState, ColumnSpec, Limits
+from quire.runner.upload import Upload
 
 
 class Pooler(Hook):
     """Adds up states over a prompt's chunks in float32, and ends rows whose vector is complete.
-    Hidden states are whole on every rank, and so is what becomes of them."""
 
-    def __init__(self) -> None:
-        self._sums: dict[int, Tensor] = {}
+    Hidden states are whole on every rank, and so is what becomes of them.
+    """
 
-    def columns(self) -> Sequence[ColumnSpec]:
+    def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
         return (ColumnSpec(COLUMN),)
 
-    def wants(self, plan: StepPlan) -> bool:
-        return COLUMN in plan.writes
+    def bind(self, state: BatchState) -> None:
+        self._state = state
+        self._sums: Tensor | None = None
+        self._uploaded: tuple[Upload, int] | None = None
 
-    def after_body(self, step: Step) -> None:
-        plan, hidden = step.plan, step.hidden
-        if COLUMN not in plan.writes:
+    def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
+        self._uploaded = None
+        if COLUMN in plan.writes:
+            self._uploaded = upload, upload.add(_shares(plan))
+
+    def hidden(self, step: Step, hidden: Tensor) -> None:
+        if self._uploaded is None:
             return
-        if hidden is None:
-            raise QuireError("vectors are pooled after the body")
-        row_of = {lane: row for row, lane in enumerate(plan.lanes.tolist())}
-        ends = np.cumsum(plan.q_len)
-        rows, vectors = [], []
-        for lane, share in zip(*(x.tolist() for x in plan.writes[COLUMN]), strict=True):
-            row = row_of[lane]
-            end, count = int(ends[row]), int(plan.q_len[row])
-            if share & Share.MEAN:
-                self._add(lane, hidden[end - count : end], bool(share & Share.BEGINS))
-            if share & Share.ENDS:
-                length = int(step.first[row]) + count
-                vectors.append(
-                    self._sums.pop(lane) / length if share & Share.MEAN else hidden[end - 1].float()
-                )
-                rows.append(row)
-                step.stop_reason[row] = int(StopReason.LENGTH)
-        if rows:
-            step.pooled = DevicePooled(np.asarray(rows, dtype=np.int32), torch.stack(vectors))
+        upload, key = self._uploaded
+        state, width = self._state, hidden.shape[1]
+        if self._sums is None:
+            self._sums = torch.zeros(state.limits.lanes, width, device=state.device)
+        rows = state.first_rows(step.plan.num_rows)
+        lengths = state.position[rows.lanes.long()]
+        vectors = torch.zeros(len(rows.lanes), width, device=state.device)
+        ops.pool_rows(hidden, rows, upload[key], self._sums, lengths, vectors)
+        step.send(COLUMN, vectors)
 
-    def _add(self, lane: int, states: Tensor, begins: bool) -> None:
-        part = states.float().sum(dim=0)
-        self._sums[lane] = part if begins else self._sums[lane] + part
+    def read(self, step: Step) -> None:
+        vectors = step.arrived(COLUMN)
+        if vectors is None:
+            return
+        ends = np.flatnonzero(_shares(step.plan) & Share.ENDS).astype(np.int32)
+        step.result.stop_reason[ends] = StopReason.LENGTH
+        if len(ends):
+            step.result.pooled = Pooled(ends, vectors.numpy()[ends])
+
+
+def _shares(plan: StepPlan) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Returns each row's `Share`, int32 [R]."""
+    lanes, values = plan.writes[COLUMN]
+    by_lane = dict(zip(lanes.tolist(), values.tolist(), strict=True))
+    return np.asarray([by_lane.get(lane, 0) for lane in plan.lanes.tolist()], dtype=np.int32)

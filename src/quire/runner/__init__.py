@@ -1,6 +1,6 @@
-"""The body: applies plans to device state, runs the model, samples."""
+"""The body: one device's model, batch state, and the programs of a step."""
 
-from quire.runner.hook import Hook
+from quire.runner.hooks import Hook
 from quire.runner.model_runner import ModelRunner
 
 __all__ = ["Hook", "ModelRunner"]

@@ -9,6 +9,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.models import Decoder
 from quire.plan import KVGroup
 
 _CPU_DEFAULT_GB = 4.0
@@ -33,6 +34,16 @@ def available_memory() -> int:
     except OSError:
         pass
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def activation_bytes(config: EngineConfig, model: Decoder) -> int:
+    """Returns an upper bound of what a step needs beside weights and cache: the model's
+    intermediates for the token budget, and logits with their copies while sampling."""
+    limits = config.scheduler
+    body = model.workspace_bytes(limits.max_num_batched_tokens)
+    # Logits with their copies, and the sampler's token counts.
+    head = 8 * max(limits.max_num_seqs, 256) * model.spec.vocab_size * 4
+    return body + head + (1 << 30)
 
 
 def staging_bytes(config: EngineConfig, groups: Sequence[KVGroup], budget: int) -> int:

@@ -1,6 +1,6 @@
-"""Runs plans: one upload, the body, the head, one late read.
+"""One rank's worker: runs plans on one device, with one upload, the body, the head, one late read.
 
-Nothing here waits for the device but `collect`. On a CPU the same code runs as it is called.
+Nothing here waits for the device but `collect`. On a CPU the same programs run as they are called.
 """
 
 from __future__ import annotations
@@ -10,40 +10,42 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from quire import ops
-from quire.arrays import Int32
+from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import QuireError
-from quire.executor import FULL_STEP, Capacity, OnProgress
+from quire.executor import FULL_STEP, Capacity, Measurement, OnProgress
 from quire.models import (
-    Decoder,
     build_model,
     head_scales,
     load_config,
     load_weights,
     spec_from_config,
 )
-from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan, StepResult
+from quire.parallel import ProcessGroup, SingleGroup
+from quire.plan import Admit, KVGroup, RowFlag, StepPlan, StepResult
+from quire.quantization import quantization_of
 from quire.runner import memory
-from quire.runner.batch_state import BatchState
-from quire.runner.eager_head import HEAD_ELEMENTS, EagerHead, index_on, sampled_logprobs
-from quire.runner.gate import DeviceGate, HostGate
-from quire.runner.hook import Hook
+from quire.runner.graphs import Buckets, Graphs, full_step, program_works
+from quire.runner.hooks import Hook, Level
+from quire.runner.hooks.acceptance import Acceptance
+from quire.runner.hooks.logprobs import SampledLogprobs
+from quire.runner.hooks.mask import Mask
+from quire.runner.hooks.penalties import Penalties
+from quire.runner.hooks.prompt_logprobs import PromptLogprobs
+from quire.runner.hooks.sampling import Sampling
 from quire.runner.kv_cache import KVCache
-from quire.runner.kv_transfer import KVTransfer, open_transfer
-from quire.runner.results import mark, read_back, result
-from quire.runner.sampling import Sampler
-from quire.runner.staging import Staging, Upload
-from quire.runner.step import Step
-
-if TYPE_CHECKING:  # Triton is needed only where graphs are
-    from quire.runner.cuda_graphs import StepGraphs
+from quire.runner.mask_ring import MaskRing
+from quire.runner.program import BodyShape, HeadShape, StepProgram
+from quire.runner.readback import Step
+from quire.runner.state import BatchState, Limits
+from quire.runner.transfer.places import KVTransfer, open_transfer
+from quire.runner.upload import PinnedRing, Upload, ragged
 
 
 class ModelRunner:
@@ -54,86 +56,133 @@ class ModelRunner:
         config: EngineConfig,
         progress: OnProgress | None = None,
         hooks: Sequence[Hook] = (),
+        group: ProcessGroup | None = None,
+        masks: MaskRing | None = None,
     ) -> None:
         self.config = config
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.hooks = tuple(hooks)
+        self.group = group or SingleGroup()
+        self.limits = limits_of(config)
+        self.masks = masks or MaskRing(self.device, *mask_shape(config))
+        self._features = tuple(hooks)
         self._progress = progress
         # Launched, and those behind one that waits for the host.
         self._steps: deque[Step] = deque()
         self._later: deque[StepPlan] = deque()
-        self._graphs: StepGraphs | None = None
+        self._graphs: Graphs | None = None
+        self._buckets = Buckets(self.limits)
+        # What the head must do for each lane's request, a `Level`.
+        self._levels = np.zeros(self.limits.lanes, dtype=np.int8)
         self._transfer: KVTransfer | None = None
-        depth = config.scheduler.steps_in_flight + 1
-        self._staging = Staging(self.device, depth)
-        words = -(-config.vocab_size // 32)
-        self._gate: HostGate | DeviceGate = HostGate(words)
-        if self.device.type == "cuda":
-            self._gate = DeviceGate(self.device, depth, config.scheduler.max_num_seqs, words)
+        self._pinned = PinnedRing(self.device, config.scheduler.steps_in_flight + 1)
+        self._seconds: dict[str, float] = {}
         self._policy = ops.Policy(
             deterministic=config.args.deterministic, disabled=frozenset(config.args.disable)
         )
 
     # -- start ---------------------------------------------------------------------------------
 
-    def start(self) -> Capacity:
-        """Loads the weights and takes the memory that is left for the KV cache."""
-        spec = spec_from_config(load_config(Path(self.config.model_path)))
+    def measure(self) -> Measurement:
+        """Loads the weights, and finds how much memory is left for the KV cache."""
         began = time.perf_counter()
-        self.model = build_model(spec, device=self.device, dtype=self.dtype)
+        self._load()
+        head_dims = self.model.spec.head_dims
+        self._kv_format = ops.kv_format(self.config.kv_cache_dtype, self.dtype, *head_dims)
+        self._groups = groups = self.model.kv_groups(self.config.block_size, self._kv_format)
+        blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(groups))
+        self._seconds["weights"] = time.perf_counter() - began
+        return Measurement(groups, blocks)
+
+    def allocate(self, num_blocks: tuple[int, ...]) -> None:
+        """Makes the KV cache, of so many blocks of each group, and the batch state."""
+        self.cache = KVCache(
+            self._groups,
+            num_blocks,
+            layouts=self.model.kv_layouts,
+            form=self._kv_format,
+            device=self.device,
+            head_scales=self._head_scales(self._kv_format),
+        )
+        self._num_blocks = num_blocks
+        self._transfer = open_transfer(self.config, self.cache, num_blocks)
+        self._prepare(self._groups)
+
+    def capture(self) -> Capacity:
+        """Captures all graphs where there are any, and says what there is."""
+        full = FULL_STEP
+        if self.device.type == "cuda" and not self.config.eager:
+            began = time.perf_counter()
+            full = self._capture()
+            self._seconds["graphs"] = time.perf_counter() - began
+        slots = 0 if self._transfer is None else self._transfer.pool.slots
+        return Capacity(
+            self._groups,
+            self._num_blocks,
+            host_blocks=slots,
+            seconds=self._seconds,
+            full_step=full,
+        )
+
+    def _load(self) -> None:
+        path = Path(self.config.model_path)
+        spec = spec_from_config(load_config(path))
+        quantization = quantization_of(self.config.args.quantization)
+        self.model = build_model(
+            spec,
+            device=self.device,
+            dtype=self.dtype,
+            group=self.group,
+            quantization=quantization,
+        )
         load_weights(
             self.model,
-            Path(self.config.model_path),
+            path,
             load_format=self.config.args.load_format,
             seed=self.config.args.seed,
             progress=self._told("weights"),
         )
-        head_dim = spec.attention.head_dim
-        form = ops.kv_format(self.config.kv_cache_dtype, self.dtype, head_dim)
-        groups = self.model.kv_groups(self.config.block_size, form)
-        limits = self.config.scheduler
-        blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(groups))
-        seconds = {"weights": time.perf_counter() - began}
-        self.cache = KVCache(
-            groups,
-            blocks,
-            kv_heads=self.model.local_kv_heads,
-            head_dim=head_dim,
-            form=form,
-            device=self.device,
-            head_scales=self._head_scales(form),
+
+    def _prepare(self, groups: Sequence[KVGroup]) -> None:
+        """Makes the batch state, and the program over it."""
+        config = self.config
+        penalties = Penalties(config.vocab_size)
+        acceptance = Acceptance(config.eos_token_ids, penalties)
+        self.hooks: tuple[Hook, ...] = (
+            penalties,
+            Mask(self.masks),
+            *self._features,
+            Sampling(),
+            acceptance,
+            SampledLogprobs(),
+            PromptLogprobs(self.model),
         )
-        self._transfer = open_transfer(self.config, self.cache, blocks)
-        self.state = BatchState(limits.max_num_seqs, limits.max_model_len, groups, self.device)
+        columns = [column for hook in self.hooks for column in hook.columns(self.limits)]
+        self.state = BatchState(self.limits, groups, self.device, columns)
         for hook in self.hooks:
-            for column in hook.columns():
-                self.state.add(column)
-        self.sampler = Sampler(self.state, self.config.vocab_size, self.config.eos_token_ids)
-        self._eager = EagerHead(self.model, self.state, self.sampler, self.hooks)
-        full = FULL_STEP
-        if self.device.type == "cuda" and not self.config.eager:
-            began = time.perf_counter()
-            with ops.use_policy(self._policy):
-                full = self._capture()
-            seconds["graphs"] = time.perf_counter() - began
-        slots = 0 if self._transfer is None else self._transfer.pool.slots
-        return Capacity(groups, blocks, host_blocks=slots, seconds=seconds, full_step=full)
+            hook.bind(self.state)
+        self.program = StepProgram(
+            self.model, self.cache, self.state, self.hooks, drafts=acceptance.drafts
+        )
 
+    @torch.inference_mode()
     def _capture(self) -> int:
-        """Returns the tokens of a full step."""
-        from quire.runner.cuda_graphs import StepGraphs, full_step
-
-        most = self.config.scheduler.max_num_batched_tokens
-        self._graphs = StepGraphs(self.model, self.cache, self.state, self.sampler, most)
-        self._graphs.capture(self._told("graphs"))
-        return full_step(self._graphs.seconds, most)
+        """Captures all programs. Returns the tokens of a full step."""
+        self.state.inputs.copy_(torch.from_numpy(self.state.idle_inputs()))
+        more = {name: run for hook in self.hooks for name, run in hook.programs().items()}
+        self._graphs = graphs = Graphs(self.device)
+        with ops.use_policy(self._policy):
+            graphs.capture(program_works(self.program, self._buckets, more), self._told("graphs"))
+        for hook in self.hooks:
+            hook.capture({name: functools.partial(graphs.replay, name) for name in hook.programs()})
+        few = self._buckets.few
+        return full_step(lambda tokens: graphs.seconds(few(tokens)), self.limits.tokens)
 
     def _told(self, what: str) -> Callable[[int, int], None] | None:
         return None if self._progress is None else functools.partial(self._progress, what)
 
-    def _head_scales(self, form: ops.KVFormat) -> Tensor | None:
-        if form.scales != "head":
+    def _head_scales(self, kv_format: ops.KVFormat) -> torch.Tensor | None:
+        if kv_format.scales != "head":
             return None
         path, load_format = Path(self.config.model_path), self.config.args.load_format
         return head_scales(self.model, path, load_format)
@@ -141,179 +190,171 @@ class ModelRunner:
     def _cache_budget(self, groups: Sequence[KVGroup]) -> int | None:
         if self.device.type != "cuda":
             return memory.cpu_budget(self.config)
-        reserve = self._activation_bytes(self.model)
+        reserve = memory.activation_bytes(self.config, self.model)
         budget = memory.cuda_budget(self.config, self.device, reserve)
         return budget - memory.staging_bytes(self.config, groups, budget)
-
-    def _activation_bytes(self, model: Decoder) -> int:
-        """An upper bound of what a step needs beside weights and cache: the widest layer's
-        intermediates for the token budget, and logits with their copies while sampling."""
-        limits, spec = self.config.scheduler, model.spec
-        attention = spec.attention
-        heads = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
-        widest = 2 * (heads + attention.heads * attention.head_dim) + 3 * spec.mlp.width
-        body = limits.max_num_batched_tokens * (4 * spec.hidden_size + widest) * 4
-        # Logits with their copies, and the sampler's token counts.
-        head = 8 * max(limits.max_num_seqs * spec.vocab_size, HEAD_ELEMENTS) * 4
-        return body + head + (1 << 30)
 
     # -- a step --------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
         """Launches a step. The head of one with GATED rows runs when its masks come."""
-        _check(plan)
+        self._check(plan)
         self._later.append(plan)
-        self._go_on()
+        self._advance()
 
-    def mask_room(self, step_id: int, rows: int) -> Int32:
-        return self._gate.room(step_id, rows)
+    def _check(self, plan: StepPlan) -> None:
+        """Refuses what this runner would get wrong."""
+        drafted = (plan.flags & RowFlag.PROMPT) == 0
+        most = int(plan.q_len[drafted].max(initial=1))
+        if most > 1 + self.limits.drafts:
+            raise QuireError(
+                f"a row has {most - 1} draft tokens, but this runner verifies {self.limits.drafts}"
+            )
+        for name in plan.writes:
+            if name not in self.state.columns:
+                raise QuireError(f"the plan writes to a column {name!r} that no hook keeps")
 
-    def submit_head(self, inputs: HeadInputs) -> None:
-        """The masks of a step that was, or is about to be, submitted. From any thread."""
-        self._gate.give(inputs.step_id, inputs.mask)
-
-    def _go_on(self, *, wait: bool = False) -> None:
+    def _advance(self, *, wait: bool = False) -> None:
         """Launches what can be. A head that the host must bring masks for holds up all behind it;
         with `wait`, the first such head is waited for."""
         with ops.use_policy(self._policy):
             while True:
                 if self._steps and self._steps[-1].waits:
-                    self._finish(self._steps[-1], wait=wait)
+                    self._launch_head(self._steps[-1], wait=wait)
                     if self._steps[-1].waits:
                         return
                     wait = False
                 if not self._later:
                     return
-                step = self._launch(self._later.popleft())
+                step = self._launch_body(self._later.popleft())
                 self._steps.append(step)
-                self._finish(step, wait=False)
+                self._launch_head(step, wait=False)
 
-    def _launch(self, plan: StepPlan) -> Step:
-        """The step up to its head."""
-        started = mark(self.device)
-        if self._graphs is not None and self._graphs.fits(plan):
-            step = self._replay_body(self._graphs, plan)
+    def _launch_body(self, plan: StepPlan) -> Step:
+        """Applies the plan and computes its tokens."""
+        step = Step.of(plan, self.device)
+        self._apply(step)
+        longest = int(plan.q_len.max(initial=1))
+        rows, tokens = plan.num_rows, plan.num_tokens
+        if not tokens:
+            return step
+        shape = self._buckets.body(tokens, rows, longest)
+        if self._graphs is not None and shape in self._graphs:
+            self._graphs.replay(shape)
         else:
-            step = self._apply(plan)
-            self._body(step)
-        step.started = started
+            self.program.body(BodyShape(tokens, rows, longest))
+        for hook in self.hooks:
+            hook.hidden(step, self.program.hidden[:tokens])
         return step
 
-    def _finish(self, step: Step, *, wait: bool) -> None:
-        """The step's head, unless masks are missing that the device cannot wait for by itself."""
-        masks = None
-        if step.plan.gated:
-            masks = self._masks(step, wait)
-            step.waits = masks is None
-            if masks is None:
-                return
-        if self._graphs is not None and step.replayed:
-            self._replay_head(self._graphs, step, masks)
-        else:
-            self._eager.run(step, masks)
-        read_back(step, self.device)
-
-    def _masks(self, step: Step, wait: bool) -> Tensor | None:
+    def _apply(self, step: Step) -> None:
+        """Brings the device's state up to date."""
         plan = step.plan
-        count = int(((plan.flags & RowFlag.GATED) != 0).sum())
-        if step.replayed and not (self.sampler.logprobs[plan.lanes] >= 0).any():
-            masks = self._gate.queue(plan.step_id, count)
-            if masks is not None:
-                return masks
-        return self._gate.take(plan.step_id, count, wait=wait)
-
-    def _replay_body(self, graphs: StepGraphs, plan: StepPlan) -> Step:
-        """The body as a graph, and the head too, unless a row wants more of it than graphs give."""
-        upload = self._staging.begin()
-        inputs = upload.add(graphs.pack(plan))
-        copies = self._stage(plan, upload)
-        upload.send()
-        self._place_blocks(plan, copies, upload)
-        graphs.inputs.copy_(upload[inputs])
-        first = self.state.grow(plan)
-        body = graphs.body(plan)
-        step = Step(plan, body.batch, first)
-        scores = (self.sampler.prompt_logprobs[plan.lanes] >= 0).any()
-        step.replayed = not scores and not any(hook.wants(plan) for hook in self.hooks)
-        if not step.replayed:
-            step.hidden = body.hidden
-            self.state.locate(step, graphs.inputs[: plan.num_rows])
-        elif plan.gated:
-            graphs.scores(plan.num_rows)
-        return step
-
-    def _replay_head(self, graphs: StepGraphs, step: Step, masks: Tensor | None) -> None:
-        plan = step.plan
-        if masks is not None:
-            graphs.mask[: len(masks)].copy_(masks)
-        kind = self.sampler.head_kind(plan.lanes)
-        head = graphs.head(plan.num_rows, kind, masked=masks is not None)
-        step.results = head.results
-        rows = step.sampled_rows
-        wanted = self.sampler.logprobs[plan.lanes[rows]]
-        asked = np.flatnonzero(wanted >= 0)
-        if head.logits is None or not len(asked):
-            return
-        where = index_on(self.device, rows[asked])
-        # The head has moved the lanes on: they stand where their new token is.
-        length = self.state.position[graphs.inputs[where].long()]
-        raw, tokens = head.logits[where].float(), head.results[0][where]
-        sampled_logprobs(step, rows[asked], raw, tokens, length, wanted[asked])
-
-    @torch.inference_mode()
-    def collect(self) -> StepResult:
-        """The oldest step's result; waits for the device, and for the step's masks."""
-        if not self._steps:
-            raise QuireError("there is no step to collect")
-        if self._steps[0].waits:
-            self._go_on(wait=True)
-        step = self._steps.popleft()
-        found = result(step, self.device)
-        if self._transfer is not None:
-            ended = self._transfer.ended(patient=not step.plan.num_rows)
-            found.finished_transfers, found.failed_transfers = ended
-        return found
-
-    def _apply(self, plan: StepPlan) -> Step:
-        upload = self._staging.begin()
-        copies = self._stage(plan, upload)
-        build = self.state.expand(plan, upload)
-        upload.send()
-        self._place_blocks(plan, copies, upload)
-        step = build()
-        if plan.num_rows:
-            for hook in self.hooks:
-                hook.before_body(step)
-        return step
-
-    def _stage(self, plan: StepPlan, upload: Upload) -> list[tuple[int, int, int]]:
-        """Adds the plan's changes to the upload. Returns its block copies: group, and where the
-        upload holds sources and destinations."""
-        self.state.stage(plan, upload)
-        self.sampler.stage(plan, upload)
-        return [
-            (group, upload.add(copies.src), upload.add(copies.dst))
-            for group, copies in enumerate(plan.copies)
-            if len(copies.src)
+        upload = Upload(self._pinned, self.state.memory)
+        self._stage(plan, upload)
+        copies = [
+            (group, upload.add(each.src), upload.add(each.dst))
+            for group, each in enumerate(plan.copies)
+            if len(each.src)
         ]
-
-    def _place_blocks(
-        self, plan: StepPlan, copies: list[tuple[int, int, int]], upload: Upload
-    ) -> None:
-        """What goes out goes before anything is written, what comes in after everything."""
-        if plan.transfers and self._transfer is None:
-            raise QuireError("this runner has no other place to move blocks to")
+        inputs = self._packed(step)
+        upload.put(self.state.inputs, [0], [len(inputs)], inputs)
+        upload.send()
+        # What goes out goes before anything is written, what comes in after everything.
         if self._transfer is not None:
             self._transfer.start(plan.transfers, "out")
+        elif plan.transfers:
+            raise QuireError("this runner has no other place to move blocks to")
         for group, src, dst in copies:
             self.cache.copy_blocks(group, upload[src].long(), upload[dst].long())
         if self._transfer is not None:
             self._transfer.start(plan.transfers, "in")
 
-    def _body(self, step: Step) -> None:
-        if step.plan.num_rows:
-            step.hidden = self.model(step.batch, self.cache.layers)
+    def _stage(self, plan: StepPlan, upload: Upload) -> None:
+        """Adds the plan's changes of lanes, tables and hooks' columns to the upload."""
+        state = self.state
+        if plan.admits:
+            self._stage_admits(plan.admits, upload)
+        for table, appends in zip(state.tables, plan.block_appends, strict=False):
+            if len(appends.ids):
+                starts = ragged(appends.lanes, appends.starts, table.shape[1])
+                upload.put(table, starts, appends.counts, appends.ids)
+        for name, (lanes, values) in plan.writes.items():
+            column = state.columns[name]
+            kind = np.float32 if column.dtype == torch.float32 else np.int32
+            upload.put_lines(column, lanes, values.astype(kind))
+        for hook in self.hooks:
+            hook.stage(plan, plan.admits, upload)
+        for admit in plan.admits:
+            self._levels[admit.lane] = max(hook.lane_level(admit) for hook in self.hooks)
+
+    def _stage_admits(self, admits: Sequence[Admit], upload: Upload) -> None:
+        state = self.state
+        lanes = int32([admit.lane for admit in admits])
+        lengths = int32([len(admit.tokens) for admit in admits])
+        least = int32([admit.prompt_len + admit.params.min_tokens for admit in admits])
+        upload.put_lines(state.position, lanes, int32([admit.computed for admit in admits]))
+        upload.put_lines(state.min_total, lanes, least)
+        upload.put_lines(state.max_total, lanes, int32([admit.max_total for admit in admits]))
+        starts = ragged(lanes, np.zeros_like(lanes), state.tokens.shape[1])
+        upload.put(state.tokens, starts, lengths, np.concatenate([a.tokens for a in admits]))
+
+    def _packed(self, step: Step) -> Int32:
+        """Returns a step's `BatchState.inputs`."""
+        state, plan, rows = self.state, step.plan, step.plan.num_rows
+        packed = state.idle_inputs()
+        lanes, query_start, logit_start, flags, lines, gate = state.split_inputs(packed)
+        lanes[:rows] = plan.lanes
+        np.cumsum(plan.q_len, out=query_start[1 : rows + 1])
+        query_start[rows + 1 :] = query_start[rows]
+        logit_start[: rows + 1] = step.logit_start
+        logit_start[rows + 1 :] = step.logit_start[-1]
+        flags[:rows] = plan.flags
+        if plan.gated:
+            wanted = plan.mask_lines
+            first = self.masks.first_line(plan.step_id)
+            lines[: len(wanted)] = np.where(wanted >= 0, wanted + first, -1)
+            gate[:] = self.masks.gate(plan.step_id)
+        return packed
+
+    def _launch_head(self, step: Step, *, wait: bool) -> None:
+        """Launches the step's head, unless masks are missing that the device cannot wait for."""
+        plan, logit_rows = step.plan, int(step.logit_start[-1])
+        if logit_rows:
+            asked = Level(int(self._levels[plan.lanes].max()))
+            level = max(asked, *(hook.level(plan) for hook in self.hooks))
+            shape = self._buckets.head(logit_rows, level)
+            captured = self._graphs is not None and shape in self._graphs
+            # A kernel's first launch waits for the device, which would wait for the masks.
+            if plan.gated and not captured:
+                step.waits = not self.masks.has(plan.step_id, wait=wait)
+                if step.waits:
+                    return
+            if captured and self._graphs is not None:
+                self._graphs.replay(shape)
+            else:
+                self.program.head(HeadShape(logit_rows, level))
+            step.send("results", self.state.results[: plan.num_rows])
+        for hook in self.hooks:
+            hook.launched(step)
+        step.launched()
+
+    @torch.inference_mode()
+    def collect(self) -> StepResult:
+        """Returns the oldest step's result; waits for the device, and for the step's masks."""
+        if not self._steps:
+            raise QuireError("there is no step to collect")
+        if self._steps[0].waits:
+            self._advance(wait=True)
+        step = self._steps.popleft()
+        step.wait()
+        for hook in self.hooks:
+            hook.read(step)
+        if self._transfer is not None:
+            ended = self._transfer.ended(patient=not step.plan.num_rows)
+            step.result.finished_transfers, step.result.failed_transfers = ended
+        return step.result
 
     # -- everything else -----------------------------------------------------------------------
 
@@ -329,19 +370,31 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Gives the device's memory back. Idempotent."""
-        self._gate.open()
+        self.masks.open()
         self._steps.clear()
         self._later.clear()
         self._graphs = None
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None
-        for name in ("model", "cache", "state", "sampler", "_eager"):
+        for name in ("model", "cache", "state", "program", "hooks"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _check(plan: StepPlan) -> None:
-    if ((plan.q_len > 1) & ((plan.flags & RowFlag.PROMPT) == 0)).any():
-        raise QuireError("this runner verifies no draft tokens")
+def limits_of(config: EngineConfig) -> Limits:
+    """Returns the most that steps of an engine may hold."""
+    scheduler = config.scheduler
+    return Limits(
+        lanes=scheduler.max_num_seqs,
+        tokens=scheduler.max_num_batched_tokens,
+        logit_rows=scheduler.max_num_seqs,
+        length=scheduler.max_model_len,
+    )
+
+
+def mask_shape(config: EngineConfig) -> tuple[int, int, int]:
+    """Returns the depth, rows and words of an engine's `MaskRing`."""
+    depth = config.scheduler.steps_in_flight + 1
+    return depth, limits_of(config).logit_rows, -(-config.vocab_size // 32)

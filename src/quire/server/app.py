@@ -46,7 +46,7 @@ from quire.server.responses.routes import (
     list_input_items,
 )
 from quire.server.responses.store import ResponseStore
-from quire.server.sse import ClientGoneError, json_answer
+from quire.server.sse import ClientDisconnectedError, json_response
 from quire.server.state import ServerState, state_of
 from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.gpu_metrics import GpuMetrics
@@ -88,7 +88,7 @@ def build_app(client: EngineClient, args: ServerArgs, limits_file: Path | None =
         add_playground(app)
     for kind in (QuireError, HTTPException, Exception):
         app.add_exception_handler(kind, handle_error)
-    app.add_exception_handler(ClientGoneError, _nobody_there)
+    app.add_exception_handler(ClientDisconnectedError, _client_disconnected)
     app.add_middleware(AuthMiddleware, state=state)
     _add_cors(app, args)
     return app
@@ -145,13 +145,13 @@ def _add_routes(app: FastAPI) -> None:
 
 
 async def list_models(request: Request) -> Response:
-    return json_answer(ModelList([_card(state_of(request))]))
+    return json_response(ModelList([_card(state_of(request))]))
 
 
 async def show_model(request: Request) -> Response:
     state = state_of(request)
     state.check_model(request.path_params["model"])
-    return json_answer(_card(state))
+    return json_response(_card(state))
 
 
 def _card(state: ServerState) -> ModelCard:
@@ -161,7 +161,7 @@ def _card(state: ServerState) -> ModelCard:
 async def health(request: Request) -> Response:
     """Answers 200 while the engine lives, else 503."""
     state_of(request).check_alive()
-    return json_answer({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
@@ -171,11 +171,12 @@ async def ready(request: Request) -> Response:
     stopping.
     """
     state_of(request).check_ready()
-    return json_answer({"status": "ready"})
+    return json_response({"status": "ready"})
 
 
 async def metrics(request: Request) -> Response:
-    """Answers with metrics as Prometheus text. A dead or stuck engine leaves its gauges unchanged."""
+    """Answers with metrics as Prometheus text. A dead or stuck engine leaves its gauges
+    unchanged."""
     state = state_of(request)
     engine: EngineMetrics = request.app.state.engine_metrics
     try:
@@ -187,5 +188,5 @@ async def metrics(request: Request) -> Response:
     return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _nobody_there(request: Request, error: Exception) -> Response:
+async def _client_disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=499)

@@ -98,7 +98,7 @@ def overloaded() -> ApiError:
 
 
 @contextlib.contextmanager
-def renaming(names: Mapping[str, str]) -> Iterator[None]:
+def rename_fields(names: Mapping[str, str]) -> Iterator[None]:
     """Renames fields in errors, which name them as chat completions do.
 
     Args:
@@ -118,7 +118,7 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def prompt_named(field: str) -> Iterator[None]:
+def blame_field(field: str) -> Iterator[None]:
     """Makes errors about the engine's `prompt` name `field` instead."""
     try:
         yield

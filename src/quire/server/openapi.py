@@ -28,7 +28,7 @@ from quire.server.openai.protocol import ChatRequest, CompletionRequest, Generat
 from quire.server.openai.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from quire.server.responses import objects as responses
 from quire.server.responses.protocol import CreateRequest, PromptFields
-from quire.server.sse import json_answer
+from quire.server.sse import json_response
 from quire.server.state import state_of
 
 _REFERENCE = "#/components/schemas/"
@@ -120,9 +120,9 @@ ROUTES = (
 
 async def openapi(request: Request) -> Response:
     state = state_of(request)
-    args, keys = state.args, state.keys.asks
+    args, keys = state.args, state.keys.required
     open_paths = PUBLIC_PATHS | ({"/metrics"} if args.public_metrics else set())
-    return json_answer(await asyncio.to_thread(document, keys, open_paths, args.root_path))
+    return json_response(await asyncio.to_thread(document, keys, open_paths, args.root_path))
 
 
 @functools.cache

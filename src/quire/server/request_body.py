@@ -58,7 +58,8 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def parse(data: bytes, model: type[Model]) -> Model:
-    """Parses a body. msgspec reads standard JSON only: no NaN, no infinities, no lone surrogates."""
+    """Parses a body. msgspec reads standard JSON only: no NaN, no infinities, no lone
+    surrogates."""
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

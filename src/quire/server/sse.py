@@ -23,7 +23,8 @@ Fail = Callable[[bytearray, ApiError], None]
 
 
 class EventSource(Protocol[T]):
-    """A source of batches for a stream: pieces of a `TextGeneration`, events of a `ChatGeneration`."""
+    """A source of batches for a stream: pieces of a `TextGeneration`, events of a
+    `ChatGeneration`."""
 
     @property
     def start(self) -> Callable[[], None]: ...
@@ -43,17 +44,17 @@ _PADDED_TO = 32
 """Padded events have sizes that are multiples of this many bytes."""
 
 
-class ClientGoneError(Exception):
+class ClientDisconnectedError(Exception):
     """The client closed its connection, so no answer can be sent."""
 
 
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """Awaits `work`, and cancels it when the client disconnects first.
 
     `receive` must have delivered the whole body; its next message is then the disconnect.
 
     Raises:
-        ClientGoneError: after `work` has been cancelled and has cleaned up.
+        ClientDisconnectedError: after `work` has been cancelled and has cleaned up.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.create_task(_disconnect(receive))
@@ -61,7 +62,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGoneError
+        raise ClientDisconnectedError
     finally:
         watcher.cancel()
         task.cancel()
@@ -123,8 +124,8 @@ class EventStream(Response, Generic[T]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._stream(send))
-        except ClientGoneError:
+            await unless_disconnected(receive, self._stream(send))
+        except ClientDisconnectedError:
             pass
         finally:
             await self.source.close()
@@ -158,11 +159,11 @@ async def start_stream(request: Request, source: EventSource[Any]) -> None:
     """Starts the source and waits for its first update, while the client stays connected."""
     source.start()
     try:
-        await unless_gone(request.receive, source.ready())
+        await unless_disconnected(request.receive, source.ready())
     except BaseException:
         await source.close()
         raise
 
 
-def json_answer(value: Any) -> Response:
+def json_response(value: Any) -> Response:
     return Response(_encoder.encode(value), media_type="application/json")

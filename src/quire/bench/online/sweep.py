@@ -58,7 +58,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Level:
+class LoadLevel:
     """A measurement. metrics: see `stats.summary`; client_cpu is the busiest client process's share
     of a core. problems: what failed, and what makes the figures doubtful."""
 
@@ -73,7 +73,7 @@ def levels(
     model: str,
     concurrencies: Sequence[int],
     tell: Callable[[str], None],
-) -> Iterator[Level]:
+) -> Iterator[LoadLevel]:
     """Each level in turn, with fresh prompts, after a warm-up. A concurrency of 0 is no limit."""
     url = server.base_url + _PATHS[plan.endpoint]
 
@@ -111,4 +111,4 @@ def levels(
                 f"a client process took {cpu:.0%} of a core: the client may be what was measured; "
                 "give more of --client-processes"
             )
-        yield Level(concurrency, metrics, problems)
+        yield LoadLevel(concurrency, metrics, problems)

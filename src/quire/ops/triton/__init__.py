@@ -1,22 +1,43 @@
 """Triton kernels for NVIDIA GPUs, under the ops' names and signatures (see `ops.reference`)."""
 
 from quire.ops.triton.activation import gelu, silu_and_mul
+from quire.ops.triton.adjust import adjust
 from quire.ops.triton.attention import attention_schedule, paged_attention
 from quire.ops.triton.embedding import embedding
+from quire.ops.triton.gate import wait_for_flag
 from quire.ops.triton.linear import linear
 from quire.ops.triton.mask import mask_logits
 from quire.ops.triton.norm import layer_norm, rms_norm
 from quire.ops.triton.rope_store import qk_norm_rope_store
+from quire.ops.triton.sampling import sample, token_logprobs
+from quire.ops.triton.step import (
+    collect_rows,
+    expand_rows,
+    finish_rows,
+    place_drafts,
+    pool_rows,
+    scatter,
+)
 
 __all__ = [
+    "adjust",
     "attention_schedule",
+    "collect_rows",
     "embedding",
+    "expand_rows",
+    "finish_rows",
     "gelu",
     "layer_norm",
     "linear",
     "mask_logits",
     "paged_attention",
+    "place_drafts",
+    "pool_rows",
     "qk_norm_rope_store",
     "rms_norm",
+    "sample",
+    "scatter",
     "silu_and_mul",
+    "token_logprobs",
+    "wait_for_flag",
 ]

@@ -12,21 +12,24 @@ _TRIES = 20_000_000
 """Looks at the flag, of about a microsecond each over PCIe."""
 
 
-@triton.jit(do_not_specialize=["value"])
-def _wait(flag_ptr, value, tries):
+@triton.jit
+def _wait(flags_ptr, gate_ptr, tries):
     """Grid (1,). Volatile, as the host writes while this runs."""
-    seen = tl.load(flag_ptr, volatile=True)
-    tried = 0
-    while (seen < value) & (tried < tries):
-        seen = tl.load(flag_ptr, volatile=True)
-        tried += 1
+    place = tl.load(gate_ptr)
+    if place >= 0:
+        low = tl.load(gate_ptr + 1).to(tl.int64) & 0xFFFFFFFF
+        value = low | (tl.load(gate_ptr + 2).to(tl.int64) << 32)
+        seen = tl.load(flags_ptr + place, volatile=True)
+        tried = 0
+        while (seen < value) & (tried < tries):
+            seen = tl.load(flags_ptr + place, volatile=True)
+            tried += 1
 
 
-def wait_for(flag: Tensor, value: int) -> None:
-    """What is queued behind runs once `flag`, int64 [1] in pinned memory, is at least `value`; or
-    after some twenty seconds, so that a host that has failed does not leave the device busy for
-    ever.
+def wait_for_flag(flags: Tensor, gate: Tensor) -> None:
+    """See `ops.wait_for_flag`. Gives up after some twenty seconds, so that a host that has failed
+    does not leave the device busy for ever.
 
     What the host wrote before the flag is seen by copies and kernels queued behind.
     """
-    launch(_wait, (1,))(flag, value, _TRIES, num_warps=1)
+    launch(_wait, (1,))(flags, gate, _TRIES, num_warps=1)

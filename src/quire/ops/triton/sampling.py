@@ -2,7 +2,7 @@
 
 Temperature sampling by the Gumbel-max trick over counter-based noise, so that a token depends on
 its request's seed and position alone. Order and meaning of the truncations, and the noise, are
-those of `runner.sampling`: min-p, then top-k (ties kept), then top-p of what is left.
+those of `ops.reference.sample`: min-p, then top-k (ties kept), then top-p of what is left.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ import torch
 import triton
 from torch import Tensor
 
+from quire.ops.rows import LogitRows
 from quire.ops.triton.launch import launch, options, traits
 from quire.ops.triton.sampling_kernels import SUB, logprob_rows, logprob_tiles, pick, scan
 
 _TILE = 2048
 _CAP = 2048
 """Entries that a truncating row sorts at most; flatter rows are bisected instead."""
+_LIKELY = 512
+"""Entries that a row with log-probabilities sorts at most; flatter rows are searched instead."""
+_DRAW = 0
+"""The draw that picks a token: other uses of a position take other numbers."""
 
 
 def sample(
@@ -30,19 +35,10 @@ def sample(
     min_p: Tensor,
     seed: Tensor,
     sample_index: Tensor,
-    truncate: bool = True,
-    draw: int = 0,
+    truncate_rows: bool = True,
     cap: int = _CAP,
-    pdl: bool | None = None,
 ) -> Tensor:
-    """A token for each row, int32 [N]; rows of lane -1 are padding and undefined.
-
-    logits: [N, vocab] fp32, bf16 or fp16, after penalties and masks, dense rows. lanes: int [N].
-    position: int32 [N], the new token's. Per lane, columns of one float32 and one int32 table (any
-    stride): temperature (0: greedy), top_p (1: all), min_p (0: all); top_k (0: all), seed
-    ([lanes, 2], low and high word), sample_index. truncate: False promises that no row uses top-k,
-    top-p or min-p. cap: a power of two, entries a truncating row sorts at most.
-    """
+    """See `ops.sample`. cap: a power of two, entries that a truncating row sorts at most."""
     rows, vocab = logits.shape
     device = logits.device
     tokens = torch.empty(rows, dtype=torch.int32, device=device)
@@ -58,48 +54,49 @@ def sample(
     best = floats(rows, tiles)
     entry = torch.empty((rows, tiles), dtype=torch.int32, device=device)
     peaks = sums = stretch = found = best
-    if truncate:
+    if truncate_rows:
         peaks, sums = floats(rows, subs), floats(rows, tiles)
         stretch = torch.empty((rows, subs), dtype=torch.int32, device=device)
         found = torch.empty((rows, cap), dtype=torch.int64, device=device)
-    use_pdl = traits(device).pdl if pdl is None else pdl
+    pdl = traits(device).pdl
     columns = (lanes, position, temperature, top_k, top_p, min_p, seed, sample_index)
     strides = (logits.stride(0), temperature.stride(0), top_k.stride(0))
-    shared = {"TILE": _TILE, "TRUNCATE": truncate, "FAST": device.type == "cuda", "PDL": use_pdl}
+    shared = {"TILE": _TILE, "TRUNCATE": truncate_rows, "FAST": device.type == "cuda", "PDL": pdl}
     launch(scan, (rows, tiles))(
-        logits, *columns, best, entry, peaks, sums, vocab, *strides, draw, **shared,
-        **options(use_pdl, num_warps=4),
+        logits, *columns, best, entry, peaks, sums, vocab, *strides, _DRAW, **shared,
+        **options(pdl, num_warps=4),
     )  # fmt: skip
     launch(pick, (rows,))(
-        logits, *columns, best, entry, peaks, sums, stretch, found, tokens, vocab, *strides, draw,
+        logits, *columns, best, entry, peaks, sums, stretch, found, tokens, vocab, *strides, _DRAW,
         tiles, subs, TILES_PAD=triton.next_power_of_2(tiles),
         SUBS_PAD=triton.next_power_of_2(subs), CAP=cap, AT_ONCE=16, **shared,
-        **options(use_pdl, num_warps=8 if truncate else 1),
+        **options(pdl, num_warps=8 if truncate_rows else 1),
     )  # fmt: skip
     return tokens
 
 
 def token_logprobs(
-    logits: Tensor, tokens: Tensor, *, pdl: bool | None = None
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities float32 [N] and ranks int32 [N] (1: the likeliest) of tokens int32 [N] (-1:
-    padding, undefined) under logits [N, vocab]."""
-    rows, vocab = logits.shape
+    logits: Tensor, rows: LogitRows, tokens: Tensor, wanted: Tensor, out: Tensor
+) -> None:
+    """See `ops.token_logprobs`."""
+    count, vocab = logits.shape
     device = logits.device
-    value = torch.empty(rows, dtype=torch.float32, device=device)
-    own_rank = torch.empty(rows, dtype=torch.int32, device=device)
-    if rows == 0:
-        return value, own_rank
+    sub = int(SUB.value)
     tiles = triton.cdiv(vocab, _TILE)
-    peak, total = torch.empty((2, rows, tiles), dtype=torch.float32, device=device)
-    rank = torch.empty((rows, tiles), dtype=torch.int32, device=device)
-    use_pdl = traits(device).pdl if pdl is None else pdl
-    launch(logprob_tiles, (rows, tiles))(
-        logits, tokens, peak, total, rank, vocab, logits.stride(0), TILE=_TILE, PDL=use_pdl,
-        **options(use_pdl, num_warps=4),
+    subs = tiles * (_TILE // sub)
+    peaks = torch.empty((count, subs), dtype=torch.float32, device=device)
+    sums = torch.empty((count, tiles), dtype=torch.float32, device=device)
+    above = torch.empty((count, tiles), dtype=torch.int32, device=device)
+    stretch = torch.empty((count, subs), dtype=torch.int32, device=device)
+    found = torch.empty((count, _LIKELY), dtype=torch.int64, device=device)
+    pdl = traits(device).pdl
+    launch(logprob_tiles, (count, tiles))(
+        logits, rows.lanes, tokens, wanted, peaks, sums, above, vocab, logits.stride(0),
+        TILE=_TILE, PDL=pdl, **options(pdl, num_warps=4),
     )  # fmt: skip
-    launch(logprob_rows, (rows,))(
-        logits, tokens, peak, total, rank, value, own_rank, logits.stride(0), tiles,
-        TILES_PAD=triton.next_power_of_2(tiles), PDL=use_pdl, **options(use_pdl, num_warps=1),
+    launch(logprob_rows, (count,))(
+        logits, rows.lanes, rows.lengths, tokens, wanted, peaks, sums, above, stretch, found, out,
+        vocab, logits.stride(0), out.stride(0), (out.shape[1] - 2) // 2, tiles, subs,
+        TILES_PAD=triton.next_power_of_2(tiles), SUBS_PAD=triton.next_power_of_2(subs),
+        TILE=_TILE, CAP=_LIKELY, AT_ONCE=8, PDL=pdl, **options(pdl, num_warps=8),
     )  # fmt: skip
-    return value, own_rank

@@ -65,12 +65,14 @@ def scan(
             peak = tl.max(peaks, 0)
             base = tl.where(peak == float("-inf"), 0.0, peak)
             tl.store(sums_ptr + row * tl.num_programs(1) + tile, tl.sum(tl.exp(logits - base)))
-    # Beyond the vocabulary nothing may win, not even where everything is -inf.
+    # Beyond the vocabulary nothing may win, not even where everything is -inf. Entry -1 says that
+    # something is not a number, and wins.
+    broken = tl.max(tl.max((logits != logits).to(tl.int32), 1), 0) > 0
     best = tl.max(tl.max(score, 1), 0)
     places = tl.where((score == best) & (entry < vocab), entry, INT_MAX)
     out = row * tl.num_programs(1) + tile
-    tl.store(best_ptr + out, best)
-    tl.store(entry_ptr + out, tl.min(tl.min(places, 1), 0))
+    tl.store(best_ptr + out, tl.where(broken, float("inf"), best))
+    tl.store(entry_ptr + out, tl.where(broken, -1, tl.min(tl.min(places, 1), 0)))
 
 
 @triton.jit
@@ -268,13 +270,14 @@ def pick(
         top_p = tl.load(top_p_ptr + lane * float_stride)
         min_p = tl.load(min_p_ptr + lane * float_stride)
         cut = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
-    if not cut:
+    entry = tl.load(entry_ptr + row * num_tiles + tiles, mask=real, other=INT_MAX)
+    broken = tl.min(entry, 0) < 0
+    if broken | (not cut):
         best = tl.load(best_ptr + row * num_tiles + tiles, mask=real, other=float("-inf"))
-        entry = tl.load(entry_ptr + row * num_tiles + tiles, mask=real, other=INT_MAX)
         winner = tl.min(tl.where(best == tl.max(best, 0), entry, INT_MAX), 0)
         tl.store(tokens_ptr + row, winner)
     if TRUNCATE:
-        if cut:
+        if cut & (not broken):
             winner = _pick_cut(
                 logits_ptr + row * logits_stride, vocab, temperature, top_k, top_p, min_p,
                 peaks_ptr + row * num_subs, sums_ptr + row * num_tiles,
@@ -288,49 +291,115 @@ def pick(
 
 @triton.jit
 def logprob_tiles(
-    logits_ptr, tokens_ptr, peak_ptr, sum_ptr, rank_ptr, vocab, logits_stride,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, lanes_ptr, tokens_ptr, wanted_ptr, peaks_ptr, sums_ptr, above_ptr, vocab,
+    logits_stride, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, tiles): each tile's maximum, sum, and entries above the row's token."""
+    """Grid (rows, tiles). Of rows that ask: the maximum of every `SUB` entries, and of each tile
+    the sum relative to its maximum and how many entries are above the row's token."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    token = tl.load(tokens_ptr + row)
-    if token < 0:
+    lane = tl.load(lanes_ptr + row).to(tl.int64)
+    if lane < 0:
         return
+    if tl.load(wanted_ptr + lane) < 0:
+        return
+    token = tl.maximum(tl.load(tokens_ptr + row), 0)
     entry = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row_at = logits_ptr + row * logits_stride
     x = tl.load(row_at + entry, mask=entry < vocab, other=float("-inf")).to(tl.float32)
     own = tl.load(row_at + token).to(tl.float32)
-    peak = tl.max(x, 0)
+    subs: tl.constexpr = TILE // SUB
+    peaks = tl.max(tl.reshape(x, [subs, SUB]), 1)
+    peak = tl.max(peaks, 0)
     base = tl.where(peak == float("-inf"), 0.0, peak)
     out = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(peak_ptr + out, peak)
-    tl.store(sum_ptr + out, tl.sum(tl.exp(x - base), 0))
-    tl.store(rank_ptr + out, tl.sum((x > own).to(tl.int32), 0))
+    tl.store(peaks_ptr + out * subs + tl.arange(0, subs), peaks)
+    tl.store(sums_ptr + out, tl.sum(tl.exp(x - base), 0))
+    tl.store(above_ptr + out, tl.sum((x > own).to(tl.int32), 0))
+
+
+@triton.jit
+def _next_likely(logits, vocab, value, entry, BLOCK: tl.constexpr):
+    """The likeliest of a row's entries behind (value, entry), ties by entry, and its value."""
+    best = float("-inf")
+    place = INT_MAX
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        behind = (at < vocab) & ((x < value) | ((x == value) & (at > entry)))
+        x = tl.where(behind, x, float("-inf"))
+        here = tl.max(x, 0)
+        first = tl.min(tl.where(behind & (x == here), at, INT_MAX), 0)
+        better = (here > best) | ((here == best) & (first < place))
+        place = tl.where(better, first, place)
+        best = tl.where(better, here, best)
+    return best, place
 
 
 @triton.jit
 def logprob_rows(
-    logits_ptr, tokens_ptr, peak_ptr, sum_ptr, rank_ptr, value_ptr, own_rank_ptr, logits_stride,
-    num_tiles, TILES_PAD: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, lanes_ptr, lengths_ptr, tokens_ptr, wanted_ptr, peaks_ptr, sums_ptr, above_ptr,
+    stretch_ptr, found_ptr, out_ptr, vocab, logits_stride, out_stride, slots, num_tiles, num_subs,
+    TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): the tiles' sums joined (online log-sum-exp, Milakov & Gimelshein, 2018)."""
+    """Grid (rows): the tiles' sums joined (online log-sum-exp, Milakov & Gimelshein, 2018), and the
+    likeliest entries collected and sorted."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    token = tl.load(tokens_ptr + row)
-    if token < 0:
+    lane = tl.load(lanes_ptr + row).to(tl.int64)
+    if lane < 0:
         return
-    tiles = tl.arange(0, TILES_PAD)
-    real = tiles < num_tiles
-    peaks = tl.load(peak_ptr + row * num_tiles + tiles, mask=real, other=float("-inf"))
-    sums = tl.load(sum_ptr + row * num_tiles + tiles, mask=real, other=0.0)
+    wanted = tl.load(wanted_ptr + lane)
+    if wanted < 0:
+        return
+    wanted = tl.minimum(tl.minimum(wanted, slots - 1), vocab)
+    logits = logits_ptr + row * logits_stride
+    subs = tl.arange(0, SUBS_PAD)
+    peaks_at = peaks_ptr + row * num_subs
+    peaks = tl.load(peaks_at + subs, mask=subs < num_subs, other=float("-inf"))
     peak = tl.max(peaks, 0)
-    whole = tl.sum(sums * tl.exp(peaks - peak), 0)
-    own = tl.load(logits_ptr + row * logits_stride + token).to(tl.float32)
-    ranks = tl.load(rank_ptr + row * num_tiles + tiles, mask=real, other=0)
-    tl.store(value_ptr + row, own - peak - tl.log(whole))
-    tl.store(own_rank_ptr + row, tl.sum(ranks, 0) + 1)
+    whole = _whole_mass(peaks_at, sums_ptr + row * num_tiles, num_subs, num_tiles, peak,
+                        TILES_PAD, TILE)  # fmt: skip
+    norm = peak + tl.log(whole)
+    token = tl.maximum(tl.load(tokens_ptr + row), 0)
+    own = tl.load(logits + token).to(tl.float32)
+    tiles = tl.arange(0, TILES_PAD)
+    above = tl.load(above_ptr + row * num_tiles + tiles, mask=tiles < num_tiles, other=0)
+    line = out_ptr + row * out_stride
+    ids = line + 2
+    values = (line + 2 + slots).to(tl.pointer_type(tl.float32))
+    tl.store(line, tl.load(lengths_ptr + row))
+    tl.store(line + 1, tl.sum(above, 0) + 1)
+    tl.store(ids, token)
+    tl.store(values, own - norm)
+    if wanted > 0:
+        bound = float("-inf")
+        if wanted <= num_subs:
+            bound = _value(_likeliest(_ordered(peaks), wanted))
+        hit = (peaks >= bound) & (subs < num_subs)
+        found = found_ptr + row * CAP
+        count = _collect(
+            logits, vocab, 1.0, bound, hit, stretch_ptr + row * num_subs, found, SUBS_PAD, CAP,
+            AT_ONCE,
+        )  # fmt: skip
+        if count <= CAP:
+            rank = tl.arange(0, CAP)
+            held = rank < count
+            packed = tl.load(found + rank, mask=held, other=-(2**63))
+            packed = tl.sort(packed, descending=True)
+            entry = -(packed & 0x7FFFFFFF).to(tl.int32) + INT_MAX
+            asked = rank < wanted
+            tl.store(ids + 1 + rank, entry, mask=asked)
+            tl.store(values + 1 + rank, _value((packed >> 32).to(tl.int32)) - norm, mask=asked)
+        else:
+            value = float("inf")
+            place = -1
+            for i in range(0, wanted):
+                value, place = _next_likely(logits, vocab, value, place, 1024)
+                tl.store(ids + 1 + i, place)
+                tl.store(values + 1 + i, value - norm)

@@ -104,7 +104,8 @@ def tool_choice_of(body: CountTokensRequest) -> ToolChoice:
 
 
 def dialogue_of(state: ServerState, body: CountTokensRequest) -> Dialogue:
-    """Returns the request's dialogue. A last message of the assistant is continued by the answer."""
+    """Returns the request's dialogue. A last message of the assistant is continued by the
+    answer."""
     messages = messages_of(body)
     last = messages[-1]
     prefilled = last["role"] == "assistant"

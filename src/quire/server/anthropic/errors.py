@@ -30,7 +30,8 @@ class AnthropicErrorBody(msgspec.Struct):
 
 
 def error_body(error: ApiError, request_id: str) -> AnthropicErrorBody:
-    """Returns the error in Anthropic's shape, whose only place for a field's name is the message."""
+    """Returns the error in Anthropic's shape, whose only place for a field's name is the
+    message."""
     message = str(error)
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"

@@ -17,7 +17,7 @@ from quire.server.anthropic.objects import (
     TokenCount,
 )
 from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from quire.server.errors import ApiError, renaming
+from quire.server.errors import ApiError, rename_fields
 from quire.server.generation.chat import ChatGeneration, count, prepare
 from quire.server.generation.dialogue import (
     Event,
@@ -30,7 +30,7 @@ from quire.server.generation.dialogue import (
 from quire.server.generation.thinking import BudgetedChatGeneration, reasoning_tokens
 from quire.server.middleware.request_context import context_of
 from quire.server.request_body import Model, read_body
-from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
+from quire.server.sse import EventStream, json_response, start_stream, unless_disconnected
 from quire.server.state import ServerState, state_of
 
 VERSIONS = ("2023-06-01", "2026-10-21")
@@ -41,7 +41,7 @@ VERSIONS = ("2023-06-01", "2026-10-21")
 async def create_message(request: Request) -> Response:
     state = state_of(request)
     body = await _read(request, state, MessagesRequest)
-    with renaming(NAMES):
+    with rename_fields(NAMES):
         return await _answer(request, body)
 
 
@@ -54,7 +54,7 @@ async def _answer(request: Request, body: MessagesRequest) -> Response:
         reply = BudgetedChatGeneration(state, prepared, body.budget)
     answer = MessageAnswer(state, body, reply, context_of(request).id)
     if not body.stream:
-        return json_answer(await unless_gone(request.receive, answer.whole()))
+        return json_response(await unless_disconnected(request.receive, answer.whole()))
     await start_stream(request, reply)
     return EventStream(
         reply,
@@ -68,9 +68,9 @@ async def _answer(request: Request, body: MessagesRequest) -> Response:
 async def count_tokens(request: Request) -> Response:
     state = state_of(request)
     body = await _read(request, state, CountTokensRequest)
-    with renaming(NAMES):
+    with rename_fields(NAMES):
         ids = await count(state, await asyncio.to_thread(dialogue_of, state, body))
-    return json_answer(TokenCount(len(ids)))
+    return json_response(TokenCount(len(ids)))
 
 
 async def _read(request: Request, state: ServerState, model: type[Model]) -> Model:

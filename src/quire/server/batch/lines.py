@@ -103,7 +103,8 @@ def read_lines(path: Path, max_body: int) -> Iterator[BatchLine]:
 
 
 def _bounded(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yields (number, line) for each line that is not empty; None stands for one that is too long."""
+    """Yields (number, line) for each line that is not empty; None stands for one that is too
+    long."""
     number = 0
     while data := file.readline(limit):
         number += 1

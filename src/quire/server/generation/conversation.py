@@ -44,7 +44,8 @@ class ConversationBuilder:
         self._add("content", text)
 
     def call(self, id: str, name: str, arguments: str, param: str) -> None:
-        """Adds a tool call. `arguments`: the text of a JSON object; empty is one without members."""
+        """Adds a tool call. `arguments`: the text of a JSON object; empty is one without
+        members."""
         arguments = arguments or "{}"
         if not _is_object(arguments):
             raise RequestError(

@@ -14,7 +14,7 @@ from quire.sampling_params import SamplingParams
 from quire.server.generation.usage import CompletionUsage, PromptTokensDetails
 from quire.server.middleware.request_context import RequestContext, timed_out
 from quire.server.state import ServerState
-from quire.server.telemetry.metrics import RequestClock
+from quire.server.telemetry.metrics import RequestTimer
 
 if TYPE_CHECKING:
     from quire.engine.output import StreamUpdate
@@ -109,7 +109,8 @@ class TextGeneration:
             self._timer = loop.call_later(self.context.remaining, self._time_out)
 
     def _time_out(self) -> None:
-        """Aborts what still runs when the request's time is over; text that came before it is kept."""
+        """Aborts what still runs when the request's time is over; text that came before it is
+        kept."""
         if self._running:
             self._error = self._error or timed_out()
             self.context.end = "timeout"
@@ -168,7 +169,7 @@ class TextGeneration:
         )
 
     async def _run(self, index: int, prompt: Prompt) -> None:
-        clock = RequestClock(self.metrics)
+        clock = RequestTimer(self.metrics)
         updates = cast(
             "AsyncGenerator[StreamUpdate, None]",
             self.state.client.generate(

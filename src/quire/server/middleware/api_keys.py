@@ -56,7 +56,7 @@ class ApiKeys:
         self.load()
 
     @property
-    def asks(self) -> bool:
+    def required(self) -> bool:
         """Tells whether a key is needed."""
         return bool(self._args.api_key) or self._args.api_key_file is not None
 

@@ -55,14 +55,14 @@ class AuthMiddleware:
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
-            self._let_in(scope)
+            self._authorize(scope)
         except ApiError as error:
             self.state.metrics.count_error(error)
             await error_response(error, scope)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
-    def _let_in(self, scope: Scope) -> None:
+    def _authorize(self, scope: Scope) -> None:
         """Raises ApiError: 401, 429, or 503 while the queue is full."""
         path, context = route_of(scope), context_in(scope)
         if path in self.public:
@@ -76,11 +76,11 @@ class AuthMiddleware:
             if path not in _UNQUEUED_PATHS:
                 self.state.check_room()
         else:
-            context.look_up()
+            context.read_limits()
 
     def _key(self, scope: Scope) -> ApiKey | None:
         keys = self.state.keys
-        if not keys.asks:
+        if not keys.required:
             return keys.anonymous
         given = _secrets(scope)
         return keys.find(given[0]) if len(given) == 1 else None

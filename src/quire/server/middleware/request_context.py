@@ -87,7 +87,7 @@ class RequestContext:
             raise _exceeded("tokens", self.levels.tokens, tokens)
         self._taken += tokens
 
-    def look_up(self) -> None:
+    def read_limits(self) -> None:
         """Reads the limits for the answer's headers, without taking anything."""
         if self.key.requests_per_minute is not None or self.key.tokens_per_minute is not None:
             _, self.levels = self.rate_limiter.take_tokens(self.key, 0)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.sampling_params import SamplingParams
-from quire.server.errors import ApiError, prompt_named, renaming
+from quire.server.errors import ApiError, blame_field, rename_fields
 from quire.server.generation.chat import ChatGeneration, prepare
 from quire.server.generation.dialogue import (
     ChatAnswer,
@@ -45,7 +45,7 @@ from quire.server.openai.protocol import ChatRequest
 from quire.server.openai.stored_chats import StoredChat, chat_store, check_store, owner_of
 from quire.server.openai.structured import structured_field
 from quire.server.request_body import read_body
-from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
+from quire.server.sse import EventStream, json_response, start_stream, unless_disconnected
 from quire.server.state import ServerState, new_id, state_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ async def chat_completions(request: Request) -> Response:
         check_store(request)
     dialogue = _dialogue(state, body)
     names = {"structured_outputs": structured_field(body)}
-    with renaming(names | functions.ERROR_NAMES if body.functions else names):
+    with rename_fields(names | functions.ERROR_NAMES if body.functions else names):
         reply = await prepare(state, dialogue, context_of(request))
     writer = ChatWriter(state, tokenizer, body, reply)
 
@@ -76,9 +76,9 @@ async def chat_completions(request: Request) -> Response:
             chat_store(request).add(stored)
         return envelope
 
-    with prompt_named("messages"):
+    with blame_field("messages"):
         if not body.stream:
-            return json_answer(keep(await unless_gone(request.receive, reply.whole())))
+            return json_response(keep(await unless_disconnected(request.receive, reply.whole())))
         await start_stream(request, reply)
 
     def finish(buffer: bytearray) -> None:

@@ -17,11 +17,11 @@ from quire.server.generation.text import Prompt, TextGeneration, TextPiece, coll
 from quire.server.middleware.request_context import RequestContext, context_of
 from quire.server.openai.chunks import ChunkWriter
 from quire.server.openai.convert import (
-    about_tokens,
     check_fan_out,
+    estimate_tokens,
+    prompt_text,
     prompts_of,
     sampling_params,
-    shown_prompt,
     tokenized,
 )
 from quire.server.openai.fim import infill
@@ -35,7 +35,7 @@ from quire.server.openai.objects import (
 from quire.server.openai.protocol import CompletionRequest, GenerateRequest
 from quire.server.openai.structured import structured_field
 from quire.server.request_body import read_body
-from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
+from quire.server.sse import EventStream, json_response, start_stream, unless_disconnected
 from quire.server.state import ServerState, new_id, state_of
 
 
@@ -63,11 +63,11 @@ async def completions(request: Request) -> Response:
     )
     writer = CompletionWriter(state, body, prompts, generation)
     if not body.stream:
-        pieces = await unless_gone(request.receive, collect(generation))
+        pieces = await unless_disconnected(request.receive, collect(generation))
         if body.best_of is not None and body.best_of > (body.n or 1):
-            pieces = likeliest(pieces, body.best_of, body.n or 1)
+            pieces = best_completions(pieces, body.best_of, body.n or 1)
         choices = [writer.choice(piece) for piece in pieces]
-        return json_answer(writer.envelope(choices, usage=writer.usage))
+        return json_response(writer.envelope(choices, usage=writer.usage))
     await start_stream(request, generation)
     return EventStream(generation, writer.write, writer.chunks.finish, metrics=state.metrics)
 
@@ -77,9 +77,9 @@ def charge(
 ) -> None:
     """Takes the tokens that the prompts may use from the key's limit. Raises ApiError, 429."""
     if state.args.log_prompts:
-        context.prompts += [shown_prompt(state.client.tokenizer, prompt) for prompt in prompts]
+        context.prompts += [prompt_text(state.client.tokenizer, prompt) for prompt in prompts]
     most = None if params.max_tokens is None else params.max_tokens * len(prompts)
-    context.take_tokens(sum(map(about_tokens, prompts)), most, params.n)
+    context.take_tokens(sum(map(estimate_tokens, prompts)), most, params.n)
 
 
 async def _inputs(state: ServerState, suffix: str | None, prompts: list[Prompt]) -> list[Prompt]:
@@ -91,7 +91,7 @@ async def _inputs(state: ServerState, suffix: str | None, prompts: list[Prompt])
     return await asyncio.to_thread(lambda: [infill(tokenizer, p, suffix) for p in prompts])
 
 
-def likeliest(pieces: list[TextPiece], best_of: int, n: int) -> list[TextPiece]:
+def best_completions(pieces: list[TextPiece], best_of: int, n: int) -> list[TextPiece]:
     """Returns the best `n` of each prompt's `best_of` completions, renumbered.
 
     Completions are ranked by their mean log-probability per token.
@@ -287,9 +287,9 @@ async def generate(request: Request) -> Response:
         cache_salt=body.cache_salt or "",
     )
     if not body.stream:
-        (piece,) = await unless_gone(request.receive, collect(generation))
+        (piece,) = await unless_disconnected(request.receive, collect(generation))
         ids = piece.token_ids if body.return_token_ids else UNSET
-        return json_answer(GenerateAnswer(piece.text, piece.finish_reason, generation.usage, ids))
+        return json_response(GenerateAnswer(piece.text, piece.finish_reason, generation.usage, ids))
     await start_stream(request, generation)
     return EventStream(
         generation,

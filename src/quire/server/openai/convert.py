@@ -142,12 +142,12 @@ async def tokenized(tokenizer: Tokenizer | None, prompts: list[Prompt], most: in
     )
 
 
-def about_tokens(prompt: Prompt) -> int:
+def estimate_tokens(prompt: Prompt) -> int:
     """Returns the number of a prompt's tokens, estimated for a text."""
     return len(prompt) // _USUAL_CHARS + 1 if isinstance(prompt, str) else len(prompt)
 
 
-def shown_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> str:
+def prompt_text(tokenizer: Tokenizer | None, prompt: Prompt) -> str:
     """Returns the prompt as a text for the log."""
     if isinstance(prompt, str):
         return prompt

@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 from quire.errors import OverloadedError
 from quire.pooling_params import PoolingParams
-from quire.server.errors import prompt_named
+from quire.server.errors import blame_field
 from quire.server.generation.text import Prompt
 from quire.server.middleware.request_context import RequestContext, context_of, timed_out
-from quire.server.openai.convert import about_tokens, prompts_of, shown_prompt, tokenized
+from quire.server.openai.convert import estimate_tokens, prompt_text, prompts_of, tokenized
 from quire.server.request_body import read_body
-from quire.server.sse import json_answer, unless_gone
+from quire.server.sse import json_response, unless_disconnected
 from quire.server.state import ServerState, new_id, state_of
 from quire.server.strict_model import INT32_MAX, Name, StrictModel, TextsOrIds
 from quire.server.telemetry.request_trace import PromptPhases
@@ -74,13 +74,13 @@ async def embeddings(request: Request) -> Response:
     if any(isinstance(text, str) for text in inputs):
         state.tokenizer("input")
     most = state.client.config.scheduler.max_model_len
-    with prompt_named("input"):
+    with blame_field("input"):
         inputs = await tokenized(state.client.tokenizer, inputs, most)
     context = context_of(request)
     if state.args.log_prompts:
-        context.prompts += [shown_prompt(state.client.tokenizer, text) for text in inputs]
-    context.take_tokens(sum(map(about_tokens, inputs)), 0)
-    found = await unless_gone(request.receive, _embed_all(state, context, body, inputs))
+        context.prompts += [prompt_text(state.client.tokenizer, text) for text in inputs]
+    context.take_tokens(sum(map(estimate_tokens, inputs)), 0)
+    found = await unless_disconnected(request.receive, _embed_all(state, context, body, inputs))
     if sum(each.values.size for each in found) > _MANY_NUMBERS:
         return await asyncio.to_thread(_answer, state, body, found)
     return _answer(state, body, found)
@@ -92,7 +92,7 @@ def _answer(state: ServerState, body: EmbeddingRequest, found: list[Embedding]) 
         EmbeddingObject(index, _encoded(each, body.encoding_format))
         for index, each in enumerate(found)
     ]
-    return json_answer(EmbeddingList(data, state.model_name, EmbeddingUsage(count, count)))
+    return json_response(EmbeddingList(data, state.model_name, EmbeddingUsage(count, count)))
 
 
 def _encoded(found: Embedding, encoding: str | None) -> list[float] | str:
@@ -113,7 +113,7 @@ async def _embed_all(
         for index, text in enumerate(inputs)
     ]
     try:
-        with prompt_named("input"):
+        with blame_field("input"):
             async with asyncio.timeout(context.remaining):
                 return await asyncio.gather(*tasks)
     except TimeoutError:

@@ -57,7 +57,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(StrictModel):
-    """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`: token counts in every chunk."""
+    """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`: token counts in every
+    chunk."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None

@@ -15,7 +15,7 @@ from quire.server.middleware.request_context import context_of
 from quire.server.openai.objects import ChatChoice, CompletionObject
 from quire.server.query import Query
 from quire.server.request_body import read_body
-from quire.server.sse import json_answer
+from quire.server.sse import json_response
 from quire.server.state import state_of
 from quire.server.store import BoundedStore
 from quire.server.strict_model import Metadata, StrictModel
@@ -151,11 +151,11 @@ async def list_chats(request: Request) -> Response:
     ]
     page, more = _page(query, found, [completion.id for completion in found])
     first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return json_answer(ChatList(page, first, last, more))
+    return json_response(ChatList(page, first, last, more))
 
 
 async def show_chat(request: Request) -> Response:
-    return json_answer(_stored(request).completion)
+    return json_response(_stored(request).completion)
 
 
 async def update_chat(request: Request) -> Response:
@@ -163,13 +163,13 @@ async def update_chat(request: Request) -> Response:
     chat = _stored(request)
     chat.completion.metadata = body.metadata or {}
     chat_store(request).update(chat)
-    return json_answer(chat.completion)
+    return json_response(chat.completion)
 
 
 async def delete_chat(request: Request) -> Response:
     chat = _stored(request)
     chat_store(request).remove(chat)
-    return json_answer(DeletedChat(chat.completion.id))
+    return json_response(DeletedChat(chat.completion.id))
 
 
 async def list_messages(request: Request) -> Response:
@@ -189,7 +189,7 @@ async def list_messages(request: Request) -> Response:
     ]
     page, more = _page(query, messages, [message.id for message in messages])
     first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return json_answer(MessageList(page, first, last, more))
+    return json_response(MessageList(page, first, last, more))
 
 
 def _stored(request: Request) -> StoredChat:

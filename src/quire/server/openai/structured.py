@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from quire.errors import RequestError
 from quire.sampling_params import StructuredOutputsParams
-from quire.server.errors import renaming
+from quire.server.errors import rename_fields
 from quire.server.strict_model import StrictModel
 
 MAX_CHOICES = 10_000
@@ -81,7 +81,7 @@ def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None
             f"'{second}' and '{first}' exclude each other.", param=second, code="invalid_value"
         )
     for field, (kind, value) in found.items():
-        with renaming({"structured_outputs": field}):
+        with rename_fields({"structured_outputs": field}):
             if kind == "json" and not isinstance(value, str):
                 value = json.dumps(value)
             return StructuredOutputsParams(**{kind: value})

@@ -24,7 +24,7 @@ from quire.server.openai.messages import (
 )
 from quire.server.openai.protocol import MAX_MESSAGES, MAX_TOOLS
 from quire.server.request_body import read_body
-from quire.server.sse import json_answer
+from quire.server.sse import json_response
 from quire.server.state import state_of
 from quire.server.strict_model import Count, Name, StrictModel, TemplateKwargs
 
@@ -107,7 +107,7 @@ async def tokenize(request: Request) -> Response:
     if body.return_token_strs:
         strings = [tokenizer.piece(token) or "" for token in tokens]
     limit = state.client.config.scheduler.max_model_len
-    return json_answer(Tokenized(len(tokens), limit, tokens, strings))
+    return json_response(Tokenized(len(tokens), limit, tokens, strings))
 
 
 def _dialogue(body: TokenizeRequest) -> Dialogue:
@@ -147,4 +147,4 @@ async def detokenize(request: Request) -> Response:
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
     else:
         text = tokenizer.decode(body.tokens, False)
-    return json_answer(Detokenized(text))
+    return json_response(Detokenized(text))

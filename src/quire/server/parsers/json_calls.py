@@ -27,7 +27,8 @@ class JsonToolParser(ToolParser):
     needs_arguments = False
 
     def call(self) -> Reading:
-        """Reads one call's object. Closing braces may be missing once the arguments are complete."""
+        """Reads one call's object. Closing braces may be missing once the arguments are
+        complete."""
         if not (yield from self._call()):
             raise NotACallError
 
@@ -158,7 +159,8 @@ class JsonToolParser(ToolParser):
 
 
 def _object_text(raw: str) -> str:
-    """Returns arguments as the JSON text of an object; some models write that text into a string."""
+    """Returns arguments as the JSON text of an object; some models write that text into a
+    string."""
     try:
         value = json.loads(raw)
         if isinstance(value, str):

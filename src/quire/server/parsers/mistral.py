@@ -37,7 +37,8 @@ class MistralParser(JsonToolParser):
             yield
 
     def _one(self) -> Reading:
-        """Reads a name, an id if there is one, and arguments; the next call has a mark of its own."""
+        """Reads a name, an id if there is one, and arguments; the next call has a mark of its
+        own."""
         letters = []
         while self.char in _NAME:
             letters.append(self.char)

@@ -9,7 +9,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
 
-_GOODBYE_SECONDS = 0.5
+_CLOSE_SECONDS = 0.5
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -56,7 +56,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """
         super().shutdown()
         if self.transport.is_closing():
-            self.loop.call_later(_GOODBYE_SECONDS, self.transport.abort)
+            self.loop.call_later(_CLOSE_SECONDS, self.transport.abort)
 
     def _await_head(self) -> None:
         if self._timer is None:

@@ -96,7 +96,8 @@ def _resolved(item: Item | ItemReference, place: int, store: ResponseStore) -> I
 
 
 def messages_of(body: PromptFields, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Returns the conversation as chat templates take it. The last of `items` are the body's own."""
+    """Returns the conversation as chat templates take it. The last of `items` are the body's
+    own."""
     turns = ConversationBuilder("input")
     if body.instructions is not None:
         turns.system(body.instructions)

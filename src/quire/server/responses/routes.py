@@ -7,7 +7,7 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.errors import ApiError, renaming
+from quire.server.errors import ApiError, rename_fields
 from quire.server.generation.chat import count, prepare
 from quire.server.generation.dialogue import Dialogue
 from quire.server.middleware.request_context import context_of
@@ -28,7 +28,7 @@ from quire.server.responses.items import Item, shown
 from quire.server.responses.objects import DeletedResponse, InputTokens, ItemList
 from quire.server.responses.protocol import LOGPROBS, CreateRequest, PromptFields
 from quire.server.responses.store import ResponseStore, StoredResponse
-from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
+from quire.server.sse import EventStream, json_response, start_stream, unless_disconnected
 from quire.server.state import ServerState, state_of
 
 
@@ -45,7 +45,7 @@ async def create_response(request: Request) -> Response:
             param="background",
         )
     items = items_of(body, store_of(request))
-    with renaming(NAMES):
+    with rename_fields(NAMES):
         return await _answer(request, body, items)
 
 
@@ -66,11 +66,11 @@ async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]
         answer.start_in_background(state.metrics)
         if body.stream:
             return _stream(state, stored, -1, obfuscate)
-        return json_answer(stored.response)
+        return json_response(stored.response)
     if not body.stream:
         stored.writer.streams = False
-        await unless_gone(request.receive, answer.whole())
-        return json_answer(stored.response)
+        await unless_disconnected(request.receive, answer.whole())
+        return json_response(stored.response)
     await start_stream(request, reply)
     return EventStream(
         reply,
@@ -87,13 +87,14 @@ async def count_input_tokens(request: Request) -> Response:
     state.check_alive()
     state.check_model(body.model)
     items = items_of(body, store_of(request))
-    with renaming(NAMES):
+    with rename_fields(NAMES):
         ids = await count(state, await _fitted(state, body, items))
-    return json_answer(InputTokens(len(ids)))
+    return json_response(InputTokens(len(ids)))
 
 
 async def get_response(request: Request) -> Response:
-    """Answers with a stored response; with `stream`, with the events of one made in the background."""
+    """Answers with a stored response; with `stream`, with the events of one made in the
+    background."""
     query = Query(request, "stream", "starting_after", "include_obfuscation")
     stored = _stored(request)
     if not query.flag("stream"):
@@ -101,7 +102,7 @@ async def get_response(request: Request) -> Response:
             if query.text(name) is not None:
                 raise ApiError(400, f"'{name}' is only allowed with stream=true.", param=name)
         stored.writer.flush()
-        return json_answer(stored.response)
+        return json_response(stored.response)
     if not stored.response.background:
         raise ApiError(
             400,
@@ -124,13 +125,13 @@ async def cancel_response(request: Request) -> Response:
     if stored.task is not None:
         stored.task.cancel()
         await asyncio.gather(stored.task, return_exceptions=True)
-    return json_answer(stored.response)
+    return json_response(stored.response)
 
 
 async def delete_response(request: Request) -> Response:
     stored = _stored(request)
     store_of(request).remove(stored)
-    return json_answer(DeletedResponse(stored.response.id))
+    return json_response(DeletedResponse(stored.response.id))
 
 
 async def list_input_items(request: Request) -> Response:
@@ -148,7 +149,7 @@ async def list_input_items(request: Request) -> Response:
     limit = query.integer("limit", 20, 1, 100)
     data = [shown(item) for item in items[:limit]]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return json_answer(ItemList(data, first, last, has_more=len(items) > limit))
+    return json_response(ItemList(data, first, last, has_more=len(items) > limit))
 
 
 def store_of(request: Request) -> ResponseStore:

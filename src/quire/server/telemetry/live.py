@@ -96,7 +96,7 @@ class Watcher:
         self._pause = 1 / rate
         self._frames = frames
         self._first: Snapshot | None = None
-        self._told: dict[str, bytes] = {}
+        self._sent: dict[str, bytes] = {}
         self._cells: list[Int32] = []
         self._last = 0.0
         self._open = False
@@ -136,8 +136,8 @@ class Watcher:
         """Writes an event with the changes; without changes only after a quiet second."""
         snapshot = batch[-1]
         parts = {name: make(snapshot) for name, make in self._parts().items()}
-        told, self._told = self._told, parts
-        fresh = {name: data for name, data in parts.items() if told.get(name) != data}
+        sent, self._sent = self._sent, parts
+        fresh = {name: data for name, data in parts.items() if sent.get(name) != data}
         fresh["pools"] = msgspec.json.encode(self._pools(snapshot.pools))
         if fresh["pools"] == b"[]":
             del fresh["pools"]
@@ -218,7 +218,8 @@ def runs(cells: Int32, wanted: Any) -> list[list[int]]:
 
 
 async def live(request: Request) -> Response:
-    """Streams snapshots. Query: `rate`, the most events a second; `frames`, the number of events."""
+    """Streams snapshots. Query: `rate`, the most events a second; `frames`, the number of
+    events."""
     state = state_of(request)
     query = Query(request, "rate", "frames")
     rate = query.integer("rate", _FASTEST, 1, _FASTEST)

@@ -28,7 +28,8 @@ def configure(args: ServerArgs) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats records as text, an access line's fields as `name=value`; clients' texts are quoted."""
+    """Formats records as text, an access line's fields as `name=value`; clients' texts are
+    quoted."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -78,7 +78,8 @@ class ServerMetrics:
         return Counter(f"quire_{name}", help, tuple(labels), registry=self.registry)
 
     def collect_from(self, collector: Collector) -> None:
-        """Adds a collector of the whole server's numbers, which only the scraped process reports."""
+        """Adds a collector of the whole server's numbers, which only the scraped process
+        reports."""
         self.collectors.append(collector)
         self.registry.register(collector)
 
@@ -107,7 +108,7 @@ class ServerMetrics:
         return generate_latest(registry)
 
 
-class RequestClock:
+class RequestTimer:
     """Measures one prompt with its `n` completions, update by update."""
 
     __slots__ = ("about", "first", "last", "metrics", "outputs", "start")

@@ -27,7 +27,7 @@ _OPERATIONS = {
 
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 _EXPORT_SECONDS = 5.0
-_GOODBYE_SECONDS = 2.0
+_CLOSE_SECONDS = 2.0
 
 
 class Tracing:
@@ -124,7 +124,7 @@ class Tracing:
 
     def close(self) -> None:
         """Sends the remaining spans, and waits a moment for it. Blocks."""
-        self._provider.force_flush(round(_GOODBYE_SECONDS * 1000))
+        self._provider.force_flush(round(_CLOSE_SECONDS * 1000))
         self._provider.shutdown()
 
 

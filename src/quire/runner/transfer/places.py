@@ -32,10 +32,10 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
 from quire.plan import Transfer
 from quire.runner import memory
-from quire.runner.disk_store import DiskStore, identity
-from quire.runner.host_pool import BlockLayout, HostPool
 from quire.runner.kv_cache import KVCache
 from quire.runner.memory import GB
+from quire.runner.transfer.disk import DiskStore, identity
+from quire.runner.transfer.host import BlockLayout, HostPool
 
 _PATIENCE = 2e-3
 """Seconds for which a step without rows waits for something to arrive."""

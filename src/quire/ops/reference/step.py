@@ -1,0 +1,494 @@
+"""The parts of a step around the model: rows to tokens, logits to tokens, lanes moved on.
+
+A lane is a request's place in the batch state. M is the number of lanes, R of rows, T of token
+places, L of logit rows. Twins may read values of host tensors; kernels of the same names may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.ops.reference import random, truncate
+from quire.ops.rows import PROMPT, Drafts, Expanded, ExpandedGroup, LogitRows, StepRows
+
+STOP_TOKEN, LENGTH, BROKEN = 1, 2, 3
+"""Why a row ends; the values are those of `quire.plan.StopReason`."""
+
+FIRST_TOKEN = 2
+"""The column of the first token in a line of results."""
+
+
+def scatter(memory: Tensor, packed: Tensor, segments: int, longest: int) -> None:
+    """Writes segments of words into memory.
+
+    memory: int32 [words]. packed: int32, first a line (start in memory, number of words, place of
+        the values behind all lines) for each of the segments, then the values.
+    longest: the most words of a segment. No two segments overlap.
+    """
+    values = packed[3 * segments :]
+    for start, count, place in packed[: 3 * segments].view(-1, 3).tolist():
+        memory[start : start + count] = values[place : place + count]
+
+
+def copy_blocks(memory: Tensor, src: Tensor, dst: Tensor, most: int) -> None:
+    """Copies block `src[i]` to `dst[i]`, int64 [n], in order, at most `most` at a time.
+
+    memory: [blocks, ...]. A block may be written once it was read.
+    """
+    for at in range(0, len(src), most):
+        part = slice(at, at + most)
+        memory.index_copy_(0, dst[part], memory.index_select(0, src[part]))
+
+
+def place_drafts(rows: StepRows, position: Tensor, tokens: Tensor, drafts: Drafts) -> None:
+    """Writes the drafts that each generating row computes behind its last token.
+
+    position: int32 [M], the first position each lane computes. tokens: int32 [M, max_len].
+    A row of `q_len` tokens takes up to q_len - 1 drafts: those that the claim has behind the row's
+    first position, if what it has before agrees with the text. Their number goes to `drafts.used`.
+    """
+    room = (rows.query_start[1:] - rows.query_start[:-1]).long() - 1
+    takes = (rows.lanes >= 0) & ((rows.flags & PROMPT) == 0) & (room >= 1)
+    which = torch.nonzero(takes).flatten()
+    if not len(which):
+        return
+    lane, room = rows.lanes[which].long(), room[which]
+    claimed, first = drafts.ids[lane], drafts.start[lane].long()
+    width = claimed.shape[1]
+    known = position[lane].long() + 1 - first
+    column = torch.arange(width, device=rows.device)
+    places = first.unsqueeze(1) + column
+    inside = places.clamp(0, tokens.shape[1] - 1)
+    before = column < known.unsqueeze(1)
+    differs = (before & (tokens[lane.unsqueeze(1), inside] != claimed)).any(dim=1)
+    # The first place behind the text where nothing is claimed ends the drafts.
+    gaps = torch.where(~before & (claimed < 0), column, width)
+    used = torch.minimum(gaps.amin(dim=1) - known, room).clamp(min=0)
+    used = torch.where((known >= 0) & (known < width) & ~differs, used, 0)
+    taken = ~before & (column < (known + used).unsqueeze(1))
+    owner = lane.unsqueeze(1).expand_as(places)
+    tokens[owner[taken], places[taken]] = claimed[taken]
+    drafts.used[lane] = used.int()
+
+
+def expand_rows(
+    rows: StepRows,
+    position: Tensor,
+    tokens: Tensor,
+    tables: Sequence[tuple[Tensor, int]],
+    logit_rows: LogitRows,
+    *,
+    num_tokens: int,
+    max_seq_len: int,
+    drafts: Drafts | None = None,
+) -> Expanded:
+    """Returns what the model must know of the rows' tokens, and fills in `logit_rows`.
+
+    position: int32 [M], the first position each lane computes. tokens: int32 [M, max_len].
+    tables: per KV group its block tables, int32 [M, blocks], and the tokens of a block.
+    max_seq_len: a bound of the rows' lengths after the step.
+    drafts: after `place_drafts`; None where no row has any. Places of drafts that a row does not
+        use are padding.
+    Places behind the last row get id -1, position 0, slot -1; rows of padding get length 0. A
+    row's block table holds what its length needs, the rest may be anything.
+    """
+    start = rows.query_start.long()
+    q_lens = start[1:] - start[:-1]
+    row = torch.repeat_interleave(torch.arange(len(q_lens), device=rows.device), q_lens)
+    offset = torch.arange(len(row), device=rows.device) - start[row]
+    lane = rows.lanes.long().clamp(min=0)
+    first = torch.where(rows.lanes >= 0, position[lane], 0)
+    seq_lens = (first + q_lens).int()
+    longest = max(1, int(seq_lens.max())) if len(seq_lens) else 1
+    own = lane[row]
+    positions = first[row] + offset
+    real = offset < _computed(rows, q_lens, lane, drafts)[row]
+    max_len = tokens.shape[1]
+    ids = torch.where(real, tokens.view(-1)[own * max_len + positions], -1)
+    places = torch.where(real, positions, 0)
+    padding = num_tokens - len(row)
+    _fill_logit_rows(rows, logit_rows, first, q_lens, lane, drafts)
+    groups = tuple(
+        _expand_group(table, size, lane, own, positions, real, longest, padding)
+        for table, size in tables
+    )
+    return Expanded(
+        _padded(ids.int(), padding, -1),
+        _padded(places.int(), padding, 0),
+        seq_lens,
+        groups,
+        tuple(q_lens.tolist()),
+        longest,
+    )
+
+
+def _computed(rows: StepRows, q_lens: Tensor, lane: Tensor, drafts: Drafts | None) -> Tensor:
+    """Returns how many of each row's tokens are real, int64 [R]."""
+    if drafts is None:
+        return q_lens
+    drafted = ((rows.flags & PROMPT) == 0) & (q_lens > 1)
+    return torch.where(drafted, 1 + drafts.used[lane].long(), q_lens)
+
+
+def _fill_logit_rows(
+    rows: StepRows,
+    logit_rows: LogitRows,
+    first: Tensor,
+    q_lens: Tensor,
+    lane: Tensor,
+    drafts: Drafts | None,
+) -> None:
+    counts = (rows.logit_start[1:] - rows.logit_start[:-1]).long()
+    row = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
+    place = torch.arange(len(row), device=rows.device) - rows.logit_start[row]
+    behind = q_lens[row] - counts[row] + place
+    real = behind < _computed(rows, q_lens, lane, drafts)[row]
+    logit_rows.lanes.fill_(-1)
+    count = len(row)
+    logit_rows.lanes[:count] = torch.where(real, rows.lanes[row], -1)
+    logit_rows.tokens[:count] = (rows.query_start[row] + behind).int()
+    logit_rows.lengths[:count] = (first[row] + behind + 1).int()
+    drafted = (rows.flags[row] & PROMPT) == 0
+    logit_rows.ahead[:count] = torch.where(drafted, place, 0).int()
+
+
+def _expand_group(
+    table: Tensor,
+    size: int,
+    lane: Tensor,
+    own: Tensor,
+    positions: Tensor,
+    real: Tensor,
+    longest: int,
+    padding: int,
+) -> ExpandedGroup:
+    block = torch.div(positions, size, rounding_mode="floor")
+    blocks = table.view(-1)[own * table.shape[1] + block].long()
+    slots = torch.where(real, blocks * size + (positions - block * size), -1)
+    columns = -(-longest // size)
+    return ExpandedGroup(_padded(slots, padding, -1), table[:, :columns].index_select(0, lane))
+
+
+def _padded(x: Tensor, count: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, count), value=value) if count else x
+
+
+def collect_rows(
+    hidden: Tensor,
+    rows: StepRows,
+    logit_rows: LogitRows,
+    position: Tensor,
+    last: Tensor,
+    kept: Tensor,
+) -> None:
+    """Keeps hidden states for what comes behind the body, and moves PROMPT rows on.
+
+    hidden: [T, width]. kept: [at least T, width], gets all of them. last: [at least L, width], gets
+    those that logits are computed of; lines of logit rows without a lane may be anything. position:
+    int32 [M]; that of a PROMPT row's lane grows by the row's tokens.
+    """
+    kept[: len(hidden)] = hidden
+    if len(hidden):
+        places = logit_rows.tokens.long().clamp(0, len(hidden) - 1)
+        torch.index_select(hidden, 0, places, out=last[: len(places)])
+    moved = ((rows.flags & PROMPT) != 0) & (rows.lanes >= 0)
+    lanes = rows.lanes[moved].long()
+    position[lanes] += (rows.query_start[1:] - rows.query_start[:-1])[moved]
+
+
+def adjust(
+    logits: Tensor,
+    rows: LogitRows,
+    tokens: Tensor,
+    *,
+    penalties: Tensor,
+    counts: Tensor,
+    num_bias: Tensor,
+    bias_ids: Tensor,
+    bias_values: Tensor,
+    num_stops: Tensor,
+    stops: Tensor,
+    min_total: Tensor,
+) -> Tensor:
+    """Returns logits [L, vocab] after penalties, biases and minimum lengths, float32 [L, vocab].
+
+    Repetition penalty after Keskar et al., 2019; presence and frequency penalties are OpenAI's.
+    Rows without a lane are undefined. Per lane: penalties float32 [M, 3], repetition, presence,
+    frequency; counts int32 [M, vocab], twice the times a token was generated, plus one if the
+    prompt has it; `num_bias` of bias_ids int32 and bias_values float32 [M, B]; `num_stops` of stops
+    int32 [M, S]; min_total int32 [M], the length before which no stop token may come.
+    tokens: int32 [M, max_len]; the drafts ahead of a logit row count as generated.
+    """
+    out = logits.float() if logits.dtype != torch.float32 else logits.clone()
+    lanes = rows.lanes.long()
+    usable = lanes >= 0
+    factors = penalties[lanes.clamp(min=0)]
+    neutral = torch.tensor([1.0, 0.0, 0.0], device=logits.device)
+    penalized = torch.nonzero(usable & (factors != neutral).any(1)).flatten()
+    if len(penalized):
+        out[penalized] = _penalized(out[penalized], rows, penalized, tokens, factors, counts)
+    own = lanes.clamp(min=0)
+    biased = torch.nonzero(usable & (num_bias[own] > 0)).flatten()
+    if len(biased):
+        out[biased] += _table_as_rows(num_bias, bias_ids, bias_values, own[biased], out.shape[1])
+    early = torch.nonzero(usable & (rows.lengths < min_total[own]) & (num_stops[own] > 0)).flatten()
+    if len(early):
+        barred = torch.full_like(stops[own[early]], -torch.inf, dtype=torch.float32)
+        out[early] += _table_as_rows(
+            num_stops, stops, barred, own[early], out.shape[1], rowwise=True
+        )
+    return out
+
+
+def _penalized(
+    x: Tensor, rows: LogitRows, which: Tensor, tokens: Tensor, factors: Tensor, counts: Tensor
+) -> Tensor:
+    lanes = rows.lanes[which].long()
+    count = counts.index_select(0, lanes)
+    ahead = rows.ahead[which].long().unsqueeze(1)
+    most = int(ahead.max())
+    if most:
+        back = torch.arange(most, device=x.device)
+        places = (rows.lengths[which].long().unsqueeze(1) - 1 - back).clamp(min=0)
+        drafted = tokens[lanes.unsqueeze(1), places].long()
+        held = back < ahead
+        count.scatter_add_(1, torch.where(held, drafted, 0), 2 * held.int())
+    repetition, presence, frequency = factors[which].unsqueeze(-1).unbind(1)
+    x = torch.where(count > 0, torch.where(x > 0, x / repetition, x * repetition), x)
+    generated = count >> 1
+    return x - presence * (generated > 0) - frequency * generated
+
+
+def _table_as_rows(
+    num: Tensor, ids: Tensor, values: Tensor, lanes: Tensor, vocab: int, rowwise: bool = False
+) -> Tensor:
+    """Returns the entries of each lane's table as a dense line, [n, vocab]."""
+    keys = ids[lanes]
+    entry = torch.arange(keys.shape[1], device=keys.device)
+    held = (entry < num[lanes].unsqueeze(1)) & (keys < vocab)
+    amounts = torch.where(held, values if rowwise else values[lanes], 0.0)
+    dense = torch.zeros(len(lanes), vocab, device=keys.device)
+    return dense.scatter_add_(1, torch.where(held, keys, 0).long(), amounts)
+
+
+def sample(
+    logits: Tensor,
+    lanes: Tensor,
+    position: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    sample_index: Tensor,
+    truncate_rows: bool = True,
+) -> Tensor:
+    """Returns a token for each row, int32 [L]; -1 where logits are not numbers.
+
+    Rows of lane -1 are undefined. logits: [L, vocab], after penalties and masks, dense rows.
+    lanes: int32 [L]. position: int32 [L], the new token's. Per lane, columns of one float32 and one
+    int32 table (any stride): temperature (0: greedy), top_p (1: all), min_p (0: all); top_k (0:
+    all), seed ([M, 2], low and high word), sample_index. The order is vLLM's: temperature, min-p,
+    top-k (ties kept), top-p of what is left. Gumbel-max over counter-based noise: a token depends
+    on seed, sample index and position alone.
+    truncate_rows: False promises that no row uses top-k, top-p or min-p.
+    """
+    best, greedy = logits.max(dim=-1)
+    own = lanes.long().clamp(min=0)
+    random_rows = torch.nonzero((temperature[own] > 0) & (lanes >= 0)).flatten()
+    if len(random_rows):
+        lane = own[random_rows]
+        scaled = logits[random_rows].float() / temperature[lane].unsqueeze(1)
+        counter = seed[lane], sample_index[lane], position[random_rows]
+        cuts = top_k[lane], top_p[lane], min_p[lane]
+        picked = _draw(scaled, counter, cuts if truncate_rows else None)
+        greedy[random_rows] = picked
+    return torch.where(best.isnan(), -1, greedy).int()
+
+
+Counter = tuple[Tensor, Tensor, Tensor]
+"""seed int32 [N, 2], sample index int32 [N], position int32 [N]."""
+
+
+def _draw(logits: Tensor, counter: Counter, cuts: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:
+    """Returns tokens int64 [N] of rows with a temperature; logits float32 after it."""
+    if cuts is None:
+        return _perturbed(logits, counter)
+    top_k, top_p, min_p = cuts
+    if bool((min_p > 0).any()):
+        logits = truncate.min_p(logits, min_p)
+    cut = (top_k > 0) | (top_p < 1.0)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    some, others = torch.nonzero(cut).flatten(), torch.nonzero(~cut).flatten()
+    if len(some):
+        own = _select(counter, some)
+        tokens[some], sure = truncate.pick_likely(
+            logits[some], top_k[some], top_p[some], lambda entries: random.gumbel_at(*own, entries)
+        )
+        wide = some[~sure]
+        if len(wide):
+            kept = truncate.top_k_top_p(logits[wide], top_k[wide], top_p[wide])
+            tokens[wide] = _perturbed(kept, _select(counter, wide))
+    if len(others):
+        tokens[others] = _perturbed(logits[others], _select(counter, others))
+    return tokens
+
+
+def _select(counter: Counter, rows: Tensor) -> Counter:
+    seed, index, position = counter
+    return seed[rows], index[rows], position[rows]
+
+
+def _perturbed(logits: Tensor, counter: Counter) -> Tensor:
+    """Returns the place of each row's largest logit plus noise, int64 [N]."""
+    return random.gumbel(*counter, logits.shape[-1]).add_(logits).argmax(dim=-1)
+
+
+def finish_rows(
+    rows: StepRows,
+    logit_rows: LogitRows,
+    sampled: Tensor,
+    results: Tensor,
+    *,
+    position: Tensor,
+    tokens: Tensor,
+    max_total: Tensor,
+    min_total: Tensor,
+    num_stops: Tensor,
+    stops: Tensor,
+    counts: Tensor | None = None,
+) -> None:
+    """Accepts sampled tokens, moves lanes past what they computed, and says why rows end.
+
+    sampled: int32 [L]. Of a row with drafts the longest prefix on which drafts and samples agree is
+    accepted, and the sample after it, up to the first that ends the row. position, max_total,
+    min_total, num_stops: int32 [M]; stops: int32 [M, S]. tokens: int32 [M, max_len] gets what was
+    accepted. counts: int32 [M, vocab], where each accepted token's entry grows by 2, or None.
+    results: int32 [R, 2 + K]: how many tokens a row gave, why it ends, and the tokens, then -1.
+    Lines of padding are undefined.
+    """
+    count = (rows.logit_start[1:] - rows.logit_start[:-1]).long()
+    results[: len(count)].fill_(-1)
+    results[: len(count), :FIRST_TOKEN] = 0
+    active = torch.nonzero((rows.lanes >= 0) & (count > 0)).flatten()
+    index = 0
+    while len(active):
+        place = rows.logit_start[active].long() + index
+        active, place = _present(active, place, logit_rows)
+        if not len(active):
+            break
+        lane, token = rows.lanes[active].long(), sampled[place]
+        length = logit_rows.lengths[place]
+        reason = _reason(token, length + 1, lane, max_total, min_total, num_stops, stops)
+        whole = token >= 0
+        at = length.long().clamp(max=tokens.shape[1] - 1)
+        agreed = tokens[lane, at] == token
+        results[active, 1] = reason
+        active, lane, token, length = (x[whole] for x in (active, lane, token, length))
+        results[active, FIRST_TOKEN + index] = token
+        results[active, 0] = index + 1
+        tokens[lane, at[whole]] = token
+        position[lane] = length
+        if counts is not None:
+            counts[lane, token.long()] += 2
+        index += 1
+        active = active[(agreed & (reason == 0))[whole] & (count[active] > index)]
+
+
+def _present(active: Tensor, place: Tensor, logit_rows: LogitRows) -> tuple[Tensor, Tensor]:
+    """Keeps the rows whose logit row at `place` exists."""
+    real = logit_rows.lanes[place] >= 0
+    return (active, place) if bool(real.all()) else (active[real], place[real])
+
+
+def _reason(
+    token: Tensor,
+    total: Tensor,
+    lane: Tensor,
+    max_total: Tensor,
+    min_total: Tensor,
+    num_stops: Tensor,
+    stops: Tensor,
+) -> Tensor:
+    """Returns why a row that has `total` tokens with this one ends, int32 [n]; 0: it goes on."""
+    reason = (total >= max_total[lane]).int() * LENGTH
+    most = int(num_stops[lane].max())
+    if most:
+        column = torch.arange(most, device=token.device)
+        ends = (stops[lane, :most] == token.unsqueeze(1)) & (column < num_stops[lane].unsqueeze(1))
+        hit = ends.any(dim=1) & (total > min_total[lane])
+        reason = torch.where(hit, STOP_TOKEN, reason)
+    return torch.where(token < 0, BROKEN, reason).int()
+
+
+def token_logprobs(
+    logits: Tensor, rows: LogitRows, tokens: Tensor, wanted: Tensor, out: Tensor
+) -> None:
+    """Writes log-probabilities of tokens int32 [L] and of their likeliest alternatives.
+
+    logits: [L, vocab], as the model gave them. wanted: int32 [M], how many alternatives a lane
+    asks for, -1: nothing. out: int32 [at least L, 2 + 2 (1 + W)], of which the lines of asking rows
+    are written: the token's position, its rank (1: the likeliest), the ids (the token, then the
+    likeliest, ties by id), and the log-probabilities, float32 by their bits. Entries beyond those
+    wanted are undefined.
+    """
+    own = rows.lanes.long().clamp(min=0)
+    asked = torch.nonzero((rows.lanes >= 0) & (wanted[own] >= 0)).flatten()
+    if not len(asked):
+        return
+    raw = logits[asked].float()
+    values = raw.log_softmax(dim=-1)
+    chosen = tokens[asked].long().clamp(min=0).unsqueeze(1)
+    mine = values.gather(1, chosen)
+    slots = (out.shape[1] - 2) // 2
+    width = min(int(wanted[own[asked]].max()), values.shape[1], slots - 1)
+    ids = _ranked(raw).topk(width, dim=-1).indices
+    best = values.gather(1, ids)
+    line = out[asked]
+    line[:, 0] = rows.lengths[asked]
+    line[:, 1] = (raw > raw.gather(1, chosen)).sum(dim=-1, dtype=torch.int32) + 1
+    line[:, 2 : 3 + width] = torch.cat([chosen, ids], dim=1).int()
+    line[:, 2 + slots : 3 + slots + width] = torch.cat([mine, best], dim=1).view(torch.int32)
+    out[asked] = line
+
+
+def _ranked(x: Tensor) -> Tensor:
+    """Returns int64 keys that sort as float32 x [n, vocab] does; of ties the first is largest."""
+    bits = x.view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    return (ordered << 32) - torch.arange(x.shape[1], device=x.device)
+
+
+def wait_for_flag(flags: Tensor, gate: Tensor) -> None:
+    """Holds what is queued behind until a flag that the host sets has reached a value.
+
+    flags: int64 [n], in memory of the host that the device can read. gate: int32 [3] on the device:
+    the flag's place, -1 for none, and the low and high word of the value. On a CPU the program is
+    run when the flag stands, so there is nothing to wait for.
+    """
+
+
+def pool_rows(
+    hidden: Tensor, rows: StepRows, shares: Tensor, sums: Tensor, lengths: Tensor, out: Tensor
+) -> None:
+    """Adds up the hidden states of rows, and writes the vectors of those that are complete.
+
+    hidden: [T, width]. shares: int32 [R]: 1 to add the row's states, 2 to begin the sum anew, 4
+    where the vector is complete, 0 for rows that have no part. sums: float32 [M, width]. lengths:
+    int32 [R], the tokens that a mean is over. out: float32 [R, width]: the mean where states are
+    added up, else the row's last state.
+    """
+    starts = rows.query_start.tolist()
+    for row, (lane, share) in enumerate(zip(rows.lanes.tolist(), shares.tolist(), strict=True)):
+        if lane < 0 or not share:
+            continue
+        states = hidden[starts[row] : starts[row + 1]].float()
+        if share & 1:
+            before = 0.0 if share & 2 else sums[lane]
+            sums[lane] = before + states.sum(dim=0)
+        if share & 4:
+            out[row] = sums[lane] / int(lengths[row]) if share & 1 else states[-1]

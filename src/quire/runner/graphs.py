@@ -1,0 +1,211 @@
+"""Programs as CUDA graphs: a body per token bucket, a head per bucket of logit rows and level.
+
+A replay costs the host some ten microseconds, where launching the kernels of a step one by one
+costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from quire.executor import FULL_STEP
+from quire.ops.launches import compiling
+from quire.runner.hooks.hook import Level
+from quire.runner.program import BodyShape, HeadShape, StepProgram
+from quire.runner.state import Limits
+
+Progress = Callable[[int, int], None]
+"""Told the graphs captured and the graphs in total."""
+
+FEW_ROWS = 8
+"""Mixed steps of so few rows have graphs of their own: rows of padding are not free."""
+SHORT_ROW = 8
+"""The most tokens of a row that short-row kernels take: one, and drafts."""
+
+
+def row_buckets(most: int) -> list[int]:
+    """Returns the row counts that steps of one token a row, and heads, are padded to."""
+    return _up_to(most, [1, 2, 4, 8, *range(16, most, 16)])
+
+
+def mixed_buckets(tokens: int) -> list[int]:
+    """Returns the token counts that all other steps are padded to."""
+    fine = [16, 32, 64, 128, 192, *range(256, 2048, 128), *range(2048, 2560, 256)]
+    coarse = range(2560, tokens + 512, 512)
+    return [size for size in _up_to(tokens, [*fine, *coarse]) if size > 1]
+
+
+def full_step(seconds: Callable[[int], float], most: int) -> int:
+    """Returns the least tokens, by powers of two, of which twice as many take more than half as
+    long again: of two such prompts the first tokens then come sooner, on average, one after the
+    other than together. seconds: of a step of so many tokens; most: of any step."""
+    seconds = functools.cache(seconds)
+    tokens = min(FULL_STEP, most)
+    while 2 * tokens <= most and seconds(2 * tokens) <= 1.5 * seconds(tokens):
+        tokens *= 2
+    return tokens
+
+
+def _up_to(limit: int, sizes: Sequence[int]) -> list[int]:
+    return sorted({min(size, limit) for size in (*sizes, limit)})
+
+
+def _at_least(sizes: Sequence[int], wanted: int) -> int:
+    """Returns the smallest of the sorted sizes that holds `wanted`."""
+    return sizes[bisect.bisect_left(sizes, wanted)]
+
+
+class Buckets:
+    """The shapes that steps within limits are padded to."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._rows = row_buckets(limits.lanes)
+        self._mixed = mixed_buckets(limits.tokens)
+        self._logit_rows = _up_to(
+            limits.logit_rows, [*self._rows, *range(limits.lanes, limits.logit_rows, 64)]
+        )
+        # Rows of a few drafts have as many logit rows as tokens.
+        self._short = [size for size in self._logit_rows if size > 1] if limits.drafts else []
+
+    def bodies(self) -> list[BodyShape]:
+        """Returns all shapes of bodies, largest first."""
+        mixed = [
+            BodyShape(tokens, rows, tokens)
+            for tokens in self._mixed
+            for rows in sorted({min(FEW_ROWS, self._most_rows(tokens)), self._most_rows(tokens)})
+        ]
+        short = [BodyShape(tokens, self._most_rows(tokens), SHORT_ROW) for tokens in self._short]
+        decode = [BodyShape(rows, rows, 1) for rows in self._rows]
+        return [*reversed(mixed), *reversed(short), *reversed(decode)]
+
+    def heads(self) -> list[HeadShape]:
+        """Returns all shapes of heads, largest first."""
+        return [HeadShape(rows, level) for rows in reversed(self._logit_rows) for level in Level]
+
+    def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
+        """Returns the smallest shape that holds a step; None: none does."""
+        limits = self._limits
+        if rows > limits.lanes or tokens > limits.tokens or not tokens:
+            return None
+        if longest == 1 and tokens == rows:
+            size = _at_least(self._rows, rows)
+            return BodyShape(size, size, 1)
+        if self._short and longest <= SHORT_ROW and tokens <= self._short[-1]:
+            size = _at_least(self._short, tokens)
+            if rows <= self._most_rows(size):
+                return BodyShape(size, self._most_rows(size), SHORT_ROW)
+        size = _at_least(self._mixed, tokens)
+        most = self._most_rows(size)
+        return BodyShape(size, min(FEW_ROWS, most) if rows <= FEW_ROWS else most, size)
+
+    def head(self, logit_rows: int, level: Level) -> HeadShape | None:
+        """Returns the smallest shape that holds a step's logit rows; None: none does."""
+        if logit_rows > self._limits.logit_rows:
+            return None
+        return HeadShape(_at_least(self._logit_rows, logit_rows), level)
+
+    def few(self, tokens: int) -> BodyShape:
+        """Returns the shape for so many tokens of few rows."""
+        size = _at_least(self._mixed, tokens)
+        return BodyShape(size, min(FEW_ROWS, self._most_rows(size)), size)
+
+    def _most_rows(self, tokens: int) -> int:
+        """Returns the rows that a step of so many tokens can have: one has more than one."""
+        return min(tokens - 1, self._limits.lanes)
+
+
+class Graphs:
+    """Captured programs by shape or name, in one memory pool.
+
+    What passes between them lives outside of it: each overwrites what others used there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._graphs
+
+    @torch.inference_mode()
+    def capture(
+        self, works: Mapping[Any, Callable[[bool], None]], progress: Progress | None = None
+    ) -> None:
+        """Captures programs by key, in order: largest first, so that others fit in their memory.
+
+        works: called with whether one layer of each kind is enough, which compiles for all.
+        """
+        # Kernels are compiled on all cores, then loaded by running once: neither may happen within
+        # a capture.
+        with compiling(os.cpu_count() or 1):
+            for work in works.values():
+                work(True)
+        for work in works.values():
+            work(True)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        for done, (key, work) in enumerate(works.items()):
+            if progress is not None:
+                progress(done, len(works))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=self._pool)
+                try:
+                    work(False)
+                finally:
+                    graph.capture_end()
+            self._graphs[key] = graph
+        if progress is not None:
+            progress(len(works), len(works))
+        torch.cuda.synchronize(self._device)
+
+    def replay(self, key: Any) -> None:
+        self._graphs[key].replay()
+
+    def seconds(self, key: Any) -> float:
+        """Returns how long a replay takes; measures it."""
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.replay(key)
+        begin.record()
+        self.replay(key)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def program_works(
+    program: StepProgram, buckets: Buckets, more: Mapping[str, Callable[[], None]]
+) -> dict[Any, Callable[[bool], None]]:
+    """Returns what there is to capture: bodies, hooks' own programs, heads."""
+    works: dict[Any, Callable[[bool], None]] = {}
+    for body in buckets.bodies():
+        works[body] = functools.partial(_run_body, program, body)
+    for name, run in more.items():
+        works[name] = functools.partial(_run_other, run)
+    for head in buckets.heads():
+        works[head] = functools.partial(_run_head, program, head)
+    return works
+
+
+def _run_body(program: StepProgram, shape: BodyShape, shallow: bool) -> None:
+    program.body(shape, shallow=shallow)
+
+
+def _run_head(program: StepProgram, shape: HeadShape, shallow: bool) -> None:
+    program.head(shape)
+
+
+def _run_other(run: Callable[[], None], shallow: bool) -> None:
+    run()

@@ -1,0 +1,91 @@
+"""What of the drawn tokens is kept: drafts that agree, up to what ends a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire import ops
+from quire.arrays import int32
+from quire.plan import NO_CLAIM, Admit, StepPlan, claim_width
+from quire.runner.hooks.hook import HeadContext, Hook, Level
+from quire.runner.hooks.penalties import Penalties
+from quire.runner.state import BatchState, ColumnSpec, Limits
+from quire.runner.upload import Upload, ragged
+from quire.sampling_params import MAX_STOP_TOKENS, SamplingParams
+
+
+class Acceptance(Hook):
+    """Keeps num_stops, int32 [lanes], and stops, int32 [lanes, S], of which that many hold. Where
+    rows may have drafts also draft_ids, int32 [lanes, W], and draft_start, int32 [lanes]: a claim
+    about the text from an absolute position on, written by plans or by the device.
+
+    Verification is sampling: every logit row draws with its own position's noise, and the longest
+    run of drafts that were drawn is accepted (see `ops.finish_rows`).
+    """
+
+    def __init__(self, eos_token_ids: Sequence[int], penalties: Penalties) -> None:
+        self._eos = tuple(eos_token_ids)
+        self._penalties = penalties
+        self.drafts: ops.Drafts | None = None
+
+    def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
+        width = MAX_STOP_TOKENS + len(self._eos)
+        stops = (ColumnSpec("num_stops"), ColumnSpec("stops", (width,), fill=-1))
+        if not limits.drafts:
+            return stops
+        return (
+            *stops,
+            ColumnSpec("draft_ids", (claim_width(limits.drafts),), fill=-1),
+            ColumnSpec("draft_start", fill=NO_CLAIM),
+            ColumnSpec("drafts_used"),
+        )
+
+    def bind(self, state: BatchState) -> None:
+        self._num_stops = state.columns["num_stops"]
+        self._stops = state.columns["stops"]
+        if state.limits.drafts:
+            names = "draft_ids", "draft_start", "drafts_used"
+            self.drafts = ops.Drafts(*(state.columns[name] for name in names))
+
+    def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
+        if not admits:
+            return
+        lanes = int32([admit.lane for admit in admits])
+        ends = [self._stop_ids(admit.params) for admit in admits]
+        counts = int32([len(ids) for ids in ends])
+        upload.put_lines(self._num_stops, lanes, counts)
+        if counts.any():
+            starts = ragged(lanes, np.zeros_like(lanes), self._stops.shape[1])
+            held = counts > 0
+            values = int32([token for ids in ends for token in ids])
+            upload.put(self._stops, starts[held], counts[held], values)
+        if self.drafts is not None:
+            # A claim of the lane's last request says nothing about this one.
+            claimed = plan.writes.get("draft_start", (lanes[:0], lanes[:0]))[0]
+            stale = lanes[~np.isin(lanes, claimed)]
+            upload.put_lines(self.drafts.start, stale, np.full_like(stale, NO_CLAIM))
+
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        eos = () if params.ignore_eos else self._eos
+        return sorted({*eos, *params.stop_token_ids})
+
+    def tokens(self, ctx: HeadContext) -> None:
+        state = ctx.state
+        if ctx.tokens is None:
+            ctx.tokens = torch.empty(0, dtype=torch.int32, device=state.device)
+        ops.finish_rows(
+            ctx.rows,
+            ctx.logit_rows,
+            ctx.tokens,
+            state.results,
+            position=state.position,
+            tokens=state.tokens,
+            max_total=state.max_total,
+            min_total=state.min_total,
+            num_stops=self._num_stops,
+            stops=self._stops,
+            counts=self._penalties.counts if ctx.level is Level.FULL else None,
+        )

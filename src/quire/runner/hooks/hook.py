@@ -1,0 +1,106 @@
+"""What takes part in a step beside the model. The runner knows all of it by this interface only."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quire.ops import LogitRows, StepRows
+from quire.plan import Admit, StepPlan
+from quire.runner.readback import Step
+from quire.runner.state import BatchState, ColumnSpec, Limits
+from quire.runner.upload import Upload
+
+
+class Level(enum.IntEnum):
+    """What a head can do; each level includes those before it. Within one, every choice is made
+    per row, on the device.
+
+    PLAIN: greedy choice, or temperature. MASKED: truncation, and masks that the host brings.
+    FULL: everything that any hook does.
+    """
+
+    PLAIN = 0
+    MASKED = 1
+    FULL = 2
+
+
+@dataclass(slots=True)
+class HeadContext:
+    """A head on its way through the hooks.
+
+    rows: the step's rows. logit_rows: where the logits are, L of them.
+    logits: [L, vocab], changed by hooks before tokens are drawn. raw: as the model gave them.
+    tokens: int32 [L], once drawn; -1 where logits were not numbers.
+    """
+
+    level: Level
+    state: BatchState
+    rows: StepRows
+    logit_rows: LogitRows
+    raw: Tensor
+    logits: Tensor
+    tokens: Tensor | None = None
+
+    def own_logits(self) -> Tensor:
+        """Returns logits that may be changed in place while `raw` is still needed."""
+        if self.logits is self.raw and self.level is Level.FULL:
+            self.logits = self.raw.clone()
+        return self.logits
+
+
+class Hook:
+    """Does nothing: the base of hooks, and the definition of their interface.
+
+    `logits` and `tokens` are parts of the head's program: they may be captured, so they read
+    nothing of the plan, make no decision on the host, and do the same for the same level.
+    """
+
+    def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
+        """Returns the per-lane columns it keeps; plans fill them through `StepPlan.writes`."""
+        return ()
+
+    def bind(self, state: BatchState) -> None:
+        """Takes the state that holds its columns. Called once, before anything below."""
+
+    def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
+        """Adds to the upload what the plan, and requests that take a lane, change for it."""
+
+    def lane_level(self, admit: Admit) -> Level:
+        """Returns what heads must be able to do for the rows of a request that takes a lane."""
+        return Level.PLAIN
+
+    def level(self, plan: StepPlan) -> Level:
+        """Returns what the plan's head must be able to do, whatever its lanes ask for."""
+        return Level.PLAIN
+
+    def logits(self, ctx: HeadContext) -> None:
+        """Changes `ctx.logits` before tokens are drawn."""
+
+    def tokens(self, ctx: HeadContext) -> None:
+        """Uses what was drawn and accepted."""
+
+    def programs(self) -> Mapping[str, Callable[[], None]]:
+        """Returns further programs to capture, by name. They read and write fixed tensors."""
+        return {}
+
+    def capture(self, programs: Mapping[str, Callable[[], None]]) -> None:
+        """Takes what replays its programs, where graphs are."""
+
+    def hidden(self, step: Step, hidden: Tensor) -> None:
+        """Uses a step's hidden states [T, width], between body and head; launched op by op, but
+        for its own programs. What it makes goes to the host with `step.send`."""
+
+    def launched(self, step: Step) -> None:
+        """Starts copies to the host, with `step.send`, once the step's head is launched."""
+
+    def read(self, step: Step) -> None:
+        """Adds to `step.result`, on the host, once the step is done."""
+
+    def on_control(self, message: dict[str, Any]) -> Any:
+        """Answers a control message that no one else knows. None: not this one either."""
+        return None

@@ -1,0 +1,68 @@
+"""Drawing tokens: temperature, seeds, and truncation to the likely ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire import ops
+from quire.arrays import int32
+from quire.plan import Admit, StepPlan
+from quire.runner.hooks.hook import HeadContext, Hook, Level
+from quire.runner.state import BatchState, ColumnSpec, Limits
+from quire.runner.upload import Upload
+
+
+class Sampling(Hook):
+    """Keeps sampling_floats, float32 [lanes, 3]: temperature, top_p, min_p; and sampling_ints,
+    int32 [lanes, 4]: top_k, low and high word of the seed, sample index."""
+
+    def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
+        return (
+            ColumnSpec("sampling_floats", (3,), torch.float32),
+            ColumnSpec("sampling_ints", (4,)),
+        )
+
+    def bind(self, state: BatchState) -> None:
+        self._floats = state.columns["sampling_floats"]
+        self._ints = state.columns["sampling_ints"]
+
+    def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
+        if not admits:
+            return
+        lanes = int32([admit.lane for admit in admits])
+        params = [admit.params for admit in admits]
+        floats = np.asarray([(p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32)
+        upload.put_lines(self._floats, lanes, floats)
+        upload.put_lines(self._ints, lanes, int32([_ints(admit) for admit in admits]))
+
+    def lane_level(self, admit: Admit) -> Level:
+        p = admit.params
+        truncates = not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
+        return Level.MASKED if truncates else Level.PLAIN
+
+    def logits(self, ctx: HeadContext) -> None:
+        ctx.tokens = ops.sample(
+            ctx.logits,
+            ctx.logit_rows.lanes,
+            ctx.logit_rows.lengths,
+            temperature=self._floats[:, 0],
+            top_p=self._floats[:, 1],
+            min_p=self._floats[:, 2],
+            top_k=self._ints[:, 0],
+            seed=self._ints[:, 1:3],
+            sample_index=self._ints[:, 3],
+            truncate_rows=ctx.level >= Level.MASKED,
+        )
+
+
+def _ints(admit: Admit) -> tuple[int, ...]:
+    seed = admit.seed & 0xFFFFFFFFFFFFFFFF
+    low, high = _signed(seed & 0xFFFFFFFF), _signed(seed >> 32)
+    return max(0, admit.params.top_k), low, high, admit.sample_index
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word

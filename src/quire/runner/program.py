@@ -1,0 +1,121 @@
+"""What a step does on the device, once for a CPU, op by op on a GPU, and captured.
+
+A body computes the step's tokens and stores their KV; a head turns the hidden states of the logit
+rows into tokens, and moves the lanes on. Neither makes a decision on the host: all they need to
+know beyond their shape is in `BatchState`, and all that they leave is there, or in the program's
+own buffers, so that graphs of both may share their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire import ops
+from quire.layers.batch import ForwardBatch, GroupBatch
+from quire.models import Decoder
+from quire.runner.hooks.hook import HeadContext, Hook, Level
+from quire.runner.kv_cache import KVCache
+from quire.runner.state import BatchState
+
+
+@dataclass(frozen=True, slots=True)
+class BodyShape:
+    """Places for tokens and rows, and the most tokens of a row."""
+
+    tokens: int
+    rows: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Places for logit rows, and what the head can do."""
+
+    logit_rows: int
+    level: Level
+
+
+class StepProgram:
+    """The programs of one model over the lanes of a state.
+
+    groups: which of the state's KV groups are the model's, by default all.
+    position: int32 [lanes], where the model stands in each lane; by default the state's own. A
+        second model over the same lanes has a column of its own.
+    hidden: [tokens, width], the final states of the body just run.
+    last: [logit rows, width], those of its logit rows.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        state: BatchState,
+        hooks: Sequence[Hook],
+        *,
+        groups: range | None = None,
+        position: Tensor | None = None,
+        drafts: ops.Drafts | None = None,
+    ) -> None:
+        self.model = model
+        self._cache = cache
+        self._state = state
+        self._hooks = tuple(hooks)
+        self._groups = range(len(state.groups)) if groups is None else groups
+        self._position = state.position if position is None else position
+        self._drafts = drafts
+        limits, width = state.limits, model.spec.hidden_size
+        options = {"dtype": model.dtype, "device": state.device}
+        self.hidden = torch.zeros(limits.tokens, width, **options)  # type: ignore[call-overload]
+        self.last = torch.zeros(limits.logit_rows, width, **options)  # type: ignore[call-overload]
+
+    def body(self, shape: BodyShape, *, shallow: bool = False) -> None:
+        """Computes the step's tokens. shallow: only the first layers, up to one of each kind."""
+        state = self._state
+        rows = state.first_rows(shape.rows)
+        drafts = self._drafts if shape.longest > 1 else None
+        if drafts is not None:
+            ops.place_drafts(rows, self._position, state.tokens, drafts)
+        logit_rows = state.logit_rows.first(min(shape.tokens, state.limits.logit_rows))
+        expanded = ops.expand_rows(
+            rows,
+            self._position,
+            state.tokens,
+            [(state.tables[i], state.groups[i].tokens_per_block) for i in self._groups],
+            logit_rows,
+            num_tokens=shape.tokens,
+            max_seq_len=state.limits.length,
+            drafts=drafts,
+        )
+        batch = ForwardBatch(
+            input_ids=expanded.ids,
+            positions=expanded.positions,
+            query_start=rows.query_start,
+            seq_lens=expanded.seq_lens,
+            groups=tuple(GroupBatch(*group) for group in expanded.groups),
+            q_lens=expanded.q_lens,
+            max_q_len=shape.longest,
+            max_seq_len=expanded.max_seq_len,
+        )
+        hidden = self.model(batch, self._cache.layers, shallow=shallow)
+        ops.collect_rows(hidden, rows, logit_rows, self._position, self.last, self.hidden)
+
+    def head(self, shape: HeadShape) -> None:
+        """Draws tokens for the logit rows, and moves the lanes of all rows on."""
+        state = self._state
+        raw = self.model.logits(self.last[: shape.logit_rows])
+        ctx = HeadContext(
+            level=shape.level,
+            state=state,
+            rows=state.rows,
+            logit_rows=state.logit_rows.first(shape.logit_rows),
+            raw=raw,
+            logits=raw,
+        )
+        for hook in self._hooks:
+            hook.logits(ctx)
+        for hook in self._hooks:
+            hook.tokens(ctx)

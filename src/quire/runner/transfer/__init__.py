@@ -1,0 +1,1 @@
+"""Moves of KV blocks between the device and other places."""
