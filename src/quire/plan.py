@@ -188,14 +188,21 @@ class StepPlan(msgspec.Struct):
 
     @property
     def mask_lines(self) -> Int32:
-        """Returns the line of `HeadInputs.mask` of each logit row of the head, int32 [L], -1 where
-        it has none."""
-        prompt = (self.flags & RowFlag.PROMPT) != 0
-        samples = (self.flags & RowFlag.SAMPLE) != 0
+        """Each logit row's line of `HeadInputs.mask`, -1 where there is none: int32 [sum n_logits].
+
+        A GATED generating row has a line for each of its logit rows. A GATED PROMPT row has one for
+        its last logit row, from which it samples.
+        """
         waits = (self.flags & RowFlag.GATED) != 0
-        counts = np.where(prompt, samples, self.n_logits)
-        waits = np.repeat(waits, counts)
-        return int32(np.where(waits, np.cumsum(waits) - 1, -1))
+        ends = np.cumsum(self.n_logits)
+        masked = np.repeat(waits & ((self.flags & RowFlag.PROMPT) == 0), self.n_logits)
+        masked[ends[waits] - 1] = True
+        return int32(np.where(masked, np.cumsum(masked) - 1, -1))
+
+    @property
+    def num_mask_lines(self) -> int:
+        """Number of lines of `HeadInputs.mask`."""
+        return int((self.mask_lines >= 0).sum())
 
 
 def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:
@@ -213,8 +220,8 @@ def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:
 
 
 class HeadInputs(msgspec.Struct):
-    """Masks for the head of a step with GATED rows. mask: uint32 bits as int32 [logit rows of GATED
-    rows, ceil(vocab / 32)], in the order of `StepPlan.mask_lines`; a set bit allows the token."""
+    """Masks for the head of a step with GATED rows. mask: uint32 bits as int32 [mask lines,
+    ceil(vocab / 32)], in the order of `StepPlan.mask_lines`; a set bit allows the token."""
 
     step_id: int
     mask: Int32

@@ -15,8 +15,9 @@ def test_each_logit_row_of_a_gated_row_has_a_mask_line() -> None:
     flags = [_SAMPLE | _GATED, _SAMPLE, _SAMPLE | _GATED, _PROMPT, _PROMPT | _SAMPLE | _GATED]
     n_logits = int32([3, 2, 1, 0, 4])
     plan = StepPlan(0, int32(range(5)), int32([3, 2, 1, 5, 6]), n_logits, int32(flags))
-    # A prompt has one logit row in the head, from which it is sampled.
-    assert plan.mask_lines.tolist() == [0, 1, 2, -1, -1, 3, 4]
+    # Of a prompt's logit rows only the last is sampled from.
+    assert plan.mask_lines.tolist() == [0, 1, 2, -1, -1, 3, -1, -1, -1, 4]
+    assert plan.num_mask_lines == 5
 
 
 def test_without_gated_rows_there_are_no_lines() -> None:

@@ -179,15 +179,17 @@ class WorkerExecutor:
         group: ProcessGroup = SingleGroup()
         masks = None
         if world > 1:
-            group, masks = self._join(config, world)
+            group, masks = self._join(config, mask_shape(config, hooks), world)
         self.local = ModelRunner(config, progress, hooks, group, masks)
 
-    def _join(self, config: EngineConfig, world: int) -> tuple[ProcessGroup, MaskRing]:
+    def _join(
+        self, config: EngineConfig, shape: tuple[int, int, int], world: int
+    ) -> tuple[ProcessGroup, MaskRing]:
         """Starts the other ranks, and meets them."""
         # Files there are memory, which a GPU can be given to read.
         place = _MEMORY if os.access(_MEMORY, os.W_OK) else None
         self._folder = tempfile.TemporaryDirectory(prefix="quire-", dir=place)
-        shared = SharedMasks(os.path.join(self._folder.name, "masks"), *mask_shape(config))
+        shared = SharedMasks(os.path.join(self._folder.name, "masks"), *shape)
         masks = shared.ring(torch.device(config.device), create=True)
         store = os.path.join(self._folder.name, "ranks")
         backend = "gloo" if config.device == "cpu" else "nccl"

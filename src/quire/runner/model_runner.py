@@ -42,10 +42,13 @@ from quire.runner.hooks.sampling import Sampling
 from quire.runner.kv_cache import KVCache
 from quire.runner.mask_ring import MaskRing
 from quire.runner.program import BodyShape, HeadShape, StepProgram
-from quire.runner.readback import Step
+from quire.runner.readback import Step, in_head
 from quire.runner.state import BatchState, Limits
 from quire.runner.transfer.places import KVTransfer, open_transfer
 from quire.runner.upload import PinnedRing, Upload, ragged
+
+_LOGIT_ROWS = 64
+"""Where rows have drafts, logit rows of a step at least, if all lanes' drafts need them."""
 
 
 class ModelRunner:
@@ -63,8 +66,8 @@ class ModelRunner:
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.group = group or SingleGroup()
-        self.limits = limits_of(config)
-        self.masks = masks or MaskRing(self.device, *mask_shape(config))
+        self.limits = limits_of(config, hooks)
+        self.masks = masks or MaskRing(self.device, *mask_shape(config, hooks))
         self._features = tuple(hooks)
         self._progress = progress
         # Launched, and those behind one that waits for the host.
@@ -122,6 +125,8 @@ class ModelRunner:
             host_blocks=slots,
             seconds=self._seconds,
             full_step=full,
+            logit_rows=self.limits.logit_rows,
+            verifies=self.limits.drafts > 0,
         )
 
     def _load(self) -> None:
@@ -162,7 +167,7 @@ class ModelRunner:
         for hook in self.hooks:
             hook.bind(self.state)
         self.program = StepProgram(
-            self.model, self.cache, self.state, self.hooks, drafts=acceptance.drafts
+            self.model, self.cache, self.state, self.hooks, drafts=acceptance.claims
         )
 
     @torch.inference_mode()
@@ -312,7 +317,7 @@ class ModelRunner:
         logit_start[rows + 1 :] = step.logit_start[-1]
         flags[:rows] = plan.flags
         if plan.gated:
-            wanted = plan.mask_lines
+            wanted = plan.mask_lines[in_head(plan)]
             first = self.masks.first_line(plan.step_id)
             lines[: len(wanted)] = np.where(wanted >= 0, wanted + first, -1)
             gate[:] = self.masks.gate(plan.step_id)
@@ -383,18 +388,21 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
 
-def limits_of(config: EngineConfig) -> Limits:
-    """Returns the most that steps of an engine may hold."""
+def limits_of(config: EngineConfig, hooks: Sequence[Hook]) -> Limits:
+    """Returns the most that steps of an engine with these hooks may hold."""
     scheduler = config.scheduler
+    lanes, drafts = scheduler.max_num_seqs, max((hook.drafts for hook in hooks), default=0)
     return Limits(
-        lanes=scheduler.max_num_seqs,
+        lanes=lanes,
         tokens=scheduler.max_num_batched_tokens,
-        logit_rows=scheduler.max_num_seqs,
+        # With many lanes there are few drafts for each, so that heads stay small.
+        logit_rows=min(lanes * (1 + drafts), max(2 * lanes, _LOGIT_ROWS)) if drafts else lanes,
         length=scheduler.max_model_len,
+        drafts=drafts,
     )
 
 
-def mask_shape(config: EngineConfig) -> tuple[int, int, int]:
-    """Returns the depth, rows and words of an engine's `MaskRing`."""
+def mask_shape(config: EngineConfig, hooks: Sequence[Hook]) -> tuple[int, int, int]:
+    """Returns the depth, rows and words of the `MaskRing` of an engine with these hooks."""
     depth = config.scheduler.steps_in_flight + 1
-    return depth, limits_of(config).logit_rows, -(-config.vocab_size // 32)
+    return depth, limits_of(config, hooks).logit_rows, -(-config.vocab_size // 32)

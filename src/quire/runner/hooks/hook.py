@@ -58,7 +58,11 @@ class Hook:
 
     `logits` and `tokens` are parts of the head's program: they may be captured, so they read
     nothing of the plan, make no decision on the host, and do the same for the same level.
+
+    drafts: the most draft tokens of a row that steps must verify for it.
     """
+
+    drafts: int = 0
 
     def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
         """Returns the per-lane columns it keeps; plans fill them through `StepPlan.writes`."""
