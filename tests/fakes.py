@@ -142,6 +142,7 @@ class FakeExecutor:
         self.drafts: dict[int, list[int]] = {}
         self.draft_starts: dict[int, int] = {}
         self.accepted_drafts = 0
+        self.dummy_tokens = 0
         self.host: dict[int, Any] = {}
         self.files: dict[bytes, Any] = {}
         self._moving: list[Move] = []
@@ -181,6 +182,7 @@ class FakeExecutor:
     def collect(self) -> StepResult:
         plan = self._queue.popleft()
         self.steps += 1
+        self.dummy_tokens += plan.dummy_tokens
         self._apply(plan)
         self._move(plan, "in")
         rows = [self._row(plan, i) for i in range(plan.num_rows)]

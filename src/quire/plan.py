@@ -211,10 +211,10 @@ def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:
     ids: int32 [W], the claimed tokens from position `start` on, padded with -1. tokens: int32
     [known], the tokens that the row knows.
     """
-    known = len(tokens)
-    if not 0 <= start <= known or not (ids[: known - start] == tokens[start:]).all():
+    covered = len(tokens) - start
+    if start < 0 or not 0 <= covered <= len(ids) or (ids[:covered] != tokens[start:]).any():
         return int32([])
-    drafts = ids[known - start :][: max(most, 0)]
+    drafts = ids[covered:][: max(most, 0)]
     ends = np.flatnonzero(drafts < 0)
     return drafts[: ends[0]] if len(ends) else drafts
 

@@ -47,6 +47,11 @@ from quire.scheduler.running import RunningSet
 from quire.scheduler.steps import Columns, admit_of
 from quire.scheduler.waiting import WaitingSet
 
+_REASONS = {
+    int(StopReason.STOP_TOKEN): FinishReason.STOP,
+    int(StopReason.BROKEN): FinishReason.ERROR,
+}
+
 
 class Scheduler:
     """Decides what each step computes. Not thread-safe; the engine's loop owns it.
@@ -344,9 +349,7 @@ class Scheduler:
         if finished:
             self._release([step.requests[i] for i in finished], ended=True)
             for i in finished:
-                stopped = stop[i] == StopReason.STOP_TOKEN
-                reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-                self._finish(step.requests[i], reason)
+                self._finish(step.requests[i], _REASONS.get(int(stop[i]), FinishReason.LENGTH))
         for i in cut:
             self._preempt(step.requests[i])
         return StepProgress(
