@@ -1,6 +1,6 @@
 """Fails where the scheduler or the model runner names a feature.
 
-Features reach both through small interfaces only (`scheduler/feature.py`, `runner/hook.py`). A name
+Features reach both through small interfaces only (`scheduler/feature.py`, `runner/hooks/hook.py`). A name
 of one in their code would be the first step to a branch for it, so identifiers, imports and string
 literals are searched; comments and docstrings may explain what the interfaces are for.
 """

@@ -31,6 +31,47 @@ class Capacity(msgspec.Struct, frozen=True):
     full_step: int = FULL_STEP
 
 
+class Measurement(msgspec.Struct, frozen=True):
+    """What a worker has found once its weights are loaded. groups: of KV, with the bytes that a
+    block takes on one rank. num_blocks: how many of each group's there is room for."""
+
+    groups: tuple[KVGroup, ...]
+    num_blocks: tuple[int, ...]
+
+
+class Worker(Protocol):
+    """One rank's device. All ranks get the same calls in the same order: `measure`, `allocate`,
+    `capture`, and then plans, of which those of one step are the same bytes everywhere."""
+
+    def measure(self) -> Measurement:
+        """Loads the weights, and finds how much memory is left for the KV cache."""
+        ...
+
+    def allocate(self, num_blocks: tuple[int, ...]) -> None:
+        """Makes the KV cache, of so many blocks of each group, and the batch state."""
+        ...
+
+    def capture(self) -> Capacity:
+        """Gets ready to run, which on a GPU captures graphs, and says what there is."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Launches a step."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Waits for the oldest step not yet collected, and returns its result."""
+        ...
+
+    def control(self, message: dict[str, Any]) -> Any:
+        """Answers whatever is not a step."""
+        ...
+
+    def shutdown(self) -> None:
+        """Releases the device. Idempotent."""
+        ...
+
+
 class Executor(Protocol):
     """Runs plans. All calls take effect in the order they are made.
 

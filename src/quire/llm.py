@@ -13,7 +13,7 @@ from quire.engine.builder import build_compiler, build_core, resolve
 from quire.engine.core import EngineStats
 from quire.engine.embedding import NO_TOKENS, finish, pooling_of
 from quire.engine.interrupts import interrupts_held
-from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
+from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.prompt_inputs import Prompt, as_list, one_each, read_prompt
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
@@ -43,7 +43,7 @@ class _Job:
     output: RequestOutput
     requests: list[Request]
     readers: list[CompletionReader]
-    about_prompt: PromptLogprobs | None
+    about_prompt: PromptLogprobCollector | None
     open: int
 
     @property
@@ -238,7 +238,7 @@ class LLM:
         outputs = [CompletionOutput(index) for index in range(params.n)]
         about = None
         if params.prompt_logprobs is not None:
-            about = PromptLogprobs(self._tokenizer)
+            about = PromptLogprobCollector(self._tokenizer)
         return _Job(
             text=text,
             ids=ids,

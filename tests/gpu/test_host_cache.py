@@ -9,7 +9,7 @@ import torch
 
 from quire.arrays import int32
 from quire.plan import Transfer
-from quire.runner.kv_transfer import KVTransfer
+from quire.runner.transfer.places import KVTransfer
 
 
 @pytest.mark.parametrize("staging", [1, 7, 64])

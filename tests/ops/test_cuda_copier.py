@@ -10,8 +10,8 @@ import torch
 
 from quire.arrays import int32
 from quire.errors import ConfigError
-from quire.runner.host_pool import BlockLayout, HostPool
-from quire.runner.kv_transfer import CudaCopier
+from quire.runner.transfer.host import BlockLayout, HostPool
+from quire.runner.transfer.places import CudaCopier
 
 
 class Event:

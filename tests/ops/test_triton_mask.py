@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from quire.ops.reference import mask_logits as reference
 from quire.ops.triton import mask_logits
-from quire.ops.triton.gate import wait_for
+from quire.ops.triton import gate as gate_module
+from quire.ops.triton.gate import wait_for_flag
+from quire.runner.mask_ring import MaskRing
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -64,10 +70,44 @@ def test_lines(kernel_device: str) -> None:
     assert torch.isinf(expected[[0, 2, 3]]).any()
 
 
-def test_a_flag_that_is_there_is_not_waited_for(kernel_device: str) -> None:
-    flag = torch.full((1,), 7, dtype=torch.int64)
-    if kernel_device != "cpu":
-        flag = flag.pin_memory()
-    wait_for(flag, 7)
-    wait_for(flag, 3)
-    assert flag.item() == 7
+@pytest.mark.parametrize("step_id", [0, 7, 2**31, 2**32 + 5, 2**40 - 1])
+def test_a_flag_that_is_there_is_not_waited_for(kernel_device: str, step_id: int) -> None:
+    """Nor one of a later step, nor any where the gate names none."""
+    ring = MaskRing(torch.device(kernel_device), depth=3, rows=1, words=1)
+    flags = torch.full((3,), -1, dtype=torch.int64)
+    ring.flags.copy_(flags)
+    ring.flags[step_id % 3] = step_id
+    for gate in (ring.gate(step_id), ring.gate(max(0, step_id - 3)), (-1, 0, 0)):
+        words = torch.tensor(gate, dtype=torch.int32, device=kernel_device)
+        wait_for_flag(ring.flags, words)
+    flags[step_id % 3] = step_id
+    assert torch.equal(ring.flags, flags)
+
+
+@pytest.mark.parametrize("step_id", [4, 2**31 + 1, 2**33 + 1])
+def test_a_flag_that_comes_late_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, step_id: int
+) -> None:
+    """The kernel looks again until the host has set it, or has failed to for too long."""
+    monkeypatch.setattr(gate_module, "_TRIES", 3)
+    ring = MaskRing(torch.device("cpu"), depth=2, rows=1, words=1)
+    ring.flags[step_id % 2] = step_id - 2
+    gate = torch.tensor(ring.gate(step_id), dtype=torch.int32)
+    if torch.cuda.is_available():
+        pytest.skip("looks are counted in the interpreter")
+    looks: list[int] = []
+    load = interpreter.InterpreterBuilder.create_load
+
+    def watched(self: Any, *args: Any) -> Any:
+        found = load(self, *args)
+        if found.data.dtype == np.int64 and args[-1]:
+            looks.append(int(found.data.item()))
+        return found
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_load", watched)
+    wait_for_flag(ring.flags, gate)
+    assert looks == [step_id - 2] * 4
+    ring.flags[step_id % 2] = step_id
+    looks.clear()
+    wait_for_flag(ring.flags, gate)
+    assert looks == [step_id]

@@ -242,7 +242,7 @@ def test_messages_survive_the_wire() -> None:
         int32([3, 9]),
         int32([1, 2]),
         int32([5, 6, 7]),
-        firsts=[CompletionStart(3, 4, 0.5)],
+        starts=[CompletionStart(3, 4, 0.5)],
         ends=[CompletionEnd(9, "stop", 7)],
         logprobs=[(3, logprobs)],
     )
@@ -253,7 +253,7 @@ def test_messages_survive_the_wire() -> None:
         [1, 2],
         [5, 6, 7],
     ]
-    assert (back.firsts, back.ends) == (outputs.firsts, outputs.ends)
+    assert (back.starts, back.ends) == (outputs.starts, outputs.ends)
     ((handle, part),) = back.logprobs
     assert (handle, part.ids.tolist(), part.ranks.tolist()) == (3, [[3, 4]], [2])
     assert part.values.tolist() == [[-0.5, -0.25]]

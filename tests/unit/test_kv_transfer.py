@@ -14,9 +14,9 @@ from quire.arrays import int32
 from quire.config import EngineArgs
 from quire.errors import ConfigError, QuireError
 from quire.plan import Transfer
-from quire.runner.disk_store import DiskStore, identity
-from quire.runner.host_pool import BlockLayout, HostPool
-from quire.runner.kv_transfer import KVTransfer
+from quire.runner.transfer.disk import DiskStore, identity
+from quire.runner.transfer.host import BlockLayout, HostPool
+from quire.runner.transfer.places import KVTransfer
 
 
 def tensors() -> list[list[torch.Tensor]]:

@@ -167,7 +167,7 @@ def test_a_fork_in_mid_block_leaves_the_parent_alone(tmp_path: Path) -> None:
     requests = engine.add("a", Job(prompt, params, seed=4))
 
     copied: list[tuple[Tensor, Tensor]] = []
-    submit = engine.runner.submit
+    submit = engine.executor.submit
 
     def watch(plan: StepPlan) -> None:
         sources = [copies.src for copies in plan.copies if len(copies.src)]
@@ -179,7 +179,7 @@ def test_a_fork_in_mid_block_leaves_the_parent_alone(tmp_path: Path) -> None:
             now = engine.runner.cache.block_tensors(0)[0][src]
             copied.append((was[..., :filled, :], now[..., :filled, :]))
 
-    engine.runner.submit = watch  # type: ignore[method-assign]
+    engine.executor.submit = watch  # type: ignore[method-assign]
     engine.drain()
     assert copied
     assert all(torch.equal(was, now) for was, now in copied)
@@ -224,19 +224,19 @@ def test_gated_rows_wait_for_their_mask(tmp_path: Path) -> None:
     plan = engine.scheduler.plan()
     assert plan is not None
     plan.flags = plan.flags | int32([RowFlag.GATED, 0])
-    engine.runner.submit(plan)
+    engine.executor.submit(plan)
     behind = engine.scheduler.plan()
     assert behind is not None
-    engine.runner.submit(behind)
+    engine.executor.submit(behind)
     mask = np.zeros((1, VOCAB // 32), dtype=np.int32)
     mask[0, 2] = 1 << 3  # token 67 alone
-    engine.runner.submit_head(HeadInputs(plan.step_id, mask))
-    result = engine.runner.collect()
+    engine.executor.submit_head(HeadInputs(plan.step_id, mask))
+    result = engine.executor.collect()
     assert result.tokens[0, 0] == 67
     assert result.n_tokens.tolist() == [1, 1]
     expected = TinyEngine(folder).run([Job([9, 10], GREEDY)])[0][:2]
     # The step behind has waited too.
-    assert [result.tokens[1, 0], engine.runner.collect().tokens[1, 0]] == expected
+    assert [result.tokens[1, 0], engine.executor.collect().tokens[1, 0]] == expected
 
 
 def test_hooks_see_every_step_and_own_columns(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.engine.executors import InProcessExecutor
+from quire.engine.workers import WorkerExecutor
 from quire.errors import ConfigError, ModelError
 from quire.executor import OnProgress
 from quire.pooling import PoolingFeature
 from quire.pooling.hook import Pooler
 from quire.pooling_params import Pooling
+from quire.runner import Hook
 from quire.structured import Compiler, CompilerConfig, GrammarFeature
 
 _GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "steps_in_flight": 2}
@@ -81,11 +82,16 @@ def build_core(
     config: EngineConfig, progress: OnProgress | None = None, compiler: Compiler | None = None
 ) -> EngineCore:
     """An engine with its weights loaded, in this process. compiler: one to share with it."""
-    executor = InProcessExecutor(config, progress, [Pooler()])
+    executor = WorkerExecutor(config, progress, runner_hooks())
     grammars = None
     if config.tokenizer_path is not None:
         grammars = GrammarFeature(compiler or build_compiler(config), config.scheduler.max_num_seqs)
     return EngineCore(config, executor, [PoolingFeature()], grammars)
+
+
+def runner_hooks() -> list[Hook]:
+    """Returns the features' hooks of a worker, the same on every rank."""
+    return [Pooler()]
 
 
 def build_compiler(config: EngineConfig, *, cached: int | None = None) -> Compiler:

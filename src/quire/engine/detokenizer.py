@@ -34,7 +34,9 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         keep: frozenset[int] = frozenset(),
     ) -> None:
-        """Args:
+        """Begins after the last tokens of `prompt`.
+
+        Args:
         keep: special tokens whose text is not skipped.
         """
         self._hub = tokenizer.hub

@@ -51,7 +51,9 @@ class CompletionReader:
         tokenizer: Tokenizer | None,
         keep_special: frozenset[int] = frozenset(),
     ) -> None:
-        """Args:
+        """Sets up the detokenizer and stop strings that `params` ask for.
+
+        Args:
         keep_special: special tokens that are in the text despite `skip_special_tokens`.
         """
         self.index = index

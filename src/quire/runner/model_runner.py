@@ -1,4 +1,4 @@
-"""Runs plans on one device: one upload, the body, the head, one late read.
+"""One rank's worker: runs plans on one device, with one upload, the body, the head, one late read.
 
 Nothing here waits for the device but `collect`. On a CPU the same programs run as they are called.
 """
@@ -19,7 +19,7 @@ from quire import ops
 from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import QuireError
-from quire.executor import FULL_STEP, Capacity, OnProgress
+from quire.executor import FULL_STEP, Capacity, Measurement, OnProgress
 from quire.models import (
     build_model,
     head_scales,
@@ -27,7 +27,8 @@ from quire.models import (
     load_weights,
     spec_from_config,
 )
-from quire.plan import Admit, HeadInputs, KVGroup, RowFlag, StepPlan, StepResult
+from quire.parallel import ProcessGroup, SingleGroup
+from quire.plan import Admit, KVGroup, RowFlag, StepPlan, StepResult
 from quire.quantization import quantization_of
 from quire.runner import memory
 from quire.runner.graphs import Buckets, Graphs, full_step, program_works
@@ -55,17 +56,15 @@ class ModelRunner:
         config: EngineConfig,
         progress: OnProgress | None = None,
         hooks: Sequence[Hook] = (),
+        group: ProcessGroup | None = None,
+        masks: MaskRing | None = None,
     ) -> None:
         self.config = config
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        scheduler = config.scheduler
-        self.limits = Limits(
-            lanes=scheduler.max_num_seqs,
-            tokens=scheduler.max_num_batched_tokens,
-            logit_rows=scheduler.max_num_seqs,
-            length=scheduler.max_model_len,
-        )
+        self.group = group or SingleGroup()
+        self.limits = limits_of(config)
+        self.masks = masks or MaskRing(self.device, *mask_shape(config))
         self._features = tuple(hooks)
         self._progress = progress
         # Launched, and those behind one that waits for the host.
@@ -76,49 +75,65 @@ class ModelRunner:
         # What the head must do for each lane's request, a `Level`.
         self._levels = np.zeros(self.limits.lanes, dtype=np.int8)
         self._transfer: KVTransfer | None = None
-        depth = scheduler.steps_in_flight + 1
-        self._pinned = PinnedRing(self.device, depth)
-        words = -(-config.vocab_size // 32)
-        self.masks = MaskRing(self.device, depth, self.limits.logit_rows, words)
+        self._pinned = PinnedRing(self.device, config.scheduler.steps_in_flight + 1)
+        self._seconds: dict[str, float] = {}
         self._policy = ops.Policy(
             deterministic=config.args.deterministic, disabled=frozenset(config.args.disable)
         )
 
     # -- start ---------------------------------------------------------------------------------
 
-    def start(self) -> Capacity:
-        """Loads the weights and takes the memory that is left for the KV cache."""
+    def measure(self) -> Measurement:
+        """Loads the weights, and finds how much memory is left for the KV cache."""
         began = time.perf_counter()
         self._load()
         head_dims = self.model.spec.head_dims
-        kv_format = ops.kv_format(self.config.kv_cache_dtype, self.dtype, *head_dims)
-        groups = self.model.kv_groups(self.config.block_size, kv_format)
+        self._kv_format = ops.kv_format(self.config.kv_cache_dtype, self.dtype, *head_dims)
+        self._groups = groups = self.model.kv_groups(self.config.block_size, self._kv_format)
         blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(groups))
-        seconds = {"weights": time.perf_counter() - began}
+        self._seconds["weights"] = time.perf_counter() - began
+        return Measurement(groups, blocks)
+
+    def allocate(self, num_blocks: tuple[int, ...]) -> None:
+        """Makes the KV cache, of so many blocks of each group, and the batch state."""
         self.cache = KVCache(
-            groups,
-            blocks,
+            self._groups,
+            num_blocks,
             layouts=self.model.kv_layouts,
-            form=kv_format,
+            form=self._kv_format,
             device=self.device,
-            head_scales=self._head_scales(kv_format),
+            head_scales=self._head_scales(self._kv_format),
         )
-        self._transfer = open_transfer(self.config, self.cache, blocks)
-        self._prepare(groups)
+        self._num_blocks = num_blocks
+        self._transfer = open_transfer(self.config, self.cache, num_blocks)
+        self._prepare(self._groups)
+
+    def capture(self) -> Capacity:
+        """Captures all graphs where there are any, and says what there is."""
         full = FULL_STEP
         if self.device.type == "cuda" and not self.config.eager:
             began = time.perf_counter()
             full = self._capture()
-            seconds["graphs"] = time.perf_counter() - began
+            self._seconds["graphs"] = time.perf_counter() - began
         slots = 0 if self._transfer is None else self._transfer.pool.slots
-        return Capacity(groups, blocks, host_blocks=slots, seconds=seconds, full_step=full)
+        return Capacity(
+            self._groups,
+            self._num_blocks,
+            host_blocks=slots,
+            seconds=self._seconds,
+            full_step=full,
+        )
 
     def _load(self) -> None:
         path = Path(self.config.model_path)
         spec = spec_from_config(load_config(path))
         quantization = quantization_of(self.config.args.quantization)
         self.model = build_model(
-            spec, device=self.device, dtype=self.dtype, quantization=quantization
+            spec,
+            device=self.device,
+            dtype=self.dtype,
+            group=self.group,
+            quantization=quantization,
         )
         load_weights(
             self.model,
@@ -199,14 +214,6 @@ class ModelRunner:
         for name in plan.writes:
             if name not in self.state.columns:
                 raise QuireError(f"the plan writes to a column {name!r} that no hook keeps")
-
-    def mask_room(self, step_id: int, rows: int) -> Int32:
-        """Returns where the mask of a step may be built, int32 [rows, words]. From any thread."""
-        return self.masks.room(step_id, rows)
-
-    def submit_head(self, inputs: HeadInputs) -> None:
-        """Takes the masks of a step that was, or is about to be, submitted. From any thread."""
-        self.masks.bring(inputs.step_id, inputs.mask)
 
     def _advance(self, *, wait: bool = False) -> None:
         """Launches what can be. A head that the host must bring masks for holds up all behind it;
@@ -374,3 +381,20 @@ class ModelRunner:
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def limits_of(config: EngineConfig) -> Limits:
+    """Returns the most that steps of an engine may hold."""
+    scheduler = config.scheduler
+    return Limits(
+        lanes=scheduler.max_num_seqs,
+        tokens=scheduler.max_num_batched_tokens,
+        logit_rows=scheduler.max_num_seqs,
+        length=scheduler.max_model_len,
+    )
+
+
+def mask_shape(config: EngineConfig) -> tuple[int, int, int]:
+    """Returns the depth, rows and words of an engine's `MaskRing`."""
+    depth = config.scheduler.steps_in_flight + 1
+    return depth, limits_of(config).logit_rows, -(-config.vocab_size // 32)

@@ -50,22 +50,28 @@ def place_drafts(rows: StepRows, position: Tensor, tokens: Tensor, drafts: Draft
     A row of `q_len` tokens takes up to q_len - 1 drafts: those that the claim has behind the row's
     first position, if what it has before agrees with the text. Their number goes to `drafts.used`.
     """
-    width = drafts.ids.shape[1]
-    starts = rows.query_start.tolist()
-    for row, (lane, flags) in enumerate(zip(rows.lanes.tolist(), rows.flags.tolist(), strict=True)):
-        room = starts[row + 1] - starts[row] - 1
-        if lane < 0 or flags & PROMPT or room < 1:
-            continue
-        at, claimed = int(position[lane]), drafts.ids[lane].tolist()
-        first = int(drafts.start[lane])
-        known = at + 1 - first
-        used = 0
-        if 0 <= known < width and claimed[:known] == tokens[lane, first : at + 1].tolist():
-            while used < min(room, width - known) and claimed[known + used] >= 0:
-                used += 1
-            taken = drafts.ids[lane, known : known + used]
-            tokens[lane, at + 1 : at + 1 + used] = taken
-        drafts.used[lane] = used
+    room = (rows.query_start[1:] - rows.query_start[:-1]).long() - 1
+    takes = (rows.lanes >= 0) & ((rows.flags & PROMPT) == 0) & (room >= 1)
+    which = torch.nonzero(takes).flatten()
+    if not len(which):
+        return
+    lane, room = rows.lanes[which].long(), room[which]
+    claimed, first = drafts.ids[lane], drafts.start[lane].long()
+    width = claimed.shape[1]
+    known = position[lane].long() + 1 - first
+    column = torch.arange(width, device=rows.device)
+    places = first.unsqueeze(1) + column
+    inside = places.clamp(0, tokens.shape[1] - 1)
+    before = column < known.unsqueeze(1)
+    differs = (before & (tokens[lane.unsqueeze(1), inside] != claimed)).any(dim=1)
+    # The first place behind the text where nothing is claimed ends the drafts.
+    gaps = torch.where(~before & (claimed < 0), column, width)
+    used = torch.minimum(gaps.amin(dim=1) - known, room).clamp(min=0)
+    used = torch.where((known >= 0) & (known < width) & ~differs, used, 0)
+    taken = ~before & (column < (known + used).unsqueeze(1))
+    owner = lane.unsqueeze(1).expand_as(places)
+    tokens[owner[taken], places[taken]] = claimed[taken]
+    drafts.used[lane] = used.int()
 
 
 def expand_rows(
@@ -242,11 +248,14 @@ def _penalized(
 ) -> Tensor:
     lanes = rows.lanes[which].long()
     count = counts.index_select(0, lanes)
-    for i, row in enumerate(which.tolist()):
-        length, ahead = int(rows.lengths[row]), int(rows.ahead[row])
-        if ahead:
-            drafted = tokens[lanes[i], length - ahead : length].long()
-            count[i].index_add_(0, drafted, torch.full_like(drafted, 2, dtype=torch.int32))
+    ahead = rows.ahead[which].long().unsqueeze(1)
+    most = int(ahead.max())
+    if most:
+        back = torch.arange(most, device=x.device)
+        places = (rows.lengths[which].long().unsqueeze(1) - 1 - back).clamp(min=0)
+        drafted = tokens[lanes.unsqueeze(1), places].long()
+        held = back < ahead
+        count.scatter_add_(1, torch.where(held, drafted, 0), 2 * held.int())
     repetition, presence, frequency = factors[which].unsqueeze(-1).unbind(1)
     x = torch.where(count > 0, torch.where(x > 0, x / repetition, x * repetition), x)
     generated = count >> 1
@@ -259,7 +268,7 @@ def _table_as_rows(
     """Returns the entries of each lane's table as a dense line, [n, vocab]."""
     keys = ids[lanes]
     entry = torch.arange(keys.shape[1], device=keys.device)
-    held = entry < num[lanes].unsqueeze(1)
+    held = (entry < num[lanes].unsqueeze(1)) & (keys < vocab)
     amounts = torch.where(held, values if rowwise else values[lanes], 0.0)
     dense = torch.zeros(len(lanes), vocab, device=keys.device)
     return dense.scatter_add_(1, torch.where(held, keys, 0).long(), amounts)
@@ -431,18 +440,27 @@ def token_logprobs(
     asked = torch.nonzero((rows.lanes >= 0) & (wanted[own] >= 0)).flatten()
     if not len(asked):
         return
-    values = logits[asked].float().log_softmax(dim=-1)
+    raw = logits[asked].float()
+    values = raw.log_softmax(dim=-1)
     chosen = tokens[asked].long().clamp(min=0).unsqueeze(1)
     mine = values.gather(1, chosen)
     slots = (out.shape[1] - 2) // 2
     width = min(int(wanted[own[asked]].max()), values.shape[1], slots - 1)
-    best, ids = values.topk(width, dim=-1)
+    ids = _ranked(raw).topk(width, dim=-1).indices
+    best = values.gather(1, ids)
     line = out[asked]
     line[:, 0] = rows.lengths[asked]
-    line[:, 1] = (values > mine).sum(dim=-1, dtype=torch.int32) + 1
+    line[:, 1] = (raw > raw.gather(1, chosen)).sum(dim=-1, dtype=torch.int32) + 1
     line[:, 2 : 3 + width] = torch.cat([chosen, ids], dim=1).int()
     line[:, 2 + slots : 3 + slots + width] = torch.cat([mine, best], dim=1).view(torch.int32)
     out[asked] = line
+
+
+def _ranked(x: Tensor) -> Tensor:
+    """Returns int64 keys that sort as float32 x [n, vocab] does; of ties the first is largest."""
+    bits = x.view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    return (ordered << 32) - torch.arange(x.shape[1], device=x.device)
 
 
 def wait_for_flag(flags: Tensor, gate: Tensor) -> None:

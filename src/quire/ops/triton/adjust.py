@@ -55,12 +55,13 @@ def _adjust(
     num_stops = tl.where(early, tl.load(num_stops_ptr + lane), 0)
     if (num_bias > 0) | (num_stops > 0):
         tl.debug_barrier()  # entries of this tile are changed by other threads than wrote them
+        end = tl.minimum(begin + TILE, vocab)
         for start in range(0, num_bias, 128):
             entry = start + tl.arange(0, 128)
             ids = tl.load(
                 bias_ids_ptr + lane * bias_stride + entry, mask=entry < num_bias, other=-1
             )
-            own = (ids >= begin) & (ids < begin + TILE)
+            own = (ids >= begin) & (ids < end)
             value = tl.load(bias_values_ptr + lane * bias_stride + entry, mask=own, other=0.0)
             value += tl.load(out + ids, mask=own, other=0.0)
             tl.store(out + ids, value, mask=own)
@@ -70,7 +71,7 @@ def _adjust(
             stop = tl.load(
                 stops_ptr + lane * stops_stride + entry, mask=entry < num_stops, other=-1
             )
-            own = (stop >= begin) & (stop < begin + TILE)
+            own = (stop >= begin) & (stop < end)
             tl.store(out + stop, float("-inf"), mask=own)
 
 

@@ -16,7 +16,7 @@ from quire.ops.triton.launch import launch, options, traits
 _BLOCK = 1024
 
 
-# One compilation for all sizes: a new one in mid-service would hold up a step.
+# One compilation for all sizes, here and below: a new one in mid-service would hold up a step.
 @triton.jit(do_not_specialize=["num_segments"])
 def _scatter(memory_ptr, packed_ptr, num_segments, BLOCK: tl.constexpr):
     """Grid (segments, chunks of the longest)."""
@@ -80,7 +80,7 @@ def place_drafts(rows: StepRows, position: Tensor, tokens: Tensor, drafts: Draft
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_logits"])
 def _expand(
     lanes_ptr, query_start_ptr, logit_start_ptr, flags_ptr, position_ptr, tokens_ptr, used_ptr,
     table_ptr, ids_ptr, positions_ptr, seq_lens_ptr, slots_ptr, rows_table_ptr,
@@ -184,7 +184,7 @@ def expand_rows(
     return Expanded(ids, positions, seq_lens, tuple(groups), (), max_seq_len)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_logits"])
 def _collect(
     hidden_ptr, lanes_ptr, query_start_ptr, flags_ptr, logit_lanes_ptr, logit_tokens_ptr,
     position_ptr, last_ptr, kept_ptr, num_tokens, num_rows, num_logits, width, hidden_stride,
@@ -244,7 +244,7 @@ def _is_stop(stops_ptr, num_stops, token, STEP: tl.constexpr):
     return hit > 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_logits"])
 def _finish(
     lanes_ptr, logit_start_ptr, logit_lanes_ptr, lengths_ptr, sampled_ptr, position_ptr, tokens_ptr,
     max_total_ptr, min_total_ptr, num_stops_ptr, stops_ptr, results_ptr, counts_ptr,
@@ -295,7 +295,8 @@ def _finish(
                     going = (draft == token) & (reason == 0)
             else:
                 going = False
-        tl.store(position_ptr + lane, first - 1 + given)
+        if given > 0:
+            tl.store(position_ptr + lane, first - 1 + given)
     line = tl.where(column == 0, given, tl.where(column == 1, reason, line))
     tl.store(results + column, line, mask=column < results_stride)
 
@@ -327,7 +328,8 @@ def finish_rows(
     )  # fmt: skip
 
 
-@triton.jit
+# The shares and lengths lie wherever a step's upload has room for them: their alignment varies.
+@triton.jit(do_not_specialize_on_alignment=["shares_ptr", "lengths_ptr"])
 def _pool(
     hidden_ptr, lanes_ptr, query_start_ptr, shares_ptr, sums_ptr, lengths_ptr, out_ptr, width,
     hidden_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -56,7 +56,7 @@ class Supervisor:
             # Where a free port was asked for, all workers are to take the same.
             args = dataclasses.replace(args, port=sock.getsockname()[1])
         self._args = args
-        self._share = WorkerConfig(
+        self._config = WorkerConfig(
             args, client.host.address, self._fd, str(folder / "limits"), os.getpid()
         )
         self._workers: set[asyncio.subprocess.Process] = set()
@@ -74,23 +74,25 @@ class Supervisor:
             loop.add_signal_handler(number, self._stop)
         loop.add_signal_handler(signal.SIGHUP, self._signal_all, signal.SIGHUP)
         ready = [asyncio.Event() for _ in range(self._args.api_workers)]
-        keepers = [asyncio.create_task(self._keep(i, event)) for i, event in enumerate(ready)]
+        restarters = [
+            asyncio.create_task(self._keep_running(i, event)) for i, event in enumerate(ready)
+        ]
         stopped = asyncio.create_task(self._stopping.wait())
         waiting = asyncio.create_task(_all(ready))
-        await asyncio.wait((waiting, stopped, *keepers), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((waiting, stopped, *restarters), return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
             on_ready()
         waiting.cancel()
-        # A keeper that ends before it is told to has failed.
-        await asyncio.wait((stopped, *keepers), return_when=asyncio.FIRST_COMPLETED)
+        # A restarter that ends before it is stopped has failed.
+        await asyncio.wait((stopped, *restarters), return_when=asyncio.FIRST_COMPLETED)
         self._stopping.set()
         # Workers drain by themselves; one that does not come to an end is ended.
         with contextlib.suppress(TimeoutError):
             limit = self._args.drain_timeout + _FORCED_SECONDS
-            await asyncio.wait_for(asyncio.shield(asyncio.gather(*keepers)), limit)
+            await asyncio.wait_for(asyncio.shield(asyncio.gather(*restarters)), limit)
         for worker in self._workers:
             worker.kill()
-        await asyncio.gather(*keepers)
+        await asyncio.gather(*restarters)
 
     def _stop(self) -> None:
         self._signals += 1
@@ -105,7 +107,7 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 worker.send_signal(number)
 
-    async def _keep(self, number: int, ready: asyncio.Event) -> None:
+    async def _keep_running(self, number: int, ready: asyncio.Event) -> None:
         """Runs a worker, and starts the next when it dies."""
         while not self._stopping.is_set():
             began = time.monotonic()
@@ -133,7 +135,7 @@ class Supervisor:
         )
         self._workers.add(worker)
         if worker.stdin is not None and worker.stdout is not None:
-            worker.stdin.write(msgspec.json.encode(self._share) + b"\n")
+            worker.stdin.write(msgspec.json.encode(self._config) + b"\n")
             if await worker.stdout.readline():
                 ready.set()
         return worker
