@@ -42,6 +42,7 @@ lint: $(VENV)/.dev
 	$(BIN)/python tools/check_feature_names.py
 	$(BIN)/python tools/check_docstrings.py
 	$(BIN)/python tools/check_class_names.py
+	$(BIN)/python tools/check_import_circles.py
 
 core: $(VENV)/.serve
 	$(BIN)/python tools/core_lines.py --markdown
