@@ -1,8 +1,8 @@
 """Fails where the scheduler or the model runner names a feature.
 
-Features reach both through small interfaces only (`scheduler/feature.py`, `runner/hooks/hook.py`). A name
-of one in their code would be the first step to a branch for it, so identifiers, imports and string
-literals are searched; comments and docstrings may explain what the interfaces are for.
+Features reach both through small interfaces only (`scheduler/feature.py`, `runner/hooks/hook.py`).
+A name of one in their code would be the first step to a branch for it, so identifiers, imports and
+string literals are searched; comments and docstrings may explain what the interfaces are for.
 """
 
 from __future__ import annotations

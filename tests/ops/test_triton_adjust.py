@@ -46,9 +46,7 @@ def admitted(device: str) -> tuple[BatchState, dict[str, Tensor], Tensor]:
     none = int32([])
     draw = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCAB, (len(PARAMS), LENGTH), generator=draw)
-    admits = [
-        Admit(i, 0, str(i), int32(tokens[i]), 3, 0, 64, p, i) for i, p in enumerate(PARAMS)
-    ]
+    admits = [Admit(i, 0, str(i), int32(tokens[i]), 3, 0, 64, p, i) for i, p in enumerate(PARAMS)]
     plan = StepPlan(0, none, none, none, none, admits=admits)
     upload = Upload(PinnedRing(own, 2), state.memory)
     for hook in hooks:

@@ -177,7 +177,9 @@ def test_collect_rows(kernel_device: str, side: Any, dtype: torch.dtype) -> None
     hidden = torch.randn(9, 1100, generator=make).to(dtype).to(kernel_device)
     rows = step_rows([2, 0, 3, -1], [2, 3, 1, 0], [2, 1, 0, 0], [0, PROMPT, PROMPT, 1], "cpu")
     rows = StepRows(*(part.to(kernel_device) for part in rows))
-    asked = LogitRows(*(ints(x, kernel_device) for x in ([2, -1, 0, -1], [0, 1, 4, 99], *[[0] * 4] * 2)))
+    asked = LogitRows(
+        *(ints(x, kernel_device) for x in ([2, -1, 0, -1], [0, 1, 4, 99], *[[0] * 4] * 2))
+    )
     position = ints([10, 20, 30, 40], kernel_device)
     kept, last = (torch.zeros(12, 1100, dtype=dtype, device=kernel_device) for _ in range(2))
     side.collect_rows(hidden, rows, asked, position, last, kept)
@@ -191,9 +193,7 @@ STOPS = [[5, 6, 9], [5, 5, 5], [5, 5, 5], [5, 6, 7], [5, 6, 9], [0, 0, 0]]
 """Of which lanes hold 2, 1, 0, 3, 2, 0: what stands behind them says nothing."""
 
 
-def finish(
-    side: Any, device: str, runs: list[dict[str, Any]], max_len: int = 24
-) -> dict[str, Any]:
+def finish(side: Any, device: str, runs: list[dict[str, Any]], max_len: int = 24) -> dict[str, Any]:
     """Runs `finish_rows` on rows of which each is given as keywords: lane, first (the position of
     its first logit row's token), drafts, sampled, used (logit rows that exist)."""
     tokens = torch.zeros(6, max_len, dtype=torch.int32)
@@ -247,7 +247,9 @@ FINISHED: dict[str, tuple[dict[str, Any], list[int], int]] = {
     "stop at the length": ({"lane": 3, "first": 11, "sampled": [7]}, [7], 1),
     "broken": ({"lane": 0, "first": 8, "sampled": [-1]}, [], 3),
     "a broken prompt": ({"lane": 0, "first": 8, "sampled": [-1], "position": 8}, [], 3),
-    "right": ({"lane": 5, "first": 8, "drafts": [1, 2, 3], "sampled": [1, 2, 3, 4]}, [1, 2, 3, 4], 0),
+    "right": (
+        {"lane": 5, "first": 8, "drafts": [1, 2, 3], "sampled": [1, 2, 3, 4]}, [1, 2, 3, 4], 0,
+    ),
     "wrong": ({"lane": 5, "first": 8, "drafts": [1, 2, 3], "sampled": [9, 2, 3, 4]}, [9], 0),
     "partly": ({"lane": 5, "first": 8, "drafts": [1, 2, 3], "sampled": [1, 9, 3, 4]}, [1, 9], 0),
     "fewer used": (
