@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.layers.pieces import named_pieces
+from quire.layers.parameter_slice import named_slices
 from quire.models import build_model, load_config, spec_from_config
 from quire.models.registry import BY_NAME
 
@@ -34,16 +34,16 @@ def shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], set[str], torch.dt
     model = build_model(spec, device="meta", dtype=spec.dtype)
     found: dict[str, tuple[int, ...]] = {}
     ones = set()
-    for name, piece in named_pieces(model):
+    for name, part in named_slices(model):
         source = family.source(spec, name)
-        shape = list(piece.shape)
+        shape = list(part.shape)
         if source.span is not None:
             shape[0] = source.span[1]
         if source.transposed:
             shape.reverse()
-        # Of pieces that share a tensor, the one that ends last knows its size.
+        # Of slices that share a tensor, the one that ends last knows its size.
         found[source.name] = max(found.get(source.name, ()), tuple(shape))
-        if piece.initial == "ones":
+        if part.initial == "ones":
             ones.add(source.name)
     return found, ones, spec.dtype
 

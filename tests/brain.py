@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.cache import BlockManager, PrefixTree
-from quire.cache.block_manager import Hold
+from quire.cache import BlockManager, DetachedBlocks, PrefixTree
 from quire.cache.node import NO_BLOCK, Node
-from quire.plan import StepPlan
+from quire.plan import RowFlag, StepPlan
 from quire.request import Request, RequestStatus
 from quire.scheduler import Scheduler
+from quire.scheduler.fair_share import FairShare
 from tests.fakes import FakeExecutor
 
 
@@ -26,15 +26,17 @@ def nodes_of(tree: PrefixTree) -> list[Node]:
     return found
 
 
-def check_blocks(manager: BlockManager, lanes: Sequence[int], holds: Sequence[Hold] = ()) -> None:
-    """No block is lost, freed twice or counted wrongly: what these occupied lanes and holds have is
-    recounted from scratch."""
+def check_blocks(
+    manager: BlockManager, lanes: Sequence[int], detached: Sequence[DetachedBlocks] = ()
+) -> None:
+    """No block is lost, freed twice or counted wrongly: the holders are recounted from these
+    occupied lanes and detached blocks."""
     tree = manager.tree
     nodes = nodes_of(tree)
     assert len(nodes) == tree.num_nodes
     users = {id(node): 0 for node in nodes}
     lasts = [manager.lanes.last(lane) for lane in lanes]
-    for last in lasts + [hold.last for hold in holds if hold.last is not None]:
+    for last in lasts + [each.last for each in detached if each.last is not None]:
         at: Node | None = last
         while at is not None and at.parent is not None:
             users[id(at)] += 1
@@ -57,19 +59,19 @@ def check_blocks(manager: BlockManager, lanes: Sequence[int], holds: Sequence[Ho
         holders = np.zeros(group.pool.num_blocks, dtype=np.int64)
         for lane in lanes:
             np.add.at(holders, group.held(lane), 1)
-        for hold in holds:
-            np.add.at(holders, hold.blocks[g], 1)
+        for each in detached:
+            np.add.at(holders, each.blocks[g], 1)
         of_tree = [block for node in nodes for block in node.blocks[g] if block != NO_BLOCK]
         assert len(set(of_tree)) == len(of_tree)
-        loose = {block for block in of_tree if not holders[block]}
+        unheld = {block for block in of_tree if not holders[block]}
         holders[of_tree] += 1
         if group.window is None:
             assert len(of_tree) == sum(node.count for node in nodes)
         assert (group.pool.holders == holders).all()
         assert group.pool.num_free == int((holders == 0).sum())
         if group.window is not None:
-            assert set(tree.loose[g]._blocks) == loose
-            for block, (node, place) in tree.loose[g]._blocks.items():
+            assert set(tree.window_blocks[g]._blocks) == unheld
+            for block, (node, place) in tree.window_blocks[g]._blocks.items():
                 owner = node.upto(place + 1)
                 assert owner.blocks[g][place - owner.start] == block
         else:
@@ -93,7 +95,7 @@ def check_node(node: Node, block_size: int) -> None:
     for key, child in node.children.items():
         assert child.parent is node
         assert child.start == node.end
-        assert bytes(child.run[:stride]) == child.key == key
+        assert bytes(child.run[:stride]) == child.first_tokens == key
         tail = len(key) < stride
         assert not any(o.startswith(key) for o in order if tail and o != key)
     assert order == sorted(key for key, child in node.children.items() if child.written)
@@ -124,14 +126,14 @@ def check_rows_held(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """The invariants that hold between any two calls."""
+    """The invariants that each between any two calls."""
     running = [entry[2] for entry in scheduler._running.entries]
     lanes = [request.lane for request in running]
     assert len(set(lanes)) == len(lanes)
     blocks = scheduler.blocks
-    receivers = range(len(scheduler._lanes.last), len(blocks.lanes.inserted))
-    incoming = [lane for lane in receivers if lane not in blocks.receiver.free]
-    check_blocks(blocks, lanes + incoming, list(scheduler._holds.values()))
+    loading_lanes = range(len(scheduler._lanes.last), len(blocks.lanes.inserted))
+    loading = [lane for lane in loading_lanes if lane not in blocks.loading_lanes]
+    check_blocks(blocks, lanes + loading, list(scheduler._detached.values()))
     assert all(r.status is RequestStatus.RUNNING for r in running)
     assert all(r.computed <= r.planned < r.max_total for r in running)
     assert all(r.known <= r.max_total for r in running)
@@ -140,15 +142,16 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert generating.lanes.tolist() == [r.lane for r in generating.requests]
     assert len(generating.requests) == sum(r.generating for r in running)
     assert scheduler.num_running + scheduler.num_waiting == len(scheduler._requests)
-    check_tenants(scheduler)
-
-
-def check_tenants(scheduler: Scheduler) -> None:
-    """What the queue counts for each tenant, recounted."""
-    queue, requests = scheduler._queue, list(scheduler._requests.values())
+    order, requests = scheduler._order, list(scheduler._requests.values())
     waiting = [r for r in requests if r.status is RequestStatus.WAITING]
-    assert len(queue) == len(waiting)
-    assert queue.tokens == sum(r.known for r in waiting)
+    assert len(order) == len(waiting)
+    assert order.tokens == sum(r.known for r in waiting)
+    if isinstance(order, FairShare):
+        check_tenants(order, requests)
+
+
+def check_tenants(queue: FairShare, requests: list[Request]) -> None:
+    """The counts of each tenant are recounted."""
     assert queue.contested == (len({r.tenant for r in requests}) > 1)
     assert len(queue._turns) == len(set(queue._turns))
     for name, tenant in queue._tenants.items():
@@ -184,6 +187,11 @@ class Loop:
         check_rows_held(self.scheduler, plan)
         assert plan.num_tokens <= self.scheduler._config.max_num_batched_tokens
         assert len(set(plan.lanes.tolist())) == plan.num_rows > 0
+        generating = (plan.flags & RowFlag.PROMPT) == 0
+        sampled = int(plan.n_logits[generating].sum())
+        sampled += int(((plan.flags[~generating] & RowFlag.SAMPLE) != 0).sum())
+        most = self.executor.capacity.logit_rows or self.scheduler._config.max_num_seqs
+        assert sampled <= most
         self.plans.append(plan)
         self.executor.submit(plan)
         return True

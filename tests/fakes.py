@@ -18,6 +18,8 @@ import numpy as np
 from quire.arrays import Int32, int32
 from quire.executor import Capacity
 from quire.plan import (
+    DRAFT_IDS,
+    DRAFT_START,
     Admit,
     HeadInputs,
     KVGroup,
@@ -111,7 +113,8 @@ class FakeExecutor:
     and a plan changed after its submission is noticed.
 
     `salt_of` gives the cache salt of a request id: requests of different salts hash differently, so
-    that sharing between them is an error. Drafts are accepted at random (`seed`).
+    that sharing between them is an error. Drafts come from the columns that plans write, and are
+    verified. verifies, logit_rows: see `Capacity`.
     """
 
     def __init__(
@@ -126,8 +129,20 @@ class FakeExecutor:
         host_blocks: int = 0,
         slowest: int = 3,
         failing: float = 0.0,
+        verifies: bool = True,
+        logit_rows: int | None = None,
     ) -> None:
-        self.capacity = Capacity(tuple(groups), tuple(num_blocks), host_blocks)
+        self.capacity = Capacity(
+            tuple(groups),
+            tuple(num_blocks),
+            host_blocks,
+            verifies=verifies,
+            logit_rows=logit_rows,
+        )
+        self.drafts: dict[int, list[int]] = {}
+        self.draft_starts: dict[int, int] = {}
+        self.accepted_drafts = 0
+        self.dummy_tokens = 0
         self.host: dict[int, Any] = {}
         self.files: dict[bytes, Any] = {}
         self._moving: list[Move] = []
@@ -167,6 +182,7 @@ class FakeExecutor:
     def collect(self) -> StepResult:
         plan = self._queue.popleft()
         self.steps += 1
+        self.dummy_tokens += plan.dummy_tokens
         self._apply(plan)
         self._move(plan, "in")
         rows = [self._row(plan, i) for i in range(plan.num_rows)]
@@ -257,7 +273,7 @@ class FakeExecutor:
     def _apply(self, plan: StepPlan) -> None:
         for lane in plan.frees:
             if self.lanes.pop(lane, None) is None:
-                raise StoreError(f"lane {lane} was freed without a tenant")
+                raise StoreError(f"lane {lane} was freed without a request")
         for admit in plan.admits:
             if admit.lane in self.lanes:
                 raise StoreError(f"lane {admit.lane} was given away twice")
@@ -278,6 +294,10 @@ class FakeExecutor:
                 at += count
             if at != len(appends.ids):
                 raise StoreError("counts of block appends do not add up")
+        for lane, ids in zip(*plan.writes.get(DRAFT_IDS, ([], [])), strict=True):
+            self.drafts[int(lane)] = ids.tolist()
+        for lane, start in zip(*plan.writes.get(DRAFT_START, ([], [])), strict=True):
+            self.draft_starts[int(lane)] = int(start)
         self._move(plan, "out")
         for group, copies in enumerate(plan.copies):
             size = self.capacity.groups[group].tokens_per_block
@@ -314,9 +334,25 @@ class FakeExecutor:
         if start != len(state.tokens) - 1 or not flags & RowFlag.SAMPLE:
             raise StoreError(f"lane {lane} generates at {start} of {len(state.tokens)} tokens")
         work = Work(lane, state, start, length, 0)
-        self._sample(work, self._random.randint(1, length))
+        drafts = self._drafts(state, lane)[: length - 1]
+        self._sample(work, 1)
+        for draft in drafts:
+            if work.stop is not StopReason.NONE or draft != work.new[-1]:
+                break
+            self._sample(work, len(work.new) + 1)
+            self.accepted_drafts += 1
         work.valid = len(work.new)
         return work
+
+    def _drafts(self, state: Lane, lane: int) -> list[int]:
+        """The tokens that the lane's claim has behind the last known one, if it agrees with all
+        before."""
+        claim, start = self.drafts.get(lane, []), self.draft_starts.get(lane, 0)
+        known = state.tokens[start:] if start >= 0 else []
+        if not 0 <= start <= len(state.tokens) or claim[: len(known)] != known:
+            return []
+        drafts = claim[len(known) :]
+        return drafts[: drafts.index(-1)] if -1 in drafts else drafts
 
     def _sample(self, work: Work, most: int) -> None:
         state, admit = work.state, work.state.admit

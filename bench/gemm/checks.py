@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from quire.ops import RmsScale, Weight
 from quire.ops.triton import gemm
-from quire.ops.triton.gemm_plan import GATED, GemmPlan, LinearArgs, RMSNorm
+from quire.ops.triton.gemm_plan import GATED, GemmPlan, LinearArgs
 from quire.ops.triton.launch import compiling
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -37,8 +38,9 @@ def _layer(plan: GemmPlan, dtype: torch.dtype, norm: bool, act: str | None, bias
         return torch.randn(*shape, device=device).to(dtype)
 
     return LinearArgs(
-        x=draw(m, k), weight=(draw(rows, k) * k**-0.5), bias=draw(rows) if bias else None,
-        norm=RMSNorm(draw(k).abs()) if norm else None,
+        x=draw(m, k), weight=Weight.plain(draw(rows, k) * k**-0.5),
+        bias=draw(rows) if bias else None,
+        norm=RmsScale(draw(k).abs(), 1e-6) if norm else None,
         residual=draw(m, n) if residual else None, act=act,
     )  # fmt: skip
 
@@ -48,7 +50,7 @@ def _expected(args: LinearArgs) -> Tensor:
     if args.norm is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + args.norm.eps)
         x = x * args.norm.weight.double()
-    y = x @ args.weight.double().T
+    y = x @ args.weight.values.double().T
     if args.bias is not None:
         y = y + args.bias.double()
     if args.gated:

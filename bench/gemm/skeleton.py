@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops import RmsScale, Weight
 from quire.ops.triton import gemm
-from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs, RMSNorm, shape_of
+from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs, shape_of
 from quire.ops.triton.gemm_table import GemmTable, heuristic, key_of
 from quire.ops.triton.gemm_tune import Tuner
 from quire.ops.triton.launch import options, traits
@@ -81,11 +82,11 @@ class Step:
             return torch.empty(*shape, dtype=torch.bfloat16, device=device).normal_(0.0, 0.02)
 
         self.weights = [
-            {name: draw(n, k) for name, (n, k) in model.projections.items()}
+            {name: Weight.plain(draw(n, k)) for name, (n, k) in model.projections.items()}
             for _ in range(model.layers)
         ]
-        self.head = draw(model.vocab, model.hidden)
-        self.norm = RMSNorm(draw(model.hidden).abs() + 1.0)
+        self.head = Weight.plain(draw(model.vocab, model.hidden))
+        self.norm = RmsScale(draw(model.hidden).abs() + 1.0, 1e-6)
         self.bias = draw(model.qkv_width) if model.bias else None
         self.h = draw(self.rows, model.hidden)
         self.h1 = draw(self.rows, model.hidden)

@@ -12,6 +12,7 @@ from shapes import Shape
 from timing import DEVICE, copies_beyond_l2, graph_us
 from torch import Tensor
 
+from quire.layers.attention import KVLayout
 from quire.ops import KVFormat, KVLayer, reference
 from quire.ops.triton.attention import AttentionTuning, Tiles, attention_schedule, paged_attention
 from quire.plan import KVGroup
@@ -55,8 +56,8 @@ class Batch:
         form = form or KVFormat(dtype)
         fixed = torch.rand(layers, 2, kv_heads, device=DEVICE) + 0.5
         cache = KVCache(
-            [KVGroup(tuple(range(layers)), tokens_per_block=PAGE)], [blocks], kv_heads=kv_heads,
-            head_dim=dim, form=form, device=torch.device(DEVICE),
+            [KVGroup(tuple(range(layers)), tokens_per_block=PAGE)], [blocks],
+            layouts=[KVLayout(kv_heads, dim, heads)], form=form, device=torch.device(DEVICE),
             head_scales=fixed if form.scales == "head" else None,
         )  # fmt: skip
         fill(cache.block_tensors(0))

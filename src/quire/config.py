@@ -22,6 +22,10 @@ KV_CACHE_DTYPES = (
 """What `EngineArgs.kv_cache_dtype` knows. fp8 is fp8_e4m3."""
 
 
+QUANTIZATIONS = ("int8",)
+"""What `EngineArgs.quantization` knows."""
+
+
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -37,6 +41,11 @@ class EngineArgs:
     revision: str | None = _setting(None, "Hub revision of the model (branch, tag or commit).")
     dtype: str = _setting(
         "auto", "auto, float32, float16 or bfloat16. auto: the checkpoint's on a GPU, fp32 on CPU."
+    )
+    quantization: str | None = _setting(
+        None,
+        "How linear layers store their weights. int8: the checkpoint's weights are rounded to 8 "
+        "bits as they are read, with a scale per output. Default: as dtype says.",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = _setting(
         "auto", "dummy gives random weights for a folder that holds only config.json."
@@ -148,6 +157,8 @@ class EngineArgs:
         for name in self.disable:
             _one_of("disable", name, OPTIMIZATIONS)
         _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
+        if self.quantization is not None:
+            _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _one_of("pooling", self.pooling, ("auto", "last", "mean"))

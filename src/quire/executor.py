@@ -11,7 +11,7 @@ from quire.arrays import Int32
 from quire.plan import HeadInputs, KVGroup, StepPlan, StepResult
 
 OnProgress = Callable[[str, int, int], None]
-"""Told how far a start is: "weights", bytes loaded and in all; "graphs", captured and in all."""
+"""Called as a start goes on: "weights", bytes loaded and in all; "graphs", captured and in all."""
 
 
 FULL_STEP = 512
@@ -19,16 +19,64 @@ FULL_STEP = 512
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What a started executor offers: KV groups and the number of blocks of each. host_blocks: how
-    many of each group's the host's memory holds besides. seconds: how long parts of its start took
-    ("weights", "graphs"), as far as it has them. full_step: prompt tokens that fill a step: twice
-    as many take about twice as long."""
+    """The limits of a started executor.
+
+    groups: KV groups. num_blocks: blocks of each. host_blocks: blocks of each group that the host's
+        memory holds besides.
+    seconds: how long parts of its start took ("weights", "graphs"), as far as it has them.
+    full_step: prompt tokens that fill a step: twice as many take about twice as long.
+    logit_rows: most rows that a step can sample from, drafts included; None: one per lane.
+    verifies: whether generating rows may carry draft tokens.
+    """
 
     groups: tuple[KVGroup, ...]
     num_blocks: tuple[int, ...]
     host_blocks: int = 0
     seconds: dict[str, float] = {}
     full_step: int = FULL_STEP
+    logit_rows: int | None = None
+    verifies: bool = False
+
+
+class Measurement(msgspec.Struct, frozen=True):
+    """What a worker has found once its weights are loaded. groups: of KV, with the bytes that a
+    block takes on one rank. num_blocks: how many of each group's there is room for."""
+
+    groups: tuple[KVGroup, ...]
+    num_blocks: tuple[int, ...]
+
+
+class Worker(Protocol):
+    """One rank's device. All ranks get the same calls in the same order: `measure`, `allocate`,
+    `capture`, and then plans, of which those of one step are the same bytes everywhere."""
+
+    def measure(self) -> Measurement:
+        """Loads the weights, and finds how much memory is left for the KV cache."""
+        ...
+
+    def allocate(self, num_blocks: tuple[int, ...]) -> None:
+        """Makes the KV cache, of so many blocks of each group, and the batch state."""
+        ...
+
+    def capture(self) -> Capacity:
+        """Gets ready to run, which on a GPU captures graphs, and says what there is."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Launches a step."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Waits for the oldest step not yet collected, and returns its result."""
+        ...
+
+    def control(self, message: dict[str, Any]) -> Any:
+        """Answers whatever is not a step."""
+        ...
+
+    def shutdown(self) -> None:
+        """Releases the device. Idempotent."""
+        ...
 
 
 class Executor(Protocol):
@@ -47,8 +95,8 @@ class Executor(Protocol):
         ...
 
     def mask_room(self, step_id: int, rows: int) -> Int32:
-        """Where masks of a submitted step may be built, from any thread: int32 [rows, ceil(vocab /
-        32)], whose content is nobody's. Masks from elsewhere cost a copy."""
+        """Returns memory for masks of a submitted step, for any thread to fill: int32 [rows,
+        ceil(vocab / 32)], uninitialized. Masks from elsewhere cost a copy."""
         ...
 
     def submit_head(self, inputs: HeadInputs) -> None:

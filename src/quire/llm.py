@@ -10,11 +10,11 @@ from typing import Any
 from quire.arrays import Int32
 from quire.config import EngineArgs
 from quire.engine.builder import build_compiler, build_core, resolve
-from quire.engine.core import EngineStats
 from quire.engine.embedding import NO_TOKENS, finish, pooling_of
-from quire.engine.given import Prompt, as_list, one_each, read_prompt
 from quire.engine.interrupts import interrupts_held
-from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
+from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
+from quire.engine.prompt_inputs import Prompt, as_list, one_each, read_prompt
+from quire.engine.stats import EngineStats
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import RequestError
@@ -43,7 +43,7 @@ class _Job:
     output: RequestOutput
     requests: list[Request]
     readers: list[CompletionReader]
-    about_prompt: PromptLogprobs | None
+    about_prompt: PromptLogprobCollector | None
     open: int
 
     @property
@@ -238,7 +238,7 @@ class LLM:
         outputs = [CompletionOutput(index) for index in range(params.n)]
         about = None
         if params.prompt_logprobs is not None:
-            about = PromptLogprobs(self._tokenizer)
+            about = PromptLogprobCollector(self._tokenizer)
         return _Job(
             text=text,
             ids=ids,
@@ -259,20 +259,18 @@ class LLM:
                 max_total=max_total(len(job.ids), job.params, self.config),
                 priority=priority,
             )
-            for request in job.requests:
-                request.state["job"] = job
 
     def _run(
         self, jobs: list[_Job], advance: Callable[[], None], let_interrupt: Callable[[], None]
     ) -> None:
         left = len(jobs)
-        job: _Job
+        owners = {request.request_id: job for job in jobs for request in job.requests}
         followed = any(job.followed for job in jobs)
         while left:
             let_interrupt()
             progress = self._core.step()
-            for request, _ in self._core.take_unfit():
-                job = request.state["job"]
+            for request, _ in self._core.take_failures():
+                job = owners[request.request_id]
                 if self._close(job, request):
                     left -= 1
                     advance()
@@ -281,7 +279,7 @@ class LLM:
                     raise RequestError("the engine has requests that it cannot run")
                 continue
             for item in _worth_a_look(progress, followed):
-                job = item.request.state["job"]
+                job = owners[item.request.request_id]
                 if self._look(job, item) and not job.open:
                     left -= 1
                     job.output.finished = True
@@ -303,7 +301,7 @@ class LLM:
         update = reader.feed(tokens.tolist(), logprobs, reason, item.stop_token)
         _add(job.output.outputs[request.sample_index], update)
         job.output.num_cached_tokens = job.requests[0].num_cached_tokens
-        job.output.metrics = job.requests[0].state["times"]
+        job.output.metrics = job.requests[0].times
         if not reader.finished:
             return False
         if reader.ended_by_text and not item.finished:

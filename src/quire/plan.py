@@ -1,4 +1,4 @@
-"""What passes between the brain and the body: a `StepPlan` down, a `StepResult` up.
+"""The messages between the brain and the body: a `StepPlan` down, a `StepResult` up.
 
 Both are self-contained `msgspec` structs over int32 and float32 arrays, so that a plan can be sent
 to any number of ranks as the same bytes. A **lane** is a request's place in the device's batch
@@ -20,6 +20,9 @@ import numpy as np
 
 from quire.arrays import Float32, Int32, int32
 from quire.sampling_params import SamplingParams
+
+DRAFT_IDS, DRAFT_START = "draft_ids", "draft_start"
+"""Columns of draft tokens; see `StepPlan`."""
 
 
 class RowFlag(enum.IntFlag):
@@ -77,11 +80,13 @@ class Admit(msgspec.Struct, array_like=True):
     computed: how many of them already have their KV in the blocks booked for the lane.
     max_total: the length, prompt included, at which the device reports `StopReason.LENGTH`.
     sample_index: which of the `n` completions; enters the random counter beside the seed.
-    generation: counts the lane's tenants, so that a late message for an earlier one is recognized.
+    params: as the device applies them; features may apply others (`Feature.device_params`).
+    lane_epoch: counts the requests that the lane has had, so that a late message for an earlier one
+        is recognized.
     """
 
     lane: int
-    generation: int
+    lane_epoch: int
     request_id: str
     tokens: Int32
     prompt_len: int
@@ -139,12 +144,21 @@ class StepPlan(msgspec.Struct):
     transfers in, body, head.
 
     lanes, q_len, n_logits, flags: int32 [R], one entry per row. A row's logit rows are its last
-        `n_logits` positions. A generating row has q_len = n_logits = 1 + its draft tokens.
+        `n_logits` positions. A generating row has q_len = n_logits = 1 + k, where k bounds the
+        draft tokens that it verifies.
     block_appends, copies: one entry per KV group.
-    writes: per-lane columns of features, {column: (lanes [n], values [n, ...])}.
-    dummy_tokens: positions to compute and throw away (ranks keep step with others).
+    writes: per-lane columns of features, {column: (lanes [n], values [n, ...])}. A column keeps its
+        values until they are written again.
+    dummy_tokens: positions to compute and throw away, so that ranks keep step with others. The body
+        runs even if there are no rows.
     A plan without rows is legal: it moves blocks, and its result comes when some have arrived, or
     after a moment.
+
+    **Drafts** are claims about text at absolute positions, in the columns `draft_ids`
+    (int32 [n, W], padded with -1) and `draft_start` (int32 [n]): `draft_ids[j]` is the token at
+    position `draft_start + j`. A row whose last known token stands at position p verifies the
+    claimed tokens from p + 1 on, at most k of them, if the claim agrees with all known tokens that
+    it covers; otherwise none. So a claim that is late or wrong costs time but never changes tokens.
     """
 
     step_id: int
@@ -174,19 +188,40 @@ class StepPlan(msgspec.Struct):
 
     @property
     def mask_lines(self) -> Int32:
-        """Returns the line of `HeadInputs.mask` of each logit row of the head, int32 [L], -1 where
-        it has none."""
-        prompt = (self.flags & RowFlag.PROMPT) != 0
-        samples = (self.flags & RowFlag.SAMPLE) != 0
+        """Each logit row's line of `HeadInputs.mask`, -1 where there is none: int32 [sum n_logits].
+
+        A GATED generating row has a line for each of its logit rows. A GATED PROMPT row has one for
+        its last logit row, from which it samples.
+        """
         waits = (self.flags & RowFlag.GATED) != 0
-        counts = np.where(prompt, samples, self.n_logits)
-        waits = np.repeat(waits, counts)
-        return int32(np.where(waits, np.cumsum(waits) - 1, -1))
+        ends = np.cumsum(self.n_logits)
+        masked = np.repeat(waits & ((self.flags & RowFlag.PROMPT) == 0), self.n_logits)
+        masked[ends[waits] - 1] = True
+        return int32(np.where(masked, np.cumsum(masked) - 1, -1))
+
+    @property
+    def num_mask_lines(self) -> int:
+        """Number of lines of `HeadInputs.mask`."""
+        return int((self.mask_lines >= 0).sum())
+
+
+def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:
+    """Returns the draft tokens that a claim gives to a row, int32 [at most `most`].
+
+    ids: int32 [W], the claimed tokens from position `start` on, padded with -1. tokens: int32
+    [known], the tokens that the row knows.
+    """
+    covered = len(tokens) - start
+    if start < 0 or not 0 <= covered <= len(ids) or (ids[:covered] != tokens[start:]).any():
+        return int32([])
+    drafts = ids[covered:][: max(most, 0)]
+    ends = np.flatnonzero(drafts < 0)
+    return drafts[: ends[0]] if len(ends) else drafts
 
 
 class HeadInputs(msgspec.Struct):
-    """What the head of a step with GATED rows waits for. mask: uint32 bits as int32 [logit rows
-    of GATED rows, ceil(vocab / 32)], in the plan's order; a set bit allows the token."""
+    """Masks for the head of a step with GATED rows. mask: uint32 bits as int32 [mask lines,
+    ceil(vocab / 32)], in the order of `StepPlan.mask_lines`; a set bit allows the token."""
 
     step_id: int
     mask: Int32
@@ -216,9 +251,10 @@ class Pooled(msgspec.Struct):
 
 
 class StepResult(msgspec.Struct):
-    """What a step produced, rows in the plan's order.
+    """The output of a step, rows in the plan's order.
 
-    tokens: int32 [R, K + 1], -1 where there is none. n_tokens: int32 [R], 0 in mid-prompt.
+    tokens: int32 [R, K + 1], -1 where there is none.
+    n_tokens: int32 [R], how many tokens each row accepted; 0 in mid-prompt.
     stop_reason: int32 [R], a `StopReason`.
     drafts: int32 [R, K] the next step's draft tokens, for features that look at them, or None.
     pooled: of the rows whose prompt has become one vector with this step, or None.

@@ -1,13 +1,15 @@
-"""A request as the brain sees it: its tokens, three counts, and where it stands."""
+"""A request as the brain sees it: its tokens, three counts, and its status."""
 
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
 from quire.arrays import Int32
+from quire.outputs import RequestTimes
+from quire.pooling_params import Pooling
 from quire.sampling_params import SamplingParams
 
 
@@ -26,6 +28,16 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class RequestOptions(TypedDict, total=False):
+    """Keyword arguments of `Request` that pass through the engine unread."""
+
+    priority: int
+    cache_salt: str
+    pooling: Pooling | None
+    tenant: str
+    share: float
 
 
 class TokenBuffer:
@@ -47,7 +59,7 @@ class TokenBuffer:
         return int(self._count[0])
 
     def append(self, token: int) -> None:
-        """Once moved, there is room only for what the mover's storage holds."""
+        """Appends a token. Once moved, there is room only for what the mover's storage holds."""
         n = int(self._count[0])
         if n == len(self._data):
             grown: Int32 = np.empty(2 * n + 64, dtype=np.int32)
@@ -57,14 +69,14 @@ class TokenBuffer:
         self._count[0] = n + 1
 
     def move(self, data: Int32, count: Int32) -> None:
-        """Go on in `data`, int32 [room], with the length in `count`, int32 [1]."""
+        """Continues in `data`, int32 [room], with the length in `count`, int32 [1]."""
         n = int(self._count[0])
         data[:n] = self._data[:n]
         count[0] = n
         self._data, self._count = data, count
 
     def view(self, start: int = 0, stop: int | None = None) -> Int32:
-        """A read-only view, valid until the next append or move."""
+        """Returns a read-only view, valid until the next append or move."""
         n = int(self._count[0])
         out = self._data[start : n if stop is None else min(stop, n)]
         out.flags.writeable = False
@@ -87,10 +99,12 @@ class Request:
         max_total: length, prompt included, at which it must end.
         priority: lower runs first, as in vLLM.
         arrival: seconds; ties are broken by `order`, which the scheduler assigns.
-        tenant: for whom it runs; tenants share the engine fairly, by their `share`, > 0.
+        tenant: the API key that it runs for; tenants share the engine by their `share`, > 0.
         charged: tokens that its tenant has been charged for.
         leader: the sibling whose prompt this one shares (n > 1), or None.
-        epoch: grows with each preemption, so that results of earlier steps are recognized as stale.
+        pooling: how its prompt becomes one vector in place of tokens, or None.
+        times: when it moved on; kept by the engine.
+        lane_epoch: its lane's, while it has one (`Admit.lane_epoch`).
     """
 
     __slots__ = (
@@ -98,11 +112,10 @@ class Request:
         "arrival",
         "cache_salt",
         "charged",
-        "epoch",
         "finish_reason",
         "generating",
-        "generation",
         "lane",
+        "lane_epoch",
         "leader",
         "lora_id",
         "max_total",
@@ -110,6 +123,7 @@ class Request:
         "num_preemptions",
         "order",
         "params",
+        "pooling",
         "priority",
         "prompt_len",
         "prompt_logprobs_done",
@@ -118,9 +132,9 @@ class Request:
         "sample_index",
         "seed",
         "share",
-        "state",
         "status",
         "tenant",
+        "times",
         "tokens",
     )
 
@@ -138,6 +152,7 @@ class Request:
         leader: Request | None = None,
         lora_id: int = 0,
         cache_salt: str = "",
+        pooling: Pooling | None = None,
         tenant: str = "",
         share: float = 1.0,
     ) -> None:
@@ -155,30 +170,29 @@ class Request:
         self.leader = leader
         self.lora_id = lora_id
         self.cache_salt = cache_salt
+        self.pooling: Pooling | None = pooling
+        self.times = RequestTimes(arrival)
         self.tenant = tenant
         self.share = share
         self.charged = 0
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.lane = -1
-        self.generation = 0
-        self.epoch = 0
+        self.lane_epoch = 0
         self.generating = False
         self.ready_step = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.prompt_logprobs_done = 0
-        self.state: dict[str, Any] = {}
-        """Features keep what they know of the request here, under their own name."""
 
     def bind(self, row: Int32, counts: Int32) -> None:
-        """Keep tokens in `row`, int32 [>= max_total], and counts in `counts`, int32 [3]."""
+        """Keeps tokens in `row`, int32 [>= max_total], and counts in `counts`, int32 [3]."""
         counts[:] = self._counts
         self._counts = counts
         self.tokens.move(row, counts[:1])
 
     def unbind(self) -> None:
-        """Take tokens and counts back into arrays of its own."""
+        """Takes tokens and counts back into arrays of its own."""
         self.bind(np.empty(len(self.tokens), dtype=np.int32), np.empty(3, dtype=np.int32))
 
     @property
@@ -203,7 +217,7 @@ class Request:
 
     @property
     def namespace(self) -> tuple[int, str]:
-        """What must be equal, besides the tokens, for two requests to share KV."""
+        """Equal, besides the tokens, for requests that may share KV."""
         return self.lora_id, self.cache_salt
 
     @property
@@ -216,7 +230,7 @@ class Request:
 
     @property
     def output(self) -> Int32:
-        """int32 [num_output_tokens]."""
+        """Tokens after the prompt, int32 [num_output_tokens]."""
         return self.tokens.view(self.prompt_len)
 
     def __repr__(self) -> str:

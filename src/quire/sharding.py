@@ -1,4 +1,4 @@
-"""How a parameter is split over tensor-parallel ranks: models declare it, loaders read it."""
+"""The split of a parameter over tensor-parallel ranks: models declare it, loaders read it."""
 
 from __future__ import annotations
 

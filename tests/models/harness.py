@@ -37,14 +37,12 @@ class Harness:
 
     def __post_init__(self) -> None:
         model = self.model
-        head_dim = model.spec.attention.head_dim
-        form = kv_format(self.kv_cache_dtype, model.dtype, head_dim)
+        form = kv_format(self.kv_cache_dtype, model.dtype, *model.spec.head_dims)
         self.groups = model.kv_groups(self.block_size, form)
         cache = KVCache(
             self.groups,
             [self.num_blocks] * len(self.groups),
-            kv_heads=model.local_kv_heads,
-            head_dim=head_dim,
+            layouts=model.kv_layouts,
             form=form,
             device=model.device,
             head_scales=self.head_scales,
@@ -70,7 +68,7 @@ class Harness:
         batch = self._batch(rows)
         with torch.inference_mode():
             hidden = self.model(batch, self.kv)
-            logits = self.model.logits(hidden[: sum(batch.q_lens)])
+            logits = self.model.logits_fp32(hidden[: sum(batch.q_lens)])
         for sequence, count in rows:
             sequence.computed += count
         return list(logits.split([count for _, count in rows]))

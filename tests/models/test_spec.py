@@ -93,9 +93,9 @@ def test_old_and_new_rope_settings_agree() -> None:
     a = spec_from_config({**LLAMA, "rope_parameters": new, "dtype": "bfloat16"})
     b = spec_from_config({**LLAMA, **old, "torch_dtype": "bfloat16"})
     assert a == b
-    assert a.rope is not None
-    assert a.rope.theta == 5000.0
-    assert a.rope.scaling == LinearScaling(2.0)
+    assert a.attention[0].rope is not None
+    assert a.attention[0].rope.theta == 5000.0
+    assert a.attention[0].rope.scaling == LinearScaling(2.0)
     assert a.dtype == torch.bfloat16
     assert a.max_positions == 256
 
@@ -109,14 +109,14 @@ def test_rope_scalings() -> None:
         "original_max_position_embeddings": 32,
     }
     spec = spec_from_config({**LLAMA, "rope_scaling": llama3})
-    assert spec.rope is not None
-    assert spec.rope.scaling == Llama3Scaling(8.0, 1.0, 4.0, 32)
+    assert spec.attention[0].rope is not None
+    assert spec.attention[0].rope.scaling == Llama3Scaling(8.0, 1.0, 4.0, 32)
     assert spec.max_positions == 128
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     spec = spec_from_config({**LLAMA, "rope_scaling": yarn})
-    assert spec.rope is not None
-    assert isinstance(spec.rope.scaling, YarnScaling)
-    assert spec.rope.scaling.attention_factor == pytest.approx(1.1386294)
+    assert spec.attention[0].rope is not None
+    assert isinstance(spec.attention[0].rope.scaling, YarnScaling)
+    assert spec.attention[0].rope.scaling.attention_factor == pytest.approx(1.1386294)
     assert spec.max_positions == 256
 
 
@@ -154,7 +154,7 @@ def test_mistral_windows(settings: dict[str, Any], expected: int | None) -> None
     config = {**LLAMA, "architectures": ["MistralForCausalLM"], **settings}
     config["max_position_embeddings"] = 8192
     spec = spec_from_config(config)
-    assert spec.attention.windows == (expected, expected)
+    assert [mixer.window for mixer in spec.attention] == [expected, expected]
     groups = build_model(spec, device="meta").kv_groups(16)
     assert [(group.kind, group.window) for group in groups] == [
         ("full", None) if expected is None else ("window", expected)

@@ -37,19 +37,12 @@ def test_rms_norm(kernel_device: str, dtype: torch.dtype, width: int) -> None:
     weight = draw(width, dtype=dtype, device=kernel_device, seed=1)
     assert_close(norm.rms_norm(x, weight, 1e-6), rms(x, weight, 1e-6))
     assert_close(norm.rms_norm(x, None, 1e-6), rms(x, None, 1e-6))
-    residual = draw(5, width, dtype=dtype, device=kernel_device, seed=2)
-    out, total = norm.add_rms_norm(x, residual, weight, 1e-6)
-    assert_close(total, x.double() + residual.double())
-    assert_close(out, rms(total, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm(kernel_device: str, dtype: torch.dtype) -> None:
     x = draw(3, 100, dtype=dtype, device=kernel_device) + 3
-    weight, bias, residual = (
-        draw(*shape, dtype=dtype, device=kernel_device, seed=seed)
-        for seed, shape in enumerate([(100,), (100,), (3, 100)], 1)
-    )
+    weight, bias = (draw(100, dtype=dtype, device=kernel_device, seed=seed) for seed in (1, 2))
 
     def twin(x: Tensor) -> Tensor:
         return torch.nn.functional.layer_norm(
@@ -57,9 +50,6 @@ def test_layer_norm(kernel_device: str, dtype: torch.dtype) -> None:
         )
 
     assert_close(norm.layer_norm(x, weight, bias, 1e-5), twin(x))
-    out, total = norm.add_layer_norm(x, residual, weight, bias, 1e-5)
-    assert_close(total, x.double() + residual.double())
-    assert_close(out, twin(total))
 
 
 def test_norm_of_no_rows(kernel_device: str) -> None:
@@ -75,10 +65,6 @@ def test_activations(kernel_device: str, dtype: torch.dtype, width: int) -> None
     functional = torch.nn.functional
     assert_close(activation.silu_and_mul(x), functional.silu(gate) * up)
     for approximate in ("tanh", "none"):
-        assert_close(
-            activation.gelu_and_mul(x, approximate=approximate),
-            functional.gelu(gate, approximate=approximate) * up,
-        )
         assert_close(
             activation.gelu(x, approximate=approximate),
             functional.gelu(x.double(), approximate=approximate),

@@ -15,6 +15,7 @@ from quire.ops.reference import random, truncate
 from quire.ops.triton.sampling import sample, token_logprobs
 from quire.runner.hooks.logprobs import WIDTH
 from quire.sampling_params import MAX_LOGPROBS
+from tests.slow import slow
 
 VOCAB = 5003
 
@@ -83,8 +84,13 @@ def check(tokens: Tensor, scores: Tensor) -> None:
     assert ((own == best) | (best - own <= 2e-5 * (1 + best.abs()))).all(), (best - own).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spread", [0.05, 3.0])
+@pytest.mark.parametrize(
+    ("spread", "dtype"),
+    [
+        *((0.05, torch.float32), (3.0, torch.bfloat16)),
+        *(slow(0.05, torch.bfloat16), slow(3.0, torch.float32)),
+    ],
+)
 def test_sample(kernel_device: str, dtype: torch.dtype, spread: float) -> None:
     """A spread near nothing makes rows too flat to collect, which takes the other road."""
     make = torch.Generator().manual_seed(2)

@@ -248,7 +248,9 @@ FINISHED: dict[str, tuple[dict[str, Any], list[int], int]] = {
     "broken": ({"lane": 0, "first": 8, "sampled": [-1]}, [], 3),
     "a broken prompt": ({"lane": 0, "first": 8, "sampled": [-1], "position": 8}, [], 3),
     "right": (
-        {"lane": 5, "first": 8, "drafts": [1, 2, 3], "sampled": [1, 2, 3, 4]}, [1, 2, 3, 4], 0,
+        {"lane": 5, "first": 8, "drafts": [1, 2, 3], "sampled": [1, 2, 3, 4]},
+        [1, 2, 3, 4],
+        0,
     ),
     "wrong": ({"lane": 5, "first": 8, "drafts": [1, 2, 3], "sampled": [9, 2, 3, 4]}, [9], 0),
     "partly": ({"lane": 5, "first": 8, "drafts": [1, 2, 3], "sampled": [1, 9, 3, 4]}, [1, 9], 0),

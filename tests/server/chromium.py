@@ -17,7 +17,8 @@ WAIT = 60_000
 
 
 def chromium_path() -> str | None:
-    """Of `QUIRE_TEST_CHROMIUM`, else the system's; None where only playwright's own can do."""
+    """Returns the browser of `QUIRE_TEST_CHROMIUM`, else the system's; None leaves it to
+    playwright."""
     names = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
     found = (shutil.which(name) for name in names)
     return os.environ.get("QUIRE_TEST_CHROMIUM") or next(filter(None, found), None)

@@ -22,7 +22,7 @@ from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.listen import bind, url_of
+from quire.server.process.listen import bind, url_of
 from tests.server.fakes import FakeClient, Update
 
 EMBEDDED = Path(quire.__file__).parent / "embedded" / "quire-tiny"

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import uvicorn
 
-from quire.server import connection
+from quire.server.process import http_protocol
 from tests.server.server_process import MODEL, Server
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
@@ -64,14 +64,14 @@ def test_overload_timeouts_and_leavers(launch: Callable[..., Server]) -> None:
 @contextlib.contextmanager
 def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The port of a server that waits half a second for a head."""
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.5)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
     config = uvicorn.Config(
-        app, http=connection.Connection, lifespan="off", log_config=None, port=0
+        app, http=http_protocol.BoundedHttpProtocol, lifespan="off", log_config=None, port=0
     )
     server = uvicorn.Server(config)
     with socket.socket() as sock:
@@ -85,7 +85,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def ended(sock: socket.socket) -> bytes:
-    """What came until the server closed."""
+    """Returns the bytes that came until the server closed."""
     sock.settimeout(20)
     parts = []
     with contextlib.suppress(ConnectionResetError):

@@ -14,10 +14,10 @@ from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
 from quire.server.anthropic.protocol import MessagesRequest
-from quire.server.embeddings import EmbeddingRequest
-from quire.server.openai_responses.protocol import CreateRequest
-from quire.server.protocol import ChatRequest, CompletionRequest
-from quire.server.tokens import TokenizeRequest
+from quire.server.openai.embeddings import EmbeddingRequest
+from quire.server.openai.protocol import ChatRequest, CompletionRequest
+from quire.server.openai.tokenize import TokenizeRequest
+from quire.server.responses.protocol import CreateRequest
 
 DOCS = Path(__file__).parents[2] / "docs" / "api.md"
 

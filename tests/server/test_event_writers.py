@@ -1,4 +1,4 @@
-"""What a model says as events and as an answer, in both APIs, against their published types."""
+"""Events and answers of both APIs, against their published types."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from openai.types.responses import Response as PublishedResponse
 from openai.types.responses import ResponseStreamEvent
 
 from quire.server.anthropic.events import MessageWriter
-from quire.server.anthropic.objects import Message, MessageUsage, OutputTokensDetails
+from quire.server.anthropic.objects import Message, MessageUsage, ThinkingTokensDetails
 from quire.server.errors import ApiError
-from quire.server.openai_responses.events import ResponseWriter
-from quire.server.openai_responses.objects import TokenLogprob, TopLogprob
+from quire.server.responses.events import ResponseWriter
+from quire.server.responses.objects import OutputTokenLogprob, OutputTopLogprob
 from tests.server.schema import conforms, sse
 from tests.server.test_response_store import USAGE, response
 from tests.server.test_responses_client import NOT_IN_THE_TYPES
@@ -35,8 +35,8 @@ def speak_to_response(writer: ResponseWriter) -> None:
             continue
         for part in parts:
             if kind == "text":
-                top = [TopLogprob(part, -0.5, list(part.encode()))]
-                writer.text(part, [TokenLogprob(part, -0.5, list(part.encode()), top)])
+                top = [OutputTopLogprob(part, -0.5, list(part.encode()))]
+                writer.text(part, [OutputTokenLogprob(part, -0.5, list(part.encode()), top)])
             elif kind == "reasoning":
                 writer.reasoning(part)
             else:
@@ -122,7 +122,7 @@ def test_what_is_open_can_be_looked_at() -> None:
 
 
 def message_writer(*, show_thinking: bool = True) -> MessageWriter:
-    usage = MessageUsage(3, 0, 0, OutputTokensDetails())
+    usage = MessageUsage(3, 0, 0, ThinkingTokensDetails())
     message = Message(id="msg_1", model="m", content=[], usage=usage)
     return MessageWriter(message, streams=True, show_thinking=show_thinking)
 
@@ -132,7 +132,7 @@ def test_message_events(show: bool) -> None:
     writer = message_writer(show_thinking=show)
     writer.begin()
     speak_to_message(writer)
-    writer.finish(MessageUsage(3, 0, 9, OutputTokensDetails(2)), "tool_use", None)
+    writer.finish(MessageUsage(3, 0, 9, ThinkingTokensDetails(2)), "tool_use", None)
     events = sse(writer.take().decode())
     said = [
         data["delta"]["type"] if name == "content_block_delta" else name for name, data in events
@@ -166,15 +166,15 @@ def test_input_that_was_cut_off_is_what_came_of_it() -> None:
         writer = message_writer()
         writer.tool_use("t", "f")
         writer.input_json(text)
-        writer.finish(MessageUsage(3, 0, 9, OutputTokensDetails()), "max_tokens", None)
+        writer.finish(MessageUsage(3, 0, 9, ThinkingTokensDetails()), "max_tokens", None)
         assert writer.message.content[0].input == value  # type: ignore[union-attr]
 
 
 def test_an_empty_answer_has_an_empty_text() -> None:
     writer = ResponseWriter(response("resp_1"))
-    writer.text("", [TokenLogprob("<eos>", -0.1, [], [])])
+    writer.text("", [OutputTokenLogprob("<eos>", -0.1, [], [])])
     writer.finish(USAGE, cut=False)
     assert writer.response.output[0].content[0].text == ""  # type: ignore[union-attr]
     other = message_writer()
-    other.finish(MessageUsage(3, 0, 0, OutputTokensDetails()), "end_turn", None)
+    other.finish(MessageUsage(3, 0, 0, ThinkingTokensDetails()), "end_turn", None)
     assert other.message.content[0].text == ""  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import RequestError
-from quire.server.fim import infill
+from quire.server.openai.fim import infill
 
 WORDS = {"<unk>": 0, "def": 1, "return": 2, "x": 3}
 

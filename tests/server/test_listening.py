@@ -18,7 +18,7 @@ import trustme
 
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
-from quire.server.listen import bind, closing, tls_context
+from quire.server.process.listen import bind, closing, tls_context
 from tests.server.server_process import MODEL, Server
 
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 4}

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from quire.arrays import int32
-from quire.engine.core import EngineStats
 from quire.engine.snapshot import Branch, Pool, Snapshot
+from quire.engine.stats import EngineStats
 from quire.errors import EngineDeadError
-from quire.server import live
 from quire.server.args import ServerArgs
-from quire.server.live import Lookout, Watcher, runs
+from quire.server.telemetry import live
+from quire.server.telemetry.live import LiveSnapshots, Watcher, runs
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import assert_error, connect, run
 from tests.server.server_process import Server
@@ -100,7 +100,7 @@ def test_runs_are_of_neighbours_that_are_equal() -> None:
 
 def test_what_runs_paint_is_what_the_pool_is() -> None:
     generator = np.random.default_rng(1)
-    watcher = Watcher(Lookout(LiveClient(), False), 10, None)  # type: ignore[arg-type]
+    watcher = Watcher(LiveSnapshots(LiveClient(), False), 10, None)  # type: ignore[arg-type]
     painted = np.zeros((3, 50), dtype=np.int32)
     for step in range(30):
         owner = generator.integers(-2, 3, 50) if step % 3 else np.full(50, step % 2)
@@ -158,8 +158,8 @@ def test_it_needs_the_key_and_goes_with_the_page() -> None:
 def test_watchers_share_snapshots_and_nobody_is_asked_without_them() -> None:
     async def go() -> tuple[int, int]:
         client = LiveClient()
-        lookout = Lookout(client, False)  # type: ignore[arg-type]
-        await asyncio.gather(*(lookout.look() for _ in range(10)))
+        snapshots = LiveSnapshots(client, False)  # type: ignore[arg-type]
+        await asyncio.gather(*(snapshots.look() for _ in range(10)))
         asked = len(client.asked)
         await asyncio.sleep(0.3)
         return asked, len(client.asked)
@@ -180,20 +180,20 @@ def test_there_may_be_so_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(go()) == [200, 200, 503, 200]
 
 
-def test_a_closed_lookout_ends_its_streams() -> None:
+def test_closing_ends_its_streams() -> None:
     async def go() -> int:
         client = LiveClient()
-        lookout = Lookout(client, False)  # type: ignore[arg-type]
-        watcher = Watcher(lookout, 1, None)
+        snapshots = LiveSnapshots(client, False)  # type: ignore[arg-type]
+        watcher = Watcher(snapshots, 1, None)
         watcher.start()
         await watcher.ready()
         batches = watcher.batches()
         await anext(batches)
-        asyncio.get_running_loop().call_later(0.05, lookout.close)
+        asyncio.get_running_loop().call_later(0.05, snapshots.close)
         seen = [batch async for batch in batches]
         await watcher.close()
         await watcher.close()
-        return len(seen) + lookout.watchers
+        return len(seen) + snapshots.watchers
 
     assert run(go()) == 0
 

@@ -1,4 +1,4 @@
-"""What `/metrics` tells, and that documents and dashboards speak of nothing else."""
+"""`/metrics`, and that documents and dashboards speak of nothing else."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.core import EngineStats
+from quire.engine.stats import EngineStats
 from quire.engine.telemetry import Histogram, Telemetry
 from quire.offload import TierStats
-from quire.server.engine_metrics import EngineMetrics
 from quire.server.errors import ApiError
-from quire.server.gpu_metrics import GpuMetrics
-from quire.server.metrics import ServerMetrics
+from quire.server.telemetry.engine_metrics import EngineMetrics
+from quire.server.telemetry.gpu_metrics import GpuMetrics
+from quire.server.telemetry.metrics import ServerMetrics
 
 ROOT = Path(__file__).parents[2]
 _SUFFIX = re.compile(r"_(bucket|sum|count)$")

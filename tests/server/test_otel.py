@@ -16,7 +16,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from quire.errors import ConfigError
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.tracing import Phases, _spans
+from quire.server.telemetry.request_trace import PromptPhases
+from quire.server.telemetry.tracing import _spans
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import PROMPT, run
 from tests.server.server_process import MODEL, start_server
@@ -195,10 +196,10 @@ def test_a_collector_that_is_not_there() -> None:
 
 
 def test_phases() -> None:
-    assert _spans(Phases(1.0, 5.0)) == [("queue", 1.0, 5.0, {})]
-    names = [(name, start, end) for name, start, end, _ in _spans(Phases(1.0, 5.0, 2.0))]
+    assert _spans(PromptPhases(1.0, 5.0)) == [("queue", 1.0, 5.0, {})]
+    names = [(name, start, end) for name, start, end, _ in _spans(PromptPhases(1.0, 5.0, 2.0))]
     assert names == [("queue", 1.0, 3.0), ("prefill", 3.0, 5.0)]
-    names = [(name, start, end) for name, start, end, _ in _spans(Phases(1.0, 5.0, 2.0, 4.0))]
+    names = [(name, start, end) for name, start, end, _ in _spans(PromptPhases(1.0, 5.0, 2.0, 4.0))]
     assert names == [("queue", 1.0, 3.0), ("prefill", 3.0, 4.0), ("decode", 4.0, 5.0)]
 
 

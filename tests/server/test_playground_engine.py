@@ -154,7 +154,8 @@ def test_a_server_that_goes_is_told_of_and_looked_for(
 
 
 def test_another_engine_is_not_taken_for_the_first(browser: Any, server: Server) -> None:
-    """Its counts begin anew: nothing may be told as the difference to the first one's."""
+    """A restarted engine's counts begin anew: nothing may be shown as the difference to the first
+    one's."""
     asked: list[str] = []
 
     def answer(route: Any) -> None:

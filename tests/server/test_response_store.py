@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from quire.server.errors import ApiError
-from quire.server.openai_responses.events import ResponseWriter, Sent
-from quire.server.openai_responses.items import MessageItem, parse_item
-from quire.server.openai_responses.objects import (
+from quire.server.responses.events import ResponseEvent, ResponseWriter
+from quire.server.responses.items import MessageItem, parse_item
+from quire.server.responses.objects import (
     InputTokensDetails,
     OutputTokensDetails,
     Response,
-    Usage,
+    ResponseUsage,
 )
-from quire.server.openai_responses.store import Record, ResponseStore
+from quire.server.responses.store import ResponseStore, StoredResponse
 from tests.server.inprocess import run
 
-USAGE = Usage(1, InputTokensDetails(), 1, OutputTokensDetails(), 2)
+USAGE = ResponseUsage(1, InputTokensDetails(), 1, OutputTokensDetails(), 2)
 
 
 def response(id: str, status: str = "in_progress") -> Response:
@@ -48,9 +48,9 @@ def response(id: str, status: str = "in_progress") -> Response:
     )
 
 
-def record(id: str, text: str = "hi", *, done: bool = True) -> Record:
+def record(id: str, text: str = "hi", *, done: bool = True) -> StoredResponse:
     item: Any = parse_item({"role": "user", "content": text, "id": f"msg_{id}"})
-    made = Record(ResponseWriter(response(id)), (item,))
+    made = StoredResponse(ResponseWriter(response(id)), (item,))
     if done:
         made.writer.text("answer", [])
         made.writer.finish(USAGE, cut=False)
@@ -58,7 +58,7 @@ def record(id: str, text: str = "hi", *, done: bool = True) -> Record:
 
 
 def ids(store: ResponseStore, *names: str) -> list[str]:
-    """Those that are there; for the others, the error names them."""
+    """Returns the ids that are stored; for the others, the error names them."""
     found = []
     for name in names:
         with contextlib.suppress(ApiError):
@@ -120,7 +120,7 @@ def test_events_of_running_ones_count() -> None:
     store = ResponseStore(100, 10_000, 1e9)
     one = record("a", done=False)
     store.add(one)
-    store.grow(one, [Sent("x", b"x" * 20_000)])
+    store.grow(one, [ResponseEvent("x", b"x" * 20_000)])
     assert store.size > 20_000
     with pytest.raises(ApiError, match="background"):
         store.add(record("b", done=False))
@@ -146,7 +146,7 @@ def test_only_output_can_be_referenced() -> None:
 def test_watching() -> None:
     async def go() -> tuple[list[int], list[int]]:
         one = record("a", done=False)
-        one.events = [Sent(str(i), b"") for i in range(3)]
+        one.events = [ResponseEvent(str(i), b"") for i in range(3)]
         early: list[int] = []
         late: list[int] = []
 
@@ -157,9 +157,9 @@ def test_watching() -> None:
         tasks = [asyncio.create_task(watch(-1, early)), asyncio.create_task(watch(3, late))]
         for i in range(3, 6):
             await asyncio.sleep(0)
-            one.tell([Sent(str(i), b"")])
+            one.append([ResponseEvent(str(i), b"")])
         one.response.status = "completed"
-        one.tell()
+        one.append([])
         await asyncio.gather(*tasks)
         return early, late
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from quire.server.anthropic import blocks
 from quire.server.anthropic.protocol import MessagesRequest
-from quire.server.openai_responses import items
-from quire.server.openai_responses.protocol import CreateRequest
+from quire.server.responses import items
+from quire.server.responses.protocol import CreateRequest
 from tests.server.inprocess import connect, run
 from tests.server.scripted import scripted_engine
 from tests.server.test_fuzz import VALUES

@@ -13,9 +13,9 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from quire.server.args import ServerArgs
-from quire.server.chat_store import ChatStore, StoredChat
 from quire.server.errors import ApiError
-from quire.server.responses import Envelope
+from quire.server.openai.objects import CompletionObject
+from quire.server.openai.stored_chats import ChatStore, StoredChat
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import connect, run
 from tests.server.schema import conforms
@@ -142,7 +142,7 @@ def test_a_server_that_keeps_nothing() -> None:
 
 
 def chat(id: str, text: str = "") -> StoredChat:
-    envelope: Envelope[Any] = Envelope(id, "chat.completion", 0, "m", [])
+    envelope: CompletionObject[Any] = CompletionObject(id, "chat.completion", 0, "m", [])
     return StoredChat(envelope, [{"role": "user", "content": text}], b"")
 
 
@@ -151,18 +151,18 @@ def test_bounds() -> None:
     store = ChatStore(3, 2000, 60.0, clock=lambda: now)
     for place in range(5):
         store.add(chat(str(place)))
-    assert [one.envelope.id for one in store.all(b"")] == ["2", "3", "4"]
+    assert [one.completion.id for one in store.all(b"")] == ["2", "3", "4"]
     store.add(chat("big", "x" * 1500))
-    assert [one.envelope.id for one in store.all(b"")] == ["3", "4", "big"]
+    assert [one.completion.id for one in store.all(b"")] == ["3", "4", "big"]
     grown = store.get("4", b"")
     grown.messages.append({"role": "user", "content": "x" * 600})
-    store.resize(grown)
+    store.update(grown)
     assert store.size <= 2000
     assert store.size == sum(one.measure() for one in store.all(b""))
     now = 30.0
     store.add(chat("new"))
     now = 61.0
-    assert [one.envelope.id for one in store.all(b"")] == ["new"]
+    assert [one.completion.id for one in store.all(b"")] == ["new"]
     store.add(chat("huge", "x" * 5000))
     assert (len(store), store.size) == (0, 0)
     with pytest.raises(ApiError, match="huge"):

@@ -1,4 +1,4 @@
-"""What the server refuses, and how it says so."""
+"""Requests that the server refuses, and its errors."""
 
 from __future__ import annotations
 

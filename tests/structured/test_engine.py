@@ -18,7 +18,8 @@ from quire.errors import GrammarError, RequestError
 from quire.outputs import RequestOutput
 from quire.plan import StepPlan
 from quire.sampling_params import StructuredOutputsParams
-from quire.structured.masks import MaskBuilder, Walk
+from quire.structured.masks import MaskBuilder, MaskRow
+from tests.slow import slow
 
 PERSON = {
     "type": "object",
@@ -95,7 +96,18 @@ def test_outputs_are_valid(llms: dict[int, LLM], depth: int) -> None:
         check(output, SCHEMAS[i % 2])
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+ALONE: dict[tuple[str, str], list[int]] = {}
+"""Tokens of requests that have run alone."""
+
+
+def tokens_alone(llm: LLM, prompt: str, params: SamplingParams) -> list[int]:
+    key = prompt, repr(params)
+    if key not in ALONE:
+        (ALONE[key],) = run(llm, [prompt], [params])
+    return ALONE[key]
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_batch_gives_what_each_request_gives_alone(llms: dict[int, LLM], data: Any) -> None:
     """With and without neighbours, with and without grammars, however many steps are in flight."""
@@ -108,7 +120,7 @@ def test_a_batch_gives_what_each_request_gives_alone(llms: dict[int, LLM], data:
             params = SamplingParams(max_tokens=20, temperature=0.9, seed=seed, ignore_eos=True)
         jobs.append((prompt, params))
     prompts, params = [job[0] for job in jobs], [job[1] for job in jobs]
-    alone = [run(llms[1], [prompt], [p])[0] for prompt, p in jobs]
+    alone = [tokens_alone(llms[1], prompt, p) for prompt, p in jobs]
     for depth in (1, 2, 3):
         assert run(llms[depth], prompts, params) == alone
 
@@ -218,12 +230,12 @@ def test_a_grammar_that_fails_in_the_engine_fails_its_request_only(llm: LLM) -> 
     (bad,) = add(llm, "bad", asks({"not": {}}))
     (good,) = add(llm, "good", PLAIN[1])
     finish(llm)
-    ((failed, error),) = core_of(llm).take_unfit()
+    ((failed, error),) = core_of(llm).take_failures()
     assert failed is bad
     assert str(bad.finish_reason) == "error"
     assert isinstance(error, GrammarError)
     assert good.output.tolist() == expected
-    assert core_of(llm).take_unfit() == []
+    assert core_of(llm).take_failures() == []
 
 
 def test_a_grammar_that_takes_too_long(llms: dict[int, LLM], monkeypatch: Any) -> None:
@@ -241,7 +253,7 @@ def test_a_grammar_that_takes_too_long(llms: dict[int, LLM], monkeypatch: Any) -
     (plain,) = add(llm, "plain", PLAIN[0])
     finish(llm)
     gate.set()
-    assert [request for request, _ in core_of(llm).take_unfit()] == [late]
+    assert [request for request, _ in core_of(llm).take_failures()] == [late]
     assert len(plain.output) == 24
     llm.shutdown()
 
@@ -250,13 +262,13 @@ def test_a_grammar_that_takes_too_long(llms: dict[int, LLM], monkeypatch: Any) -
 def test_a_walk_that_fails_ends_its_request(llm: LLM, monkeypatch: Any, panics: bool) -> None:
     build, count = MaskBuilder.build, 0
 
-    def failing(self: MaskBuilder, rows: list[Walk | None], *others: Any) -> None:
+    def failing(self: MaskBuilder, rows: list[MaskRow], *others: Any) -> None:
         nonlocal count
         count += 1
         if count == 4 and panics:
             raise BaseException("as a panic in native code is")
-        if count == 4 and rows[0] is not None:
-            rows[0].error = GrammarError("too complex")
+        if count == 4 and rows[0].state is not None:
+            rows[0].state.error = GrammarError("too complex")
         build(self, rows, *others)
 
     expected = run(llm, PROMPTS[:2], [asks(PERSON), PLAIN[0]])
@@ -272,7 +284,7 @@ def test_a_walk_that_fails_ends_its_request(llm: LLM, monkeypatch: Any, panics: 
     assert run(llm, PROMPTS[:2], [asks(PERSON), PLAIN[0]]) == expected
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [slow(1), slow(2), 3])
 def test_abort(llms: dict[int, LLM], depth: int) -> None:
     llm = llms[depth]
     expected = run(llm, ["Once upon a time"] * 2, [asks(PERSON), PLAIN[1]])
@@ -302,7 +314,7 @@ def test_steps_are_submitted_behind_one_that_waits(llm: LLM, monkeypatch: Any) -
             more.notify()
         submit(plan)
 
-    def late(self: MaskBuilder, rows: list[Walk | None], *others: Any) -> None:
+    def late(self: MaskBuilder, rows: list[MaskRow], *others: Any) -> None:
         with more:  # until one more step than the one that asked is there
             known = len(submitted)
             more.wait_for(lambda: len(submitted) > known, timeout=0.2)

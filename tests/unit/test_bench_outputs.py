@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire.bench import ablation, outputs, plots, startup
-from quire.bench.outputs import Outputs
+from quire.bench.outputs import OutputFiles
 from quire.bench.record import BenchRecord, read_jsonl
 from quire.config import OPTIMIZATIONS, EngineArgs
 from quire.errors import ConfigError, QuireError
@@ -41,7 +41,7 @@ ABLATION = [
 
 def test_csv_and_markdown(tmp_path: Path) -> None:
     records = [record("a|b", {"x": 1}, output_tok_s=1.5), record("ttft", ttft_512_ms=2)]
-    out = Outputs(tmp_path / "o.jsonl", tmp_path / "o.csv", tmp_path / "o.md")
+    out = OutputFiles(tmp_path / "o.jsonl", tmp_path / "o.csv", tmp_path / "o.md")
     out.check()
     for one in records:
         out.add(one)
@@ -61,12 +61,12 @@ def test_what_cannot_be_written_is_said_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
-        Outputs(csv=tmp_path).check()
+        OutputFiles(csv=tmp_path).check()
     with pytest.raises(ConfigError, match="no such folder"):
-        Outputs(jsonl=tmp_path / "x" / "y.jsonl").check()
+        OutputFiles(jsonl=tmp_path / "x" / "y.jsonl").check()
     monkeypatch.setattr(outputs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--png needs matplotlib.*quire\[plots\]"):
-        Outputs(png=tmp_path / "x.png").check()
+        OutputFiles(png=tmp_path / "x.png").check()
 
 
 def test_ablation_table() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from quire.bench.cache import CASES, Case, run, table
+from quire.bench.cache import CASES, CacheCase, run, table
 from quire.bench.record import read_jsonl
 from quire.cli.main import app
 
 
 def test_records_and_table() -> None:
-    cases = (Case("short", 100), Case("hub", 150, shared=60))
+    cases = (CacheCase("short", 100), CacheCase("hub", 150, shared=60))
     records = list(run(cases, num_blocks=500, requests=20))
     assert [name for name, _ in records] == ["short", "hub"]
     for _, found in records:

@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from quire.arrays import Int32, int32
 from quire.cache import BlockManager
-from quire.cache.block_manager import Evicted, Hold
-from quire.cache.chain import next_key, root_key
+from quire.cache.block_hash import next_hash, root_hash
+from quire.cache.block_manager import DetachedBlocks, Evicted
 from quire.errors import ConfigError, RequestTooLargeError
 from quire.plan import KVGroup
 from tests.brain import check_blocks, nodes_of
@@ -27,7 +27,7 @@ def make(
     return BlockManager(groups, blocks, num_lanes=4, max_len=64, caching=caching)
 
 
-def seat(
+def begin(
     manager: BlockManager, lane: int, tokens: list[int], *, spare: int = 0, end: int | None = None
 ) -> int | None:
     """Admit a request as the scheduler does, up to `end` tokens in its first row; the tokens
@@ -58,8 +58,8 @@ def rows(lane: int, tokens: list[int]) -> Int32:
 
 def test_equal_prefixes_share_whole_blocks() -> None:
     manager = make(8)
-    assert seat(manager, 0, [1] * 10) == 0
-    assert seat(manager, 1, [1] * 9 + [2]) == 8
+    assert begin(manager, 0, [1] * 10) == 0
+    assert begin(manager, 1, [1] * 9 + [2]) == 8
     tables = manager.groups[0].table
     assert tables[0, :2].tolist() == tables[1, :2].tolist()
     assert tables[0, 2] != tables[1, 2]
@@ -73,15 +73,15 @@ def test_equal_prefixes_share_whole_blocks() -> None:
 
 def test_at_most_all_but_one_token_comes_from_the_cache() -> None:
     manager = make(8)
-    seat(manager, 0, [1] * 8)
+    begin(manager, 0, [1] * 8)
     manager.release(0)
-    assert seat(manager, 1, [1] * 8) == 7
+    assert begin(manager, 1, [1] * 8) == 7
 
 
 def test_without_caching_nothing_is_shared_or_kept() -> None:
     manager = make(4, caching=False)
-    assert seat(manager, 0, [1] * 8) == 0
-    assert seat(manager, 1, [1] * 8) == 0
+    assert begin(manager, 0, [1] * 8) == 0
+    assert begin(manager, 1, [1] * 8) == 0
     manager.release(0)
     manager.release(1)
     assert manager.usage()[0].free == 4
@@ -89,23 +89,23 @@ def test_without_caching_nothing_is_shared_or_kept() -> None:
 
 def test_released_blocks_stay_cached_until_they_are_needed() -> None:
     manager = make(4)
-    seat(manager, 0, [1] * 8)
+    begin(manager, 0, [1] * 8)
     manager.release(0)
     assert (manager.usage()[0].cached, manager.usage()[0].free) == (2, 2)
-    assert seat(manager, 0, [2] * 12) == 0
+    assert begin(manager, 0, [2] * 12) == 0
     assert manager.usage()[0].cached == 1
-    assert seat(manager, 1, [1] * 8) is None
+    assert begin(manager, 1, [1] * 8) is None
     check_blocks(manager, [0])
     manager.release(0)
-    assert seat(manager, 1, [1] * 8) == 4
+    assert begin(manager, 1, [1] * 8) == 4
 
 
 def test_a_refusal_changes_nothing() -> None:
     manager = make(4)
-    seat(manager, 0, [1] * 8)
+    begin(manager, 0, [1] * 8)
     before = manager.usage()
-    assert seat(manager, 1, [2] * 12) is None
-    assert seat(manager, 1, [2] * 8, spare=1) is None
+    assert begin(manager, 1, [2] * 12) is None
+    assert begin(manager, 1, [2] * 8, spare=1) is None
     assert not manager.book(int32([0]), int32([20]))
     assert manager.usage() == before
     check_blocks(manager, [0])
@@ -114,15 +114,15 @@ def test_a_refusal_changes_nothing() -> None:
 def test_matched_blocks_do_not_count_as_room() -> None:
     # The two cached blocks are the prefix itself: taking them leaves two, and four are needed.
     manager = make(4)
-    seat(manager, 0, [1] * 8)
+    begin(manager, 0, [1] * 8)
     manager.release(0)
-    assert seat(manager, 0, [1] * 17) is None
-    assert seat(manager, 0, [1] * 16) == 8
+    assert begin(manager, 0, [1] * 17) is None
+    assert begin(manager, 0, [1] * 16) == 8
 
 
 def test_release_is_idempotent() -> None:
     manager = make(4)
-    seat(manager, 0, [1] * 6)
+    begin(manager, 0, [1] * 6)
     manager.release(0)
     manager.release(0)
     manager.release(3)
@@ -142,7 +142,7 @@ def test_a_shared_prefix_that_ends_anywhere_is_found_to_the_token(shared: int) -
     common = list(range(100, 100 + shared))
     table = manager.groups[0].table
     for lane in range(3):
-        assert seat(manager, lane, common + [lane] * 5) == (shared if lane else 0)
+        assert begin(manager, lane, common + [lane] * 5) == (shared if lane else 0)
         copies = plan(manager)
         assert len(copies) == (lane > 0 and shared % _SIZE > 0)
         assert all(target == table[lane, shared // _SIZE] for _, target in copies)
@@ -165,7 +165,7 @@ def test_what_this_plan_computes_is_shared_by_reference_only() -> None:
 
 def test_what_a_finished_request_leaves_is_found_to_the_token() -> None:
     manager = make(8)
-    seat(manager, 0, [1] * 6)
+    begin(manager, 0, [1] * 6)
     plan(manager)
     manager.book(int32([0]), int32([10]))
     manager.insert(int32([0]), rows(0, [1] * 10), int32([10]))
@@ -175,7 +175,7 @@ def test_what_a_finished_request_leaves_is_found_to_the_token() -> None:
     assert manager.usage()[0].cached == 3
     plan(manager)
     chat = [1] * 10 + [2] * 3
-    assert seat(manager, 1, chat) == 10
+    assert begin(manager, 1, chat) == 10
     ((source, target),) = plan(manager)
     assert (source, target) == (tail, manager.groups[0].table[1, 2])
     # The block that continues it takes its place.
@@ -186,12 +186,12 @@ def test_what_a_finished_request_leaves_is_found_to_the_token() -> None:
 
 def test_a_copys_source_may_be_given_up_in_the_same_plan() -> None:
     manager = make(4)
-    seat(manager, 0, [1] * 10)
+    begin(manager, 0, [1] * 10)
     manager.release(0, int32([1] * 10), 10)
     plan(manager)
     tail = manager.match(_BASE, int32([1] * 11), 10).source
     # Three cached, one free: two are shared, and the two others hold what is new.
-    assert seat(manager, 1, [1] * 10 + [2] * 6) == 10
+    assert begin(manager, 1, [1] * 10 + [2] * 6) == 10
     ((source, _),) = plan(manager)
     assert [source] == tail
     assert source in manager.groups[0].table[1, 2:4].tolist()
@@ -202,11 +202,11 @@ def test_a_copys_source_may_be_given_up_in_the_same_plan() -> None:
 def test_nothing_is_kept_of_a_tail_that_is_there_already() -> None:
     manager = make(12)
     for lane in range(2):
-        seat(manager, lane, [1] * 6)
+        begin(manager, lane, [1] * 6)
     manager.release(0, int32([1] * 6), 6)
     manager.release(1, int32([1] * 5), 5)
     assert manager.usage()[0].cached == 2
-    seat(manager, 0, [1] * 7)
+    begin(manager, 0, [1] * 7)
     manager.release(0, int32([1] * 7), 7)
     assert sorted(node.tokens for node in nodes_of(manager.tree)) == [3, 4]
     assert manager.usage()[0].cached == 2
@@ -215,11 +215,11 @@ def test_nothing_is_kept_of_a_tail_that_is_there_already() -> None:
 
 def test_a_hold_keeps_its_last_block_until_it_is_dropped() -> None:
     manager = make(2)
-    seat(manager, 0, [1] * 6)
-    hold = manager.keep(0, int32([1] * 6), 6)
-    assert seat(manager, 1, [2] * 4) is None
-    check_blocks(manager, [], [hold])
-    manager.drop(hold)
+    begin(manager, 0, [1] * 6)
+    detached = manager.detach(0, int32([1] * 6), 6)
+    assert begin(manager, 1, [2] * 4) is None
+    check_blocks(manager, [], [detached])
+    manager.free(detached)
     check_blocks(manager, [])
     assert manager.match(_BASE, int32([1] * 8), 8).length == 6
 
@@ -227,7 +227,7 @@ def test_a_hold_keeps_its_last_block_until_it_is_dropped() -> None:
 def test_a_window_that_has_moved_on_leaves_no_tail() -> None:
     narrow = KVGroup(layers=(1,), kind="window", tokens_per_block=_SIZE, window=1)
     manager = make(8, 8, groups=(_FULL, narrow))
-    seat(manager, 0, [1] * 7)
+    begin(manager, 0, [1] * 7)
     manager.book(int32([0]), int32([9]))
     # A step that is under way is two tokens further than what is confirmed.
     manager.slide(int32([0]), int32([8]))
@@ -238,11 +238,11 @@ def test_a_window_that_has_moved_on_leaves_no_tail() -> None:
 
 def test_a_tails_window_block_can_be_taken_alone() -> None:
     manager = make(16, 4, groups=(_FULL, _WINDOW))
-    seat(manager, 0, [1] * 6)
+    begin(manager, 0, [1] * 6)
     manager.release(0, int32([1] * 6), 6)
     check_blocks(manager, [])
     assert manager.match(_BASE, int32([1] * 8), 8).length == 6
-    assert seat(manager, 1, [2] * 16) == 0
+    assert begin(manager, 1, [2] * 16) == 0
     check_blocks(manager, [1])
     assert manager.match(_BASE, int32([1] * 8), 8).length == 0
 
@@ -251,33 +251,33 @@ def test_evictions_are_counted_and_told_by_name() -> None:
     manager = make(4)
     told: list[Evicted] = []
     manager.on_evict = [told.extend]
-    seat(manager, 0, [1] * 10)
+    begin(manager, 0, [1] * 10)
     manager.release(0, int32([1] * 10), 10)
-    seat(manager, 0, [2] * 16)
-    # The tail went first, and nobody wants it: names are of whole blocks.
-    names = [next_key(root_key(_BASE), int32([1] * 4).tobytes())]
-    names.append(next_key(names[0], int32([1] * 4).tobytes()))
-    assert [one.key for one in told] == names[::-1]
+    begin(manager, 0, [2] * 16)
+    # The tail went first, and nobody wants it: hashes are of whole blocks.
+    hashes = [next_hash(root_hash(_BASE), int32([1] * 4).tobytes())]
+    hashes.append(next_hash(hashes[0], int32([1] * 4).tobytes()))
+    assert [one.block_hash for one in told] == hashes[::-1]
     assert manager.evicted == 3
 
 
 def test_a_hold_outlives_its_lane() -> None:
     manager = make(2)
-    seat(manager, 0, [1] * 8)
-    hold = manager.keep(0)
+    begin(manager, 0, [1] * 8)
+    detached = manager.detach(0)
     manager.release(0)
-    assert seat(manager, 1, [2] * 4) is None
-    check_blocks(manager, [], [hold])
-    manager.drop(hold)
-    manager.drop(hold)
-    assert seat(manager, 1, [2] * 4) == 0
+    assert begin(manager, 1, [2] * 4) is None
+    check_blocks(manager, [], [detached])
+    manager.free(detached)
+    manager.free(detached)
+    assert begin(manager, 1, [2] * 4) == 0
     check_blocks(manager, [1])
 
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_fork_shares_whole_blocks_and_copies_the_partial_one(caching: bool) -> None:
     manager = make(8, caching=caching)
-    seat(manager, 0, [1] * 7)
+    begin(manager, 0, [1] * 7)
     manager.take_appends()
     assert manager.fork(1, _BASE, 0, 6, 7, spare=0)
     table = manager.groups[0].table
@@ -293,14 +293,14 @@ def test_a_fork_shares_whole_blocks_and_copies_the_partial_one(caching: bool) ->
 
 def test_a_fork_on_a_block_boundary_copies_nothing() -> None:
     manager = make(8)
-    seat(manager, 0, [1] * 5)
+    begin(manager, 0, [1] * 5)
     assert manager.fork(1, _BASE, 0, 4, 5, spare=0)
     assert not manager.take_copies()[0].src.size
 
 
 def test_a_fork_needs_room_for_its_own_blocks() -> None:
     manager = make(2)
-    seat(manager, 0, [1] * 7)
+    begin(manager, 0, [1] * 7)
     assert not manager.fork(1, _BASE, 0, 6, 7, spare=0)
     check_blocks(manager, [0])
 
@@ -308,8 +308,8 @@ def test_a_fork_needs_room_for_its_own_blocks() -> None:
 def test_equal_work_done_twice_is_entered_once() -> None:
     manager = make(8)
     # Both start before either has inserted anything.
-    assert seat(manager, 0, [1] * 9, end=2) == 0
-    assert seat(manager, 1, [1] * 9, end=2) == 0
+    assert begin(manager, 0, [1] * 9, end=2) == 0
+    assert begin(manager, 1, [1] * 9, end=2) == 0
     manager.insert(int32([0]), rows(0, [1] * 9), int32([9]))
     manager.insert(int32([1]), rows(1, [1] * 9), int32([9]))
     assert [node.tokens for node in nodes_of(manager.tree)] == [8]
@@ -324,7 +324,7 @@ def test_equal_work_done_twice_is_entered_once() -> None:
 
 def test_a_window_group_frees_what_fell_out() -> None:
     manager = make(8, 8, groups=(_FULL, _WINDOW))
-    seat(manager, 0, [1] * 16)
+    begin(manager, 0, [1] * 16)
     manager.slide(int32([0]), int32([16]))
     # A query at 16 reads positions 11 to 16: blocks 0 and 1 are out, held by the tree alone.
     assert manager.groups[1].start[0] == 2
@@ -337,11 +337,11 @@ def test_a_window_group_frees_what_fell_out() -> None:
 
 def test_a_match_is_where_every_group_can_resume() -> None:
     manager = make(16, 5, groups=(_FULL, _WINDOW))
-    seat(manager, 0, [1] * 16)
+    begin(manager, 0, [1] * 16)
     manager.slide(int32([0]), int32([16]))
     manager.release(0)
     # Take three window blocks away from the cached prefix: one free, and the two let go first.
-    assert seat(manager, 1, [2] * 12) == 0
+    assert begin(manager, 1, [2] * 12) == 0
     assert manager.match(_BASE, int32([1] * 16), 16).length == 16
     # A window of 6 needs the 5 tokens before, and the third block is the first that is left.
     lengths = [manager.match(_BASE, int32([1] * 16), n).length for n in (15, 13, 12)]
@@ -371,8 +371,8 @@ def test_unsupported_groups_are_refused() -> None:
 
 def test_reset_forgets_what_nobody_uses() -> None:
     manager = make(8)
-    seat(manager, 0, [1] * 8)
-    seat(manager, 1, [2] * 8)
+    begin(manager, 0, [1] * 8)
+    begin(manager, 1, [2] * 8)
     manager.release(0)
     assert not manager.reset_cache()
     assert [node.tokens for node in nodes_of(manager.tree)] == [8]
@@ -391,7 +391,7 @@ class ManagerMachine(RuleBasedStateMachine):
         super().__init__()
         self.manager = make(*self.blocks, groups=self.groups)
         self.live: dict[int, list[int]] = {}
-        self.holds: list[Hold] = []
+        self.detached: list[DetachedBlocks] = []
 
     def lane(self, data: st.DataObject) -> int:
         return data.draw(st.sampled_from(sorted(self.live)))
@@ -401,7 +401,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def admit(self, stem: int, cut: int, tail: int) -> None:
         tokens = [stem] * cut + [2 + tail] * tail
         lane = next(n for n in range(4) if n not in self.live)
-        if seat(self.manager, lane, tokens) is not None:
+        if begin(self.manager, lane, tokens) is not None:
             self.live[lane] = tokens
 
     @precondition(lambda self: self.live)
@@ -434,15 +434,15 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
-    def keep(self, data: st.DataObject) -> None:
+    def detach(self, data: st.DataObject) -> None:
         lane = self.lane(data)
         tokens = self.live.pop(lane)
-        self.holds.append(self.manager.keep(lane, int32(tokens), len(tokens)))
+        self.detached.append(self.manager.detach(lane, int32(tokens), len(tokens)))
 
-    @precondition(lambda self: self.holds)
+    @precondition(lambda self: self.detached)
     @rule()
-    def drop(self) -> None:
-        self.manager.drop(self.holds.pop(0))
+    def free(self) -> None:
+        self.manager.free(self.detached.pop(0))
 
     @rule()
     def reset(self) -> None:
@@ -450,7 +450,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        check_blocks(self.manager, list(self.live), self.holds)
+        check_blocks(self.manager, list(self.live), self.detached)
         for appends in self.manager.take_appends():
             assert len(appends.ids) == appends.counts.sum()
 
@@ -464,8 +464,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for lane in list(self.live):
             self.manager.release(lane)
-        for hold in self.holds:
-            self.manager.drop(hold)
+        for detached in self.detached:
+            self.manager.free(detached)
         self.manager.reset_cache()
         for usage in self.manager.usage():
             assert usage.free == usage.total

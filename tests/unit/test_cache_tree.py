@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quire.arrays import int32
-from quire.cache.chain import Namespace, next_key, root_key
+from quire.cache.block_hash import Namespace, next_hash, root_hash
 from quire.cache.node import NO_BLOCK, Node, common_start
 from quire.cache.prefix_tree import Match, PrefixTree
 from tests.brain import check_node, nodes_of
@@ -58,7 +58,7 @@ def shared(tree: PrefixTree, match: Match) -> list[int]:
 
 
 def evict(tree: PrefixTree, count: int) -> list[int]:
-    return tree.evict(count, named=True).blocks[0].tolist()
+    return tree.evict(count, hashed=True).blocks[0].tolist()
 
 
 def test_a_match_is_whole_blocks_and_a_block_to_copy() -> None:
@@ -99,7 +99,7 @@ def test_what_this_plan_computes_is_shared_but_not_copied() -> None:
     grow(tree, [1, 2, 3, 4], 0, ahead=True)
     assert find(tree, [1, 2, 3, 9]).length == 2
     assert find(tree, [1, 9]).length == 0
-    tree.settle()
+    tree.mark_written()
     assert find(tree, [1, 2, 3, 9]).length == 3
     assert find(tree, [1, 9]).length == 1
     # The first part of a node is written, the rest is not; and so it stays when the node is cut.
@@ -109,7 +109,7 @@ def test_what_this_plan_computes_is_shared_but_not_copied() -> None:
     grow(tree, [1, 2, 3, 4, 5, 6], 0)
     assert find(tree, [1, 2, 3, 9]).length == 3
     assert find(tree, [1, 2, 3, 4, 5, 6, 7, 9]).length == 6
-    tree.settle()
+    tree.mark_written()
     assert find(tree, [1, 2, 3, 4, 5, 9]).length == 5
     assert find(tree, [1, 2, 3, 4, 5, 6, 7, 9]).length == 7
 
@@ -146,11 +146,11 @@ def test_what_was_cut_is_joined_when_nothing_else_hangs_there() -> None:
     tree = PrefixTree(_SIZE, [None, 3])
     tokens = list(range(8))
     first = grow(tree, tokens, 0)
-    tree.name(find(tree, tokens), _BASE)
-    tree.loose[1].add(first, 0, 0)
+    tree.block_hash(find(tree, tokens), _BASE)
+    tree.window_blocks[1].add(first, 0, 0)
     second = grow(tree, [0, 1, 2, 3, 50, 51], 10)
-    tree.loose[1].add(first, 1, 1)
-    tree.loose[1].add(first, 2, 2)
+    tree.window_blocks[1].add(first, 1, 1)
+    tree.window_blocks[1].add(first, 2, 2)
     tree.leave(second)
     assert evict(tree, 1) == [12]
     assert tree.num_nodes == 2
@@ -158,11 +158,11 @@ def test_what_was_cut_is_joined_when_nothing_else_hangs_there() -> None:
     assert again is first
     assert (tree.num_nodes, first.tokens, first.users) == (1, 8, 2)
     check_node(first, _SIZE)
-    names = [root_key(_BASE)]
+    hashes = [root_hash(_BASE)]
     for at in range(0, 8, _SIZE):
-        names.append(next_key(names[-1], int32(tokens[at : at + _SIZE]).tobytes()))
-    assert tree.name(find(tree, tokens), _BASE) == names[4]
-    assert [tree.loose[1].take() for _ in range(3)] == [0, 1, 2]
+        hashes.append(next_hash(hashes[-1], int32(tokens[at : at + _SIZE]).tobytes()))
+    assert tree.block_hash(find(tree, tokens), _BASE) == hashes[4]
+    assert [tree.window_blocks[1].take() for _ in range(3)] == [0, 1, 2]
     assert first.path(1, 0, 4).tolist() == [NO_BLOCK, NO_BLOCK, NO_BLOCK, 3]
     tree.leave(first)
     tree.leave(first)
@@ -239,7 +239,7 @@ def test_a_tail_is_copied_from_and_goes_when_it_is_covered() -> None:
     assert tail(tree, last, [5, 6], 8) is None
     other = tail(tree, last, [5, 6, 7], 9)
     assert other is not None
-    assert tree.take_shed() == [[7]]
+    assert tree.take_dropped_tails() == [[7]]
     assert tree.num_idle == 1
     assert tail(tree, last, [5, 9], 10) is not None
     assert find(tree, [1, 1, 1, 1, 5, 9, 9, 9]).source == [10]
@@ -249,7 +249,7 @@ def test_a_tail_is_copied_from_and_goes_when_it_is_covered() -> None:
     assert evicted == [9, 10]
     tail(tree, last, [5, 6], 11)
     assert tree.extend(last, int32([5, 6, 7, 8]).tobytes(), ids([1]), False) is last
-    assert tree.take_shed() == [[11]]
+    assert tree.take_dropped_tails() == [[11]]
     assert tail(tree, last.parent or last, [1, 1], 12) is None
     assert (tree.num_nodes, tree.num_idle) == (1, 0)
 
@@ -268,28 +268,28 @@ def test_a_copied_tail_is_used_last() -> None:
 def test_names_follow_the_tokens_wherever_nodes_are_cut() -> None:
     tree = PrefixTree(_SIZE, [None])
     tokens = list(range(12))
-    names = [root_key(_BASE)]
+    hashes = [root_hash(_BASE)]
     for at in range(0, 12, _SIZE):
-        names.append(next_key(names[-1], int32(tokens[at : at + _SIZE]).tobytes()))
-    assert tree.name(find(tree, tokens), _BASE) == names[0]
+        hashes.append(next_hash(hashes[-1], int32(tokens[at : at + _SIZE]).tobytes()))
+    assert tree.block_hash(find(tree, tokens), _BASE) == hashes[0]
     first = grow(tree, tokens[:8], 0)
-    assert [tree.name(find(tree, tokens, n), _BASE) for n in (8, 4, 2)] == [
-        names[4],
-        names[2],
-        names[1],
+    assert [tree.block_hash(find(tree, tokens, n), _BASE) for n in (8, 4, 2)] == [
+        hashes[4],
+        hashes[2],
+        hashes[1],
     ]
     second = grow(tree, [*tokens[:4], 50, 51], 10)
     first = tree.extend(first, int32(tokens[8:]).tobytes(), ids([4, 5]), False)
-    assert tree.name(find(tree, tokens), _BASE) == names[6]
+    assert tree.block_hash(find(tree, tokens), _BASE) == hashes[6]
     tail(tree, first, [77], 20)
     tree.leave(first)
     tree.leave(second)
-    given = tree.evict(8, named=True)
-    assert given.blocks[0].tolist() == [20, 5, 4, 3, 2, 12, 1, 0]
-    assert given.names[0] == b""
-    assert given.names[1:5] == [names[6], names[5], names[4], names[3]]
-    assert given.names[6:] == [names[2], names[1]]
-    assert given.names[5] == next_key(names[2], int32([50, 51]).tobytes())
+    run = tree.evict(8, hashed=True)
+    assert run.blocks[0].tolist() == [20, 5, 4, 3, 2, 12, 1, 0]
+    assert run.hashes[0] == b""
+    assert run.hashes[1:5] == [hashes[6], hashes[5], hashes[4], hashes[3]]
+    assert run.hashes[6:] == [hashes[2], hashes[1]]
+    assert run.hashes[5] == next_hash(hashes[2], int32([50, 51]).tobytes())
 
 
 def test_a_window_needs_only_its_last_tokens() -> None:
@@ -297,30 +297,30 @@ def test_a_window_needs_only_its_last_tokens() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     last = grow(tree, tokens, 0)
     for place in range(3):
-        tree.loose[1].add(last, place, place)
-    assert len(tree.loose[1]) == 3
-    assert tree.loose[1].take() == 0
+        tree.window_blocks[1].add(last, place, place)
+    assert len(tree.window_blocks[1]) == 3
+    assert tree.window_blocks[1].take() == 0
     # The last 2 tokens before 8 are there, and so are those before 6 and 4; not before 2, of whose
     # only block the second token would be copied.
     assert [find(tree, tokens, n).length for n in (8, 7, 6, 5, 4)] == [8, 7, 6, 5, 4]
     assert [find(tree, tokens, n).length for n in (3, 2, 1)] == [0, 0, 0]
-    assert tree.loose[1].take() == 1
+    assert tree.window_blocks[1].take() == 1
     assert [find(tree, tokens, n).length for n in (8, 7, 6, 5, 4)] == [8, 7, 6, 0, 0]
-    tree.loose[1].discard([2])
+    tree.window_blocks[1].discard([2])
     with pytest.raises(KeyError):
-        tree.loose[1].take()
+        tree.window_blocks[1].take()
 
 
 def test_window_blocks_are_found_where_nodes_were_cut_since() -> None:
     tree = PrefixTree(_SIZE, [None, 3])
     first = grow(tree, list(range(8)), 0)
     for place in range(3):
-        tree.loose[1].add(first, place, place)
+        tree.window_blocks[1].add(first, place, place)
     second = grow(tree, [0, 1, 50, 51], 10)
     tree.leave(first)
-    assert tree.evict(3, named=True).blocks[1].tolist() == [3, 2, 1]
-    assert len(tree.loose[1]) == 1
-    assert tree.loose[1].take() == 0
+    assert tree.evict(3, hashed=True).blocks[1].tolist() == [3, 2, 1]
+    assert len(tree.window_blocks[1]) == 1
+    assert tree.window_blocks[1].take() == 0
     assert second.path(1, 0, 2).tolist() == [NO_BLOCK, 11]
 
 
@@ -347,9 +347,10 @@ def test_a_hub_of_many_children_is_searched_to_the_token() -> None:
         child.users -= 1
         tree._idle[child] = None
         tree.num_idle += 1
+    begun = {first[:n] for first in firsts for n in range(8)}
     for _ in range(200):
         asked = tuple(draw.randrange(9) for _ in range(7))
-        most = max(sum(first[:n] == asked[:n] for n in range(1, 8)) for first in firsts)
+        most = max(n for n in range(8) if asked[:n] in begun)
         assert find(tree, [7] * 8 + list(asked)).length == 8 + most
     evict(tree, len(firsts) // 2)
     assert len(hub.children) == len(firsts) - len(firsts) // 2

@@ -17,18 +17,18 @@ import pytest
 from quire.arrays import int32
 from quire.config import EngineArgs
 from quire.engine.client import EngineClient, StreamUpdate
-from quire.engine.core import EngineStats
 from quire.engine.messages import (
     AddRequest,
-    End,
+    CompletionEnd,
+    CompletionStart,
     Failure,
-    First,
-    Outputs,
-    Stats,
+    StatsReply,
+    StepOutputs,
     decode_from_engine,
     decode_to_engine,
     encode,
 )
+from quire.engine.stats import EngineStats
 from quire.errors import (
     ConfigError,
     EngineDeadError,
@@ -72,7 +72,7 @@ async def tokens_of(updates: AsyncIterator[StreamUpdate]) -> tuple[list[int], st
 
 
 async def until_idle(client: EngineClient) -> None:
-    for _ in range(200):
+    for _ in range(3000):
         stats = await client.stats()
         if stats.running == stats.waiting == 0 and stats.blocks_used == [0]:
             return
@@ -238,26 +238,26 @@ def test_messages_survive_the_wire() -> None:
     assert message.prompt.tolist() == [1, 2]
     scores = np.asarray([[-0.5, -0.25]], dtype=np.float32)
     logprobs = Logprobs(int32([0]), int32([7]), int32([[3, 4]]), scores, int32([2]))
-    outputs = Outputs(
+    outputs = StepOutputs(
         int32([3, 9]),
         int32([1, 2]),
         int32([5, 6, 7]),
-        firsts=[First(3, 4, 0.5)],
-        ends=[End(9, "stop", 7)],
+        starts=[CompletionStart(3, 4, 0.5)],
+        ends=[CompletionEnd(9, "stop", 7)],
         logprobs=[(3, logprobs)],
     )
     back = decode_from_engine(encode(outputs))
-    assert isinstance(back, Outputs)
+    assert isinstance(back, StepOutputs)
     assert [x.tolist() for x in (back.handles, back.counts, back.tokens)] == [
         [3, 9],
         [1, 2],
         [5, 6, 7],
     ]
-    assert (back.firsts, back.ends) == (outputs.firsts, outputs.ends)
+    assert (back.starts, back.ends) == (outputs.starts, outputs.ends)
     ((handle, part),) = back.logprobs
     assert (handle, part.ids.tolist(), part.ranks.tolist()) == (3, [[3, 4]], [2])
     assert part.values.tolist() == [[-0.5, -0.25]]
-    stats = Stats(1, EngineStats(running=2, blocks_used=[3]))
+    stats = StatsReply(1, EngineStats(running=2, blocks_used=[3]))
     assert decode_from_engine(encode(stats)) == stats
     for original in (
         ConfigError("c", "dtype"),

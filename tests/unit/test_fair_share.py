@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.scheduler.tenants import fair_parts
+from quire.scheduler.fair_share.tenant import fair_parts
 from tests.unit.test_scheduler import Loop, check_output, make, own, request
 
 
@@ -23,7 +23,7 @@ def lanes_of(loop: Loop) -> dict[str, int]:
 
 
 def test_a_newcomer_gets_a_lane_from_who_holds_them_all() -> None:
-    loop = make(max_num_seqs=4)
+    loop = make(fair=True, max_num_seqs=4)
     flood(loop, "flood", 20)
     for _ in range(4):
         loop.step()
@@ -41,7 +41,7 @@ def test_a_newcomer_gets_a_lane_from_who_holds_them_all() -> None:
 
 
 def test_lanes_even_out_between_two_floods() -> None:
-    loop = make(max_num_seqs=8, max_num_batched_tokens=64)
+    loop = make(fair=True, max_num_seqs=8, max_num_batched_tokens=64)
     flood(loop, "a", 40)
     loop.step()
     assert lanes_of(loop) == {"a": 8}
@@ -59,7 +59,9 @@ def test_lanes_even_out_between_two_floods() -> None:
 
 
 def test_shares_weigh() -> None:
-    loop = make(max_num_seqs=6, max_num_batched_tokens=512, max_model_len=512, blocks=800)
+    loop = make(
+        fair=True, max_num_seqs=6, max_num_batched_tokens=512, max_model_len=512, blocks=800
+    )
     for i in range(120):
         for name, share in (("one", 1.0), ("three", 3.0)):
             prompt = own(1 + 2 * i + (name == "one"), 100)
@@ -73,7 +75,7 @@ def test_shares_weigh() -> None:
 
 
 def test_within_a_tenant_the_policy_holds() -> None:
-    loop = make(max_num_seqs=1, policy="priority", priority_weight=1000.0)
+    loop = make(fair=True, max_num_seqs=1, policy="priority", priority_weight=1000.0)
     for name, tenant, priority in (("a0", "a", 5), ("a1", "a", 1), ("b0", "b", 9), ("b1", "b", 2)):
         loop.scheduler.add(
             request(name, own(ord(name[0]) + int(name[1]), 3), 2, tenant=tenant, priority=priority)
@@ -85,7 +87,7 @@ def test_within_a_tenant_the_policy_holds() -> None:
 
 
 def test_a_long_prompt_leaves_others_their_part_of_a_step() -> None:
-    loop = make(max_num_batched_tokens=16)
+    loop = make(fair=True, max_num_batched_tokens=16)
     loop.scheduler.add(request("long", own(1, 58), 2, tenant="a"))
     loop.step()
     loop.collect()
@@ -99,7 +101,9 @@ def test_a_long_prompt_leaves_others_their_part_of_a_step() -> None:
 def test_who_comes_often_with_little_does_not_shut_others_out() -> None:
     """A tenant whose queue is always empty again, as all it asks for is started at once, has one
     grant a round all the same."""
-    loop = make(max_num_seqs=2, max_num_batched_tokens=2048, max_model_len=2048, blocks=2000)
+    loop = make(
+        fair=True, max_num_seqs=2, max_num_batched_tokens=2048, max_model_len=2048, blocks=2000
+    )
     flood(loop, "patient", 12, prompt=300, output=2)
     for i in range(40):
         loop.scheduler.add(request(f"often{i}", own(i, 300), 2, tenant="often"))
@@ -113,7 +117,7 @@ def test_who_comes_often_with_little_does_not_shut_others_out() -> None:
 
 
 def test_a_guest_has_a_step_to_himself_and_others_the_next_one() -> None:
-    loop = make(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=128, blocks=400)
+    loop = make(fair=True, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=128, blocks=400)
     flood(loop, "flood", 30, prompt=20, output=30)
     for _ in range(40):
         loop.step()
@@ -134,7 +138,9 @@ def test_a_guest_has_a_step_to_himself_and_others_the_next_one() -> None:
 
 
 def test_after_a_guest_steps_are_short_for_a_while() -> None:
-    loop = make(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=128, blocks=400)
+    loop = make(
+        fair=True, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=128, blocks=400
+    )
     flood(loop, "flood", 60, prompt=100, output=4)
     for _ in range(20):
         loop.step()
@@ -152,7 +158,7 @@ def test_after_a_guest_steps_are_short_for_a_while() -> None:
 
 
 def test_a_tenant_with_blocks_to_spare_gives_some_up() -> None:
-    loop = make(blocks=12, max_num_seqs=8)
+    loop = make(fair=True, blocks=12, max_num_seqs=8)
     flood(loop, "flood", 4, prompt=8, output=8)
     for _ in range(4):
         loop.step()
@@ -168,7 +174,7 @@ def test_a_tenant_with_blocks_to_spare_gives_some_up() -> None:
 
 
 def test_alone_a_tenant_has_everything() -> None:
-    loop = make(max_num_seqs=4)
+    loop = make(fair=True, max_num_seqs=4)
     flood(loop, "only", 10)
     loop.drain()
     assert loop.scheduler.stats().preemptions == 0
@@ -177,7 +183,7 @@ def test_alone_a_tenant_has_everything() -> None:
 
 def test_the_order_is_the_same_every_time() -> None:
     def order() -> list[str]:
-        loop = make(max_num_seqs=3)
+        loop = make(fair=True, max_num_seqs=3)
         for i in range(30):
             loop.scheduler.add(request(f"r{i}", own(i, 1 + i % 7), 3, tenant=f"t{i % 4}"))
         loop.drain()

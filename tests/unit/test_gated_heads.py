@@ -45,6 +45,12 @@ WAYS = [
     pytest.param(False, id="op by op"),
     pytest.param(True, id="graphs", marks=pytest.mark.slow),
 ]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "two": {"depth": 2},
+    "late": {"depth": 3, "late": 0.7, "budget": 20},
+    "preempted": {"depth": 2, "late": 0.5, "blocks": 8, "lanes": 6},
+}
 
 
 def mask_of(name: str, length: int) -> Int32:
@@ -60,7 +66,7 @@ class Waiting:
     step_id: int
     requests: list[Request]
     lanes: Int32
-    generations: list[int]
+    lane_epochs: list[int]
     needs: list[int]
 
 
@@ -80,19 +86,19 @@ class Gate(Feature):
         if rows:
             builder.gate(rows)
             requests = [builder.requests[row] for row in rows]
-            generations = [request.generation for request in requests]
+            lane_epochs = [request.lane_epoch for request in requests]
             needs = [request.planned for request in requests]
             self.waiting.append(
-                Waiting(builder.step_id, requests, builder.lanes[rows], generations, needs)
+                Waiting(builder.step_id, requests, builder.lanes[rows], lane_epochs, needs)
             )
 
     def inputs(self, step: Waiting) -> HeadInputs | None:
         """None: not all tokens are known. Rows of lanes that were given up may have any mask."""
         masks = []
-        for request, lane, generation, need in zip(
-            step.requests, step.lanes, step.generations, step.needs, strict=True
+        for request, lane, lane_epoch, need in zip(
+            step.requests, step.lanes, step.lane_epochs, step.needs, strict=True
         ):
-            alive = request.lane == lane and request.generation == generation
+            alive = request.lane == lane and request.lane_epoch == lane_epoch
             if alive and request.known < need:
                 return None
             masks.append(mask_of(request.request_id, need))
@@ -219,16 +225,16 @@ def run(engine: GatedEngine, work: Sequence[Job]) -> tuple[list[list[int]], list
     return [request.output.tolist() for request in requests], sorted(found.items())
 
 
-@pytest.mark.parametrize("graphs", WAYS)
 @pytest.mark.parametrize(
-    "options",
+    ("options", "graphs"),
     [
-        {},
-        {"depth": 2},
-        {"depth": 3, "late": 0.7, "budget": 20},
-        {"depth": 2, "late": 0.5, "blocks": 8, "lanes": 6},
+        *(pytest.param(options, False, id=f"{name}-op by op") for name, options in OPTIONS.items()),
+        pytest.param(OPTIONS["late"], True, id="late-graphs"),
+        *(
+            pytest.param(OPTIONS[name], True, id=f"{name}-graphs", marks=pytest.mark.slow)
+            for name in ("one", "two", "preempted")
+        ),
     ],
-    ids=["one", "two", "late", "preempted"],
 )
 def test_the_same_tokens_however_it_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], graphs: bool

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from quire.cache import HostTier, KeyList
-from quire.cache.chain import next_key, root_key
+from quire.cache import HashList, HostTier
+from quire.cache.block_hash import next_hash, root_hash
 from quire.offload import CostModel, Rates
 
 
@@ -64,7 +64,7 @@ def test_clearing_leaves_what_is_copied() -> None:
     tier = filled(3)
     tier.pin(key(1))
     tier.clear()
-    assert list(tier.keys()) == [key(1)]
+    assert list(tier.hashes()) == [key(1)]
     assert tier.num_free == 2
 
 
@@ -92,7 +92,7 @@ def test_no_slot_is_lost_or_given_twice() -> None:
 
 
 def test_keys_believed_to_be_in_files_are_bounded() -> None:
-    keys = KeyList(2, [key(0), key(1)])
+    keys = HashList(2, [key(0), key(1)])
     keys.add(key(0))
     keys.add(key(2))
     assert (key(0) in keys, key(1) in keys, len(keys)) == (True, False, 2)
@@ -102,11 +102,11 @@ def test_keys_believed_to_be_in_files_are_bounded() -> None:
 
 
 def test_names_follow_tokens_and_namespace() -> None:
-    roots = {root_key((0, "")), root_key((1, "")), root_key((0, "a"))}
+    roots = {root_hash((0, "")), root_hash((1, "")), root_hash((0, "a"))}
     assert len(roots) == 3
-    root = root_key((0, ""))
-    assert next_key(next_key(root, b"ab"), b"c") != next_key(next_key(root, b"a"), b"bc")
-    assert next_key(root, b"a") == next_key(root, b"a")
+    root = root_hash((0, ""))
+    assert next_hash(next_hash(root, b"ab"), b"c") != next_hash(next_hash(root, b"a"), b"bc")
+    assert next_hash(root, b"a") == next_hash(root, b"a")
 
 
 def test_copies_pay_from_some_length_on() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.arrays import int32
 from quire.errors import QuireError
+from quire.layers.attention import KVLayout
 from quire.ops import KVFormat
 from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan
 from quire.runner import Hook
@@ -45,12 +46,13 @@ WILD = SamplingParams(
 )
 
 
-@pytest.fixture(params=["full", "window"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return model_folder(tmp_path / "model", TINY if request.param == "full" else TINY_WINDOW)
+@pytest.fixture(scope="module", params=["full", "window"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = TINY if request.param == "full" else TINY_WINDOW
+    return model_folder(tmp_path_factory.mktemp(request.param), config)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def jobs() -> list[Job]:
     shared = random_prompts(1, 61, seed=9)[0]
     prompts = random_prompts(6) + [shared + tail for tail in random_prompts(4, 9, seed=4)]
@@ -60,6 +62,11 @@ def jobs() -> list[Job]:
 def alone(folder: Path, jobs: list[Job]) -> list[list[int]]:
     engine = TinyEngine(folder, prefix_caching=False)
     return [tokens for job in jobs for tokens in engine.run([job])]
+
+
+@pytest.fixture(scope="module")
+def each_alone(folder: Path, jobs: list[Job]) -> list[list[int]]:
+    return alone(folder, jobs)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +83,10 @@ def alone(folder: Path, jobs: list[Job]) -> list[list[int]]:
     ids=str,
 )
 def test_outputs_do_not_depend_on_company(
-    folder: Path, jobs: list[Job], settings: dict[str, int]
+    folder: Path, jobs: list[Job], each_alone: list[list[int]], settings: dict[str, int]
 ) -> None:
     engine = TinyEngine(folder, **settings)  # type: ignore[arg-type]
-    assert engine.run(jobs) == alone(folder, jobs)
+    assert engine.run(jobs) == each_alone
     if settings.get("blocks") == 24:
         assert engine.scheduler.stats().preemptions > 0
 
@@ -142,7 +149,9 @@ def test_blocks_are_copied_in_order(monkeypatch: pytest.MonkeyPatch, form: KVFor
     group = KVGroup(layers=(0, 1), tokens_per_block=2)
     for most in (1, 3 * 2 * 2 * 2 * 2 * 4 * 4, 1 << 20):
         monkeypatch.setattr("quire.runner.kv_cache._COPY_BYTES", most)
-        cache = KVCache([group], [8], kv_heads=2, head_dim=4, form=form, device=torch.device("cpu"))
+        cache = KVCache(
+            [group], [8], layouts=[KVLayout(2, 4, 2)], form=form, device=torch.device("cpu")
+        )
         tensors = cache.block_tensors(0)
         assert len(tensors) == 1 + (form.scales == "token")
         for tensor in tensors:
@@ -164,7 +173,7 @@ def test_a_fork_in_mid_block_leaves_the_parent_alone(tmp_path: Path) -> None:
     requests = engine.add("a", Job(prompt, params, seed=4))
 
     copied: list[tuple[Tensor, Tensor]] = []
-    submit = engine.runner.submit
+    submit = engine.executor.submit
 
     def watch(plan: StepPlan) -> None:
         sources = [copies.src for copies in plan.copies if len(copies.src)]
@@ -176,7 +185,7 @@ def test_a_fork_in_mid_block_leaves_the_parent_alone(tmp_path: Path) -> None:
             now = engine.runner.cache.block_tensors(0)[0][src]
             copied.append((was[..., :filled, :], now[..., :filled, :]))
 
-    engine.runner.submit = watch  # type: ignore[method-assign]
+    engine.executor.submit = watch  # type: ignore[method-assign]
     engine.drain()
     assert copied
     assert all(torch.equal(was, now) for was, now in copied)
@@ -221,19 +230,19 @@ def test_gated_rows_wait_for_their_mask(tmp_path: Path) -> None:
     plan = engine.scheduler.plan()
     assert plan is not None
     plan.flags = plan.flags | int32([RowFlag.GATED, 0])
-    engine.runner.submit(plan)
+    engine.executor.submit(plan)
     behind = engine.scheduler.plan()
     assert behind is not None
-    engine.runner.submit(behind)
+    engine.executor.submit(behind)
     mask = np.zeros((1, VOCAB // 32), dtype=np.int32)
     mask[0, 2] = 1 << 3  # token 67 alone
-    engine.runner.submit_head(HeadInputs(plan.step_id, mask))
-    result = engine.runner.collect()
+    engine.executor.submit_head(HeadInputs(plan.step_id, mask))
+    result = engine.executor.collect()
     assert result.tokens[0, 0] == 67
     assert result.n_tokens.tolist() == [1, 1]
     expected = TinyEngine(folder).run([Job([9, 10], GREEDY)])[0][:2]
     # The step behind has waited too.
-    assert [result.tokens[1, 0], engine.runner.collect().tokens[1, 0]] == expected
+    assert [result.tokens[1, 0], engine.executor.collect().tokens[1, 0]] == expected
 
 
 def test_hooks_see_every_step_and_own_columns(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from quire.plan import KVGroup, RowFlag, Transfer
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, PlanBuilder, Scheduler
-from quire.scheduler.hooks import Hooks
+from quire.scheduler.feature_set import FeatureSet
 from quire.scheduler.policy import MOST_PREEMPTIONS
 from tests.brain import Loop
 from tests.fakes import FakeExecutor, expected_output
@@ -40,9 +40,9 @@ def test_only_overridden_hooks_are_called() -> None:
             return False
 
     speaks = Speaks()
-    hooks = Hooks([Silent(), speaks])
-    assert hooks.ready == [speaks.ready]
-    assert hooks.lookahead == []
+    features = FeatureSet([Silent(), speaks])
+    assert features.ready == [speaks.ready]
+    assert features.looks_ahead == []
 
 
 def test_the_base_does_nothing() -> None:
@@ -52,7 +52,8 @@ def test_the_base_does_nothing() -> None:
     assert not base.fetch(one, one.tokens.view(), 5)
     assert not base.preempt(one)
     assert not base.pending(True)
-    assert base.lookahead(one, 5) == 0
+    assert base.lookahead(int32([0, 2]), int32([5, 5])).tolist() == [0, 0]
+    assert base.device_params(one, one.params) is one.params
     assert base.result(one, int32([1, 2])) == 2
     assert not base.release(one)
 
@@ -143,8 +144,8 @@ def test_a_request_is_preempted_a_bounded_number_of_times() -> None:
 
 def test_drafts_go_when_blocks_run_out_and_never_pass_the_longest_length() -> None:
     class Greedy(Feature):
-        def lookahead(self, request: Request, room: int) -> int:
-            return 100
+        def lookahead(self, lanes: Int32, room: Int32) -> Int32:
+            return room + 100
 
     loop = make(Greedy(), blocks=5, steps_in_flight=2)
     one = request("one", 6, 15)
@@ -162,7 +163,6 @@ def test_a_feature_adds_to_a_settled_step() -> None:
             lanes = builder.lanes[:1]
             builder.write("column", lanes, int32([5]))
             builder.write("column", lanes, int32([6]))
-            builder.set_host_drafts(int32([[-1]] * len(builder.q_len)))
             assert builder.requests[0].lane == lanes[0]
             assert builder.step_id == len(loop.plans)
             assert len(builder.flags) == len(builder.n_logits)
@@ -174,7 +174,6 @@ def test_a_feature_adds_to_a_settled_step() -> None:
         assert plan.gated
         assert plan.flags[0] & RowFlag.GATED
         assert plan.writes["column"][1].tolist() == [5, 6]
-        assert plan.host_drafts is not None
 
 
 def test_keeping_fewer_tokens_starts_over_from_them() -> None:
@@ -218,8 +217,8 @@ def test_a_feature_may_keep_the_blocks_of_an_ended_request() -> None:
     assert loop.scheduler.stats().blocks_used == [3]
     loop.scheduler.add(request("two", 6, 6))
     assert not loop.launch()
-    loop.scheduler.drop_hold("one")
-    loop.scheduler.drop_hold("one")
+    loop.scheduler.free_detached("one")
+    loop.scheduler.free_detached("one")
     loop.drain()
     loop.scheduler.add(request("three"))
     loop.scheduler.abort("three")

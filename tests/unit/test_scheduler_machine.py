@@ -4,36 +4,66 @@ checks every read and write: each request ends, and with the tokens it would get
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from quire.arrays import int32
+from quire.arrays import Int32, int32
 from quire.config import SchedulerConfig
 from quire.errors import RequestError
 from quire.offload import CostModel, OffloadFeature, Rates
-from quire.plan import KVGroup
+from quire.plan import DRAFT_IDS, DRAFT_START, KVGroup, RowFlag
 from quire.request import Request
 from quire.sampling_params import SamplingParams
-from quire.scheduler import Feature, Scheduler
+from quire.scheduler import Feature, Order, PlanBuilder, Scheduler
+from quire.scheduler.fair_share import FairShare
 from quire.scheduler.policy import MOST_PREEMPTIONS
 from tests.brain import Loop, check_scheduler
 from tests.fakes import FakeExecutor, expected_output
 
 _LONGEST = 48
 _MOST_REQUESTS = 24
+_WIDTH = 12
+"""Of a claim."""
 _STEMS = [[random.Random(seed).randrange(4) for _ in range(_LONGEST)] for seed in range(2)]
 
 
 class Drafts(Feature):
-    """Books a random number of drafts, of which the fake body accepts a random number."""
+    """Asks for random numbers of drafts, and claims text that is right, wrong or late: written by
+    the plan of a later step, when the row has moved on."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, text_of: Callable[[Request], list[int]]) -> None:
         self._random = random.Random(seed)
+        self._text_of = text_of
+        self._late: list[tuple[int, list[int], int]] = []
 
-    def lookahead(self, request: Request, room: int) -> int:
-        return self._random.randint(0, min(3, room))
+    def lookahead(self, lanes: Int32, room: Int32) -> Int32:
+        counts = [self._random.randint(0, 4) for _ in lanes]
+        return np.minimum(int32(counts), room)
+
+    def plan(self, builder: PlanBuilder) -> None:
+        claims, self._late = self._late, []
+        for row, request in enumerate(builder.requests):
+            if builder.flags[row] & RowFlag.PROMPT or self._random.random() < 0.3:
+                continue
+            claim = self._claim(request, int(builder.lanes[row]))
+            (self._late if self._random.random() < 0.3 else claims).append(claim)
+        claims = [*{lane: (lane, ids, start) for lane, ids, start in claims}.values()]
+        if claims:
+            lanes, ids, starts = zip(*claims, strict=True)
+            builder.write(DRAFT_IDS, int32(lanes), int32(ids))
+            builder.write(DRAFT_START, int32(lanes), int32(starts))
+
+    def _claim(self, request: Request, lane: int) -> tuple[int, list[int], int]:
+        start = self._random.randint(-1, request.known + 2)
+        text = self._text_of(request)[max(start, 0) :][:_WIDTH]
+        text = text[: self._random.randint(0, _WIDTH)]
+        if text and self._random.random() < 0.3:
+            text[self._random.randrange(len(text))] = 1
+        return lane, text + [-1] * (_WIDTH - len(text)), start
 
 
 class Gate(Feature):
@@ -62,6 +92,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
         drafts=st.booleans(),
+        logit_rows=st.sampled_from([None, 0, 3, 40]),
+        fair=st.booleans(),
         vocab=st.sampled_from([2, 40]),
         seed=st.integers(0, 1000),
     )
@@ -77,6 +109,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked: bool,
         policy: str,
         drafts: bool,
+        logit_rows: int | None,
+        fair: bool,
         vocab: int,
         seed: int,
     ) -> None:
@@ -99,6 +133,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             salt_of=self.salts.__getitem__,
             host_blocks=self.host_blocks,
             failing=self.failing,
+            verifies=drafts,
+            logit_rows=None if logit_rows is None else lanes + logit_rows,
         )
         config = SchedulerConfig(
             max_num_seqs=lanes,
@@ -111,8 +147,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy="priority" if policy == "priority" else "fcfs",
         )
         self.gate = Gate()
-        features: list[Feature] = [self.gate, *([Drafts(seed)] if drafts else []), *self.more()]
-        self.scheduler = Scheduler(config, self.executor.start(), features)
+        features: list[Feature] = [self.gate, *self.more()]
+        if drafts:
+            features.append(Drafts(seed, self.text_of))
+        self.fair = fair
+        order = FairShare(config) if fair else Order(config)
+        self.scheduler = Scheduler(config, self.executor.start(), features, order)
         self.loop = Loop(self.scheduler, self.executor)
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
@@ -120,6 +160,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def more(self) -> list[Feature]:
         return []
+
+    def text_of(self, request: Request) -> list[int]:
+        """A request's prompt and all that it will generate."""
+        output = expected_output(request, self.executor.vocab, self.executor.stop_token)
+        return request.tokens.view(0, request.prompt_len).tolist() + output
 
     @rule(
         stem=st.integers(0, 1),
@@ -170,7 +215,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 sample_index=index,
                 leader=leader,
                 cache_salt=salt,
-                tenant=tenant,
+                tenant=tenant if self.fair else "",
                 share=2.0 if tenant == "b" else 1.0,
             )
             try:
@@ -255,8 +300,8 @@ class TieredMachine(SchedulerMachine):
         check_scheduler(self.scheduler)
 
     @rule()
-    def push_out(self) -> None:
-        self.tiers.push_out()
+    def evict_all(self) -> None:
+        self.tiers.evict_all()
         self.tiers.save()
 
     def teardown(self) -> None:

@@ -9,15 +9,15 @@ import numpy as np
 
 from quire.arrays import int32
 from quire.cache.block_tables import BlockTables
-from quire.cache.census import CACHED, FREE, census, outline
+from quire.cache.inspect import CACHED, FREE, summarize_pool, summarize_tree
 from quire.config import SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import Seen, decode_from_engine, encode
+from quire.engine.messages import SnapshotReply, decode_from_engine, encode
 from quire.engine.snapshot import (
     MOST_CELLS,
     MOST_ROWS,
     MOST_RUNNING,
-    MOST_TWIGS,
+    MOST_RUNS,
     MOST_WAITING,
     take_snapshot,
 )
@@ -51,19 +51,19 @@ def test_cells_are_free_cached_or_a_lanes() -> None:
     tables.append(int32([0, 2]), int32([2, 1]), 3)
     tables.pool.hold(int32([1]))
     kept = tables.pool.take(1)
-    found = census(tables, 100)
+    found = summarize_pool(tables, 100)
     assert found.per_cell == 1
     assert found.owner.tolist() == [0, 0, 2, CACHED] + [FREE] * 6
     assert found.holders.tolist() == [1, 2, 1, 1] + [0] * 6
     assert found.filled.tolist() == [1] * 4 + [0] * 6
     tables.pool.drop(kept)
-    assert census(tables, 100).owner[3] == FREE
+    assert summarize_pool(tables, 100).owner[3] == FREE
 
 
 def test_a_large_pool_is_told_in_larger_cells() -> None:
     tables = BlockTables(GROUP, 1001, 2, 4004)
     tables.append(int32([1]), int32([5]), 5)
-    found = census(tables, 100)
+    found = summarize_pool(tables, 100)
     assert found.per_cell == 11
     assert len(found.owner) == 91
     assert found.owner.tolist() == [1] + [FREE] * 90
@@ -110,8 +110,8 @@ def test_requests_step_blocks_and_tree_are_shown() -> None:
     assert {tuple(top.tokens.tolist())[:8] for top in tops if top.tokens is not None} == {
         tuple(prefix)
     }
-    decoded = decode_from_engine(encode(Seen(7, snapshot)))
-    assert isinstance(decoded, Seen)
+    decoded = decode_from_engine(encode(SnapshotReply(7, snapshot)))
+    assert isinstance(decoded, SnapshotReply)
     assert decoded.snapshot.pools[0].owner.tolist() == pool.owner.tolist()
     finish(core)
     after = take_snapshot(core, False)
@@ -134,7 +134,7 @@ def test_a_run_without_a_fork_is_one_branch_and_forks_are_apart() -> None:
     finish(core)
     add(core, "2", [*range(16), 30, 30, 30, 30], max_tokens=1)
     finish(core)
-    root, trunk, *leaves = outline(core.scheduler.blocks.tree, 100, 24)
+    root, trunk, *leaves = summarize_tree(core.scheduler.blocks.tree, 100, 24)
     assert (root.parent, root.length) == (-1, 0)
     assert (trunk.parent, trunk.tokens.tolist()) == (0, list(range(16)))
     assert [leaf.parent for leaf in leaves] == [1, 1]
@@ -156,10 +156,10 @@ def test_snapshots_are_bounded() -> None:
     assert snapshot.step is not None
     assert len(snapshot.step.rows) == MOST_ROWS
     assert snapshot.step.generating + snapshot.step.prompt_tokens > MOST_ROWS
-    assert len(snapshot.tree) <= MOST_TWIGS
+    assert len(snapshot.tree) <= MOST_RUNS
     assert sum(branch.hidden for branch in snapshot.tree) > 0
     assert len(snapshot.pools[0].owner) <= MOST_CELLS
-    assert len(encode(Seen(0, snapshot))) < 150_000
+    assert len(encode(SnapshotReply(0, snapshot))) < 150_000
 
 
 def test_every_group_has_its_pool() -> None:

@@ -13,11 +13,11 @@ from prometheus_client import generate_latest
 
 import stress_cache
 from quire import LLM, SamplingParams
-from quire.engine.core import EngineStats
+from quire.engine.stats import EngineStats
 from quire.errors import ConfigError
 from quire.offload import TierStats
-from quire.server.engine_metrics import EngineMetrics
-from quire.server.metrics import ServerMetrics
+from quire.server.telemetry.engine_metrics import EngineMetrics
+from quire.server.telemetry.metrics import ServerMetrics
 from tests.unit.tiny_engine import TINY, TINY_WINDOW, model_folder, random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -11,11 +11,12 @@ import numpy as np
 
 from quire.arrays import int32
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
+from quire.engine.workers import WorkerExecutor
 from quire.plan import StepPlan
 from quire.request import Request
-from quire.runner import Hook, ModelRunner
+from quire.runner import Hook
 from quire.sampling_params import SamplingParams
-from quire.scheduler import Scheduler
+from quire.scheduler import Feature, Scheduler
 from quire.scheduler.progress import StepProgress
 
 VOCAB = 128
@@ -87,6 +88,8 @@ class TinyEngine:
         prefix_caching: bool = True,
         policy: str = "fcfs",
         hooks: Sequence[Hook] = (),
+        world: int = 1,
+        features: Sequence[Feature] = (),
     ) -> None:
         scheduler = SchedulerConfig(
             max_num_seqs=lanes,
@@ -109,8 +112,9 @@ class TinyEngine:
             vocab_size=VOCAB,
         )
         self.depth = depth
-        self.runner = ModelRunner(config, hooks=hooks)
-        self.scheduler = Scheduler(scheduler, self.runner.start())
+        self.executor = WorkerExecutor(config, hooks=hooks, world=world)
+        self.runner = self.executor.local
+        self.scheduler = Scheduler(scheduler, self.executor.start(), features)
         self.plans: list[StepPlan] = []
         self.progress: list[StepProgress] = []
 
@@ -137,9 +141,9 @@ class TinyEngine:
             if plan is None:
                 break
             self.plans.append(plan)
-            self.runner.submit(plan)
+            self.executor.submit(plan)
         if self.scheduler.num_in_flight:
-            self.progress.append(self.scheduler.update(self.runner.collect()))
+            self.progress.append(self.scheduler.update(self.executor.collect()))
 
     def drain(self) -> None:
         while self.scheduler.has_work():

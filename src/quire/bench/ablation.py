@@ -1,4 +1,4 @@
-"""What each optimization brings: the same cases with everything on, then with one thing off."""
+"""Ablation: the same cases with everything on, then with one optimization off."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from quire.config import OPTIMIZATIONS
 from quire.errors import ConfigError
 
 PREFIX = "ablation:"
-"""Before the case's name in records; `settings["off"]` says what was off, "" for nothing."""
+"""Prefix of the case's name in records; `settings["off"]` names the optimization that was off, ""
+for none."""
 
 
 def without(fields: Mapping[str, Any], switch: str) -> dict[str, Any]:
-    """The engine's settings with `switch` off as well. Raises ConfigError for an unknown one."""
+    """Returns the engine's settings with `switch` off as well. Raises ConfigError for an unknown
+    one."""
     if switch not in OPTIMIZATIONS:
         raise ConfigError(f"unknown switch {switch!r}; known are {', '.join(OPTIMIZATIONS)}", "off")
     return {**fields, "disable": (*fields.get("disable", ()), switch)}
 
 
 def figures(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What a case is judged by: output tokens/s, or milliseconds to the first token."""
+    """Metrics by which a case is judged: output tokens/s, or milliseconds to the first token."""
     if "output_tok_s" in metrics:
         return {"output_tok_s": metrics["output_tok_s"]}
     return {name: value for name, value in metrics.items() if name.startswith("ttft_")}
@@ -30,8 +32,10 @@ def figures(metrics: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One figure with everything on, and without each switch. speed: of the run without it, as a
-    share of that with everything on."""
+    """One figure with everything on, and without each switch.
+
+    speed: of the run without a switch, as a share of the run with everything on.
+    """
 
     label: str
     unit: str
@@ -44,7 +48,7 @@ class Line:
 
 
 def lines(records: Sequence[BenchRecord]) -> list[Line]:
-    """The figures that were measured with everything on, and at least once with something off."""
+    """Returns the figures measured with everything on and at least once with something off."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for record in records:
         if not record.case.startswith(PREFIX):
@@ -64,7 +68,8 @@ def lines(records: Sequence[BenchRecord]) -> list[Line]:
 
 
 def markdown(table: Sequence[Line]) -> str:
-    """A row per figure: with everything on, then how fast without each switch."""
+    """Returns a table of one row per figure: with everything on, then the speed without each
+    switch."""
     switches = [name for name in OPTIMIZATIONS if any(name in line.off for line in table)]
     rows = ["| case | everything on | " + " | ".join(f"without {s}" for s in switches) + " |"]
     rows.append("| --- " * (2 + len(switches)) + "|")

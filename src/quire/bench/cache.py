@@ -1,8 +1,8 @@
-"""What the prefix cache costs the host: CPU time per request of a full cache, by prompt length.
+"""Benchmark of the prefix cache: CPU time per request of a full cache, by prompt length.
 
-Only bookkeeping is timed; no KV is moved. The cache is full of prompts of one length, and every
-request either is new, so that it pushes others out, or continues one that is there from the middle
-of one of its last blocks.
+Only bookkeeping is timed; no KV is moved. The cache is full of prompts of one length. A request
+either is new, so that it evicts others, or continues a cached one from the middle of one of its
+last blocks.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from quire.cache import BlockManager
 from quire.plan import KVGroup
 
 TARGET_US = 20.0
-"""What each of match, insert and evict may cost per request, in microseconds."""
+"""Targets of match, insert and evict per request, in microseconds."""
 
 _BLOCK = 16
 _SPACE = (0, "")
 _BATCH = 20
 _OWN = 24
-"""Tokens of a request behind those that are there already."""
+"""Tokens of a request after those that are cached."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CacheCase:
     """A cache full of prompts that have their first `shared` tokens in common, and `length` in
     all."""
 
@@ -40,18 +40,18 @@ class Case:
 
 
 CASES = (
-    Case("1k", 1024),
-    Case("4k", 4096),
-    Case("32k", 32768),
+    CacheCase("1k", 1024),
+    CacheCase("4k", 4096),
+    CacheCase("32k", 32768),
     # Conversations over one system prompt that ends in mid-block: all hang on one node.
-    Case("hub", 2600, shared=1000),
+    CacheCase("hub", 2600, shared=1000),
 )
 
 
-class _Bench:
+class _CacheBench:
     """A manager whose cache is full of one case's prompts."""
 
-    def __init__(self, case: Case, num_blocks: int, seed: int) -> None:
+    def __init__(self, case: CacheCase, num_blocks: int, seed: int) -> None:
         self._random = np.random.default_rng(seed)
         self._case = case
         self._lines: Int32 = np.zeros((1, case.length + _BLOCK), dtype=np.int32)
@@ -117,11 +117,11 @@ class _Bench:
         }
 
 
-def measure(case: Case, *, num_blocks: int, requests: int, seed: int = 0) -> dict[str, float]:
+def measure(case: CacheCase, *, num_blocks: int, requests: int, seed: int = 0) -> dict[str, float]:
     """Microseconds: of finding, sharing and copying a known request's prefix; of what a new one
     enters and pushes out, and of leaving it. Each is the best of means over 20 requests, as the
     machine may be shared; medians are over all."""
-    bench = _Bench(case, num_blocks, seed)
+    bench = _CacheBench(case, num_blocks, seed)
     new, known = [], []
     for _ in range(requests):
         new.append(bench.new())
@@ -148,7 +148,7 @@ def measure(case: Case, *, num_blocks: int, requests: int, seed: int = 0) -> dic
 
 
 def run(
-    cases: Sequence[Case] = CASES, *, num_blocks: int = 1_000_000, requests: int = 200
+    cases: Sequence[CacheCase] = CASES, *, num_blocks: int = 1_000_000, requests: int = 200
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Each case's name and metrics, as soon as they are there."""
     for case in cases:

@@ -1,9 +1,8 @@
-"""The work that is measured: named cases, and free ones as ROWSxINxOUT.
+"""Benchmark cases: named ones, and free ones as ROWSxINxOUT.
 
-`nano` is the community's benchmark of small engines; `nano-penalized` the same with a sampler that
-has something to do; `b64` a steady batch; `b1` one stream; `ttft` one token after a fresh prompt.
-
-No engine is imported here, so that an adapter can give the very same work to another one.
+`nano` is the community's benchmark of small engines; `nano-penalized` the same with penalties;
+`b64` a steady batch; `b1` one stream; `ttft` one token after a fresh prompt. No engine is imported
+here, so that an adapter can give the same work to another one.
 """
 
 from __future__ import annotations
@@ -23,8 +22,11 @@ _PENALIZED = {"top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests to be made at once. sampling: keywords of `SamplingParams`, the same in Quire and in
-    vLLM; end-of-sequence tokens are ignored and nothing is detokenized."""
+    """Requests to be made at once.
+
+    sampling: keywords of `SamplingParams`, the same in Quire and in vLLM. End-of-sequence tokens
+    are ignored and no text is made.
+    """
 
     prompts: list[list[int]]
     lengths: list[int]
@@ -141,6 +143,6 @@ def scaled(value: int, scale: float, least: int = 1) -> int:
 
 
 def random_prompt(draw: random.Random, length: int, vocab_size: int) -> list[int]:
-    """Ids from 10 on: below are often special tokens."""
+    """Lowest id of random prompts, as lower ids are often special tokens."""
     top = min(_IDS, vocab_size - 1)
     return [draw.randint(min(10, top), top) for _ in range(length)]

@@ -1,4 +1,4 @@
-"""What devices can do at most: the denominators of bandwidth utilization and MFU."""
+"""Ceilings of devices: the denominators of bandwidth utilization and MFU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """memory: bytes/s. matmul: FLOP/s of dense 16-bit products summed in fp32. origin: measured, or
-    the maker's data sheet, which no kernel reaches."""
+    """Ceilings of one device.
+
+    Attributes:
+        memory: bytes/s.
+        matmul: FLOP/s of dense 16-bit products summed in fp32.
+        origin: measured, or the maker's data sheet, which no kernel reaches.
+    """
 
     memory: float
     matmul: float
@@ -46,6 +51,8 @@ _CEILINGS = {
 
 
 def ceilings(card: str, dtype: str) -> Ceilings | None:
-    """Those of the card that torch calls `card`; None where they are not known, and for 32-bit
-    models, which use other units."""
+    """Returns the ceilings of the card that torch calls `card`.
+
+    None where they are not known, and for 32-bit models, which use other units.
+    """
     return None if dtype == "float32" else _CEILINGS.get(card)

@@ -1,4 +1,4 @@
-"""What `quire bench startup` starts: an engine that computes one token, says when, and ends.
+"""The process that `quire bench startup` measures: an engine that computes one token and ends.
 
     python -m quire.bench.first_token '{"model": "...", ...}'
 

@@ -21,7 +21,7 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Of one request, in milliseconds: to its first token, between tokens, to its end."""
+    """Latencies of one request, in milliseconds: to its first token, between tokens, to its end."""
 
     ttft: float
     gaps: list[float]

@@ -1,4 +1,4 @@
-"""Where records go: JSON lines as they come, and CSV, Markdown and a picture at the end."""
+"""Files of records: JSON lines as they come; CSV, Markdown and a picture at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Plot = Callable[[Sequence[BenchRecord], Path], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outputs:
+class OutputFiles:
     """The files that were asked for; JSON lines are appended to, the others written anew."""
 
     jsonl: Path | None = None

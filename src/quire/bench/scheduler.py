@@ -1,6 +1,6 @@
-"""What the brain costs: CPU time of planning a step and of taking in its result.
+"""Benchmark of the scheduler: CPU time of planning a step and of taking in its result.
 
-A null executor answers at once, so nothing but `Scheduler.plan` and `Scheduler.update` is timed.
+A null executor answers at once, so only `Scheduler.plan` and `Scheduler.update` are timed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler import Scheduler
 
 TARGETS_AT_256 = {"plan_us": 100.0, "update_us": 150.0}
-"""What a steady decode step of 256 requests may cost, in microseconds."""
+"""Targets of a steady decode step of 256 requests, in microseconds."""
 
 _BLOCK = 16
 _PARAMS = SamplingParams(max_tokens=None)
 
 
-class _Bench:
+class _SchedulerBench:
     """A scheduler with `running` requests that generate, at every phase of a block."""
 
     def __init__(self, running: int, num_blocks: int, seed: int, room: int) -> None:
@@ -89,7 +89,7 @@ def steady(running: int, *, num_blocks: int, steps: int, seed: int = 0) -> dict[
     """Decode with nobody coming or going. Times are means over the steps of one block length, in
     which every request crosses one block boundary; of those, the best (the machine may be shared)
     and the median."""
-    bench = _Bench(running, num_blocks, seed, steps + 4 * _BLOCK)
+    bench = _SchedulerBench(running, num_blocks, seed, steps + 4 * _BLOCK)
     nobody = np.zeros(0, dtype=np.int32)
     for _ in range(_BLOCK):
         bench.step(nobody)
@@ -111,7 +111,7 @@ def changing(
 ) -> dict[str, float]:
     """In every step `change` requests end and as many arrive. `change_us` is what one request's
     arrival, prompt and end cost beyond the steady step."""
-    bench = _Bench(running, num_blocks, seed, 10 * steps + 4 * _BLOCK)
+    bench = _SchedulerBench(running, num_blocks, seed, 10 * steps + 4 * _BLOCK)
     nobody = np.zeros(0, dtype=np.int32)
     calm = np.array([sum(bench.step(nobody)) for _ in range(4 * _BLOCK)])
     busy = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from quire.bench.cases import TTFT, TTFT_LENGTHS, Case, Workload, random_prompt, scaled
 from quire.bench.ceilings import Ceilings
-from quire.bench.trace import StepTotals, StepTrace, sum_up, watch
+from quire.bench.trace import StepRecorder, StepTotals, sum_up, watch
 from quire.bench.work import ModelWork, percent_of
 from quire.config import EngineConfig
 from quire.plan import KVGroup
@@ -24,7 +24,7 @@ Metrics = dict[str, float]
 
 
 class Engine(Protocol):
-    """What is measured: Quire, or another one behind an adapter."""
+    """An engine to measure: Quire, or another one behind an adapter."""
 
     vocab_size: int
     max_model_len: int
@@ -47,7 +47,7 @@ class QuireEngine:
         self.config: EngineConfig = llm.config
         self.vocab_size = self.config.vocab_size
         self.max_model_len = self.config.scheduler.max_model_len
-        self.trace: StepTrace = watch(llm)
+        self.trace: StepRecorder = watch(llm)
         self._limits = limits
         self._work = ModelWork.of(self.config)
         self._groups: Sequence[KVGroup] = llm._core.capacity.groups

@@ -1,6 +1,6 @@
-"""Watches the steps of an `LLM` from between brain and body, and sums up what they did.
+"""Recording of an `LLM`'s steps at its executor, and sums over them.
 
-While the engine runs, a step costs a few references; everything is computed afterwards.
+While the engine runs, recording a step costs a few references; everything is computed afterwards.
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ _NONE: Int32 = np.zeros(0, dtype=np.int32)
 
 @dataclass(slots=True)
 class SeenStep:
-    """used: blocks that requests held in each KV group once it was planned. n_tokens: int32 [R],
-    tokens that the rows brought. collected: seconds of `time.perf_counter`."""
+    """A recorded step.
+
+    Attributes:
+        used: blocks that requests held in each KV group once the step was planned.
+        n_tokens: int32 [R], tokens that the rows brought.
+        collected: moment of `time.perf_counter`.
+    """
 
     plan: StepPlan
     used: Sequence[int]
@@ -37,8 +42,8 @@ class SeenStep:
     collected: float = 0.0
 
 
-class StepTrace:
-    """An executor that hands everything on to another, and remembers the steps."""
+class StepRecorder:
+    """An executor that passes calls on to another, and records the steps."""
 
     def __init__(self, inner: Executor, used_blocks: Callable[[], Sequence[int]]) -> None:
         self.inner = inner
@@ -79,10 +84,10 @@ class StepTrace:
         self.inner.shutdown()
 
 
-def watch(llm: LLM) -> StepTrace:
-    """From now on all steps of `llm` are seen."""
+def watch(llm: LLM) -> StepRecorder:
+    """Records all steps of `llm` from now on."""
     core = llm._core
-    trace = StepTrace(
+    trace = StepRecorder(
         core._executor, lambda: [usage.used for usage in core.scheduler.blocks.usage()]
     )
     core._executor = trace
@@ -91,14 +96,16 @@ def watch(llm: LLM) -> StepTrace:
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """Of one run.
+    """Sums over one run.
 
-    rows: in all steps together. gpu_seconds: from each step's first launch to its end, on the
-    device. bound_seconds: what the device's ceilings allow at best, each step by the slower of its
-    bytes and its FLOPs; 0 where they are not known.
-    stored, allocated: KV bytes that hold tokens, and that were given out for them, averaged over
-    time. reserved: what would have been given out if every running request had room for the longest
-    sequence.
+    Attributes:
+        rows: of all steps together.
+        gpu_seconds: from each step's first launch to its end, on the device.
+        bound_seconds: least time by the device's ceilings, each step by the slower of its bytes and
+            its FLOPs; 0 where they are not known.
+        stored, allocated: KV bytes that hold tokens, and that were allocated for them, averaged
+            over time.
+        reserved: KV bytes if every running request had room for the longest sequence.
     """
 
     steps: int
@@ -113,7 +120,7 @@ class StepTotals:
 
 
 class _Lanes:
-    """Where each lane's request stands, as the device tracks it. Positions: int64 [lanes]."""
+    """Positions of each lane's request, as the device tracks them: int64 [lanes]."""
 
     def __init__(self, steps: Sequence[SeenStep]) -> None:
         lanes = [int(step.plan.lanes.max()) for step in steps if step.plan.num_rows]
@@ -142,7 +149,8 @@ def sum_up(
     max_model_len: int,
     limits: Ceilings | None,
 ) -> StepTotals:
-    """Of the steps of a run that began at `began` (`time.perf_counter`) with no request running."""
+    """Returns the sums of a run that began at `began` (`time.perf_counter`) with no request
+    running."""
     lanes, before = _Lanes(steps), began
     weights, stored, allocated, reserved = [], [], [], []
     bytes_ = flops = bound = 0.0

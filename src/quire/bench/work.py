@@ -38,11 +38,12 @@ class ModelWork:
 
         from quire.layers.linear import Linear
         from quire.models import build_model, load_config, spec_from_config
-        from quire.models.decoder import effective_windows
+        from quire.quantization import quantization_of
 
         spec = spec_from_config(load_config(config.model_path))
         dtype = getattr(torch, config.dtype)
-        model = build_model(spec, device="meta", dtype=dtype)
+        quantization = quantization_of(config.args.quantization)
+        model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
         head = spec.vocab_size * spec.hidden_size
         outside = {"embedding", "positions", "head"}
         body_bytes = sum(
@@ -52,17 +53,17 @@ class ModelWork:
         )
         products = sum(
             module.inputs * sum(output.size for output in module.outputs)
-            for module in model.modules()
+            for module in model.layers.modules()
             if isinstance(module, Linear)
         )
-        attention = spec.attention
+        attention = spec.attention[0]
         return cls(
             body_bytes=body_bytes,
             head_bytes=head * dtype.itemsize,
             body_flops=2 * products,
             head_flops=2 * head,
             embedding_bytes=spec.hidden_size * dtype.itemsize,
-            windows=tuple(Counter(effective_windows(spec)).items()),
+            windows=tuple(Counter(map(spec.window, spec.attention)).items()),
             kv_bytes=2 * attention.kv_heads * attention.head_dim * dtype.itemsize,
             pair_flops=4 * attention.heads * attention.head_dim,
         )

@@ -1,23 +1,29 @@
-"""Where KV blocks are: who holds them, which token prefixes they belong to.
+"""The KV cache's bookkeeping: which blocks requests hold, and which token prefixes they contain.
 
-`BlockManager` is all that the scheduler sees.
+The scheduler uses `BlockManager` only. `inspect.summarize` describes the state for display.
 """
 
-from quire.cache.block_manager import BlockManager, Evicted
+from quire.cache.block_hash import Namespace, next_hash
+from quire.cache.block_manager import BlockManager, DetachedBlocks, Evicted
 from quire.cache.block_pool import BlockPool
-from quire.cache.chain import Namespace
-from quire.cache.host_tier import HostTier, KeyList
-from quire.cache.incoming import Incoming
+from quire.cache.host_tier import HashList, HostTier
+from quire.cache.inspect import Summary, summarize
+from quire.cache.loading import LoadingPrefix, PrefixLoader
 from quire.cache.prefix_tree import Match, PrefixTree
 
 __all__ = [
     "BlockManager",
     "BlockPool",
+    "DetachedBlocks",
     "Evicted",
+    "HashList",
     "HostTier",
-    "Incoming",
-    "KeyList",
+    "LoadingPrefix",
     "Match",
     "Namespace",
+    "PrefixLoader",
     "PrefixTree",
+    "Summary",
+    "next_hash",
+    "summarize",
 ]

@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.arrays import Int32, int32
+from quire.cache.block_hash import Namespace
 from quire.cache.block_tables import BlockTables
-from quire.cache.chain import Namespace
-from quire.cache.incoming import RECEIVERS, Receiver
 from quire.cache.node import NO_BLOCK, Node
-from quire.cache.prefix_tree import Given, Match, PrefixTree
+from quire.cache.prefix_tree import EvictedRun, Match, PrefixTree
 from quire.cache.tree_lanes import TreeLanes
 from quire.errors import ConfigError, RequestTooLargeError
 from quire.plan import BlockAppends, BlockCopies, KVGroup
+
+_LOADING_LANES = 64
+"""Lanes beyond those of requests, for prefixes that are being loaded (`cache/loading.py`)."""
 
 
 @dataclass(slots=True)
@@ -27,9 +29,12 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Hold:
-    """What a request held: per group, block ids from table entry `starts` on; its last node in the
-    tree; and the tokens, packed, of the partly filled block after that, which is kept as well."""
+class DetachedBlocks:
+    """Blocks that a request's lane held, until they are freed.
+
+    blocks: block ids per group, from table entry `starts` on. last: the request's last node in the
+    tree. tail: tokens of the partly filled block after that node, packed int32.
+    """
 
     blocks: list[Int32]
     starts: list[int]
@@ -39,18 +44,21 @@ class Hold:
 
 @dataclass(slots=True)
 class Evicted:
-    """A block that leaves the tree, and the name of its contents (`cache/chain.py`)."""
+    """A block that leaves the tree, and the hash of the prefix it ends."""
 
-    key: bytes
+    block_hash: bytes
     block: int
 
 
 class BlockManager:
     """All blocks of an engine.
 
-    Whatever asks for blocks either gets all it asks for or changes nothing and answers False. A
-    lane's blocks are written by that lane alone: what is shared is whole, and complete before the
-    sharer's first step ends its writes; a partly filled block is shared by copying it.
+    A call that books blocks either books all of them or changes nothing and returns False. Only a
+    lane itself writes its blocks: shared blocks are whole, and complete before the first step that
+    shares them ends its writes; a partly filled block is shared by copying it.
+
+    Attributes:
+        loading_lanes: free lanes beyond those of requests, for `PrefixLoader`.
     """
 
     def __init__(
@@ -62,44 +70,49 @@ class BlockManager:
         caching: bool = True,
     ) -> None:
         _check(groups)
+        lanes = num_lanes + _LOADING_LANES
         self.block_size = groups[0].tokens_per_block
         self.groups = [
-            BlockTables(g, n, num_lanes + RECEIVERS, max_len)
-            for g, n in zip(groups, num_blocks, strict=True)
+            BlockTables(g, n, lanes, max_len) for g, n in zip(groups, num_blocks, strict=True)
         ]
         self.caching = caching
         self.on_evict: Sequence[Callable[[Sequence[Evicted]], None]] = ()
-        """Told what leaves the tree, before it may be overwritten."""
+        """Called with the blocks that leave the tree, before they may be overwritten."""
         self.tree = PrefixTree(self.block_size, [g.window for g in self.groups])
         self.slides = any(g.window is not None for g in self.groups)
-        self.lanes = TreeLanes(self.tree, self.groups, num_lanes + RECEIVERS)
-        self.receiver = Receiver(self, num_lanes)
+        self.lanes = TreeLanes(self.tree, self.groups, lanes)
+        self.loading_lanes = list(range(num_lanes, lanes))
         self.evicted = 0
-        """Blocks, of all groups, that were given up for others, or because `push_out` asked."""
+        """Blocks of all groups evicted for others, or by `evict_all`."""
         self.copied = 0
-        """Blocks, of all groups, that were copied because they are shared up to their middle."""
+        """Blocks of all groups copied because they are shared only in part."""
 
     @property
     def inserted(self) -> Int32:
-        """int32 [lanes], tokens of each lane's blocks that the tree has. Of one that `insert` has
-        nothing to do for, more than there can be."""
+        """int32 [lanes], tokens of each lane's blocks that the tree has; more than a lane can have
+        if `insert` has nothing to do for it."""
         return self.lanes.inserted
 
+    @property
+    def loading(self) -> bool:
+        """Whether any prefix is being loaded."""
+        return len(self.loading_lanes) < _LOADING_LANES
+
     def check_fits(self, tokens: int, chunk: int) -> None:
-        """`RequestTooLargeError` if a sequence that computes `tokens` positions, at most `chunk` at
-        a time, could not run even alone."""
+        """Raises `RequestTooLargeError` if a sequence that computes `tokens` positions, at most
+        `chunk` at a time, could not run even alone."""
         for group in self.groups:
             needed = group.most_needed(tokens, chunk)
             if needed > group.pool.num_blocks:
                 raise RequestTooLargeError(needed, group.pool.num_blocks)
 
-    # -- a request comes -----------------------------------------------------------------------
+    # -- admission -----------------------------------------------------------------------------
 
     def match(
         self, namespace: Namespace, tokens: Int32, limit: int, *, whole_only: bool = False
     ) -> Match:
-        """The longest prefix of at most `limit` tokens that blocks are there for, of which the last
-        may be partly shared."""
+        """Returns the longest cached prefix of at most `limit` tokens; its last block may be shared
+        in part (unless `whole_only`)."""
         limit = limit if self.caching else 0
         return self.tree.match(namespace, tokens, limit, whole_only=whole_only)
 
@@ -114,8 +127,8 @@ class BlockManager:
         known: int,
         spare: int,
     ) -> bool:
-        """Seat a request on an empty lane: the matched blocks, shared, and new ones, to the first
-        of which a partly matched block is copied, before the next body runs.
+        """Gives an empty lane the matched blocks, shared, and new ones. A partly matched block is
+        copied to the first new one before the next body runs.
 
         All of its `known` tokens are booked at once where every position is kept, so that a prompt
         once begun never waits for blocks; groups with a window book up to `chunk_end`. `computed`
@@ -130,7 +143,7 @@ class BlockManager:
             start = min(group.first_needed(computed), matched)
             shared = match.node.path(g, start, matched)
             end = known if group.window is None else chunk_end
-            needed = group.blocks(end) - matched + self.woken(g, match, shared)
+            needed = group.blocks(end) - matched + self.reclaimed(g, match, shared)
             if needed + spare > self.available(g):
                 return False
             shares.append(shared)
@@ -140,17 +153,18 @@ class BlockManager:
         if match.tail is not None:
             self.tree.touch(match.tail)
         for g, group in enumerate(self.groups):
-            group.seat(lane, starts[g], shares[g])
+            group.begin(lane, starts[g], shares[g])
             if group.window is not None:
-                self.tree.loose[g].discard(shares[g].tolist())
+                self.tree.window_blocks[g].discard(shares[g].tolist())
         self._reach(int32([lane]), [int32([end]) for end in ends])
         if match.source is not None:
             for source, group in zip(match.source, self.groups, strict=True):
                 self._copy(group, source, int(group.table[lane, matched]))
         return True
 
-    def woken(self, g: int, match: Match, shared: Int32) -> int:
-        """How many of the matched blocks are counted as available now."""
+    def reclaimed(self, g: int, match: Match, shared: Int32) -> int:
+        """Counts the matched blocks of group `g` that count as available until a request uses
+        them. shared: int32, the ones a lane would share."""
         if self.groups[g].window is None:
             return self.tree.idle_blocks(match)
         return int((self.groups[g].pool.holders[shared] == 1).sum())
@@ -162,12 +176,14 @@ class BlockManager:
     def fork(
         self, lane: int, namespace: Namespace, parent: int, length: int, known: int, spare: int
     ) -> bool:
-        """Seat a request on an empty lane with the first `length` positions of another lane: whole
-        blocks by reference, a partly filled one by copy, done before the next body runs. Room is
-        booked up to `known` tokens. False as well if the parent let go of a block it would need, or
-        goes apart from the tree: blocks that lanes share must be of nodes that all of them use.
+        """Gives an empty lane the first `length` positions of another lane: whole blocks by
+        reference, a partly filled one by copy before the next body runs. Books room up to `known`
+        tokens.
+
+        Returns False as well if the parent has released a block that is needed, or has diverged
+        from the tree: blocks that lanes share must belong to nodes that all of them use.
         """
-        if self.lanes.apart(parent):
+        if self.lanes.diverged(parent):
             return False
         whole, partial = divmod(length, self.block_size)
         for g, group in enumerate(self.groups):
@@ -180,17 +196,17 @@ class BlockManager:
         self.lanes.enter(lane, namespace, last.upto(in_tree), in_tree)
         for group in self.groups:
             start = group.first_needed(length)
-            group.seat(lane, start, group.table[parent, start:whole])
+            group.begin(lane, start, group.table[parent, start:whole])
         self._reach(int32([lane]), [int32([known]) for _ in self.groups])
         if partial:
             for group in self.groups:
                 self._copy(group, int(group.table[parent, whole]), int(group.table[lane, whole]))
         return True
 
-    # -- a request runs ------------------------------------------------------------------------
+    # -- while a request runs ------------------------------------------------------------------
 
     def book(self, lanes: Int32, ends: Int32) -> bool:
-        """Room up to `ends` tokens for these distinct lanes, in every group."""
+        """Books room up to `ends` tokens for these distinct lanes, in every group."""
         lacking = [group.lacking(lanes, ends) for group in self.groups]
         for g, (_, _, total) in enumerate(lacking):
             if total and total > self.available(g):
@@ -202,7 +218,7 @@ class BlockManager:
         return True
 
     def _reach(self, lanes: Int32, ends: list[Int32]) -> None:
-        """As `book`, with the ends per group, for what is known to be available."""
+        """Books room up to each group's `ends`; the blocks are known to be available."""
         for g, group in enumerate(self.groups):
             short, counts, total = group.lacking(lanes, ends[g])
             if total:
@@ -210,9 +226,9 @@ class BlockManager:
                 group.append(short, counts, total)
 
     def slide(self, lanes: Int32, positions: Int32) -> None:
-        """Free what no query from `positions` on, of these distinct lanes, reads any more."""
+        """Frees blocks that no query of these distinct lanes from `positions` on reads."""
         for g, group in enumerate(self.groups):
-            owners, columns, blocks = group.slipped(lanes, positions)
+            owners, columns, blocks = group.take_outside_window(lanes, positions)
             for lane, column, block in zip(
                 owners.tolist(), columns.tolist(), blocks.tolist(), strict=True
             ):
@@ -222,42 +238,43 @@ class BlockManager:
         pool = self.groups[g].pool
         pool.drop(int32([block]))
         if pool.holders[block] == 1:
-            self.tree.loose[g].add(last, column, block)
+            self.tree.window_blocks[g].add(last, column, block)
 
     def insert(self, lanes: Int32, tokens: Int32, lengths: Int32, *, ahead: bool = False) -> None:
-        """Enter the whole blocks among these distinct lanes' first `lengths` tokens into the tree.
-        `tokens` int32 [all lanes, room]: a lane's tokens are its line's first ones. ahead: the plan
-        that is being made computes them; others have been computed by earlier ones.
+        """Enters the whole blocks among these distinct lanes' first `lengths` tokens into the tree.
 
-        A lane that meets an equal prefix, computed by another at the same time, goes on with its
-        own blocks and stops inserting until it ends: a node that it used without holding its block
-        would keep that block from being reused, for nobody.
+        tokens: int32 [all lanes, room], each lane's tokens from column 0. ahead: the plan that is
+        being made computes the blocks; otherwise earlier plans have.
+
+        A lane whose next block the tree already has from another lane diverges: it keeps its own
+        blocks and inserts no more until it ends. If it used that node without holding its block,
+        the block could not be reused although no request needs it.
         """
         if self.caching:
             self.lanes.insert(lanes, tokens, lengths, ahead)
 
     def enter_rest(self, lane: int, tokens: Int32, length: int) -> None:
-        """Enter the whole blocks of a lane that is about to be released, int32 [>= length]; what is
-        known already stays as it is."""
+        """Enters the whole blocks of a lane that is about to be released; known blocks stay as they
+        are. tokens: int32 [>= length]."""
         self.lanes.enter_rest(lane, tokens, length)
 
-    # -- a request goes ------------------------------------------------------------------------
+    # -- release -------------------------------------------------------------------------------
 
     def release(self, lane: int, tokens: Int32 | None = None, length: int = 0) -> None:
-        """Give back all the lane holds, as `keep` and `drop` do. Idempotent."""
-        self.drop(self.keep(lane, tokens, length))
+        """Detaches and frees all blocks of a lane. Idempotent."""
+        self.free(self.detach(lane, tokens, length))
 
-    def keep(self, lane: int, tokens: Int32 | None = None, length: int = 0) -> Hold:
-        """Empty the lane, but leave its blocks as they are until `drop`. tokens, int32 [>= length]:
-        the first `length` are computed, and all of them stay for reuse."""
+    def detach(self, lane: int, tokens: Int32 | None = None, length: int = 0) -> DetachedBlocks:
+        """Empties the lane, but keeps its blocks as they are until `free`. tokens: int32
+        [>= length], the first `length` of which are computed and stay for reuse."""
         tail = b""
         if tokens is not None and self.caching:
-            if self.lanes.apart(lane):
+            if self.lanes.diverged(lane):
                 self.enter_rest(lane, tokens, length)
             end = self.lanes.last(lane).end
             if end == length // self.block_size:
                 tail = tokens[end * self.block_size : length].tobytes()
-        hold = Hold(
+        detached = DetachedBlocks(
             blocks=[group.held(lane).copy() for group in self.groups],
             starts=[int(group.start[lane]) for group in self.groups],
             last=self.lanes.clear(lane),
@@ -265,94 +282,99 @@ class BlockManager:
         )
         for group in self.groups:
             group.clear(lane)
-        return hold
+        return detached
 
-    def drop(self, hold: Hold) -> None:
-        """Give back what was kept. Idempotent."""
-        if hold.last is None:
+    def free(self, detached: DetachedBlocks) -> None:
+        """Frees detached blocks. Idempotent."""
+        if detached.last is None:
             return
-        last = self._keep_tail(hold, hold.last)
-        for g, (ids, start) in enumerate(zip(hold.blocks, hold.starts, strict=True)):
+        last = self._keep_tail(detached, detached.last)
+        for g, (ids, start) in enumerate(zip(detached.blocks, detached.starts, strict=True)):
             if self.groups[g].window is None:
                 self.groups[g].pool.drop(ids)
                 continue
             for i, block in enumerate(ids.tolist()):
                 self._drop_window_block(g, last, start + i, block)
-        self.tree.leave(hold.last)
-        hold.blocks, hold.starts, hold.last = [], [], None
+        self.tree.leave(detached.last)
+        detached.blocks, detached.starts, detached.last = [], [], None
 
-    def _keep_tail(self, hold: Hold, last: Node) -> Node:
-        """Enter the partly filled block of a request that is going; the last node of its blocks."""
-        if not hold.tail or any(start > last.end for start in hold.starts):
+    def _keep_tail(self, detached: DetachedBlocks, last: Node) -> Node:
+        """Enters the partly filled last block; returns the last node of the blocks."""
+        if not detached.tail or any(start > last.end for start in detached.starts):
             return last
         blocks = [
-            int(ids[last.end - start]) for ids, start in zip(hold.blocks, hold.starts, strict=True)
+            int(ids[last.end - start])
+            for ids, start in zip(detached.blocks, detached.starts, strict=True)
         ]
-        return self.lanes.keep_tail(last, hold.tail, blocks)
+        return self.lanes.keep_tail(last, detached.tail, blocks)
 
-    # -- blocks to be had ----------------------------------------------------------------------
+    # -- available blocks and eviction ---------------------------------------------------------
 
     def available(self, g: int) -> int:
-        """Blocks of a group that are free, or that the tree can give up."""
+        """Counts the blocks of a group that are free or evictable."""
         group = self.groups[g]
-        cached = self.tree.num_idle if group.window is None else len(self.tree.loose[g])
+        cached = self.tree.num_idle if group.window is None else len(self.tree.window_blocks[g])
         return group.pool.num_free + cached
 
     def _reclaim(self, g: int, n: int) -> None:
-        """Make `n` blocks of a group free; they are known to be available."""
+        """Makes `n` blocks of a group free; they are known to be available."""
         group = self.groups[g]
         lacking = n - group.pool.num_free
         if lacking <= 0:
             return
         if group.window is not None:
-            loose = self.tree.loose[g]
-            group.pool.drop(int32([loose.take() for _ in range(lacking)]))
+            window_blocks = self.tree.window_blocks[g]
+            group.pool.drop(int32([window_blocks.take() for _ in range(lacking)]))
             self.evicted += lacking
             return
         self.evict(g, lacking)
 
-    def push_out(self) -> None:
-        """Give up every prefix that no request runs on, as if the blocks were needed."""
+    def evict_all(self) -> None:
+        """Evicts every prefix that no request uses, as if the blocks were needed."""
         self.evict(0, self.tree.num_idle)
 
     def evict(self, g: int, count: int) -> None:
-        """Free that many blocks of group `g`, which keeps every position, and those of the other
-        groups for the same tokens."""
-        given = self.tree.evict(count, named=bool(self.on_evict))
+        """Evicts `count` blocks of group `g`, which keeps every position, and the other groups'
+        blocks for the same tokens."""
+        evicted = self.tree.evict(count, hashed=bool(self.on_evict))
         if self.on_evict:
-            blocks = given.blocks[g].tolist()
-            told = [Evicted(*one) for one in zip(given.names, blocks, strict=True) if one[0]]
-            for tell in self.on_evict:
-                tell(told)
-        self.evicted += self._let_go(given)
+            blocks = evicted.blocks[g].tolist()
+            blocks_left = [
+                Evicted(*one) for one in zip(evicted.hashes, blocks, strict=True) if one[0]
+            ]
+            for on_evict in self.on_evict:
+                on_evict(blocks_left)
+        self.evicted += self._return_to_pool(evicted)
 
-    def _let_go(self, given: Given) -> int:
-        """The pools follow the tree; how many blocks of all groups that is."""
+    def _return_to_pool(self, evicted: EvictedRun) -> int:
+        """Frees evicted blocks in the pools; returns how many of all groups there were."""
         count = 0
-        for group, ids in zip(self.groups, given.blocks, strict=True):
+        for group, ids in zip(self.groups, evicted.blocks, strict=True):
             left = ids if group.window is None else ids[ids != NO_BLOCK]
             group.pool.free(left)
             count += len(left)
         return count
 
     def reset_cache(self) -> bool:
-        """Forget every prefix that no request runs on; whether the tree is empty now."""
-        self._let_go(self.tree.evict(self.tree.num_idle, named=False))
+        """Forgets every prefix that no request uses; returns whether the tree is empty now."""
+        self._return_to_pool(self.tree.evict(self.tree.num_idle, hashed=False))
         return self.tree.num_nodes == 0
 
-    # -- what the next plan tells --------------------------------------------------------------
+    # -- contents of the next plan -------------------------------------------------------------
 
     def take_appends(self) -> list[BlockAppends]:
+        """Returns the block table entries added since the last call, per group."""
         return [group.take_appends() for group in self.groups]
 
     def take_copies(self) -> list[BlockCopies]:
-        """Completes the plan: what it computes can be copied from by later ones."""
-        self.tree.settle()
+        """Returns the copies asked for since the last call, per group. Completes the plan: later
+        plans can copy from the blocks that it computes."""
+        self.tree.mark_written()
         self.lanes.adjust()
         return [group.take_copies() for group in self.groups]
 
     def usage(self) -> list[Usage]:
-        """Per group."""
+        """Returns each group's block counts."""
         out = []
         for g, group in enumerate(self.groups):
             total, free = group.pool.num_blocks, group.pool.num_free

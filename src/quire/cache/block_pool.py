@@ -1,4 +1,4 @@
-"""The blocks of one KV group: which are free, and how many holders each of the others has."""
+"""The blocks of one KV group, and how many holders each has."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class BlockPool:
         self._returned: Int32 = np.empty(num_blocks, dtype=np.int32)
         self._num_returned = 0
         self._fresh = 0
-        """Blocks from this id on were never given out; they need no entry among the returned."""
+        """Blocks from this id on were never taken; they need no entry in `_returned`."""
 
     @property
     def num_free(self) -> int:
         return self.num_blocks - self._fresh + self._num_returned
 
     def take(self, n: int) -> Int32:
-        """`n` free blocks, int32 [n], each with one holder: the caller."""
+        """Takes `n` free blocks, int32 [n], each with one holder: the caller."""
         if n > self.num_free:
             raise RuntimeError(f"took {n} of {self.num_free} free blocks")
         reused = min(n, self._num_returned)
@@ -44,7 +44,7 @@ class BlockPool:
         return ids
 
     def hold(self, ids: Int32) -> None:
-        """One more holder for each of these distinct blocks, which must not be free."""
+        """Counts one more holder for each of these distinct blocks, which must not be free."""
         index = ids.astype(np.intp)  # two to three times as fast as int32
         counts = self.holders[index]
         if len(counts) and counts.min() < 1:
@@ -52,7 +52,7 @@ class BlockPool:
         self.holders[index] = counts + 1
 
     def drop(self, ids: Int32) -> None:
-        """One holder less for each of these distinct blocks; those without any become free."""
+        """Counts one holder less for each of these distinct blocks, and frees those without any."""
         index = ids.astype(np.intp)
         counts = self.holders[index] - 1
         least = counts.min(initial=1)
@@ -65,7 +65,7 @@ class BlockPool:
             self._num_returned += len(freed)
 
     def free(self, ids: Int32) -> None:
-        """As `drop`, of blocks that have no other holder."""
+        """Drops blocks that have no other holder."""
         index = ids.astype(np.intp)
         if np.count_nonzero(self.holders[index] != 1):
             raise RuntimeError("freed a block that others hold")

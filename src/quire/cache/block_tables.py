@@ -14,11 +14,11 @@ _NO_COPIES = BlockCopies(src=_NONE, dst=_NONE)
 
 
 class BlockTables:
-    """Which blocks each lane holds in one group, and what of that the next plan must tell.
+    """The blocks that each lane holds in one group, and the changes that the next plan must carry.
 
     Attributes:
         table: int32 [lanes, blocks of the longest sequence]; a lane holds its entries from `start`
-            up to `end`. Entries before `start` fell out of the window.
+            up to `end`. Entries before `start` have left the window.
         start, end: int32 [lanes], in blocks. booked: int32 [lanes], `end` in tokens.
     """
 
@@ -35,29 +35,29 @@ class BlockTables:
         self._copies: list[tuple[int, int]] = []
 
     def first_needed(self, position: int) -> int:
-        """The first block that a query at `position` reads."""
+        """Returns the first block that a query at `position` reads."""
         if self.window is None:
             return 0
         return max(0, position - self.window + 1) // self.block_size
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
+        """Returns how many blocks hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def most_needed(self, tokens: int, chunk: int) -> int:
-        """The most blocks a sequence of `tokens` tokens holds at once when it is computed at most
-        `chunk` tokens at a time."""
+        """Returns the most blocks that a sequence of `tokens` tokens holds at once when it is
+        computed at most `chunk` tokens at a time."""
         if self.window is None:
             return self.blocks(tokens)
         # A window and a chunk need not start on a block boundary.
         return min(self.blocks(tokens), self.blocks(self.window - 1 + chunk) + 1)
 
     def held(self, lane: int) -> Int32:
-        """The lane's blocks, int32 [end - start]."""
+        """Returns the lane's blocks, int32 [end - start]."""
         return self.table[lane, self.start[lane] : self.end[lane]]
 
     def entries(self, lane: int, first: int, last: int) -> Int32:
-        """A lane's blocks `first` to `last - 1`, int32; -1 for those that fell out of the
+        """Returns a lane's blocks `first` to `last - 1`, int32; -1 for blocks that have left the
         window."""
         found = self.table[lane, first:last]
         if self.window is not None:
@@ -66,15 +66,15 @@ class BlockTables:
         return found
 
     def entry_each(self, lanes: Int32, places: Int32) -> Int32:
-        """As `entries`, of one block of each lane, int32 [n]."""
+        """Returns one block of each lane, int32 [n]; -1 as in `entries`."""
         found = self.table[lanes, places]
         if self.window is not None:
             found[places < self.start[lanes]] = -1
         return found
 
     def lacking(self, lanes: Int32, ends: Int32) -> tuple[Int32, Int32, int]:
-        """(lanes, counts, total) of the blocks that these distinct lanes lack to reach `ends`
-        tokens; only lanes that lack some."""
+        """Returns (lanes, counts, total) of the blocks that these distinct lanes lack to reach
+        `ends` tokens; only of lanes that lack some."""
         short = ends > self.booked[lanes]
         if not short.any():
             return _NONE, _NONE, 0
@@ -83,7 +83,7 @@ class BlockTables:
         return lanes, counts, int(counts.sum())
 
     def append(self, lanes: Int32, counts: Int32, total: int) -> None:
-        """Give each lane `counts` fresh blocks, `total` in all."""
+        """Gives each lane `counts` fresh blocks, `total` in all."""
         ids = self.pool.take(total)
         starts = self.end[lanes]
         if total == len(lanes):
@@ -98,8 +98,8 @@ class BlockTables:
         self.booked[lanes] = ends * self.block_size
         self._appends.append((lanes, starts, counts, ids))
 
-    def seat(self, lane: int, start: int, shared: Int32) -> None:
-        """An empty lane begins with these blocks of others, from entry `start` on."""
+    def begin(self, lane: int, start: int, shared: Int32) -> None:
+        """Gives an empty lane these blocks of others, from entry `start` on."""
         end = start + len(shared)
         self.pool.hold(shared)
         self.table[lane, start:end] = shared
@@ -111,11 +111,11 @@ class BlockTables:
             self._appends.append(one)
 
     def copy(self, src: int, dst: int) -> None:
-        """The next plan copies a block before its body runs."""
+        """Makes the next plan copy a block before its body runs."""
         self._copies.append((src, dst))
 
-    def slipped(self, lanes: Int32, positions: Int32) -> tuple[Int32, Int32, Int32]:
-        """Take from these distinct lanes the entries that no query from `positions` on reads.
+    def take_outside_window(self, lanes: Int32, positions: Int32) -> tuple[Int32, Int32, Int32]:
+        """Takes from these distinct lanes the entries that no query from `positions` on reads.
         Returns (lanes, indices, blocks) of the entries, still held in the pool."""
         if self.window is None:
             return _NONE, _NONE, _NONE
@@ -136,15 +136,15 @@ class BlockTables:
         self.start[lane] = self.end[lane] = self.booked[lane] = 0
 
     def mark(self) -> int:
-        """For `forget_appends`."""
+        """Returns a position in the appends, for `forget_appends`."""
         return len(self._appends)
 
     def forget_appends(self, mark: int) -> None:
-        """No plan need tell what was appended since."""
+        """Leaves what was appended since `mark` out of the next plan."""
         del self._appends[mark:]
 
     def take_appends(self) -> BlockAppends:
-        """What was appended since the last call."""
+        """Returns the entries appended since the last call."""
         if not self._appends:
             return _NO_APPENDS
         if len(self._appends) == 1:
@@ -155,7 +155,7 @@ class BlockTables:
         return BlockAppends(lanes=lanes, starts=starts, counts=counts, ids=ids)
 
     def take_copies(self) -> BlockCopies:
-        """The copies asked for since the last call."""
+        """Returns the copies asked for since the last call."""
         if not self._copies:
             return _NO_COPIES
         src, dst = zip(*self._copies, strict=True)

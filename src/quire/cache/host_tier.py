@@ -1,4 +1,4 @@
-"""Which block contents lie in the host's pool, and in which slot. An index: it touches no bytes."""
+"""An index of the blocks in the host's pool, by block hash. Touches no bytes."""
 
 from __future__ import annotations
 
@@ -7,122 +7,126 @@ from collections.abc import Iterator, Sequence
 
 
 class HostTier:
-    """`slots` places for blocks, each known by the key of its contents.
+    """`slots` places for blocks, each known by its block hash.
 
     An entry is *arriving* while its bytes are on their way into the slot, *pinned* while something
-    reads the slot, else *settled*. Settled entries stand in the order of their last use, and the
-    oldest gives up its slot when a new one needs it. So no slot changes its contents while a copy
-    touches it. Every operation is O(1) per key.
+    reads the slot, else *resident*. Resident entries are kept in the order of their last use, and
+    the oldest is evicted when a new one needs its slot. So no slot changes its contents while a
+    copy touches it. Every operation is O(1) per block.
     """
 
     def __init__(self, slots: int) -> None:
         self.num_slots = slots
         self._free = list(range(slots - 1, -1, -1))
-        self._settled: OrderedDict[bytes, int] = OrderedDict()
+        self._resident: OrderedDict[bytes, int] = OrderedDict()
         self._pinned: dict[bytes, tuple[int, int]] = {}
         self._arriving: dict[bytes, int] = {}
         self.evictions = 0
-        """Entries that gave up their slot for others."""
+        """Entries evicted for others."""
 
     def __len__(self) -> int:
-        return len(self._settled) + len(self._pinned) + len(self._arriving)
+        return len(self._resident) + len(self._pinned) + len(self._arriving)
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._settled or key in self._pinned or key in self._arriving
+    def __contains__(self, block_hash: bytes) -> bool:
+        return (
+            block_hash in self._resident
+            or block_hash in self._pinned
+            or block_hash in self._arriving
+        )
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def holds(self, key: bytes) -> bool:
-        """Whether the contents are there to be read."""
-        return key in self._settled or key in self._pinned
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether the block can be read."""
+        return block_hash in self._resident or block_hash in self._pinned
 
-    def touch(self, key: bytes) -> None:
-        """It was used just now."""
-        if key in self._settled:
-            self._settled.move_to_end(key)
+    def touch(self, block_hash: bytes) -> None:
+        """Notes a use of the block."""
+        if block_hash in self._resident:
+            self._resident.move_to_end(block_hash)
 
-    def expect(self, key: bytes) -> int | None:
-        """A slot for contents that are about to arrive, the oldest entry's if none is free. None:
-        every slot is being copied to or from. The key must not be there."""
+    def expect(self, block_hash: bytes) -> int | None:
+        """Returns a slot for a block that is about to arrive, the oldest entry's if none is free.
+        None: every slot is being copied to or from. The block must not be there."""
         if self._free:
             slot = self._free.pop()
-        elif self._settled:
-            _, slot = self._settled.popitem(last=False)
+        elif self._resident:
+            _, slot = self._resident.popitem(last=False)
             self.evictions += 1
         else:
             return None
-        self._arriving[key] = slot
+        self._arriving[block_hash] = slot
         return slot
 
-    def arrived(self, key: bytes, good: bool) -> None:
-        """What was expected is there, or has failed to come."""
-        slot = self._arriving.pop(key)
+    def arrived(self, block_hash: bytes, good: bool) -> None:
+        """Notes that an expected block has arrived, or failed to."""
+        slot = self._arriving.pop(block_hash)
         if good:
-            self._settled[key] = slot
+            self._resident[block_hash] = slot
         else:
             self._free.append(slot)
 
-    def pin(self, key: bytes) -> int:
-        """The slot of contents that are there; they stay until `unpin`."""
-        slot, count = self._pinned.get(key) or (self._settled.pop(key), 0)
-        self._pinned[key] = slot, count + 1
+    def pin(self, block_hash: bytes) -> int:
+        """Returns the slot of a block that is there; it stays until `unpin`."""
+        slot, count = self._pinned.get(block_hash) or (self._resident.pop(block_hash), 0)
+        self._pinned[block_hash] = slot, count + 1
         return slot
 
-    def unpin(self, key: bytes, good: bool = True) -> None:
-        """One reader less; the last one says whether the contents are worth keeping."""
-        slot, count = self._pinned.pop(key)
+    def unpin(self, block_hash: bytes, good: bool = True) -> None:
+        """Counts one reader less; the last one says whether the block is worth keeping."""
+        slot, count = self._pinned.pop(block_hash)
         if count > 1:
-            self._pinned[key] = slot, count - 1
+            self._pinned[block_hash] = slot, count - 1
         elif good:
-            self._settled[key] = slot
+            self._resident[block_hash] = slot
         else:
             self._free.append(slot)
 
     def oldest(self, most: int) -> list[bytes]:
-        """Up to `most` settled keys, those that would go first."""
-        return [key for key, _ in zip(self._settled, range(most), strict=False)]
+        """Returns up to `most` resident blocks, first to be evicted first."""
+        return [block_hash for block_hash, _ in zip(self._resident, range(most), strict=False)]
 
-    def drop(self, key: bytes) -> None:
-        """Give up a settled entry."""
-        self._free.append(self._settled.pop(key))
+    def drop(self, block_hash: bytes) -> None:
+        """Evicts a resident entry."""
+        self._free.append(self._resident.pop(block_hash))
 
     def clear(self) -> None:
-        """Give up every settled entry; those being copied stay until they settle."""
-        self._free.extend(self._settled.values())
-        self._settled.clear()
+        """Evicts every resident entry; entries being copied stay until their copies end."""
+        self._free.extend(self._resident.values())
+        self._resident.clear()
 
-    def keys(self) -> Iterator[bytes]:
-        """All of them. For tests."""
-        yield from self._settled
+    def hashes(self) -> Iterator[bytes]:
+        """Yields all blocks. For tests."""
+        yield from self._resident
         yield from self._pinned
         yield from self._arriving
 
 
-class KeyList:
-    """What is believed to lie in files: at most `limit` keys, in the order of their last use."""
+class HashList:
+    """The blocks believed to be in files: at most `limit`, in the order of their last use."""
 
-    def __init__(self, limit: int, keys: Sequence[bytes] = ()) -> None:
+    def __init__(self, limit: int, hashes: Sequence[bytes] = ()) -> None:
         self._limit = limit
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
-        for key in keys:
-            self.add(key)
+        self._hashes: OrderedDict[bytes, None] = OrderedDict()
+        for block_hash in hashes:
+            self.add(block_hash)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._hashes)
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._keys
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._hashes
 
-    def add(self, key: bytes) -> None:
-        self._keys[key] = None
-        self._keys.move_to_end(key)
-        if len(self._keys) > self._limit:
-            self._keys.popitem(last=False)
+    def add(self, block_hash: bytes) -> None:
+        self._hashes[block_hash] = None
+        self._hashes.move_to_end(block_hash)
+        if len(self._hashes) > self._limit:
+            self._hashes.popitem(last=False)
 
-    def discard(self, key: bytes) -> None:
-        self._keys.pop(key, None)
+    def discard(self, block_hash: bytes) -> None:
+        self._hashes.pop(block_hash, None)
 
     def clear(self) -> None:
-        self._keys.clear()
+        self._hashes.clear()

@@ -16,23 +16,24 @@ from itertools import islice
 import numpy as np
 
 from quire.arrays import Int32
-from quire.cache.chain import KEY_BYTES, Namespace, root_key
-from quire.cache.loose import LooseBlocks
+from quire.cache.block_hash import HASH_BYTES, Namespace, root_hash
 from quire.cache.node import NO_BLOCK, Node, common_run
+from quire.cache.window_blocks import WindowBlocks
 
 
 def pack(tokens: Int32) -> memoryview:
-    """The bytes of contiguous tokens, as they lie there."""
+    """Returns the bytes of contiguous tokens, without a copy."""
     return tokens.view(np.uint8).data
 
 
 @dataclass(slots=True)
 class Match:
-    """The longest reusable prefix. Good until the tree changes.
+    """The longest reusable prefix. Valid until the tree changes.
 
-    length: in tokens. whole: in whole blocks, which are shared; `node` is where they end, maybe
-    before its end. source: the block that holds the other tokens, per group, to be copied; None
-    where there are none. tail: the node of that block, if it is a tail.
+    length: in tokens. whole: in whole blocks, which are shared. node: where they end, maybe before
+        its own end.
+    source: the block per group that holds the remaining tokens, to be copied; None if there are
+        none. tail: the node of that block, if it is a tail.
     """
 
     length: int
@@ -43,16 +44,16 @@ class Match:
 
 
 @dataclass(slots=True)
-class Given:
-    """Blocks that the tree gave up: their ids per group (or `NO_BLOCK`), and the names of their
-    contents, b"" for a tail's. `names` is empty if they were not asked for."""
+class EvictedRun:
+    """Blocks that the tree evicted: ids per group (or `NO_BLOCK`), and block hashes, b"" for a
+    tail. `hashes` is empty if they were not asked for."""
 
     blocks: list[Int32]
-    names: list[bytes]
+    hashes: list[bytes]
 
 
 class PrefixTree:
-    """The tree of one engine. It keeps block ids but never touches the pools.
+    """The tree of one engine. Keeps block ids but never touches the pools.
 
     **Shape.** A node's children differ in their first block. A request holds its last node, and
     uses that and its ancestors to their ends: where a match ends inside a node, the part before is
@@ -72,7 +73,7 @@ class PrefixTree:
     comes that begins with all of its tokens. So the tokens of no tail begin a sibling's.
 
     **Windows.** A group with a sliding window can lose any block that no request holds, and the
-    node lives on for the other groups: `loose` lists those blocks, by group.
+    node lives on for the other groups: `window_blocks` lists those blocks, by group.
     """
 
     def __init__(self, block_size: int, windows: Sequence[int | None]) -> None:
@@ -83,20 +84,20 @@ class PrefixTree:
         self._roots: dict[Namespace, Node] = {}
         self._namespaces: dict[Node, Namespace] = {}
         self._idle: OrderedDict[Node, None] = OrderedDict()
-        self.loose = {g: LooseBlocks(g) for g, _ in self._windowed}
+        self.window_blocks = {g: WindowBlocks(g) for g, _ in self._windowed}
         self._ahead: list[Node] = []
-        self._shed: list[list[int]] = []
+        self._dropped_tails: list[list[int]] = []
         self.num_nodes = 0
         self.num_idle = 0
-        """Blocks that eviction could give up, in each group that keeps every position."""
+        """Evictable blocks, in each group that keeps every position."""
 
     # -- finding -------------------------------------------------------------------------------
 
     def match(
         self, namespace: Namespace, tokens: Int32, limit: int, *, whole_only: bool = False
     ) -> Match:
-        """The longest prefix of `tokens`, int32 [n], of at most `limit` tokens, at which every
-        group can resume. Changes nothing; `enter` it before anything else happens."""
+        """Returns the longest prefix of `tokens`, int32 [n], of at most `limit` tokens, at which
+        every group can resume. Changes nothing; `enter` it before anything else happens."""
         root = self._roots.get(namespace)
         if root is None:
             return Match(0, 0, Node(None, b"", 0, 0, len(self.windows)))
@@ -110,8 +111,9 @@ class PrefixTree:
         return match
 
     def _follow(self, node: Node, data: memoryview) -> tuple[Node, int, int]:
-        """How much is known of `data`, packed tokens that follow a node's end: the node in which
-        that ends, whole blocks from the root, and tokens of that node's next block."""
+        """Follows `data`, packed tokens that continue a node's end, as far as the tree knows them.
+        Returns the node in which they end, whole blocks from the root, and the number of tokens
+        shared with that node's next block."""
         at, stride = 0, self._stride
         while at + stride <= len(data):
             child = node.children.get(bytes(data[at : at + stride]))
@@ -126,7 +128,8 @@ class PrefixTree:
         return node, node.end, 0
 
     def _find_source(self, match: Match, data: memoryview, more: int) -> None:
-        """Lengthen a match by tokens of a block to copy. more: tokens of the node's next block."""
+        """Lengthens a match by tokens of a block to copy. more: tokens shared with the node's next
+        block."""
         node, index = match.node, match.whole - match.node.start
         if index == node.count:
             at = match.whole * self._stride
@@ -145,7 +148,7 @@ class PrefixTree:
         match.source = source
 
     def _fall_back(self, match: Match) -> None:
-        """Shorten a match to where each window group holds its last window."""
+        """Shortens a match to where each window group holds its last window."""
         whole = match.whole
         held = np.arange(whole + 1) * self.block_size
         held[whole] = match.length
@@ -164,7 +167,7 @@ class PrefixTree:
             match.source = match.tail = None
 
     def idle_blocks(self, match: Match) -> int:
-        """How many of the whole blocks of a match nobody uses."""
+        """Counts the whole blocks of a match that no request uses."""
         end, count = match.whole, 0
         at: Node | None = match.node
         while at is not None and not at.users:
@@ -175,22 +178,22 @@ class PrefixTree:
     # -- using ---------------------------------------------------------------------------------
 
     def enter(self, namespace: Namespace, node: Node, whole: int) -> Node:
-        """A request starts to run on what leads to the end of the first `whole` blocks, which is in
+        """Starts a request's use of the path to the end of the first `whole` blocks, which is in
         `node`. Returns its last node."""
         if node.parent is None and node not in self._namespaces:
             self._roots[namespace] = node
             self._namespaces[node] = namespace
-            node.names += root_key(namespace)
+            node.block_hashes += root_hash(namespace)
         return self._use(node, whole, None)
 
     def advance(self, node: Node, data: memoryview) -> Node:
-        """A request whose last node this is goes on through what is known of `data`, packed
-        tokens. Returns its last node."""
+        """Extends a request's use from its last node `node` through the known part of `data`,
+        packed tokens. Returns its new last node."""
         last, whole, _ = self._follow(node, data)
         return self._use(last, whole, node)
 
     def _use(self, last: Node, whole: int, after: Node | None) -> Node:
-        """One more user for what leads from a node to the end of `whole` blocks."""
+        """Counts one more user on the path from node `after` to the end of `whole` blocks."""
         if whole < last.end:
             last = self._split(last, whole - last.start)
         at: Node | None = last
@@ -206,8 +209,8 @@ class PrefixTree:
         return last
 
     def _join(self, node: Node, above: Node) -> None:
-        """Make one of a node that has one more user now, and of that above, which is to have it and
-        has no other child: if they have the same users, and nothing of that above is pending."""
+        """Merges a node and its parent `above`, which has no other child, if both will have the
+        same users and the parent's blocks are written. `node` has its new user already."""
         parent = above.parent
         if parent is None or above.users + 1 != node.users or above.written < above.count:
             return
@@ -215,19 +218,19 @@ class PrefixTree:
             del self._idle[above]
             self.num_idle -= above.count
         node.join()
-        parent.children[node.key] = node
+        parent.children[node.first_tokens] = node
         self.num_nodes -= 1
 
     def _split(self, node: Node, count: int) -> Node:
-        """Make the first `count` blocks of a node one of their own, and return that."""
+        """Splits the first `count` blocks of a node off into a new parent, which is returned."""
         parent = node.parent
         if parent is None:
             raise RuntimeError("split a root")
         upper = node.cut(count, self._stride)
-        parent.children[upper.key] = upper
-        upper.children[node.key] = node
+        parent.children[upper.first_tokens] = upper
+        upper.children[node.first_tokens] = node
         if node.written:
-            upper.index(node.key)
+            upper.index(node.first_tokens)
         if upper.written < count:
             self._ahead.append(upper)
         if not upper.users:
@@ -236,7 +239,7 @@ class PrefixTree:
         return upper
 
     def leave(self, last: Node) -> None:
-        """A request stops running on what leads to the end of a node."""
+        """Ends a request's use of the path to node `last`."""
         at: Node | None = last
         while at is not None:
             at.users -= 1
@@ -249,11 +252,12 @@ class PrefixTree:
             at = at.parent
 
     def touch(self, tail: Node) -> None:
-        """A tail was copied. Its parent is in use, so that it will still come after it."""
+        """Notes the use of a tail that is copied. Its parent is in use, so it stays behind it in
+        eviction order."""
         self._idle.move_to_end(tail)
 
     def _prune(self, root: Node) -> None:
-        """Forget a root that nothing needs, so that salts used once leave no trace."""
+        """Forgets a root without users and children, so that salts used once leave no trace."""
         if not root.users and not root.children:
             del self._roots[self._namespaces.pop(root)]
 
@@ -262,12 +266,15 @@ class PrefixTree:
     def extend(
         self, node: Node, data: bytes | memoryview, blocks: Sequence[bytes], ahead: bool
     ) -> Node:
-        """A request whose last node this is goes on by whole blocks, of whose first there is no
-        child. data: their tokens, and blocks: their ids per group; packed int32. ahead: the plan
-        that is being made will fill them. Returns its last node."""
+        """Appends whole blocks to the path of a request whose last node is `node`; no child begins
+        with the first of them. Returns the request's new last node.
+
+        data: their tokens. blocks: their ids per group. Both are packed int32. ahead: the plan that
+        is being made will fill them.
+        """
         key = bytes(data[: self._stride])
         if node.children:
-            self._uncover(node, key)
+            self._drop_shadowed_tail(node, key)
         if node.users > 1 or node.children or node.parent is None:
             parent, node = node, Node(node, key, node.end, 1, len(self.windows))
             parent.children[key] = node
@@ -276,37 +283,36 @@ class PrefixTree:
         pending = node.written < count
         node.grow(data, blocks)
         if pending:
-            pass  # until `settle`
+            pass  # until `mark_written`
         elif ahead:
             self._ahead.append(node)
         elif count:
             node.written = node.count
         else:
-            self._settle(node)
+            self._mark_written(node)
         return node
 
-    def settle(self) -> None:
-        """The plan that was being made is complete: what it will fill can be copied by later
-        ones."""
+    def mark_written(self) -> None:
+        """Makes the blocks that the completed plan will fill available for later plans' copies."""
         for node in self._ahead:
             if node.count:
-                self._settle(node)
+                self._mark_written(node)
         self._ahead.clear()
 
-    def _settle(self, node: Node) -> None:
+    def _mark_written(self, node: Node) -> None:
         new, node.written = not node.written, node.count
         if new and node.parent is not None:
-            self._uncover(node.parent, node.key)
-            node.parent.index(node.key)
+            self._drop_shadowed_tail(node.parent, node.first_tokens)
+            node.parent.index(node.first_tokens)
 
     def add_tail(self, node: Node, data: bytes, blocks: Sequence[bytes]) -> Node | None:
-        """Keep a partly filled block of tokens `data` after a node's end, for requests to copy; all
-        packed int32. None if there are such tokens already."""
+        """Keeps a partly filled block of tokens `data` after a node's end, for requests to copy.
+        Returns its node, or None if the tree has such tokens already. All are packed int32."""
         if node.order is not None:
             _, after = node.order.around(data)
             if after is not None and after.startswith(data):
                 return None
-            self._uncover(node, data)
+            self._drop_shadowed_tail(node, data)
         tail = Node(node, data, node.end, 0, len(self.windows))
         tail.grow(data, blocks)
         tail.written = 1
@@ -317,20 +323,20 @@ class PrefixTree:
         self.num_nodes += 1
         return tail
 
-    # -- giving up -----------------------------------------------------------------------------
+    # -- eviction ------------------------------------------------------------------------------
 
-    def name(self, match: Match, namespace: Namespace) -> bytes:
-        """Of the contents of the last whole block of a match."""
+    def block_hash(self, match: Match, namespace: Namespace) -> bytes:
+        """Returns the hash of a match's last whole block."""
         if not match.whole:
-            return root_key(namespace)
-        return match.node.name(match.whole - match.node.start - 1, self._stride)
+            return root_hash(namespace)
+        return match.node.block_hash(match.whole - match.node.start - 1, self._stride)
 
-    def evict(self, count: int, named: bool) -> Given:
-        """Give up `count` blocks of each group that keeps every position, of nodes least recently
-        used, each node's last blocks. There must be as many. Where they are named, they come in the
-        order in which they should be given up further: longer prefixes before shorter ones."""
+    def evict(self, count: int, hashed: bool) -> EvictedRun:
+        """Evicts `count` blocks of each group that keeps every position: the last blocks of the
+        least recently used nodes. There must be as many. With `hashed`, they come in the order in
+        which lower tiers should evict them: longer prefixes before shorter ones."""
         parts: list[list[array[int]]] = []
-        names: list[bytes] = []
+        hashes: list[bytes] = []
         while count:
             node = next(iter(self._idle))
             if node.children:
@@ -339,64 +345,64 @@ class PrefixTree:
             take = min(count, size)
             count -= take
             self.num_idle -= take
-            last_names = self._last_names(node, take) if named else []
+            last_hashes = self._last_hashes(node, take) if hashed else []
             if take == size:
                 self._remove(node)
             taken = node.trim(take, self._stride)
-            if self.loose:
-                self._forget_loose(taken)
-            parts.append([ids[::-1] for ids in taken] if named else taken)
-            names += last_names[::-1]
+            if self.window_blocks:
+                self._forget_window_blocks(taken)
+            parts.append([ids[::-1] for ids in taken] if hashed else taken)
+            hashes += last_hashes[::-1]
         blocks = [
             np.frombuffer(b"".join([part[g] for part in parts]), dtype=np.int32)
             for g in range(len(self.windows))
         ]
-        return Given(blocks, names)
+        return EvictedRun(blocks, hashes)
 
-    def _last_names(self, node: Node, count: int) -> list[bytes]:
-        """Of its last `count` blocks."""
+    def _last_hashes(self, node: Node, count: int) -> list[bytes]:
+        """Returns the hashes of a node's last `count` blocks, b"" for a tail."""
         if len(node.run) < self._stride:
             return [b""]
-        node.name(node.count - 1, self._stride)
-        names = node.names[-count * KEY_BYTES :]
-        return [names[at : at + KEY_BYTES] for at in range(0, len(names), KEY_BYTES)]
+        node.block_hash(node.count - 1, self._stride)
+        hashes = node.block_hashes[-count * HASH_BYTES :]
+        return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
 
     def _remove(self, node: Node) -> None:
-        """Take an idle leaf out of the tree."""
+        """Removes an idle leaf from the tree."""
         parent = node.parent
         if parent is None:
             raise RuntimeError("removed a root")
         del self._idle[node]
-        del parent.children[node.key]
+        del parent.children[node.first_tokens]
         if not parent.children:
             parent.order = None
         elif node.written and parent.order is not None:
-            parent.order.remove(node.key)
+            parent.order.remove(node.first_tokens)
         self.num_nodes -= 1
         if parent.parent is None:
             self._prune(parent)
 
-    def _uncover(self, parent: Node, key: bytes) -> None:
-        """Give up the tail of which `key` has all tokens, and more, if there is one."""
+    def _drop_shadowed_tail(self, parent: Node, key: bytes) -> None:
+        """Removes the tail under `parent` whose tokens are a prefix of `key`, if there is one."""
         before = None if parent.order is None else parent.order.around(key)[0]
         if before is not None and key.startswith(before):
             tail = parent.children[before]
             self._remove(tail)
             self.num_idle -= 1
-            self._shed.append(tail.at(0))
-            self._forget_loose(tail.trim(1, self._stride))
+            self._dropped_tails.append(tail.at(0))
+            self._forget_window_blocks(tail.trim(1, self._stride))
 
-    def take_shed(self) -> list[list[int]]:
-        """What the tree gave up of itself since the last call: a block, or none, of each group."""
-        shed, self._shed = self._shed, []
-        return shed
+    def take_dropped_tails(self) -> list[list[int]]:
+        """Returns the tails dropped since the last call: a block (or `NO_BLOCK`) per group each."""
+        dropped, self._dropped_tails = self._dropped_tails, []
+        return dropped
 
-    def _forget_loose(self, blocks: Sequence[array[int]]) -> None:
-        for g, loose in self.loose.items():
-            loose.discard(blocks[g])
+    def _forget_window_blocks(self, blocks: Sequence[array[int]]) -> None:
+        for g, window_blocks in self.window_blocks.items():
+            window_blocks.discard(blocks[g])
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- inspection ----------------------------------------------------------------------------
 
     def roots(self, most: int) -> list[Node]:
-        """The roots of the namespaces that came last."""
+        """Returns the roots of the newest namespaces."""
         return list(islice(reversed(self._roots.values()), most))

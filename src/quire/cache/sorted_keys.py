@@ -1,11 +1,11 @@
-"""Byte strings in their order, of which many may come and go."""
+"""A sorted set of byte strings with cheap insertion and removal."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
 _MOST = 1024
-"""Keys of one part."""
+"""Most keys of one part."""
 
 
 class SortedKeys:
@@ -19,11 +19,11 @@ class SortedKeys:
         self._lasts: list[bytes] = []
 
     def keys(self) -> list[bytes]:
-        """All of them. For tests."""
+        """Returns all keys. For tests."""
         return [key for part in self._parts for key in part]
 
     def add(self, key: bytes) -> None:
-        """A key that is not there yet."""
+        """Adds a key that is not there yet."""
         lasts = self._lasts
         place = bisect_left(lasts, key)
         if place < len(lasts):
@@ -43,7 +43,7 @@ class SortedKeys:
             lasts.insert(place, part[_MOST // 2 - 1])
 
     def remove(self, key: bytes) -> None:
-        """A key that is there."""
+        """Removes a key that is there."""
         place = bisect_left(self._lasts, key)
         part = self._parts[place]
         index = bisect_left(part, key)
@@ -56,7 +56,7 @@ class SortedKeys:
             self._lasts[place] = part[-1]
 
     def around(self, key: bytes) -> tuple[bytes | None, bytes | None]:
-        """The last key before this one, and the first that is not."""
+        """Returns the last key before this one, and the first that is not before it."""
         lasts = self._lasts
         place = bisect_left(lasts, key)
         before = lasts[place - 1] if place else None

@@ -1,4 +1,4 @@
-"""Where the terminal's answers come from: an engine started here, or a server elsewhere."""
+"""Backends of the terminal's commands: an engine started here, or a server elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Messages = list[dict[str, str]]
 Answer = Generator[str, None, None]
 
 
-class Backend(Protocol):
+class ChatBackend(Protocol):
     """Streams answers. Closing an iterator early stops the generation."""
 
     model: str
@@ -32,12 +32,14 @@ class Backend(Protocol):
 
 
 class EngineBackend:
-    """An engine of its own process, whose handle lives on a thread with an event loop, so that the
-    terminal may block."""
+    """An engine in its own process; its client lives on a thread with an event loop.
+
+    The terminal may block so.
+    """
 
     def __init__(self, args: EngineArgs, on_progress: OnProgress | None = None) -> None:
         from quire.engine.client import EngineClient
-        from quire.server.convert import model_defaults
+        from quire.server.openai.convert import model_defaults
 
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -107,7 +109,7 @@ class EngineBackend:
 
 
 class ServerBackend:
-    """A running server, ours or any that speaks OpenAI's chat completions."""
+    """A running server that speaks OpenAI's chat completions."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -138,7 +140,7 @@ class ServerBackend:
             connection.close()
 
     def close(self) -> None:
-        """Nothing to close: each request has its own connection."""
+        """Does nothing: each request has its own connection."""
 
     def _first_model(self) -> str:
         connection, response = self._request("GET", "/v1/models")

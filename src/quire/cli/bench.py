@@ -1,4 +1,4 @@
-"""What the `quire bench` commands do: an engine, its cases, and where the records go."""
+"""Implementation of the `quire bench` commands: an engine, its cases, and files of records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.bench import ablation as switches
 from quire.bench import plots, startup
 from quire.bench.cases import Case, check_lengths, check_scale, parse_case
 from quire.bench.ceilings import ceilings
-from quire.bench.outputs import Outputs
+from quire.bench.outputs import OutputFiles
 from quire.bench.record import BenchRecord, card_name, format_table, make_record
 from quire.config import EngineArgs, EngineConfig
 
@@ -50,7 +50,7 @@ def throughput(
     sweeps: Sequence[Sweep],
     scale: float,
     repeat: int,
-    outputs: Outputs,
+    outputs: OutputFiles,
 ) -> None:
     """Runs the cases, then the sweeps, on one engine."""
     from quire.bench.throughput import measure
@@ -80,7 +80,7 @@ def latency(
     input_lens: Sequence[int],
     output_lens: Sequence[int],
     requests: int,
-    outputs: Outputs,
+    outputs: OutputFiles,
 ) -> None:
     """Every length of prompt with every length of output."""
     from quire.bench import latency as bench
@@ -102,7 +102,9 @@ def latency(
     outputs.finish(records, plots.latency)
 
 
-def start(engine: EngineArgs, *, cold: bool, repeat: int, timeout: float, outputs: Outputs) -> None:
+def start(
+    engine: EngineArgs, *, cold: bool, repeat: int, timeout: float, outputs: OutputFiles
+) -> None:
     """Starts engines in processes of their own; this one stays off the device."""
     outputs.check()
     fields = {**_given(engine), "enable_prefix_caching": False}
@@ -125,7 +127,7 @@ def ablation(
     off: Sequence[str],
     scale: float,
     repeat: int,
-    outputs: Outputs,
+    outputs: OutputFiles,
 ) -> None:
     """The cases with everything on, then on one engine for each switch that is off."""
     from quire.bench.throughput import measure
@@ -152,7 +154,7 @@ def ablation(
     outputs.finish(records, plots.switches, table)
 
 
-def scheduler(*, outputs: Outputs) -> None:
+def scheduler(*, outputs: OutputFiles) -> None:
     """Prints the table, and appends one record per number of running requests."""
     from quire.bench.scheduler import run, table
 
@@ -163,7 +165,7 @@ def scheduler(*, outputs: Outputs) -> None:
         outputs.add(make_record("scheduler", metrics))
 
 
-def cache(*, blocks: int, outputs: Outputs) -> None:
+def cache(*, blocks: int, outputs: OutputFiles) -> None:
     """Prints the table, and appends one record per case."""
     from quire.bench.cache import run, table
 

@@ -66,7 +66,7 @@ def throughput(
 ) -> None:
     """Measure the engine through `LLM.generate`, all requests at once."""
     from quire.bench.cases import parse_numbers
-    from quire.bench.outputs import Outputs
+    from quire.bench.outputs import OutputFiles
     from quire.cli import bench
 
     sizes = (sweep_rows, sweep_input_len, sweep_output_len)
@@ -81,7 +81,7 @@ def throughput(
         sweeps=sweeps,
         scale=scale,
         repeat=repeat,
-        outputs=Outputs(output, csv, markdown, png),
+        outputs=OutputFiles(output, csv, markdown, png),
     )
 
 
@@ -102,7 +102,7 @@ def latency(
 ) -> None:
     """Measure one request at a time: first token, between tokens, whole answer."""
     from quire.bench.cases import parse_numbers
-    from quire.bench.outputs import Outputs
+    from quire.bench.outputs import OutputFiles
     from quire.cli import bench
 
     bench.latency(
@@ -110,7 +110,7 @@ def latency(
         input_lens=parse_numbers(input_len, "input_len"),
         output_lens=parse_numbers(output_len, "output_len"),
         requests=requests,
-        outputs=Outputs(output, csv, markdown, png),
+        outputs=OutputFiles(output, csv, markdown, png),
     )
 
 
@@ -132,7 +132,7 @@ def startup(
     png: Png = None,
 ) -> None:
     """Measure from the command to the first token, in fresh processes."""
-    from quire.bench.outputs import Outputs
+    from quire.bench.outputs import OutputFiles
     from quire.cli import bench
 
     bench.start(
@@ -140,7 +140,7 @@ def startup(
         cold=cold,
         repeat=repeat,
         timeout=timeout,
-        outputs=Outputs(output, csv, markdown, png),
+        outputs=OutputFiles(output, csv, markdown, png),
     )
 
 
@@ -164,7 +164,7 @@ def ablation(
     png: Png = None,
 ) -> None:
     """Measure what each optimization brings, by switching it off."""
-    from quire.bench.outputs import Outputs
+    from quire.bench.outputs import OutputFiles
     from quire.cli import bench
 
     bench.ablation(
@@ -173,17 +173,17 @@ def ablation(
         off=list(dict.fromkeys(off or OPTIMIZATIONS)),
         scale=scale,
         repeat=repeat,
-        outputs=Outputs(output, csv, markdown, png),
+        outputs=OutputFiles(output, csv, markdown, png),
     )
 
 
 @app.command("scheduler")
 def scheduler(output: Output = None) -> None:
     """Measure what a step costs the scheduler."""
-    from quire.bench.outputs import Outputs
+    from quire.bench.outputs import OutputFiles
     from quire.cli import bench
 
-    bench.scheduler(outputs=Outputs(output))
+    bench.scheduler(outputs=OutputFiles(output))
 
 
 @app.command("cache")
@@ -194,10 +194,10 @@ def cache(
     output: Output = None,
 ) -> None:
     """Measure what a request costs the prefix cache."""
-    from quire.bench.outputs import Outputs
+    from quire.bench.outputs import OutputFiles
     from quire.cli import bench
 
-    bench.cache(blocks=blocks, outputs=Outputs(output))
+    bench.cache(blocks=blocks, outputs=OutputFiles(output))
 
 
 @app.command("serve")
@@ -273,7 +273,7 @@ def serve(
     from quire.bench.online.load import Lengths
     from quire.bench.online.stats import parse_goodput
     from quire.bench.online.sweep import Plan
-    from quire.bench.outputs import Outputs
+    from quire.bench.outputs import OutputFiles
     from quire.cli import bench_serve
 
     sampling: dict[str, Any] = {"temperature": temperature}
@@ -312,5 +312,5 @@ def serve(
         api_key=api_key,
         concurrencies=concurrencies,
         device=device,
-        outputs=Outputs(output, csv, markdown, png),
+        outputs=OutputFiles(output, csv, markdown, png),
     )

@@ -1,4 +1,4 @@
-"""What `quire bench serve` does: a server, a load, records."""
+"""Implementation of `quire bench serve`: a server, a load, records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from quire.bench import plots
 from quire.bench.online.drive import Server, launched
 from quire.bench.online.sweep import Plan, levels
-from quire.bench.outputs import Outputs
+from quire.bench.outputs import OutputFiles
 from quire.bench.record import BenchRecord, format_table, make_record
 from quire.errors import ConfigError
 
@@ -29,9 +29,13 @@ def serve(
     api_key: str | None,
     concurrencies: Sequence[int],
     device: str,
-    outputs: Outputs,
+    outputs: OutputFiles,
 ) -> None:
-    """flags: of the `quire serve` to start, or None to load the server at `base_url`."""
+    """Runs a load.
+
+    Args:
+        flags: of the `quire serve` to start; None loads the server at `base_url`.
+    """
     outputs.check()
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     records: list[BenchRecord] = []

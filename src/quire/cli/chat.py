@@ -9,7 +9,7 @@ from contextlib import closing
 from rich.console import Console
 from rich.markup import escape
 
-from quire.cli.backend import Backend, EngineBackend, Messages, ServerBackend
+from quire.cli.backend import ChatBackend, EngineBackend, Messages, ServerBackend
 from quire.cli.progress import progress_bar
 from quire.cli.settings import SamplingArgs
 from quire.config import EngineArgs
@@ -32,7 +32,7 @@ def chat(
 ) -> None:
     """Runs until /exit or the end of input."""
     console = Console(highlight=False)
-    backend: Backend
+    backend: ChatBackend
     if url is not None:
         backend = ServerBackend(url, api_key)
     else:
@@ -43,10 +43,10 @@ def chat(
 
 
 class Conversation:
-    """Messages so far, and the loop that adds to them."""
+    """The messages so far, and the loop that adds to them."""
 
     def __init__(
-        self, console: Console, backend: Backend, sampling: SamplingArgs, system: str | None
+        self, console: Console, backend: ChatBackend, sampling: SamplingArgs, system: str | None
     ) -> None:
         self.console = console
         self.backend = backend
@@ -79,7 +79,7 @@ class Conversation:
                 self._answer(line)
 
     def _read(self) -> str:
-        """Where the input is a pipe no prompt is shown."""
+        """Reads a line; no prompt is shown where the input is a pipe."""
         if not sys.stdin.isatty():
             return input().strip()
         return self.console.input("[bold cyan]›[/bold cyan] ").strip()
@@ -94,7 +94,7 @@ class Conversation:
             self.console.print(f"unknown command {line}; /help shows them", markup=False)
 
     def _answer(self, line: str) -> None:
-        """Streams one answer. Stopped by Ctrl-C, what was said so far stays in the conversation."""
+        """Streams one answer. After Ctrl-C the text so far stays in the conversation."""
         self.messages.append({"role": "user", "content": line})
         pieces: list[str] = []
         try:

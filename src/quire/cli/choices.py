@@ -1,15 +1,18 @@
-"""What an engine would run with on this machine, and why: a section of `quire info`."""
+"""Choices that an engine would make on this machine, and why: a section of `quire info`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from quire.config import EngineConfig
+    from quire.layers.linear import Linear
 
 
 def choices_section(config: EngineConfig) -> dict[str, Any]:
-    """Choice and reason by subject."""
+    """Returns choice and reason by subject."""
     args, limits = config.args, config.scheduler
     on_gpu = config.device != "cpu"
     section: dict[str, Any] = {
@@ -76,13 +79,24 @@ def _kernels(config: EngineConfig) -> dict[str, str]:
     }
 
 
+def _shape(layer: Linear, dtype: torch.dtype) -> tuple[int, int, torch.dtype, bool, bool, Any]:
+    """Returns what a plan of the layer depends on beside the rows, in the order of `Shape`."""
+    weight = layer.weight
+    gated = len(layer.outputs) == 2
+    normed = len(layer.outputs) > 1
+    format = None if weight.scales is None else weight.format
+    return weight.outputs // (2 if gated else 1), weight.inputs, dtype, normed, gated, format
+
+
 def _linear_layers(config: EngineConfig) -> str:
-    """Where the plans of the model's layers come from, over all numbers of rows."""
+    """Returns the sources of the kernel plans of the model's layers, over all numbers of rows."""
     import torch
 
+    from quire.layers.linear import Linear
     from quire.models import build_model, load_config, spec_from_config
     from quire.ops.triton.gemm_plan import Shape
     from quire.ops.triton.gemm_table import BUCKETS, HEURISTIC_MAX_M, key_of, table_for
+    from quire.quantization import quantization_of
 
     if config.args.deterministic:
         return "one tile for every number of rows: deterministic"
@@ -90,17 +104,18 @@ def _linear_layers(config: EngineConfig) -> str:
         return "cuBLAS: our kernels for few rows are disabled"
     spec = spec_from_config(load_config(config.model_path))
     dtype = getattr(torch, config.dtype)
-    model = build_model(spec, device="meta", dtype=dtype)
-    gated = spec.mlp.act == "silu_and_mul"
-    shapes = {(spec.vocab_size, spec.hidden_size, False, False)}
-    for name, weight in model.layers[0].named_parameters():
-        if weight.ndim == 2:
-            first = ".qkv." in name or ".up." in name
-            halved = gated and ".up." in name
-            shapes.add((weight.shape[0] // (2 if halved else 1), weight.shape[1], first, halved))
+    quantization = quantization_of(config.args.quantization)
+    model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
+    shapes = {
+        (m, *shape)
+        for layer in (model.head, *model.layers[0].modules())
+        if isinstance(layer, Linear)
+        for shape in [_shape(layer, dtype)]
+        for m in BUCKETS
+    }
     card = torch.cuda.get_device_name(torch.device(config.device))
     entries = table_for(card).entries
-    keys = [key_of(Shape(m, n, k, dtype, norm, act)) for m in BUCKETS for n, k, norm, act in shapes]
+    keys = [key_of(Shape(*shape)) for shape in shapes]
     found = [entries[key] for key in keys if key in entries]
     ours = sum(plan.kernel != "torch" for plan in found)
     if not found:

@@ -61,25 +61,32 @@ def model_section(config: EngineConfig) -> Section:
 
     from quire.models import build_model, load_config, spec_from_config
     from quire.ops import kv_format
+    from quire.quantization import quantization_of
 
     spec = spec_from_config(load_config(config.model_path))
     dtype = getattr(torch, config.dtype)
-    model = build_model(spec, device="meta", dtype=dtype)
+    quantization = quantization_of(config.args.quantization)
+    model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    form = kv_format(config.kv_cache_dtype, dtype, spec.attention.head_dim)
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    form = kv_format(config.kv_cache_dtype, dtype, *spec.head_dims)
     groups = model.kv_groups(config.block_size, form)
     per_token = sum(group.block_bytes // group.tokens_per_block for group in groups)
-    capacity = _kv_bytes(config, parameters * dtype.itemsize)
+    capacity = _kv_bytes(config, weight_bytes)
     return {
         "name": config.model_name,
         "architecture": spec.architecture,
-        "layers": spec.num_layers,
+        "layers": len(spec.layers),
         "hidden_size": spec.hidden_size,
-        "attention": f"{spec.attention.heads} heads, {spec.attention.kv_heads} KV heads of "
-        f"{spec.attention.head_dim}",
+        "attention": "; ".join(
+            dict.fromkeys(
+                f"{mixer.heads} heads, {mixer.kv_heads} KV heads of {mixer.head_dim}"
+                for mixer in spec.attention
+            )
+        ),
         "vocab_size": spec.vocab_size,
         "parameters": parameters,
-        "weight_bytes": parameters * dtype.itemsize,
+        "weight_bytes": weight_bytes,
         "kv_groups": [f"{g.kind}, {len(g.layers)} layers" for g in groups],
         "kv_bytes_per_token": per_token,
         "kv_tokens_estimate": None if capacity is None else int(capacity // per_token),

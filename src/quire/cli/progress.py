@@ -1,4 +1,4 @@
-"""A bar for what an engine does before it is ready."""
+"""A progress bar of the engine's start."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _TITLES = {"weights": "Loading weights", "graphs": "Capturing CUDA graphs"}
 
 @contextlib.contextmanager
 def progress_bar(console: Console) -> Iterator[OnProgress]:
-    """A callback that draws a bar, which goes away when all is done. Nothing is drawn where there
-    is no terminal."""
+    """Yields a callback that draws a bar, which goes away when all is done.
+
+    Nothing is drawn where there is no terminal.
+    """
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -26,8 +26,11 @@ _FAILED, _STOPPED = 1, 130
 
 
 def run_batch(engine: EngineArgs, api: ApiArgs, batch: Batch, concurrency: int | None) -> None:
-    """Runs what is not done yet. The status is 0 where every line has an answer, 1 where one
-    failed, 130 where Ctrl-C ended it."""
+    """Runs the lines that are not done yet.
+
+    The exit status is 0 where every line has an answer, 1 where one failed, 130 where Ctrl-C ended
+    it.
+    """
     batch.check()
     console = Console(stderr=True)
     try:
@@ -66,7 +69,7 @@ async def _run(
 
 @contextlib.contextmanager
 def _bar(console: Console) -> Iterator[Callable[[Counts], None]]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Shows a bar on a terminal, nothing elsewhere."""
     progress = Progress(
         TextColumn("Requests"),
         BarColumn(),

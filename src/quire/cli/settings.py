@@ -39,7 +39,7 @@ class SamplingArgs:
     stop: tuple[str, ...] = _setting("End the answer before this text (may be repeated).", ())
 
     def given(self) -> dict[str, Any]:
-        """What is set, as keywords of `SamplingParams`."""
+        """Returns the fields that are set, as keywords of `SamplingParams`."""
         fields = dataclasses.asdict(self)
         return {name: value for name, value in fields.items() if value not in (None, ())}
 
@@ -124,7 +124,7 @@ def with_settings(
 
 
 def parameter_name(schema: type[Any]) -> str:
-    """EngineArgs -> engine."""
+    """Returns the parameter's name: EngineArgs -> engine."""
     return schema.__name__.removesuffix("Args").lower()
 
 
@@ -134,8 +134,11 @@ def _is_argument(parameter: inspect.Parameter) -> bool:
 
 
 def _parameter(setting: Setting, positional: bool) -> inspect.Parameter:
-    """All options default to None, which means: not given on the command line or in the
-    environment, so ask the file."""
+    """Returns a command's parameter.
+
+    All options default to None, which means: not given on the command line or in the environment,
+    so ask the file.
+    """
     flag = setting.name.replace("_", "-")
     shown = _shown_default(setting)
     help = setting.help + (f" [default: {shown}]" if shown is not None else "")
@@ -183,7 +186,7 @@ def _config_parameter() -> inspect.Parameter:
 
 
 def build(schema: type[Args], flags: Mapping[str, Any], file: Mapping[str, Any]) -> Args:
-    """The schema's instance from flags and variables (None: not given), then the file."""
+    """Builds the schema's instance from flags and variables (None: not given), then the file."""
     values = {}
     for setting in settings_of(schema):
         value = flags.get(setting.name)
@@ -196,7 +199,7 @@ def build(schema: type[Args], flags: Mapping[str, Any], file: Mapping[str, Any])
 
 
 def read_file(path: Path | None) -> dict[str, Any]:
-    """The settings in a YAML file, dashes in names turned to underscores.
+    """Returns the settings in a YAML file, dashes in names turned to underscores.
 
     Raises:
         ConfigError: no such file, not YAML, not a mapping, or a key that no schema knows.
@@ -242,7 +245,7 @@ def _from_file(setting: Setting, value: Any) -> Any:
 
 
 def _scalar(setting: Setting, value: Any) -> Any:
-    """YAML has types of its own; only an integer for a float is taken as meant."""
+    """Checks a value of the file against its type. Only an integer for a float is converted."""
     kind = setting.kind
     if typing.get_origin(kind) is Literal:
         if value in typing.get_args(kind):

@@ -20,7 +20,7 @@ from quire.sampling_params import SamplingParams
 def trace(
     output: Path, engine: EngineArgs, requests: int, prompt_tokens: int, output_tokens: int
 ) -> None:
-    """Requests come all at once, after one that has everything compiled.
+    """Runs requests that come all at once, after one that compiles everything.
 
     Raises:
         ConfigError: `output` cannot be written, or `trace_dir` is set.
@@ -53,7 +53,7 @@ class _Closing:
 
 
 def _join(files: list[Path], output: Path) -> None:
-    """Each file is an array, an event a line, the last one of no meaning."""
+    """Joins trace files, each an array with one event per line; the last line holds no event."""
     with output.open("w", encoding="utf-8") as out:
         out.write("[\n")
         for file in files:

@@ -9,13 +9,17 @@ from typing import Any
 
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.engine.executors import InProcessExecutor
+from quire.engine.workers import WorkerExecutor
 from quire.errors import ConfigError, ModelError
 from quire.executor import OnProgress
+from quire.loop_feature import LoopFeature
+from quire.offload import OffloadLoop
 from quire.pooling import PoolingFeature
 from quire.pooling.hook import Pooler
 from quire.pooling_params import Pooling
-from quire.structured import Compiler, CompilerConfig, GrammarFeature
+from quire.runner import Hook
+from quire.scheduler import Feature, Order
+from quire.structured import Compiler, CompilerConfig, GrammarFeature, NoGrammars
 
 _GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "steps_in_flight": 2}
 _CPU_DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "steps_in_flight": 1}
@@ -66,7 +70,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
         model_name=args.model or path.name,
         device=device,
         dtype=dtype,
-        kv_cache_dtype=_kv_cache_dtype(args.kv_cache_dtype, dtype, spec.attention.head_dim),
+        kv_cache_dtype=_kv_cache_dtype(args.kv_cache_dtype, dtype, spec.head_dims),
         block_size=args.block_size,
         scheduler=scheduler,
         eos_token_ids=_eos_ids(path, hf_config, tokenizer_path, spec.vocab_size),
@@ -78,14 +82,37 @@ def resolve(args: EngineArgs) -> EngineConfig:
 
 
 def build_core(
-    config: EngineConfig, progress: OnProgress | None = None, compiler: Compiler | None = None
+    config: EngineConfig,
+    progress: OnProgress | None = None,
+    compiler: Compiler | None = None,
+    *,
+    tenants: bool = False,
 ) -> EngineCore:
-    """An engine with its weights loaded, in this process. compiler: one to share with it."""
-    executor = InProcessExecutor(config, progress, [Pooler()])
-    grammars = None
-    if config.tokenizer_path is not None:
-        grammars = GrammarFeature(compiler or build_compiler(config), config.scheduler.max_num_seqs)
-    return EngineCore(config, executor, [PoolingFeature()], grammars)
+    """Builds an engine in this process and loads its weights. compiler: one to share with it.
+    tenants: requests may name tenants, who share the engine fairly."""
+    executor = WorkerExecutor(config, progress, runner_hooks())
+    features: list[Feature] = [PoolingFeature()]
+    loop_features: list[LoopFeature] = [OffloadLoop(config)]
+    if config.tokenizer_path is None:
+        features.append(NoGrammars())
+    else:
+        compiler = compiler or build_compiler(config)
+        # The last: masks of draft positions need the drafts that others have written.
+        loop_features.append(GrammarFeature(compiler, config.scheduler.max_num_seqs))
+    return EngineCore(config, executor, features, loop_features, _order(config.scheduler, tenants))
+
+
+def _order(config: SchedulerConfig, tenants: bool) -> Order:
+    if not tenants:
+        return Order(config)
+    from quire.scheduler.fair_share import FairShare
+
+    return FairShare(config)
+
+
+def runner_hooks() -> list[Hook]:
+    """Returns the features' hooks of a worker, the same on every rank."""
+    return [Pooler()]
 
 
 def build_compiler(config: EngineConfig, *, cached: int | None = None) -> Compiler:
@@ -137,7 +164,7 @@ def _dtype(wanted: str, device: str, checkpoint: str) -> str:
     return wanted
 
 
-def _kv_cache_dtype(wanted: str, dtype: str, head_dim: int) -> str:
+def _kv_cache_dtype(wanted: str, dtype: str, head_dims: tuple[int, ...]) -> str:
     import torch
 
     from quire.ops import kv_format
@@ -145,7 +172,7 @@ def _kv_cache_dtype(wanted: str, dtype: str, head_dim: int) -> str:
     if wanted == "auto":
         return dtype
     wanted = {"fp8": "fp8_e4m3"}.get(wanted, wanted)
-    stored = kv_format(wanted, getattr(torch, dtype), head_dim)
+    stored = kv_format(wanted, getattr(torch, dtype), *head_dims)
     if stored.scales == "none" and wanted != dtype:
         raise ConfigError(
             f"kv_cache_dtype={wanted}: the model computes in {dtype}, and its KV is stored like "
@@ -213,6 +240,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "device": config.device,
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "quantization": config.args.quantization,
         "block_size": config.block_size,
         **dataclasses.asdict(config.scheduler),
     }

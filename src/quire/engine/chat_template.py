@@ -23,15 +23,15 @@ MAX_OUTPUT_CHARS = 64_000_000
 MAX_SECONDS = 10.0
 _MAX_EXPONENT = 64
 _DEADLINE = "deadline__"
-"""The variable in which a rendering keeps the moment at which it must be done."""
+"""Variable of a rendering that holds the moment at which it must be done."""
 
 
 _FAILURES = (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError)
-"""Templates index, add and call whatever they are given."""
+"""Errors of templates, which index, add and call any value."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; it renders its body."""
+    """Renders the body of `{% generation %}`, which marks the assistant's words for training."""
 
     tags = {"generation"}  # noqa: RUF012  (the name and kind are Jinja's)
 
@@ -46,13 +46,17 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox keeps templates from what they may not touch; this, from taking time and memory
-    without end: by loops in loops, and by operators that make much out of little."""
+    """A sandbox that also bounds a template's time and memory.
+
+    The bounds are against loops in loops, and against operators that make large values of small
+    ones.
+    """
 
     intercepted_binops = frozenset({"+", "*", "**"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Every round of a loop begins with a call, and so with a look at the time."""
+        """Parses a template; every round of a loop begins with a call, and so with a check of the
+        time."""
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
             tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
@@ -61,7 +65,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def tick() -> None:
-        """Nothing: that it is called is what counts."""
+        """Does nothing; calling it checks the time."""
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         _check_time(__context)
@@ -115,10 +119,7 @@ def _now(format: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled template. `render` raises RequestError for whatever the template objects to.
-
-    variables: names that it looks for among those it is given.
-    """
+    """A compiled template. `render` raises RequestError for any error in the template."""
 
     def __init__(self, source: str, seconds: float = MAX_SECONDS) -> None:
         self._seconds = seconds
@@ -139,7 +140,8 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The rendered text. Absent `tools` and `documents` are None, as templates expect."""
+        """Returns the rendered text. Absent `tools` and `documents` are None, as templates
+        expect."""
         named = [_with_thinking(message) for message in messages]
         context = {"tools": None, "documents": None, **variables, "messages": named}
         context[_DEADLINE] = deadline = time.monotonic() + self._seconds
@@ -160,16 +162,18 @@ class ChatTemplate:
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Reasoning under the other name that templates know it by, too."""
+    """Returns the message with its reasoning under both names that templates use."""
     if message.get("reasoning_content") is None:
         return message
     return {"thinking": message["reasoning_content"], **message}
 
 
 def load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """A folder's templates by name: "default", and where there is one "tool_use". A file
-    `chat_template.jinja` goes before those of tokenizer_config.json; further ones may be in
-    `additional_chat_templates/`."""
+    """Returns a folder's templates by name: "default", and if there is one "tool_use".
+
+    A file `chat_template.jinja` goes before those of tokenizer_config.json; more may be in
+    `additional_chat_templates/`.
+    """
     found: dict[str, str] = {}
     template = config.get("chat_template")
     if isinstance(template, str):

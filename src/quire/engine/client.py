@@ -1,42 +1,22 @@
-"""The async handle to an engine in its own process."""
+"""The async client of an engine in its own process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
 
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.builder import build_compiler
-from quire.engine.core import EngineStats
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
-from quire.engine.inbox import Inbox, Mailroom
-from quire.engine.link import Beat, Link
-from quire.engine.messages import (
-    AbortRequest,
-    AddRequest,
-    Failed,
-    FromEngine,
-    GetSnapshot,
-    GetStats,
-    Hello,
-    Loading,
-    Outputs,
-    Pong,
-    Ready,
-    Refused,
-    Seen,
-    Shutdown,
-    Start,
-    Stats,
-    ToEngine,
-)
-from quire.engine.output import CompletionReader, PromptLogprobs, StreamUpdate
+from quire.engine.messages import AbortRequest, AddRequest, GetSnapshot, GetStats
+from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
+from quire.engine.remote_engine import RemoteEngine
 from quire.engine.snapshot import Snapshot
+from quire.engine.stats import EngineStats
+from quire.engine.streams import RequestStream
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import EngineDeadError, QuireError, RequestError
@@ -48,41 +28,25 @@ from quire.structured import Compiler
 __all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
 
 _LONG_TEXT = 2000
-"""Characters of a prompt that are tokenized off the event loop."""
+"""Characters of a prompt above which it is tokenized off the event loop."""
 
 _CHECKED_GRAMMARS = 16
 """Compiled grammars to keep here, where they are only checked."""
 
 
 class EngineClient:
-    """Made by `launch`, or by `attach` where another process has launched the engine. Belongs to
-    the event loop that made it.
+    """Tokenizes requests, sends them to an engine, and reads their output.
 
-    alive: requests are taken. When the engine dies they fail, and when it is there again they are
-    taken again.
+    Made by `launch`, or by `attach` where another process has launched the engine. Belongs to the
+    event loop that made it.
     """
 
     config: EngineConfig
     tokenizer: Tokenizer | None
 
-    def __init__(
-        self, address: str, args: EngineArgs | None, on_progress: OnProgress | None
-    ) -> None:
-        """args: what the engine is to load, where that is this client's to say."""
-        self.alive = False
-        self.host: EngineHost | None = None
-        self._args = args
-        self._on_progress = on_progress
-        self._mail = Mailroom()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._call_ids = itertools.count()
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
         self._compiler: Compiler | None = None
-        self._ready: asyncio.Future[EngineConfig] = asyncio.get_running_loop().create_future()
-        self._beat = Beat()
-        self._closed = False
-        self._link = Link(
-            address, on_up=self._greet, on_down=self._on_down, on_message=self._dispatch
-        )
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -90,27 +54,30 @@ class EngineClient:
     async def launch(
         cls, args: EngineArgs, on_progress: OnProgress | None = None, *, restarts: int = 0
     ) -> EngineClient:
-        """Starts the engine's process and waits until it takes requests. restarts: how often to
-        start it again when it dies.
+        """Starts the engine's process and waits until it takes requests.
+
+        Args:
+            restarts: how often to start the engine again when it dies.
 
         Raises:
             ConfigError, ModelError: the engine's own, when it cannot start.
-            EngineDeadError: its process ended without a word.
+            EngineDeadError: its process ended without a message.
         """
         host = EngineHost(restarts)
-        client = cls(host.address, args, on_progress)
-        client.host = host
-        host.start(client._on_death)
-        return await client._started()
+        client = cls(RemoteEngine(host.address, args, on_progress, host))
+        await client._start()
+        return client
 
     @classmethod
     async def attach(cls, address: str) -> EngineClient:
         """Waits until an engine that another process starts takes requests."""
-        return await cls(address, None, None)._started()
+        client = cls(RemoteEngine(address))
+        await client._start()
+        return client
 
-    async def _started(self) -> EngineClient:
+    async def _start(self) -> None:
         try:
-            self.config = await self._ready
+            self.config = await self._engine.loaded()
             path = self.config.tokenizer_path
             self.tokenizer = None
             if path is not None:
@@ -120,59 +87,38 @@ class EngineClient:
         except BaseException:
             await self.shutdown()
             raise
-        self.alive = True
-        self._beat.start(self._link)
-        return self
-
-    def _greet(self) -> None:
-        """The engine listens: it is told what to load, or asked whether it has."""
-        with contextlib.suppress(EngineDeadError):
-            self._link.send(Hello() if self._args is None else Start(self._args))
-
-    def _on_down(self) -> None:
-        self._fail_all(EngineDeadError("the engine has stopped"))
-
-    def _on_death(self, status: int) -> None:
-        """Of the process that this client started."""
-        self._on_down()
-        if not self._ready.done():
-            error = EngineDeadError(f"the engine's process ended with status {status}")
-            # Its last words may still be on the way.
-            asyncio.get_running_loop().call_later(0.2, self._never_ready, error)
-
-    def _never_ready(self, error: QuireError) -> None:
-        if not self._ready.done():
-            self._ready.set_exception(error)
+        self._engine.open()
 
     async def shutdown(self) -> None:
         """Stops the engine if this client launched it, and removes its socket. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        loading = not self._ready.done()
-        self._fail_all(EngineDeadError("the engine was shut down"))
-        self._beat.stop()
-        if self.host is not None:
-            await self.host.stop(self.host.process.kill if loading else self._ask_to_stop)
+        await self._engine.close()
         if self._compiler is not None:
             self._compiler.shutdown()
-        self._link.close()
-
-    def _ask_to_stop(self) -> None:
-        with contextlib.suppress(EngineDeadError):
-            self._link.send(Shutdown())
 
     @property
-    def pid(self) -> int:
-        """The engine's process, where this client has launched it."""
-        if self.host is None:
-            raise QuireError("the engine is another process's child")
-        return self.host.process.pid
+    def alive(self) -> bool:
+        """Whether requests are taken.
+
+        Requests fail when the engine dies, and are taken again when it has been started again.
+        """
+        return self._engine.alive
 
     @property
     def responsive(self) -> bool:
         """Whether the engine's loop has turned lately."""
-        return self.alive and self._beat.recent
+        return self._engine.responsive
+
+    @property
+    def host(self) -> EngineHost | None:
+        """The engine's process, where this client has launched it."""
+        return self._engine.host
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id, where this client has launched it."""
+        if self.host is None:
+            raise QuireError("the engine is another process's child")
+        return self.host.process.pid
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -190,22 +136,23 @@ class EngineClient:
     ) -> AsyncIterator[StreamUpdate]:
         """Streams a request's `n` completions. Closing the iterator aborts what still runs.
 
-        keep_special: special tokens that are in the text despite `skip_special_tokens`.
-        tenant, share: see `Request`.
+        Args:
+            keep_special: special tokens that are in the text despite `skip_special_tokens`.
+            tenant, share: see `Request`.
 
         Raises:
             RequestError: the request is invalid, or can never run; before the first update.
             OverloadedError: the queue is full.
             EngineDeadError: the engine is gone.
         """
-        self._check_alive()
+        self._engine.check_alive()
         ids = await self._ids(prompt, params)
         if params.structured_outputs is not None:
             await self.check_grammar(params.structured_outputs)
-        self._check_alive()
-        handle, inbox = self._mail.open(request_id, params.n)
+        self._engine.check_alive()
+        handle, stream = self._engine.streams.open(request_id, params.n)
         try:
-            self._link.send(
+            self._engine.send(
                 AddRequest(
                     handle,
                     ids,
@@ -222,7 +169,7 @@ class EngineClient:
                 CompletionReader(i, prompt_tokens, params, self.tokenizer, keep_special)
                 for i in range(params.n)
             ]
-            async for update in self._updates(handle, inbox, prompt_tokens, readers, params):
+            async for update in self._updates(handle, stream, prompt_tokens, readers, params):
                 yield update
         finally:
             self._close(request_id, handle, params.n)
@@ -230,41 +177,40 @@ class EngineClient:
     async def _updates(
         self,
         handle: int,
-        inbox: Inbox,
+        stream: RequestStream,
         prompt: list[int],
         readers: list[CompletionReader],
         params: SamplingParams,
     ) -> AsyncIterator[StreamUpdate]:
         about_prompt = None
         if params.prompt_logprobs is not None:
-            about_prompt = PromptLogprobs(self.tokenizer)
+            about_prompt = PromptLogprobCollector(self.tokenizer)
         first, open_readers = True, params.n
         while open_readers:
-            await inbox.arrived.wait()
-            inbox.arrived.clear()
-            if inbox.error is not None:
-                raise inbox.error
+            await stream.arrived.wait()
+            stream.arrived.clear()
+            if stream.error is not None:
+                raise stream.error
             if about_prompt is not None:
-                for part in inbox.prompt_logprobs:
+                for part in stream.prompt_logprobs:
                     about_prompt.feed(part)
-            inbox.prompt_logprobs = []
-            arrived, inbox.news = inbox.news, {}
-            for index, news in arrived.items():
+            stream.prompt_logprobs = []
+            for index, delta in stream.take().items():
                 reader = readers[index]
                 if reader.finished:
                     continue
-                update = reader.feed(news.tokens, news.logprobs, news.reason, news.stop_token)
+                update = reader.feed(delta.tokens, delta.logprobs, delta.reason, delta.stop_token)
                 if first:
                     first = False
                     update.prompt_token_ids = prompt
-                    update.num_cached_tokens = news.num_cached_tokens
-                    update.queued = news.queued
+                    update.num_cached_tokens = delta.num_cached_tokens
+                    update.queued = delta.queued
                     if about_prompt is not None:
                         update.prompt_logprobs = about_prompt.entries
                 if reader.finished:
                     open_readers -= 1
-                    if reader.ended_by_text and news.reason is None:
-                        self._link.send(AbortRequest(handle, index))
+                    if reader.ended_by_text and delta.reason is None:
+                        self._engine.send(AbortRequest(handle, index))
                 yield update
 
     async def embed(
@@ -278,14 +224,15 @@ class EngineClient:
         tenant: str = "",
         share: float = 1.0,
     ) -> Embedding:
-        """The prompt as a vector. Cancelling it aborts the request. Raises as `generate`."""
-        self._check_alive()
+        """Returns the prompt's embedding. Cancelling it aborts the request. Raises as
+        `generate`."""
+        self._engine.check_alive()
         pooling = pooling_of(params, self.config)
         ids = await self._ids(prompt, NO_TOKENS)
-        self._check_alive()
-        handle, inbox = self._mail.open(request_id, 1)
+        self._engine.check_alive()
+        handle, stream = self._engine.streams.open(request_id, 1)
         try:
-            self._link.send(
+            self._engine.send(
                 AddRequest(
                     handle,
                     ids,
@@ -298,26 +245,27 @@ class EngineClient:
                     share=share,
                 )
             )
-            await inbox.arrived.wait()
-            if inbox.error is not None:
-                raise inbox.error
-            news = inbox.news[0]
-            if news.pooled is None:
+            await stream.arrived.wait()
+            if stream.error is not None:
+                raise stream.error
+            delta = stream.deltas[0]
+            if delta.pooled is None:
                 raise QuireError("the request was aborted")
             return Embedding(
-                finish(news.pooled, params), ids.tolist(), news.num_cached_tokens, news.queued
+                finish(delta.pooled, params), ids.tolist(), delta.num_cached_tokens, delta.queued
             )
         finally:
             self._close(request_id, handle, 1)
 
     async def _ids(self, prompt: str | Sequence[int] | Int32, params: SamplingParams) -> Int32:
-        """A long text is tokenized off the event loop."""
+        """Returns the prompt's token ids. A long text is tokenized off the event loop."""
         if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
             return await asyncio.to_thread(prompt_ids, prompt, params, self.config, self.tokenizer)
         return prompt_ids(prompt, params, self.config, self.tokenizer)
 
     async def check_grammar(self, params: StructuredOutputsParams) -> None:
-        """Compiles a grammar, off the event loop. Raises RequestError where it is unfit."""
+        """Compiles a grammar, off the event loop. Raises RequestError where it cannot be
+        enforced."""
         if self._compiler is None:
             raise RequestError(
                 "structured outputs need a tokenizer, which was not loaded", "structured_outputs"
@@ -329,75 +277,29 @@ class EngineClient:
         verdict.result()
 
     def _close(self, request_id: str, handle: int, n: int) -> None:
-        self._mail.close(request_id, handle, n)
+        self._engine.streams.close(request_id, handle, n)
         # Ended completions do not mind; a request that was left early must not run on.
         if self.alive:
             with contextlib.suppress(EngineDeadError):
-                self._link.send(AbortRequest(handle))
+                self._engine.send(AbortRequest(handle))
 
     async def abort(self, request_id: str) -> None:
         """Ends a request early; its iterator ends with finish reason "abort"."""
-        handle = self._mail.handle_of(request_id)
+        handle = self._engine.streams.handle_of(request_id)
         if handle is not None and self.alive:
-            self._link.send(AbortRequest(handle))
-            self._mail.end(handle, "abort")
+            self._engine.send(AbortRequest(handle))
+            self._engine.streams.end(handle, "abort")
 
     async def stats(self) -> EngineStats:
-        """Raises EngineDeadError."""
-        stats: EngineStats = await self._ask(GetStats)
+        """Returns the engine's counts. Raises EngineDeadError."""
+        stats: EngineStats = await self._engine.ask(GetStats)
         return stats
 
     async def snapshot(self, tokens: bool) -> Snapshot:
-        """What the engine is at; tokens: with those of the prefix tree. Raises EngineDeadError."""
-        snapshot: Snapshot = await self._ask(lambda call: GetSnapshot(call, tokens))
+        """Returns the engine's current state. Raises EngineDeadError.
+
+        Args:
+            tokens: includes those of the prefix tree.
+        """
+        snapshot: Snapshot = await self._engine.ask(lambda call: GetSnapshot(call, tokens))
         return snapshot
-
-    async def _ask(self, question: Callable[[int], ToEngine]) -> Any:
-        self._check_alive()
-        call = next(self._call_ids)
-        answer = self._calls[call] = asyncio.get_running_loop().create_future()
-        try:
-            self._link.send(question(call))
-            return await answer
-        finally:
-            self._calls.pop(call, None)
-
-    # -- messages ------------------------------------------------------------------------------
-
-    def _check_alive(self) -> None:
-        if not self.alive:
-            raise EngineDeadError("the engine has stopped")
-
-    def _dispatch(self, message: FromEngine) -> None:
-        match message:
-            case Outputs():
-                self._mail.deliver(message)
-            case Pong():
-                self._beat.heard()
-            case Refused(handle, failure):
-                self._mail.refuse(handle, failure.error())
-            case Stats(call, found) | Seen(call, found):
-                answer = self._calls.get(call)
-                if answer is not None and not answer.done():
-                    answer.set_result(found)
-            case Loading(what, done, total):
-                if self._on_progress is not None and not self._ready.done():
-                    self._on_progress(what, done, total)
-            case Ready(config):
-                if not self._ready.done():
-                    self._ready.set_result(config)
-                elif not self._closed:
-                    self._beat.heard()
-                    self.alive = True
-            case Failed(failure):
-                self._never_ready(failure.error())
-                self._fail_all(EngineDeadError(f"the engine has stopped: {failure.message}"))
-            case _:
-                pass
-
-    def _fail_all(self, error: QuireError) -> None:
-        self.alive = False
-        self._mail.fail(error)
-        for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(error)

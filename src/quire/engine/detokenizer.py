@@ -1,4 +1,4 @@
-"""Tokens to text as they come, and stop strings on that text."""
+"""Incremental detokenization, and stop strings in its text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers.decoders import DecodeStream
 from quire.engine.tokenizer import Tokenizer
 
 _CONTEXT = 6
-"""Prompt tokens shown to the decoder first: some decoders treat the first token in a special way
+"""Prompt tokens that the decoder sees first, as some decoders treat the first token specially
 (dropping a leading space)."""
 
 _LONGEST_CHARACTER = 4
@@ -17,11 +17,14 @@ _LONGEST_CHARACTER = 4
 
 
 _BROKEN = "\ufffd"
-"""What stands for bytes that are no character."""
+"""Replacement of bytes that are no character."""
 
 
 class Detokenizer:
-    """O(1) per token. Text of incomplete characters is held back until they are complete."""
+    """Detokenizes one completion token by token, in O(1) each.
+
+    Text of incomplete characters is held back until they are complete.
+    """
 
     def __init__(
         self,
@@ -31,7 +34,11 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         keep: frozenset[int] = frozenset(),
     ) -> None:
-        """keep: special tokens whose text is not skipped."""
+        """Begins after the last tokens of `prompt`.
+
+        Args:
+        keep: special tokens whose text is not skipped.
+        """
         self._hub = tokenizer.hub
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens and not keep
@@ -46,7 +53,7 @@ class Detokenizer:
         return DecodeStream(context, self._skip)
 
     def step(self, token: int) -> str:
-        """The text that one more token completes."""
+        """Returns the text that one more token completes."""
         if token in self._skipped:
             return ""
         self._pending.append(token)
@@ -64,11 +71,11 @@ class Detokenizer:
         return ""
 
     def finish(self) -> str:
-        """What is left when no more tokens come: U+FFFD for an incomplete character."""
+        """Returns the remaining text: U+FFFD for an incomplete character."""
         return self._give_up()
 
     def whole(self, tokens: Sequence[int]) -> str:
-        """The text of a completion that is there already, in one go and with no state kept."""
+        """Returns the text of a whole completion, with no state kept."""
         tokens = [token for token in tokens if token not in self._skipped]
         before = self._tokenizer.decode(self._context, self._skip)
         text = self._tokenizer.decode([*self._context, *tokens], self._skip)
@@ -77,7 +84,7 @@ class Detokenizer:
         return "".join(map(self.step, tokens)) + self.finish()
 
     def _give_up(self) -> str:
-        """Shows what waits as it is, and goes on behind the last whole character."""
+        """Returns the pending tokens' text as it is, and goes on after the last whole character."""
         text = self._tokenizer.decode(self._pending, self._skip) if self._pending else ""
         self._pending = []
         self._stream = self._fresh(self._context)
@@ -85,7 +92,10 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Finds the first stop string in growing text. Holds back only what may still become one."""
+    """Finds the first stop string in growing text.
+
+    Only text that may still become a stop string is held back.
+    """
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
         self._stops = tuple(stops)
@@ -93,7 +103,7 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """(text to show now, the stop string that was found). Nothing follows a stop string."""
+        """Returns (text to show now, the stop string found). No text follows a stop string."""
         text = self._held + text
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -111,7 +121,7 @@ class StopMatcher:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop` (not all of it)."""
+    """Returns the length of the longest end of `text` that begins `stop` (not all of it)."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -1,4 +1,4 @@
-"""From a pooled hidden state to the vector that users asked for."""
+"""Embeddings: from a pooled hidden state to the user's vector."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from quire.pooling_params import Pooling, PoolingParams
 from quire.sampling_params import SamplingParams
 
 NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-"""Of requests that only read their prompt."""
+"""Sampling parameters of requests that only read their prompt."""
 
 
 @dataclass(slots=True)
 class Embedding:
-    """values: float32 [dimensions]. queued: seconds to its first step."""
+    """An embedding.
+
+    Attributes:
+        values: float32 [dimensions].
+        queued: seconds until its first step.
+    """
 
     values: Float32
     prompt_token_ids: list[int]
@@ -27,7 +32,7 @@ class Embedding:
 
 
 def pooling_of(params: PoolingParams, config: EngineConfig) -> Pooling:
-    """How to pool, for a request fit to run. Raises RequestError."""
+    """Returns how to pool, for a request fit to run. Raises RequestError."""
     _check_dimensions(params.dimensions, config)
     return params.pooling or config.pooling
 
@@ -56,7 +61,7 @@ def _check_dimensions(wanted: int | None, config: EngineConfig) -> None:
 
 
 def finish(pooled: Float32, params: PoolingParams) -> Float32:
-    """pooled: float32 [hidden size]. Gives float32 [dimensions]."""
+    """Cuts and normalizes a pooled state, float32 [hidden size]; returns float32 [dimensions]."""
     values = pooled[: params.dimensions]
     if params.normalize:
         values = values / max(float(np.linalg.norm(values)), 1e-12)

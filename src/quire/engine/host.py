@@ -1,4 +1,4 @@
-"""The engine's process: started, watched, and started again when it dies."""
+"""The engine's process: it is started, watched, and started again when it dies."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ logger = logging.getLogger("quire.engine")
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
 _HEALTHY = 60.0
-"""Seconds of life after which earlier deaths are forgotten."""
+"""Seconds of life after which earlier deaths no longer count."""
 _STOP_SECONDS = 5.0
 _FOLDER = "quire-"
 _OWNER = "owner"
 
 
 class EngineHost:
-    """Owns the process, and the private folder of its socket. Belongs to an event loop.
+    """Owns the engine's process, and the private folder of its socket. Belongs to an event loop.
 
-    restarts: how often to start it anew, with pauses that double, before giving up; a minute of
-    life clears the count.
+    Args:
+        restarts: most restarts in a row. Pauses between them double; a minute of life clears the
+            count.
     """
 
     def __init__(self, restarts: int) -> None:
@@ -49,7 +50,11 @@ class EngineHost:
         self._exited = asyncio.Event()
 
     def start(self, on_death: Callable[[int], None]) -> None:
-        """on_death: called on the loop, with the exit status, each time the process has died."""
+        """Starts the process.
+
+        Args:
+            on_death: called on the loop, with the exit status, each time the process has died.
+        """
         self._on_death = on_death
         self._launch()
 
@@ -87,12 +92,8 @@ class EngineHost:
             logger.error("the engine ended (%s)", _how(status))
         self._on_death(status)
 
-    def give_up(self) -> None:
-        """No restarts any more: it could not even start."""
-        self._left = 0
-
     async def stop(self, ask: Callable[[], None]) -> None:
-        """Ends the process: by asking, then by force. Removes the folder. Idempotent."""
+        """Ends the process, by asking, then by force, and removes the folder. Idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -115,7 +116,7 @@ def _how(status: int) -> str:
 
 
 def _remove_stale() -> None:
-    """Folders of this user whose owner is gone, as a killed process leaves them."""
+    """Removes folders of this user whose owner is gone, as a killed process leaves them."""
     for folder in Path(tempfile.gettempdir()).glob(_FOLDER + "*"):
         with contextlib.suppress(OSError, ValueError):
             if folder.stat().st_uid != os.getuid():

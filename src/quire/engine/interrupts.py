@@ -1,4 +1,4 @@
-"""Ctrl-C while an engine runs in this process."""
+"""Handling of Ctrl-C while an engine runs in this process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _IMPATIENT = 3
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C back but where the function it gives is called: in the midst of a step it would
-    leave scheduler and device at odds. The third one does not wait."""
+    """Defers Ctrl-C until the function that it yields is called.
+
+    In the midst of a step it would leave scheduler and device at odds. The third one does not wait.
+    """
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
         yield lambda: None

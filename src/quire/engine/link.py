@@ -7,22 +7,24 @@ import contextlib
 import time
 from collections.abc import Callable
 
+from quire.engine.framing import FrameDecoder, framed
 from quire.engine.messages import FromEngine, Ping, ToEngine, decode_from_engine, encode
-from quire.engine.wire import Cutter, framed
 from quire.errors import EngineDeadError
 
 _RECONNECT_SECONDS = 0.05
-_BEAT_SECONDS = 0.5
+_PING_SECONDS = 0.5
 _SILENCE_SECONDS = 2.0
-"""Without an answer, after which the engine's loop does not turn."""
+"""Seconds without an answer after which the engine's loop counts as stuck."""
 
 
 class Link(asyncio.Protocol):
-    """Connects to the Unix socket at `address` as soon as somebody listens there, and again
-    whenever that is gone.
+    """Connects to the Unix socket at `address` as soon as the engine listens there, and again after
+    every loss of the connection.
 
-    on_up: the engine's process listens. on_down: it does no more; what was sent is lost.
-    on_message: it said something. All are called on the event loop.
+    Args:
+        on_up: called when the engine's process listens.
+        on_down: called when it listens no more; messages under way are lost.
+        on_message: called with each message. All are called on the event loop.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Link(asyncio.Protocol):
         self._task = asyncio.create_task(self._keep_connected())
 
     def send(self, message: ToEngine) -> None:
-        """Raises EngineDeadError where nobody listens."""
+        """Raises EngineDeadError where the engine does not listen."""
         if self._transport is None:
             raise EngineDeadError("the engine has stopped")
         self._transport.write(framed(encode(message)))
@@ -49,26 +51,26 @@ class Link(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         while True:
             self._lost.clear()
-            with contextlib.suppress(OSError):  # nobody listens yet
+            with contextlib.suppress(OSError):  # it does not listen yet
                 await loop.create_unix_connection(lambda: self, self._address)
                 await self._lost.wait()
             await asyncio.sleep(_RECONNECT_SECONDS)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Disconnects for good. Idempotent."""
         self._task.cancel()
         if self._transport is not None:
             self._transport.close()
 
-    # -- asyncio's side ------------------------------------------------------------------------
+    # -- asyncio.Protocol ----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._cutter = Cutter()
+        self._decoder = FrameDecoder()
         self._transport = transport  # type: ignore[assignment]
         self._on_up()
 
     def data_received(self, data: bytes) -> None:
-        for message in self._cutter.feed(data):
+        for message in self._decoder.feed(data):
             self._on_message(decode_from_engine(message))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -77,8 +79,8 @@ class Link(asyncio.Protocol):
         self._on_down()
 
 
-class Beat:
-    """Asks the engine's loop again and again whether it turns."""
+class Heartbeat:
+    """Pings the engine's loop twice a second, and notes its answers."""
 
     def __init__(self) -> None:
         self._heard = time.monotonic()
@@ -86,13 +88,13 @@ class Beat:
 
     def start(self, link: Link) -> None:
         self.heard()
-        self._task = asyncio.create_task(self._ask(link))
+        self._task = asyncio.create_task(self._ping(link))
 
-    async def _ask(self, link: Link) -> None:
+    async def _ping(self, link: Link) -> None:
         while True:
             with contextlib.suppress(EngineDeadError):
                 link.send(Ping())
-            await asyncio.sleep(_BEAT_SECONDS)
+            await asyncio.sleep(_PING_SECONDS)
 
     def heard(self) -> None:
         self._heard = time.monotonic()

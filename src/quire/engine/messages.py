@@ -1,7 +1,7 @@
-"""What passes between an engine process and its clients: typed structs in MessagePack, no pickle.
+"""Messages between an engine process and its clients: typed structs in MessagePack, no pickle.
 
-A completion goes by a `handle`, an integer that its client picks: the k-th completion of a request
-has its request's handle plus k. Other clients may pick the same.
+A completion is named by a `handle`, an integer that its client picks: the k-th completion of a
+request has its request's handle plus k. Handles of different clients may be equal.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import msgspec
 from quire import errors
 from quire.arrays import Float32, Int32, decode_array, encode_array
 from quire.config import EngineArgs, EngineConfig
-from quire.engine.core import EngineStats
 from quire.engine.snapshot import Snapshot
+from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.plan import Logprobs
 from quire.pooling_params import Pooling
@@ -20,7 +20,7 @@ from quire.sampling_params import SamplingParams
 
 
 class Failure(msgspec.Struct):
-    """An error as data: its class among `quire.errors`, and what that class carries."""
+    """An error as data: its class among `quire.errors`, and that class's fields."""
 
     kind: str
     message: str
@@ -50,17 +50,24 @@ class Failure(msgspec.Struct):
 
 
 class Start(msgspec.Struct, tag=True):
-    """What to load; from the client that started the engine's process, first of all."""
+    """Loads a model; the first message of the client that started the engine's process."""
 
     args: EngineArgs
 
 
 class Hello(msgspec.Struct, tag=True):
-    """From any other client: answered with `Ready` once the engine is."""
+    """Greets the engine; it answers with `Ready` once it is."""
 
 
 class AddRequest(msgspec.Struct, tag=True):
-    """pooling: of requests for a vector. tenant, share: see `Request`."""
+    """Adds a request.
+
+    Attributes:
+        handle: of its first completion.
+        max_total: length, prompt included, at which it must end.
+        pooling: set for an embedding.
+        tenant, share: see `Request`.
+    """
 
     handle: int
     prompt: Int32
@@ -74,7 +81,7 @@ class AddRequest(msgspec.Struct, tag=True):
 
 
 class AbortRequest(msgspec.Struct, tag=True):
-    """index None: all of the request's completions."""
+    """Aborts a completion; index None aborts all of the request's."""
 
     handle: int
     index: int | None = None
@@ -85,14 +92,14 @@ class GetStats(msgspec.Struct, tag=True):
 
 
 class GetSnapshot(msgspec.Struct, tag=True):
-    """tokens: with those of the prefix tree."""
+    """Asks for a snapshot; `tokens` includes those of the prefix tree."""
 
     call: int
     tokens: bool
 
 
 class Ping(msgspec.Struct, tag=True):
-    """Answered with `Pong` when the loop turns."""
+    """Asks for a `Pong`, which comes when the loop turns."""
 
 
 class Shutdown(msgspec.Struct, tag=True):
@@ -103,7 +110,7 @@ ToEngine = Start | Hello | AddRequest | AbortRequest | GetStats | GetSnapshot | 
 
 
 class Loading(msgspec.Struct, tag=True):
-    """See `OnProgress`."""
+    """Tells how far loading is; see `OnProgress`."""
 
     what: str
     done: int
@@ -115,51 +122,58 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The engine could not start, or stopped by an error; it exits."""
+    """Tells that the engine could not start, or stopped by an error; it exits."""
 
     failure: Failure
 
 
-class Refused(msgspec.Struct, tag=True):
-    """A request was not taken."""
+class RequestRefused(msgspec.Struct, tag=True):
+    """Tells that a request was refused."""
 
     handle: int
     failure: Failure
 
 
-class First(msgspec.Struct, array_like=True):
-    """Sent once for each completion, with its first tokens. queued: seconds to its first step."""
+class CompletionStart(msgspec.Struct, array_like=True):
+    """Data of a completion that comes with its first tokens. `queued`: seconds until its first
+    step."""
 
     handle: int
     num_cached_tokens: int
     queued: float = 0.0
 
 
-class End(msgspec.Struct, array_like=True):
+class CompletionEnd(msgspec.Struct, array_like=True):
     handle: int
     reason: str
     stop_token: int | None
 
 
-class Outputs(msgspec.Struct, tag=True):
-    """One step's tokens, ragged: completion `handles[i]` gets the next `counts[i]` of `tokens`."""
+class StepOutputs(msgspec.Struct, tag=True):
+    """One step's tokens, ragged: completion `handles[i]` gets the next `counts[i]` of `tokens`.
+
+    Attributes:
+        handles, counts: int32 [completions].
+        tokens: int32 [sum of counts].
+        logprobs, prompt_logprobs, pooled: pairs of handle and value.
+    """
 
     handles: Int32
     counts: Int32
     tokens: Int32
-    firsts: list[First] = []
-    ends: list[End] = []
+    starts: list[CompletionStart] = []
+    ends: list[CompletionEnd] = []
     logprobs: list[tuple[int, Logprobs]] = []
     prompt_logprobs: list[tuple[int, Logprobs]] = []
     pooled: list[tuple[int, Float32]] = []
 
 
-class Stats(msgspec.Struct, tag=True):
+class StatsReply(msgspec.Struct, tag=True):
     call: int
     stats: EngineStats
 
 
-class Seen(msgspec.Struct, tag=True):
+class SnapshotReply(msgspec.Struct, tag=True):
     call: int
     snapshot: Snapshot
 
@@ -168,7 +182,9 @@ class Pong(msgspec.Struct, tag=True):
     pass
 
 
-FromEngine = Loading | Ready | Failed | Refused | Outputs | Stats | Seen | Pong
+FromEngine = (
+    Loading | Ready | Failed | RequestRefused | StepOutputs | StatsReply | SnapshotReply | Pong
+)
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
 _to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=decode_array)

@@ -1,4 +1,4 @@
-"""From the engine's tokens to what users read; shared by the async client and `LLM`."""
+"""Conversion of the engine's tokens to users' output, for the async client and `LLM`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from quire.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class StreamUpdate:
-    """What one completion gained.
+    """New output of one completion.
 
-    index: which of the `n`. text, token_ids, logprobs: what is new. finish_reason, stop_reason:
-    None until it ends. prompt_token_ids, prompt_logprobs, num_cached_tokens, queued (seconds until
-    the request's first step): with the request's first update only.
+    Attributes:
+        index: of the completion among the request's `n`.
+        text, token_ids, logprobs: what is new.
+        finish_reason, stop_reason: None until the completion ends.
+        prompt_token_ids, prompt_logprobs, num_cached_tokens: with the request's first update only.
+        queued: seconds until the request's first step, with its first update only.
     """
 
     index: int
@@ -34,8 +37,11 @@ class StreamUpdate:
 
 
 class CompletionReader:
-    """Reads one completion's tokens. Its end may come earlier than the engine's: at a stop string,
-    after which the caller must abort the request."""
+    """Turns one completion's tokens into updates.
+
+    A completion may end earlier here than in the engine, at a stop string; the caller must then
+    abort the request.
+    """
 
     def __init__(
         self,
@@ -45,7 +51,11 @@ class CompletionReader:
         tokenizer: Tokenizer | None,
         keep_special: frozenset[int] = frozenset(),
     ) -> None:
-        """keep_special: special tokens that are in the text despite `skip_special_tokens`."""
+        """Sets up the detokenizer and stop strings that `params` ask for.
+
+        Args:
+        keep_special: special tokens that are in the text despite `skip_special_tokens`.
+        """
         self.index = index
         self.finished = False
         self.ended_by_text = False
@@ -71,8 +81,10 @@ class CompletionReader:
         finish_reason: str | None = None,
         stop_token: int | None = None,
     ) -> StreamUpdate:
-        """The update for `tokens`; `finish_reason` is the engine's. A stop token is part of the
-        token ids, not of the text."""
+        """Returns the update for `tokens`; `finish_reason` is the engine's.
+
+        A stop token is part of the token ids, not of the text.
+        """
         update = StreamUpdate(self.index)
         if self._params.logprobs is not None:
             update.logprobs = [
@@ -100,7 +112,7 @@ class CompletionReader:
         return update
 
     def _text(self, tokens: Sequence[int], *, whole: bool) -> str:
-        """Their text; `whole`: no more will come."""
+        """Returns the tokens' text; `whole`: no more tokens will come."""
         if self._detokenizer is None:
             return ""
         if whole and self._count == 0:
@@ -108,7 +120,7 @@ class CompletionReader:
         return "".join(map(self._detokenizer.step, tokens))
 
     def _until_stop(self, tokens: Sequence[int], shown: int, update: StreamUpdate) -> str:
-        """The text of the first `shown` tokens, up to where a stop string ends it."""
+        """Returns the text of the first `shown` tokens, up to the stop string that ends it."""
         texts = []
         for place, token in enumerate(tokens):
             update.token_ids.append(token)
@@ -136,7 +148,7 @@ class CompletionReader:
 
 
 def logprob_dicts(logprobs: Logprobs, tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:
-    """One dict a token: the token itself first, then the likeliest, best first."""
+    """Returns one dict per token: the token itself first, then the likeliest, best first."""
     entries = []
     rows = zip(
         logprobs.ids.tolist(), logprobs.values.tolist(), logprobs.ranks.tolist(), strict=True
@@ -155,8 +167,8 @@ def _decoded(tokenizer: Tokenizer | None, id: int) -> str | None:
     return None if tokenizer is None else tokenizer.token_text(id)
 
 
-class PromptLogprobs:
-    """Gathers a prompt's log-probabilities, which come chunk by chunk."""
+class PromptLogprobCollector:
+    """Collects a prompt's log-probabilities, which arrive chunk by chunk."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer

@@ -1,7 +1,7 @@
-"""The engine's loop in a process of its own: `python -m quire.engine.process ADDRESS OWNER`.
+"""The engine's loop in its own process: `python -m quire.engine.process ADDRESS OWNER`.
 
-It listens at ADDRESS, is told what to load by the process that started it, whose id is OWNER, and
-then takes requests and sends tokens until it is told to stop or its owner is gone.
+The process listens at ADDRESS and loads what the process that started it asks for, whose id is
+OWNER. It then takes requests and sends tokens until it is told to stop or its owner is gone.
 """
 
 from __future__ import annotations
@@ -12,101 +12,73 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
-import numpy as np
-
-from quire.arrays import Int32, int32
 from quire.engine.builder import build_core, resolve
+from quire.engine.completion_table import Client, CompletionTable
 from quire.engine.core import EngineCore
 from quire.engine.messages import (
     AbortRequest,
     AddRequest,
-    End,
     Failed,
     Failure,
-    First,
     FromEngine,
     GetSnapshot,
     GetStats,
     Hello,
     Loading,
-    Outputs,
     Ping,
     Pong,
     Ready,
-    Refused,
-    Seen,
+    RequestRefused,
     Shutdown,
+    SnapshotReply,
     Start,
-    Stats,
+    StatsReply,
     decode_to_engine,
     encode,
 )
 from quire.engine.snapshot import take_snapshot
-from quire.engine.switchboard import Peer, Switchboard
+from quire.engine.socket_server import Connection, SocketServer
 from quire.errors import OverloadedError, QuireError, RequestError
-from quire.request import Request
-from quire.scheduler import StepProgress
 
 _ORPHAN_CHECK = 0.5
-"""Seconds between looks at whether the client still lives."""
-_LAST_WORDS = 1.0
-"""Seconds that clients have to read them."""
-
-
-@dataclass(slots=True, eq=False)
-class Client:
-    """number: counts them. handles: of its running requests, with the completions that have not
-    ended."""
-
-    peer: Peer
-    number: int
-    handles: dict[int, int] = field(default_factory=dict)
-
-    def request(self, handle: int) -> str:
-        return f"{self.number}.{handle}"
-
-    def ended(self, request: Request) -> None:
-        handle = request.state["handle"] - request.sample_index
-        left = self.handles.get(handle, 1) - 1
-        if left:
-            self.handles[handle] = left
-        else:
-            self.handles.pop(handle, None)
+"""Seconds between checks that the owner still lives."""
+_LAST_MESSAGES = 1.0
+"""Seconds that clients have to read the last messages."""
 
 
 class Clients:
-    """Those that have said something."""
+    """The clients that have sent a message, by connection."""
 
     def __init__(self) -> None:
-        self._by_peer: dict[Peer, Client] = {}
+        self._by_connection: dict[Connection, Client] = {}
         self._count = 0
 
     def __iter__(self) -> Iterator[Client]:
-        return iter(list(self._by_peer.values()))
+        return iter(list(self._by_connection.values()))
 
     def __len__(self) -> int:
-        return len(self._by_peer)
+        return len(self._by_connection)
 
-    def of(self, peer: Peer) -> Client:
-        client = self._by_peer.get(peer)
+    def of(self, connection: Connection) -> Client:
+        client = self._by_connection.get(connection)
         if client is None:
-            client = self._by_peer[peer] = Client(peer, self._count)
+            client = self._by_connection[connection] = Client(connection, self._count)
             self._count += 1
         return client
 
     def forget(self, client: Client) -> None:
-        self._by_peer.pop(client.peer, None)
+        self._by_connection.pop(client.connection, None)
 
 
 class EngineProcess:
-    """The loop."""
+    """Runs the engine: takes messages, steps, and sends outputs."""
 
-    def __init__(self, board: Switchboard) -> None:
-        self._board = board
+    def __init__(self, server: SocketServer) -> None:
+        self._server = server
         self._core: EngineCore | None = None
+        self._completions: CompletionTable | None = None
         self._running = True
         self._clients = Clients()
 
@@ -128,7 +100,7 @@ class EngineProcess:
     def _load(self) -> None:
         greeted = []
         while True:
-            arrived = self._board.receive(wait=True)
+            arrived = self._server.receive(wait=True)
             if arrived is None:
                 continue
             owner, data = self._clients.of(arrived[0]), arrived[1]
@@ -150,7 +122,8 @@ class EngineProcess:
                 self._send(owner, Loading(what, done, total))
 
         config = resolve(message.args)
-        self._core = build_core(config, progress)
+        self._completions = CompletionTable(config.scheduler.max_num_seqs)
+        self._core = build_core(config, progress, tenants=True)
         # What stands now stands for good: the collector need not walk it again and again.
         gc.collect()
         gc.freeze()
@@ -158,26 +131,26 @@ class EngineProcess:
             self._send(client, Ready(config))
 
     def _send(self, client: Client, message: FromEngine) -> None:
-        self._board.send(client.peer, encode(message))
+        self._server.send(client.connection, encode(message))
 
     def _forget(self, client: Client) -> None:
-        """It is gone, and nobody will read what its requests give."""
+        """Aborts the requests of a client that has disconnected."""
         self._clients.forget(client)
         for handle in list(client.handles):
-            self.core.abort(client.request(handle))
+            self._abort(client, handle, None)
 
     # -- in ------------------------------------------------------------------------------------
 
     def _take_messages(self) -> None:
-        """All that wait. With nothing to compute, sleeps until there is one."""
-        arrived = self._board.receive(wait=not self.core.has_work())
+        """Handles all waiting messages. With nothing to compute, sleeps until one comes."""
+        arrived = self._server.receive(wait=not self.core.has_work())
         while arrived is not None and self._running:
-            peer, data = arrived
+            connection, data = arrived
             if data is None:
-                self._forget(self._clients.of(peer))
+                self._forget(self._clients.of(connection))
             else:
-                self._handle(self._clients.of(peer), data)
-            arrived = self._board.receive(wait=False)
+                self._handle(self._clients.of(connection), data)
+            arrived = self._server.receive(wait=False)
 
     @property
     def core(self) -> EngineCore:
@@ -185,27 +158,35 @@ class EngineProcess:
             raise QuireError("the engine is not loaded")
         return self._core
 
+    @property
+    def completions(self) -> CompletionTable:
+        if self._completions is None:
+            raise QuireError("the engine is not loaded")
+        return self._completions
+
     def _handle(self, client: Client, data: bytes) -> None:
         message = decode_to_engine(data)
         match message:
             case AddRequest():
                 self._add(client, message)
             case AbortRequest(handle, index):
-                self.core.abort(client.request(handle), index)
-                if index is None:
-                    client.handles.pop(handle, None)
+                self._abort(client, handle, index)
             case Ping():
                 self._send(client, Pong())
             case GetStats(call):
-                self._send(client, Stats(call, self.core.stats()))
+                self._send(client, StatsReply(call, self.core.stats()))
             case GetSnapshot(call, tokens):
-                self._send(client, Seen(call, take_snapshot(self.core, tokens)))
+                self._send(client, SnapshotReply(call, take_snapshot(self.core, tokens)))
             case Hello():
                 self._send(client, Ready(self.core.config))
             case Shutdown():
                 self._running = False
             case Start():
                 raise QuireError("the engine is loaded already")
+
+    def _abort(self, client: Client, handle: int, index: int | None) -> None:
+        for request in self.core.abort(client.request(handle), index):
+            self.completions.end(request)
 
     def _add(self, client: Client, message: AddRequest) -> None:
         try:
@@ -221,92 +202,28 @@ class EngineProcess:
                 share=message.share,
             )
         except (RequestError, OverloadedError) as error:
-            self._send(client, Refused(message.handle, Failure.of(error)))
+            self._send(client, RequestRefused(message.handle, Failure.of(error)))
             return
-        for index, request in enumerate(requests):
-            request.state["handle"] = message.handle + index
-            request.state["client"] = client
-        client.handles[message.handle] = len(requests)
+        self.completions.add(client, message.handle, requests)
 
     # -- out -----------------------------------------------------------------------------------
 
     def _step(self) -> None:
         progress = self.core.step()
-        for request, error in self.core.take_unfit():
-            client: Client = request.state["client"]
-            client.ended(request)
-            self._send(client, Refused(request.state["handle"], Failure.of(error)))
-        if progress is None or not len(progress):
-            return
-        for client, places in self._by_client(progress):
-            message = outputs(progress, places)
-            if len(message.handles) or message.prompt_logprobs:
+        for request, error in self.core.take_failures():
+            completion = self.completions.end(request)
+            refusal = RequestRefused(completion.handle, Failure.of(error))
+            self._send(completion.client, refusal)
+        if progress is not None:
+            for client, message in self.completions.outputs(progress, self._clients):
                 self._send(client, message)
-
-    def _by_client(self, progress: StepProgress) -> list[tuple[Client, Int32]]:
-        """The places of each client's rows, int32."""
-        for place in progress.finished:
-            progress.requests[place].state["client"].ended(progress.requests[place])
-        if len(self._clients) == 1:
-            return [(next(iter(self._clients)), np.arange(len(progress.requests), dtype=np.int32))]
-        numbers = int32([request.state["client"].number for request in progress.requests])
-        return [
-            (client, np.flatnonzero(numbers == client.number).astype(np.int32))
-            for client in self._clients
-        ]
-
-
-def outputs(progress: StepProgress, places: Int32) -> Outputs:
-    """What a step brought to the requests at `places`; those in mid-prompt are left out."""
-    requests, counts = progress.requests, progress.n_tokens
-    handles = int32([request.state["handle"] for request in requests])
-    own = _marks(len(requests), places)
-    ended = [place for place in sorted(progress.finished) if own[place]]
-    told = np.flatnonzero(own & ((counts > 0) | _marks(len(requests), ended)))
-    width = np.arange(progress.tokens.shape[1])
-    message = Outputs(
-        handles=handles[told],
-        counts=counts[told],
-        tokens=progress.tokens[told][width < counts[told][:, None]],
-        firsts=[
-            First(int(handles[i]), requests[i].num_cached_tokens, requests[i].state["times"].queued)
-            for i in _untold(requests, told.tolist())
-        ],
-        ends=[_end(progress, i, requests[i], int(handles[i])) for i in ended],
-    )
-    for name in ("logprobs", "prompt_logprobs", "pooled"):
-        if getattr(progress, name) is not None:
-            pairs = (
-                (item.request.state["handle"], getattr(item, name))
-                for place, item in enumerate(progress)
-                if own[place]
-            )
-            setattr(message, name, [(handle, part) for handle, part in pairs if part is not None])
-    return message
-
-
-def _marks(size: int, places: Sequence[int] | Int32) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    marks = np.zeros(size, dtype=bool)
-    marks[places] = True
-    return marks
-
-
-def _untold(requests: list[Request], places: list[int]) -> list[int]:
-    """Those whose client has heard nothing of them yet; from now on it has."""
-    fresh = [i for i in places if "told" not in requests[i].state]
-    for i in fresh:
-        requests[i].state["told"] = True
-    return fresh
-
-
-def _end(progress: StepProgress, place: int, request: Request, handle: int) -> End:
-    reason = request.finish_reason
-    return End(handle, str(reason or "error"), progress[place].stop_token)
 
 
 def _exit_with(owner: int) -> None:
-    """Ends this process when the one that started it is gone, however it ended. It may be gone
-    already: importing what stands above takes a while."""
+    """Ends this process when its owner is gone.
+
+    The owner may be gone already, as importing the modules above takes a while.
+    """
 
     def watch() -> None:
         while os.getppid() == owner:
@@ -320,11 +237,11 @@ def main(address: str, owner: int) -> None:
     # Ctrl-C reaches the whole process group; the owner decides when the engine may stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _exit_with(owner)
-    board = Switchboard(address)
+    server = SocketServer(address)
     try:
-        EngineProcess(board).run()
+        EngineProcess(server).run()
     finally:
-        board.close(_LAST_WORDS)
+        server.close(_LAST_MESSAGES)
 
 
 if __name__ == "__main__":

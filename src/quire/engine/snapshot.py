@@ -1,30 +1,29 @@
-"""What the engine is at, for someone who looks: made when asked for, from what is there anyway."""
+"""A snapshot of the engine for display, made from its state when it is asked for."""
 
 from __future__ import annotations
 
 import time
-from itertools import islice
 
 import msgspec
 
 from quire.arrays import Int32
-from quire.cache.census import census, outline
-from quire.engine.core import EngineCore, EngineStats
-from quire.outputs import RequestTimes
+from quire.cache.inspect import summarize as summarize_blocks
+from quire.engine.core import EngineCore
+from quire.engine.stats import EngineStats
 from quire.request import Request, RequestStatus
-from quire.scheduler.lanes import Launched
+from quire.scheduler.inspect import StepSummary
+from quire.scheduler.inspect import summarize as summarize_requests
 
 MOST_CELLS = 4096
 MOST_RUNNING = 128
 MOST_WAITING = 64
 MOST_ROWS = 256
-MOST_TWIGS = 160
-_LOOKED_AT = 4096
+MOST_RUNS = 160
 _TOKENS_SHOWN = 24
 
 
 class Pool(msgspec.Struct):
-    """One KV group's blocks, as cells: see `quire.cache.census.Census`."""
+    """One KV group's blocks, as cells: see `quire.cache.inspect.PoolSummary`."""
 
     window: int | None
     blocks: int
@@ -80,7 +79,7 @@ class Step(msgspec.Struct):
 
 
 class Branch(msgspec.Struct, array_like=True):
-    """As `quire.cache.census.Twig`; tokens: None where they were not asked for."""
+    """See `quire.cache.inspect.TreeRun`. tokens: None where they were not asked for."""
 
     parent: int
     length: int
@@ -110,67 +109,35 @@ class Snapshot(msgspec.Struct):
 
 
 def take_snapshot(core: EngineCore, tokens: bool) -> Snapshot:
-    """Bounded in size and time, whatever the engine holds. tokens: with those of the prefix tree,
-    which are what users have sent."""
-    blocks = core.scheduler.blocks
-    running, waiting = _requests(core)
+    """Describes the engine, bounded in size and time whatever it holds. tokens: with those of the
+    prefix tree, which are the text of users."""
+    blocks = summarize_blocks(core.scheduler.blocks, MOST_CELLS, MOST_RUNS, _TOKENS_SHOWN)
+    requests = summarize_requests(core.scheduler, MOST_RUNNING, MOST_WAITING, MOST_ROWS)
     return Snapshot(
         time=time.monotonic(),
-        block_size=blocks.block_size,
+        block_size=core.scheduler.blocks.block_size,
         budget=core.config.scheduler.max_num_batched_tokens,
         lanes=core.config.scheduler.max_num_seqs,
         stats=core.stats(),
-        pools=_pools(core),
-        running=running,
-        waiting=waiting,
-        step=_step(core.scheduler.last_step),
-        prompt_step=_step(core.scheduler.last_prompt_step),
+        pools=[
+            Pool(p.window, p.num_blocks, p.per_cell, p.owner, p.holders, p.filled)
+            for p in blocks.pools
+        ],
+        running=[_running(request, held) for request, held in requests.running],
+        waiting=[_waiting(request) for request in requests.waiting],
+        step=_step(requests.step),
+        prompt_step=_step(requests.prompt_step),
         firsts=list(core.telemetry.firsts),
         tree=[
-            Branch(
-                twig.parent, twig.length, twig.users, twig.hidden, twig.tokens if tokens else None
-            )
-            for twig in outline(blocks.tree, MOST_TWIGS, _TOKENS_SHOWN)
+            Branch(run.parent, run.length, run.users, run.hidden, run.tokens if tokens else None)
+            for run in blocks.runs
         ],
-        tree_nodes=blocks.tree.num_nodes,
+        tree_nodes=blocks.num_nodes,
     )
 
 
-def _pools(core: EngineCore) -> list[Pool]:
-    pools = []
-    for group in core.scheduler.blocks.groups:
-        found = census(group, MOST_CELLS)
-        pools.append(
-            Pool(
-                group.window,
-                group.pool.num_blocks,
-                found.per_cell,
-                found.owner,
-                found.holders,
-                found.filled,
-            )
-        )
-    return pools
-
-
-def _requests(core: EngineCore) -> tuple[list[Running], list[Waiting]]:
-    running: list[Running] = []
-    waiting: list[Waiting] = []
-    tables = core.scheduler.blocks.groups[0]
-    for request in islice(core.scheduler.requests(), _LOOKED_AT):
-        if request.status is not RequestStatus.RUNNING:
-            if len(waiting) < MOST_WAITING:
-                waiting.append(_waiting(request))
-        elif len(running) < MOST_RUNNING:
-            held = int(tables.end[request.lane] - tables.start[request.lane])
-            running.append(_running(request, held))
-        if len(waiting) == MOST_WAITING and len(running) == MOST_RUNNING:
-            break
-    return running, waiting
-
-
 def _running(request: Request, blocks: int) -> Running:
-    times: RequestTimes = request.state["times"]
+    times = request.times
     return Running(
         _name(request),
         request.lane,
@@ -201,14 +168,12 @@ def _name(request: Request) -> str:
     return request.request_id.removesuffix("/0")
 
 
-def _step(step: Launched | None) -> Step | None:
+def _step(step: StepSummary | None) -> Step | None:
     if step is None:
         return None
-    tokens, split = step.q_len, step.num_generating
-    # Prompts come last; where all are too many, they are what is shown, and generating rows before.
-    first = max(0, len(step.requests) - MOST_ROWS)
+    columns = step.lanes.tolist(), step.q_len.tolist(), step.prompt.tolist()
     rows = [
-        Row(_name(request), int(step.lanes[place]), int(tokens[place]), place >= split)
-        for place, request in enumerate(step.requests[first:], first)
+        Row(_name(request), lane, tokens, prompt)
+        for request, lane, tokens, prompt in zip(step.requests, *columns, strict=True)
     ]
-    return Step(step.step_id, int(tokens[split:].sum()), int(tokens[:split].sum()), rows)
+    return Step(step.step_id, step.prompt_tokens, step.generating, rows)

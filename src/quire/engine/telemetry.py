@@ -78,7 +78,7 @@ class Telemetry:
         self.histograms["step_requests"].add(plan.num_rows)
         self.histograms["step_tokens"].add(plan.num_tokens)
         for request in admitted:
-            times: RequestTimes = request.state["times"]
+            times = request.times
             if times.first_scheduled is None:
                 times.first_scheduled = planned
                 self._tokenless.append(request)
@@ -105,12 +105,12 @@ class Telemetry:
         still = []
         for request in self._tokenless:
             if request.num_output_tokens:
-                self._note_first(request.state["times"], now)
+                self._note_first(request.times, now)
             elif not request.finished:
                 still.append(request)
         self._tokenless = still
         for place in progress.finished:
-            progress.requests[place].state["times"].finished = now
+            progress.requests[place].times.finished = now
 
     def close(self) -> None:
         """Idempotent."""

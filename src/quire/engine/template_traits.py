@@ -1,6 +1,8 @@
-"""How a chat template wants tools and calls. It is asked, as no standard says: some templates take
-arguments as an object, some as text; some want no content beside calls, some an empty one; some
-cannot do without a description."""
+"""Probing of how a chat template takes tools and calls.
+
+No standard says it: some templates take arguments as an object, some as text; some want no content
+beside calls, some an empty one; some cannot do without a description.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,14 @@ _TEXT = '{"probed_key": "probed_value"}'
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """shows_tools, shows_calls: whether tools and calls reach the prompt at all. needs_description:
-    a tool without one cannot be shown. arguments_as_text: calls' arguments are JSON text, not an
-    object. empty_content: what a message with calls alone has for content."""
+    """The probed traits of a chat template.
+
+    Attributes:
+        shows_tools, shows_calls: tools and calls reach the prompt.
+        needs_description: a tool without a description cannot be shown.
+        arguments_as_text: calls' arguments are JSON text, not an object.
+        empty_content: content of a message with calls alone.
+    """
 
     shows_tools: bool
     shows_calls: bool
@@ -45,7 +52,7 @@ class TemplateTraits:
 
 
 def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> TemplateTraits:
-    """Renders a few small conversations to see what becomes of them."""
+    """Renders a few small conversations and looks at the results."""
 
     def rendered(messages: Sequence[Mapping[str, Any]], tool: Mapping[str, Any] = _TOOL) -> str:
         try:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, through the `tokenizers` library."""
+"""Tokenization through the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 
 
 class Tokenizer:
-    """A folder's `tokenizer.json`, with the special tokens and chat templates that
-    `tokenizer_config.json` names."""
+    """A model's tokenizer, special tokens and chat templates.
+
+    They come from `tokenizer.json` and `tokenizer_config.json` in the model's folder.
+    """
 
     def __init__(
         self,
@@ -52,7 +54,8 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: str | Path) -> Tokenizer:
-        """Raises ModelError where the folder has no readable tokenizer.json."""
+        """Loads a folder's tokenizer. Raises ModelError where there is no readable
+        tokenizer.json."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -81,12 +84,20 @@ class Tokenizer:
 
     @functools.cached_property
     def longest(self) -> int:
-        """Characters of the longest token, at least."""
+        """Upper bound of a token's characters."""
         return max(map(len, self.hub.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> Int32:
-        """int32 [n]. The tokenizer's own special tokens (a BOS, say) only if asked for. A text that
-        is longer than `most` tokens can be is refused before it costs anything."""
+        """Returns token ids, int32 [n].
+
+        Args:
+            add_special_tokens: adds the tokenizer's own special tokens (a BOS, say).
+            most: refuses a text that is longer than this many tokens can be, before it is
+                tokenized.
+
+        Raises:
+            RequestError: the text is too long, or cannot be tokenized.
+        """
         if most is not None and len(text) > most and len(text) > most * self.longest:
             raise RequestError(
                 f"The prompt has {len(text)} characters, which are more than this model's maximum "
@@ -101,7 +112,7 @@ class Tokenizer:
         return np.asarray(ids, dtype=np.int32)
 
     def warm_up(self) -> None:
-        """Works once, so that the first request does not pay for what that sets up."""
+        """Tokenizes and decodes once, so that the first request does not pay for the setup."""
         self.decode(self.encode("A text of words, 1 or 2 numbers, and ünïcödé. " * 50))
         _ = self.longest
 
@@ -109,17 +120,17 @@ class Tokenizer:
         return str(self.hub.decode([int(id) for id in ids], skip_special_tokens))
 
     def piece(self, id: int) -> str | None:
-        """A token as the vocabulary writes it, None if there is none."""
+        """Returns a token as the vocabulary writes it, None if there is none."""
         piece = self.hub.id_to_token(id)
         return None if piece is None else str(piece)
 
     def token_text(self, id: int) -> str:
-        """A token alone as text; bytes that are no whole character become U+FFFD."""
+        """Returns a token's own text; bytes that are no whole character become U+FFFD."""
         return str(self.hub.decode([id], skip_special_tokens=False))
 
     def token_bytes(self, id: int) -> bytes:
-        """A token's exact bytes, where the vocabulary tells (byte-level BPE and byte fallback do),
-        else its text in UTF-8."""
+        """Returns a token's exact bytes for byte-level BPE and byte fallback, else its text in
+        UTF-8."""
         piece = self.hub.id_to_token(id)
         if piece is None:
             return b""
@@ -132,8 +143,12 @@ class Tokenizer:
         return str(piece).replace("\u2581", " ").encode()
 
     def template(self, with_tools: bool = False) -> ChatTemplate:
-        """The chat template: one named "tool_use", where there is one, for conversations with
-        tools. Raises RequestError if the model has none."""
+        """Returns the chat template: for conversations with tools the one named "tool_use", if it
+        exists.
+
+        Raises:
+            RequestError: the model has none.
+        """
         names = ("tool_use", "default") if with_tools else ("default",)
         source = next((self.chat_templates[n] for n in names if n in self.chat_templates), None)
         if source is None:
@@ -159,7 +174,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """The conversation as the model was trained to read it. Raises RequestError."""
+        """Renders a conversation as the model was trained to read it. Raises RequestError."""
         if chat_template is not None:
             template = self._compile(chat_template)
         else:
@@ -178,8 +193,11 @@ class Tokenizer:
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """What `Tokenizer.eos_token_ids` will be, without building a tokenizer where its configuration
-    tells: with a large vocabulary that takes a good part of a second. () if there is none."""
+    """Returns the `Tokenizer.eos_token_ids` of a folder; () if there are none.
+
+    No tokenizer is built where the configuration tells, as with a large vocabulary that takes a
+    good part of a second.
+    """
     if not (folder / "tokenizer.json").is_file():
         return ()
     try:
@@ -194,7 +212,8 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _content(token: Any) -> str | None:
-    """Special tokens are written as text, or as an object with the text as its content."""
+    """Returns a special token's text; files have it as text, or as an object with the text as
+    content."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None
 
@@ -206,8 +225,10 @@ def _is_byte_level(hub: HubTokenizer) -> bool:
 
 
 def _byte_of() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level BPE (Radford et al., 2019): printable ones
-    for themselves, the others from U+0100 on, in order."""
+    """Maps characters to the bytes that they stand for in byte-level BPE (Radford et al., 2019).
+
+    Printable bytes stand for themselves, the others for U+0100 on, in order.
+    """
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     table = {chr(byte): byte for byte in plain}

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.engine.trace_files import Event, TraceFiles
-from quire.outputs import RequestTimes
 from quire.plan import StepPlan
 from quire.request import Request, RequestStatus
 from quire.scheduler import StepProgress
@@ -134,7 +133,7 @@ class StepTrace:
     # -- requests ------------------------------------------------------------------------------
 
     def _admit(self, request: Request, now: float) -> None:
-        times: RequestTimes = request.state["times"]
+        times = request.times
         track = self._tracks.get(request.request_id)
         if track is None:
             self._count += 1

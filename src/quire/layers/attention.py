@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from dataclasses import dataclass
+
+from torch import nn
 
 from quire import ops
 from quire.errors import ConfigError
 from quire.layers.batch import ForwardBatch, GroupBatch
+from quire.layers.build import Build
 from quire.layers.linear import Linear, Output
 from quire.layers.norm import RMSNorm
-from quire.layers.rotary import RotaryTable
-from quire.parallel import ProcessGroup
-from quire.quantization import LinearMethod
+from quire.layers.residual import Residual
+from quire.layers.rotary import RopeSpec, RotaryTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Multi-head attention with grouped KV heads.
+
+    qkv_bias, out_bias: whether those projections have biases.
+    qk_norm_eps: heads of q and k go through an RMSNorm with it; None: they do not.
+    window: how many positions a token sees, itself included; None: all of them.
+    rope: how heads are rotated, or None.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm_eps: float | None = None
+    window: int | None = None
+    rope: RopeSpec | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Describes what a layer stores of each token on this rank: keys and values of `kv_heads` heads
+    of `head_dim`. query_heads: those that read it."""
+
+    kv_heads: int
+    head_dim: int
+    query_heads: int
+
+    def block_bytes(self, block_size: int, kv_format: ops.KVFormat) -> int:
+        """Returns the bytes of one layer's keys and values of a block."""
+        return 2 * self.kv_heads * kv_format.bytes_per_head(self.head_dim) * block_size
 
 
 class Attention(nn.Module):
@@ -20,92 +57,62 @@ class Attention(nn.Module):
     ranks, and where there are fewer KV heads than ranks, neighbouring ranks hold copies."""
 
     def __init__(
-        self,
-        hidden: int,
-        *,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        qkv_bias: bool,
-        out_bias: bool,
-        qk_norm_eps: float | None,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        rotary: RotaryTable | None,
-        group: ProcessGroup,
-        method: LinearMethod,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, spec: AttentionSpec, hidden: int, rotary: RotaryTable | None, build: Build
     ) -> None:
         super().__init__()
-        if heads % group.world:
+        if spec.heads % build.group.world:
             raise ConfigError(
-                f"{heads} attention heads cannot be shared out over {group.world} ranks",
+                f"{spec.heads} attention heads cannot be shared out over {build.group.world} ranks",
                 "tensor_parallel_size",
             )
-        self.head_dim = head_dim
-        self.scale = scale
-        self.window = window
-        self.softcap = softcap
+        self.spec = spec
+        dim = spec.head_dim
         # A list hides the shared table from the module tree: every layer holds the same one.
         self._rotary = [rotary]
-        kv_size = kv_heads * head_dim
-        self.qkv = Linear(
-            hidden,
-            [
-                Output("q", heads * head_dim, head_dim),
-                Output("k", kv_size, head_dim),
-                Output("v", kv_size, head_dim),
-            ],
-            bias=qkv_bias,
-            split="outputs",
-            group=group,
-            method=method,
-            device=device,
-            dtype=dtype,
-        )
+        kv_size = spec.kv_heads * dim
+        outputs = [
+            Output("q", spec.heads * dim, dim),
+            Output("k", kv_size, dim),
+            Output("v", kv_size, dim),
+        ]
+        self.qkv = Linear(hidden, outputs, build.within("qkv"), bias=spec.qkv_bias, split="outputs")
         self.out = Linear(
-            heads * head_dim,
+            spec.heads * dim,
             hidden,
-            bias=out_bias,
+            build.within("out"),
+            bias=spec.out_bias,
             split="inputs",
-            unit=head_dim,
-            group=group,
-            method=method,
-            device=device,
-            dtype=dtype,
+            unit=dim,
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(head_dim, qk_norm_eps, device=device, dtype=dtype)
-            self.k_norm = RMSNorm(head_dim, qk_norm_eps, device=device, dtype=dtype)
-
-    @property
-    def local_kv_heads(self) -> int:
-        return self.qkv.sizes[1] // self.head_dim
+        if spec.qk_norm_eps is not None:
+            self.q_norm = RMSNorm(dim, spec.qk_norm_eps, build.within("q_norm"))
+            self.k_norm = RMSNorm(dim, spec.qk_norm_eps, build.within("k_norm"))
+        self.layout = KVLayout(self.qkv.sizes[1] // dim, dim, query_heads=self.qkv.sizes[0] // dim)
 
     def forward(
         self,
-        x: Tensor,
+        x: Residual,
         norm: RMSNorm,
         batch: ForwardBatch,
         group: GroupBatch,
         kv: ops.KVLayer,
-    ) -> Tensor:
-        """x + attention(norm(x)), [T, hidden] -> [T, hidden]."""
-        qkv = self.qkv(x, norm=norm)
+    ) -> Residual:
+        """Returns x + attention(norm(x)), [T, hidden]."""
+        spec = self.spec
+        qkv = self.qkv(x.total(), norm=norm)
+        tokens = len(qkv)
         rotary = self._rotary[0]
         q = ops.qk_norm_rope_store(
-            qkv.view(len(x), -1, self.head_dim),
+            qkv.view(tokens, -1, spec.head_dim),
             kv,
             positions=batch.positions,
             slots=group.slots,
             cos_sin=None if rotary is None else rotary.cos_sin,
             q_weight=None if self.q_norm is None else self.q_norm.weight,
             k_weight=None if self.k_norm is None else self.k_norm.weight,
-            eps=0.0 if self.q_norm is None else self.q_norm.eps,
+            eps=spec.qk_norm_eps or 0.0,
             scratch=group.scratch,
         )
         out = ops.paged_attention(
@@ -117,10 +124,15 @@ class Attention(nn.Module):
             q_lens=batch.q_lens,
             max_q_len=batch.max_q_len,
             max_seq_len=batch.max_seq_len,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
             scratch=group.scratch,
         )
-        hidden: Tensor = self.out(out.reshape(len(x), -1), residual=x)
-        return hidden
+        return self.out.add(out.reshape(tokens, -1), x)
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Returns an upper bound of the memory that `forward` needs for intermediates."""
+        # Queries after rotation and what attention returns are each as wide as q, in fp32 at most.
+        heads = 2 * tokens * self.qkv.sizes[0] * 4
+        return heads + self.qkv.workspace_bytes(tokens) + self.out.workspace_bytes(tokens)

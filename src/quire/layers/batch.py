@@ -1,4 +1,4 @@
-"""What one forward pass is told about its tokens: the model's only view of requests and cache."""
+"""The tokens of one forward pass: the model's only view of requests and cache."""
 
 from __future__ import annotations
 

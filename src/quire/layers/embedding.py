@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from quire import ops
-from quire.layers.pieces import Piece
-from quire.parallel import ProcessGroup
+from quire.layers.build import Build
+from quire.layers.linear import Linear, Output
+from quire.layers.parameter_slice import ParameterSlice
 from quire.sharding import ShardSpec
 
 
@@ -17,22 +18,13 @@ class VocabEmbedding(nn.Module):
     """A row per token id, rows shared out over ranks. A vocabulary that does not divide evenly is
     padded: the last rank holds rows that no token uses."""
 
-    def __init__(
-        self,
-        vocab: int,
-        width: int,
-        *,
-        group: ProcessGroup,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, vocab: int, width: int, build: Build) -> None:
         super().__init__()
         self.vocab = vocab
-        self.group = group
-        self.rows = -(-vocab // group.world)
-        self.start = group.rank * self.rows
-        self.shard = ShardSpec(0, padded=True)
-        tensor = torch.zeros(self.rows, width, device=device, dtype=dtype)
+        self.group = build.group
+        self.rows = -(-vocab // self.group.world)
+        self.start = self.group.rank * self.rows
+        tensor = torch.zeros(self.rows, width, device=build.device, dtype=build.dtype)
         self.weight = nn.Parameter(tensor, requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -41,32 +33,45 @@ class VocabEmbedding(nn.Module):
             return ops.embedding(ids, self.weight)
         return self.group.all_reduce(ops.embedding(ids, self.weight, self.start))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, width] -> [N, vocab] in the same dtype, equal on every rank."""
-        scores = ops.linear(hidden, self.weight)
-        if self.group.world > 1:
-            scores = self.group.all_gather(scores)[:, : self.vocab]
-        return scores
-
-    def pieces(self) -> Iterator[Piece]:
-        shape = self.vocab, self.weight.shape[1]
-        low, high = self.shard.bounds(self.vocab, self.group.rank, self.group.world)
-        yield Piece("weight", self.weight.data[: high - low], shape, self.shard)
+    def slices(self) -> Iterator[ParameterSlice]:
+        width = self.weight.shape[1]
+        low, high = ShardSpec(0, padded=True).bounds(self.vocab, self.group.rank, self.group.world)
+        target, ranges = self.weight.data[: high - low], ((low, high), (0, width))
+        yield ParameterSlice.of("weight", target, (self.vocab, width), ranges)
 
 
 class PositionEmbedding(nn.Module):
     """A learned row per position, held whole by every rank (Radford et al. 2019)."""
 
-    def __init__(
-        self, positions: int, width: int, *, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, positions: int, width: int, build: Build) -> None:
         super().__init__()
-        tensor = torch.empty(positions, width, device=device, dtype=dtype)
-        self.weight = nn.Parameter(tensor, requires_grad=False)
+        self.weight = build.empty(positions, width)
 
     def forward(self, positions: Tensor) -> Tensor:
         """int [T] -> [T, width]."""
         return ops.embedding(positions, self.weight)
 
-    def pieces(self) -> Iterator[Piece]:
-        yield Piece("weight", self.weight.data, tuple(self.weight.shape))
+    def slices(self) -> Iterator[ParameterSlice]:
+        yield ParameterSlice.of("weight", self.weight.data)
+
+
+class LMHead(Linear):
+    """A linear layer with an output per token id, gathered over ranks.
+
+    tied: the embedding whose weights it shares, or None.
+    """
+
+    def __init__(
+        self, width: int, vocab: int, build: Build, tied: VocabEmbedding | None = None
+    ) -> None:
+        weight = None if tied is None else tied.weight
+        outputs = [Output("", vocab, padded=True)]
+        super().__init__(width, outputs, build, bias=False, split="outputs", tied=weight)
+        self.vocab = vocab
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, width] -> [N, vocab] in the same dtype, equal on every rank."""
+        logits: Tensor = self(hidden)
+        if self.group.world > 1:
+            logits = self.group.all_gather(logits)[:, : self.vocab]
+        return logits

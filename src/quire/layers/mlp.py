@@ -2,56 +2,41 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from dataclasses import dataclass
 
+from torch import nn
+
+from quire.layers.build import Build
 from quire.layers.linear import Activation, Linear, Output
 from quire.layers.norm import RMSNorm
-from quire.parallel import ProcessGroup
-from quire.quantization import LinearMethod
+from quire.layers.residual import Residual
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec:
+    """A dense feed-forward layer of `width` hidden units."""
+
+    width: int
+    act: Activation
+    bias: bool
 
 
 class Mlp(nn.Module):
     """down(act(up(x))); with the activation "silu_and_mul", up is gate and up stacked."""
 
-    def __init__(
-        self,
-        hidden: int,
-        width: int,
-        *,
-        act: Activation,
-        bias: bool,
-        group: ProcessGroup,
-        method: LinearMethod,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, spec: MlpSpec, hidden: int, build: Build) -> None:
         super().__init__()
-        self.act: Activation = act
-        names = ("gate", "up") if act == "silu_and_mul" else ("up",)
-        self.up = Linear(
-            hidden,
-            [Output(name, width) for name in names],
-            bias=bias,
-            split="outputs",
-            group=group,
-            method=method,
-            device=device,
-            dtype=dtype,
-        )
-        self.down = Linear(
-            width,
-            hidden,
-            bias=bias,
-            split="inputs",
-            group=group,
-            method=method,
-            device=device,
-            dtype=dtype,
-        )
+        self.act: Activation = spec.act
+        names = ("gate", "up") if spec.act == "silu_and_mul" else ("up",)
+        outputs = [Output(name, spec.width) for name in names]
+        self.up = Linear(hidden, outputs, build.within("up"), bias=spec.bias, split="outputs")
+        self.down = Linear(spec.width, hidden, build.within("down"), bias=spec.bias, split="inputs")
 
-    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x + mlp(norm(x)), [T, hidden] -> [T, hidden]."""
-        return self.down(  # type: ignore[no-any-return]
-            self.up(x, norm=norm, act=self.act), residual=x
-        )
+    def forward(self, x: Residual, norm: RMSNorm) -> Residual:
+        """Returns x + mlp(norm(x)), [T, hidden]."""
+        return self.down.add(self.up(x.total(), norm=norm, act=self.act), x)
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Returns an upper bound of the memory that `forward` needs for intermediates."""
+        # The activation may be a kernel of its own, which reads one result and writes another.
+        return 2 * self.up.workspace_bytes(tokens) + self.down.workspace_bytes(tokens)

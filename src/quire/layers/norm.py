@@ -4,46 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from quire import ops
-from quire.layers.pieces import Piece
+from quire.layers.build import Build
+from quire.layers.parameter_slice import ParameterSlice
 
 
 class RMSNorm(nn.Module):
-    """See `ops.rms_norm`. fusible: `ops.linear` can apply it to what it multiplies."""
+    """Applies `ops.rms_norm`. scale: what `ops.linear` applies to its input instead, or None."""
 
-    fusible = True
-
-    def __init__(self, width: int, eps: float, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, eps: float, build: Build) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(
-            torch.empty(width, device=device, dtype=dtype), requires_grad=False
-        )
+        self.weight = build.empty(width)
+
+    @property
+    def scale(self) -> ops.RmsScale | None:
+        return ops.RmsScale(self.weight, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def pieces(self) -> Iterator[Piece]:
-        yield Piece("weight", self.weight.data, tuple(self.weight.shape), initial="ones")
+    def slices(self) -> Iterator[ParameterSlice]:
+        yield ParameterSlice.of("weight", self.weight.data, initial="ones")
 
 
 class LayerNorm(RMSNorm):
-    """See `ops.layer_norm`."""
+    """Applies `ops.layer_norm`."""
 
-    fusible = False
+    def __init__(self, width: int, eps: float, build: Build) -> None:
+        super().__init__(width, eps, build)
+        self.bias = build.empty(width)
 
-    def __init__(self, width: int, eps: float, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(width, eps, device=device, dtype=dtype)
-        self.bias = nn.Parameter(
-            torch.empty(width, device=device, dtype=dtype), requires_grad=False
-        )
+    @property
+    def scale(self) -> ops.RmsScale | None:
+        return None
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
-    def pieces(self) -> Iterator[Piece]:
-        yield from super().pieces()
-        yield Piece("bias", self.bias.data, tuple(self.bias.shape), initial="zeros")
+    def slices(self) -> Iterator[ParameterSlice]:
+        yield from super().slices()
+        yield ParameterSlice.of("bias", self.bias.data, initial="zeros")

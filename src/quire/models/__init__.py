@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import torch
 
+from quire.layers.attention import KVLayout
 from quire.layers.batch import ForwardBatch, GroupBatch
+from quire.layers.build import Build
 from quire.models.config import load_config, resolve_model_path, spec_from_config
 from quire.models.decoder import Decoder
 from quire.models.kv_scales import head_scales
 from quire.models.spec import ModelSpec
 from quire.models.weights import load_weights
 from quire.parallel import ProcessGroup, SingleGroup
-from quire.quantization import LinearMethod, Unquantized
+from quire.quantization import Quantization, Unquantized
 
 __all__ = [
     "Decoder",
     "ForwardBatch",
     "GroupBatch",
+    "KVLayout",
     "ModelSpec",
     "build_model",
     "head_scales",
@@ -33,14 +36,14 @@ def build_model(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
-    quantization: LinearMethod | None = None,
+    quantization: Quantization | None = None,
 ) -> Decoder:
-    """A decoder with empty weights on `device` ("meta" builds only shapes), in `dtype` or else the
-    checkpoint's, this rank's share of it under a `group`."""
-    return Decoder(
-        spec,
+    """Returns a decoder with empty weights on `device` ("meta" builds only shapes), in `dtype` or
+    else the checkpoint's, this rank's share of it under a `group`."""
+    build = Build(
         group=group or SingleGroup(),
-        method=quantization or Unquantized(),
+        quantization=quantization or Unquantized(),
         device=torch.device(device),
         dtype=dtype or spec.dtype,
-    ).eval()
+    )
+    return Decoder(spec, build).eval()

@@ -3,156 +3,133 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from quire import ops
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, AttentionSpec, KVLayout
 from quire.layers.batch import ForwardBatch, GroupBatch
-from quire.layers.embedding import PositionEmbedding, VocabEmbedding
-from quire.layers.mlp import Mlp
+from quire.layers.build import Build
+from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
+from quire.layers.linear import Linear
+from quire.layers.mlp import Mlp, MlpSpec
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.layers.rotary import RotaryTable
-from quire.models.spec import ModelSpec
-from quire.parallel import ProcessGroup
+from quire.layers.residual import Residual
+from quire.layers.rotary import RopeSpec, RotaryTable
+from quire.models.spec import LayerSpec, ModelSpec
 from quire.plan import KVGroup
-from quire.quantization import LinearMethod
-from quire.sharding import ShardSpec
+
+MIXERS: dict[type, Callable[..., Attention]] = {AttentionSpec: Attention}
+"""The module of each kind of mixer, by the type of its spec."""
+FFNS: dict[type, Callable[..., Mlp]] = {MlpSpec: Mlp}
+"""The module of each kind of feed-forward layer, by the type of its spec."""
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + mixer(norm(x)), then x + ffn(norm(x))."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        window: int | None,
-        rotary: RotaryTable | None,
-        *,
-        group: ProcessGroup,
-        method: LinearMethod,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build
     ) -> None:
         super().__init__()
-        attention, mlp = spec.attention, spec.mlp
-        self.attention_norm = _norm(spec, device, dtype)
-        self.attention = Attention(
-            spec.hidden_size,
-            heads=attention.heads,
-            kv_heads=attention.kv_heads,
-            head_dim=attention.head_dim,
-            qkv_bias=attention.qkv_bias,
-            out_bias=attention.out_bias,
-            qk_norm_eps=spec.norm.eps if attention.qk_norm else None,
-            scale=attention.scale,
-            window=window,
-            softcap=attention.softcap,
-            rotary=rotary,
-            group=group,
-            method=method,
-            device=device,
-            dtype=dtype,
-        )
-        self.mlp_norm = _norm(spec, device, dtype)
-        self.mlp = Mlp(
-            spec.hidden_size,
-            mlp.width,
-            act=mlp.act,
-            bias=mlp.bias,
-            group=group,
-            method=method,
-            device=device,
-            dtype=dtype,
-        )
+        hidden = model.hidden_size
+        mixer = replace(spec.mixer, window=model.window(spec.mixer))
+        self.attention_norm = _norm(model, build.within("attention_norm"))
+        self.attention = MIXERS[type(mixer)](mixer, hidden, rotary, build.within("attention"))
+        self.mlp_norm = _norm(model, build.within("mlp_norm"))
+        self.mlp = FFNS[type(spec.ffn)](spec.ffn, hidden, build.within("mlp"))
 
-    def forward(self, x: Tensor, batch: ForwardBatch, group: GroupBatch, kv: ops.KVLayer) -> Tensor:
+    def forward(
+        self, x: Residual, batch: ForwardBatch, group: GroupBatch, kv: ops.KVLayer
+    ) -> Residual:
         x = self.attention(x, self.attention_norm, batch, group, kv)
         return self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Returns an upper bound of the memory that either part needs for intermediates."""
+        return max(self.attention.workspace_bytes(tokens), self.mlp.workspace_bytes(tokens))
 
 
 class Decoder(nn.Module):
     """Token ids to hidden states to logits. Weights are empty until `load_weights`."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        group: ProcessGroup,
-        method: LinearMethod,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__()
         self.spec = spec
-        self.group = group
-        self.device = device
-        self.dtype = dtype
+        self.group = build.group
+        self.device = build.device
+        self.dtype = build.dtype
         self.embedding = VocabEmbedding(
-            spec.vocab_size, spec.hidden_size, group=group, device=device, dtype=dtype
+            spec.vocab_size, spec.hidden_size, build.within("embedding")
         )
         self.positions: PositionEmbedding | None = None
         if spec.learned_positions is not None:
             self.positions = PositionEmbedding(
-                spec.learned_positions, spec.hidden_size, device=device, dtype=dtype
+                spec.learned_positions, spec.hidden_size, build.within("positions")
             )
-        self.rotary: RotaryTable | None = None
-        if spec.rope is not None:
-            self.rotary = RotaryTable(spec.rope, spec.max_positions, device=device)
-        windows = effective_windows(spec)
-        self.layers = nn.ModuleList(
-            Block(
-                spec,
-                window,
-                self.rotary,
-                group=group,
-                method=method,
-                device=device,
-                dtype=dtype,
-            )
-            for window in windows
+        ropes = dict.fromkeys(mixer.rope for mixer in spec.attention if mixer.rope is not None)
+        tables = {
+            rope: RotaryTable(rope, spec.max_positions, device=build.device) for rope in ropes
+        }
+        self.rotary = nn.ModuleList(tables.values())
+        blocks = [
+            Block(layer, spec, _table(tables, layer), build.within(f"layers.{index}"))
+            for index, layer in enumerate(spec.layers)
+        ]
+        self.layers = nn.ModuleList(blocks)
+        self.norm = _norm(spec, build.within("norm"))
+        self.head = LMHead(
+            spec.hidden_size,
+            spec.vocab_size,
+            build.within("head"),
+            tied=self.embedding if spec.tied_head else None,
         )
-        self.norm = _norm(spec, device, dtype)
-        self.head: VocabEmbedding | None = None
-        if not spec.tied_head:
-            self.head = VocabEmbedding(
-                spec.vocab_size, spec.hidden_size, group=group, device=device, dtype=dtype
-            )
         self._workspace: dict[Any, Any] = {}
-        self._group_windows = list(dict.fromkeys(sorted(windows, key=lambda w: w is not None)))
-        self._layer_groups = [self._group_windows.index(window) for window in windows]
-        self._shallow = 1 + max(windows.index(window) for window in self._group_windows)
+        # Layers of one window and layout have their KV booked together.
+        keys = [(block.attention.spec.window, block.attention.layout) for block in blocks]
+        # Layers that see everything come first.
+        self._group_keys = list(dict.fromkeys(sorted(keys, key=lambda key: key[0] is not None)))
+        self._layer_groups = [self._group_keys.index(key) for key in keys]
+        self._shallow = 1 + max(keys.index(key) for key in self._group_keys)
 
-    def kv_groups(self, block_size: int, form: ops.KVFormat | None = None) -> tuple[KVGroup, ...]:
-        """Layers whose KV is booked together: those that see everything first, then one group per
-        window width. Sizes are those of this rank. form: how KV is stored, by default as the model
-        computes it."""
-        form = form or ops.KVFormat(self.dtype)
-        per_token = form.bytes_per_head(self.spec.attention.head_dim)
-        per_layer = 2 * self.local_kv_heads * per_token * block_size
+    def kv_groups(
+        self, block_size: int, kv_format: ops.KVFormat | None = None
+    ) -> tuple[KVGroup, ...]:
+        """Returns the groups of layers whose KV is booked together: those of one window and layout,
+        those that see everything first. Sizes are those of this rank. kv_format: how KV is stored,
+        by default as the model computes it."""
+        kv_format = kv_format or ops.KVFormat(self.dtype)
         groups = []
-        for index, window in enumerate(self._group_windows):
+        for index, (window, layout) in enumerate(self._group_keys):
             members = tuple(i for i, group in enumerate(self._layer_groups) if group == index)
             groups.append(
                 KVGroup(
                     layers=members,
                     kind="full" if window is None else "window",
                     tokens_per_block=block_size,
-                    block_bytes=per_layer * len(members),
+                    block_bytes=layout.block_bytes(block_size, kv_format) * len(members),
                     window=window,
                 )
             )
         return tuple(groups)
 
     @property
-    def local_kv_heads(self) -> int:
-        """KV heads of each layer on this rank."""
-        heads = self.spec.attention.kv_heads
-        low, high = ShardSpec(0).bounds(heads, self.group.rank, self.group.world)
-        return high - low
+    def kv_layouts(self) -> tuple[KVLayout, ...]:
+        """The layout of a token's keys and values in each layer of a group, by group."""
+        return tuple(layout for _, layout in self._group_keys)
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Returns an upper bound of the memory that `forward` needs for a step of `tokens`, beside
+        weights and cache. Blocks of layers run one after the other and leave a hidden state."""
+        # Embeddings, the stream of a layer and the one before, and the normed state, in fp32.
+        hidden: int = 4 * tokens * self.spec.hidden_size * 4
+        # One block of each kind.
+        blocks = dict(zip(self.spec.layers, self.layers, strict=True)).values()
+        widest: int = max(cast(Block, block).workspace_bytes(tokens) for block in blocks)
+        return hidden + widest
 
     def forward(
         self, batch: ForwardBatch, kv: Sequence[ops.KVLayer], *, shallow: bool = False
@@ -163,51 +140,60 @@ class Decoder(nn.Module):
         compile for all.
         Returns the final normed hidden states [T, hidden] in the model's dtype.
         """
-        for group_batch, window in zip(batch.groups, self._group_windows, strict=True):
+        for group_batch, key in zip(batch.groups, self._group_keys, strict=True):
             group_batch.scratch.setdefault("workspace", self._workspace)
-            group_batch.scratch["schedule"] = self._schedule(batch, window, kv[0].format)
-        x = self.embedding(batch.input_ids)
+            group_batch.scratch["schedule"] = self._schedule(batch, *key, kv[0].format)
+        embedded = self.embedding(batch.input_ids)
         if self.positions is not None:
-            x = x.add_(self.positions(batch.positions))
+            embedded = embedded.add_(self.positions(batch.positions))
+        x = Residual(embedded)
         depth = self._shallow if shallow else len(self.layers)
         layers = zip(self.layers, kv, self._layer_groups, strict=True)
         for layer, cache, group in itertools.islice(layers, depth):
             x = layer(x, batch, batch.groups[group], cache)
-        hidden: Tensor = self.norm(x)
+        hidden: Tensor = self.norm(x.total())
         return hidden
 
-    def _schedule(self, batch: ForwardBatch, window: int | None, form: ops.KVFormat) -> Any:
-        heads, kv_heads = self.spec.attention.heads // self.group.world, self.local_kv_heads
+    def _schedule(
+        self, batch: ForwardBatch, window: int | None, layout: KVLayout, kv_format: ops.KVFormat
+    ) -> Any:
         return ops.attention_schedule(
             batch.query_start,
             batch.seq_lens,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=self.spec.attention.head_dim,
+            heads=layout.query_heads,
+            kv_heads=layout.kv_heads,
+            head_dim=layout.head_dim,
             dtype=self.dtype,
-            kv_format=form,
+            kv_format=kv_format,
             tokens=len(batch.input_ids),
             max_q_len=batch.max_q_len,
             window=window,
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] -> float32 [N, vocab], gathered over ranks."""
-        return self.scores(hidden).float()
+        """Returns logits [N, vocab] of hidden states [N, hidden], in the model's dtype, gathered
+        over ranks."""
+        return self.head.logits(hidden)
 
-    def scores(self, hidden: Tensor) -> Tensor:
-        """The logits in the model's dtype."""
-        return (self.head or self.embedding).logits(hidden)
+    def logits_fp32(self, hidden: Tensor) -> Tensor:
+        """Returns the logits in float32."""
+        return self.logits(hidden).float()
+
+    def finish(self) -> None:
+        """Ends loading.
+
+        Raises:
+            ModelError: the weights of a layer make no sense.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.finish()
 
 
-def effective_windows(spec: ModelSpec) -> tuple[int | None, ...]:
-    """Each layer's window; one that no sequence can exceed is none at all."""
-    return tuple(
-        None if window is None or window >= spec.max_positions else window
-        for window in spec.attention.windows
-    )
+def _table(tables: dict[RopeSpec, RotaryTable], layer: LayerSpec) -> RotaryTable | None:
+    return None if layer.mixer.rope is None else tables[layer.mixer.rope]
 
 
-def _norm(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> RMSNorm:
+def _norm(spec: ModelSpec, build: Build) -> RMSNorm:
     kind = RMSNorm if spec.norm.kind == "rms" else LayerNorm
-    return kind(spec.hidden_size, spec.norm.eps, device=device, dtype=dtype)
+    return kind(spec.hidden_size, spec.norm.eps, build)

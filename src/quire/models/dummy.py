@@ -12,22 +12,20 @@ import math
 import torch
 from torch import Tensor
 
-from quire.layers.pieces import Piece, named_pieces
-from quire.parallel import ProcessGroup
+from quire.layers.parameter_slice import ParameterSlice, named_slices
 
 _DEVIATION = 0.02
 _SCALE = _DEVIATION * math.sqrt(3.0) / 2**23
 
 
-def fill_dummy(model: torch.nn.Module, group: ProcessGroup, seed: int) -> None:
-    """Norms become the identity, all else uniform with standard deviation 0.02."""
-    for name, piece in named_pieces(model):
-        if piece.initial == "ones":
-            piece.target.fill_(1.0)
-        elif piece.initial == "zeros":
-            piece.target.fill_(0.0)
+def fill_dummy(model: torch.nn.Module, seed: int) -> None:
+    """Makes norms the identity, and all else uniform with standard deviation 0.02."""
+    for name, part in named_slices(model):
+        if part.initial == "random":
+            _fill(part, _key(seed, name))
         else:
-            _fill(piece, group, _key(seed, name))
+            sizes = [high - low for low, high in part.ranges]
+            part.write(torch.full(sizes, float(part.initial == "ones"), device=part.device), 0)
 
 
 def _key(seed: int, name: str) -> int:
@@ -35,24 +33,18 @@ def _key(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _fill(piece: Piece, group: ProcessGroup, key: int) -> None:
-    target, shape = piece.target, piece.shape
-    if target.dim() == 1:
-        target, shape = target.unsqueeze(1), (shape[0], 1)
-    low = [0, 0]
-    if piece.shard.dim is not None:
-        start, _ = piece.shard.bounds(shape[piece.shard.dim], group.rank, group.world)
-        low[piece.shard.dim] = start
-    rows, width = target.shape
-    device = target.device
-    columns = torch.arange(low[1], low[1] + width, dtype=torch.int32, device=device)
+def _fill(part: ParameterSlice, key: int) -> None:
+    ranges, device = part.ranges, part.device
+    (top, bottom), (left, right) = ranges if len(ranges) == 2 else (*ranges, (0, 1))
+    whole = part.shape[1] if len(part.shape) == 2 else 1
+    columns = torch.arange(left, right, dtype=torch.int32, device=device)
     # On a CPU, a chunk stays in its cache through all of the hash's passes.
-    step = max(1, (1 << 15 if device.type == "cpu" else 1 << 24) // width)
-    for start in range(0, rows, step):
-        end = min(start + step, rows)
-        own = torch.arange(low[0] + start, low[0] + end, dtype=torch.int64, device=device)
-        index = _wrapped(own * shape[1]).unsqueeze(1) + columns
-        target[start:end] = (_hash(index.bitwise_xor_(key)) >> 8).float().mul_(_SCALE)
+    step = max(1, (1 << 15 if device.type == "cpu" else 1 << 24) // max(1, right - left))
+    for start in range(top, bottom, step):
+        own = torch.arange(start, min(start + step, bottom), dtype=torch.int64, device=device)
+        index = _wrapped(own * whole).unsqueeze(1) + columns
+        values = (_hash(index.bitwise_xor_(key)) >> 8).float().mul_(_SCALE)
+        part.write(values if len(ranges) == 2 else values.squeeze(1), start - top)
 
 
 def _wrapped(x: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ _STORED = re.compile(
     r"(?:^|\.)layers\.(?P<layer>\d+)\.self_attn\."
     r"(?:(?:attn\.|[kv]_proj\.)?(?P<kind>[kv])_scale|(?P<output>[kv])_proj\.output_scale)$"
 )
-"""As compressed-tensors and vLLM name them, and as AutoFP8 and ModelOpt did."""
+"""The names of compressed-tensors and vLLM, and those of AutoFP8 and ModelOpt."""
 _OTHER = re.compile(r"\.self_attn\.(attn\.)?(q|prob)_scale$")
-"""Of queries and weights, which are never stored."""
+"""Scales of queries and weights, which are never stored."""
 
 
 def is_scale(name: str) -> bool:
@@ -37,11 +37,16 @@ def head_scales(model: Decoder, path: Path, load_format: str) -> Tensor:
     are to be multiplied by. 1 where the checkpoint has none.
 
     Raises:
-        ModelError: it has some, but not all, or what they hold are no scales.
+        ModelError: it has some, but not all, what they hold are no scales, or layers differ in
+            their KV heads.
     """
-    heads = model.spec.attention.kv_heads
-    scales = torch.ones(model.spec.num_layers, 2, heads)
-    found = {} if load_format == "dummy" else _read(path, model.spec.num_layers)
+    layers = len(model.spec.layers)
+    counts = {mixer.kv_heads for mixer in model.spec.attention}
+    if len(counts) > 1:
+        raise ModelError(f"fp8 KV needs as many KV heads in each layer, not {sorted(counts)}")
+    heads = counts.pop()
+    scales = torch.ones(layers, 2, heads)
+    found = {} if load_format == "dummy" else _read(path, layers)
     if not found:
         _log.warning(
             "the checkpoint has no scales for fp8 KV: values beyond 448 are cut off "
@@ -49,8 +54,8 @@ def head_scales(model: Decoder, path: Path, load_format: str) -> Tensor:
         )
     for (layer, kind), (name, value) in found.items():
         scales[layer, kind] = _checked(name, value, heads)
-    if found and len(found) < 2 * model.spec.num_layers:
-        wanted = {(layer, kind) for layer in range(model.spec.num_layers) for kind in range(2)}
+    if found and len(found) < 2 * layers:
+        wanted = {(layer, kind) for layer in range(layers) for kind in range(2)}
         layer, kind = min(wanted - found.keys())
         raise ModelError(
             f"the checkpoint has KV scales, but {'kv'[kind]}_scale of layer {layer} is missing"

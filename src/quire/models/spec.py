@@ -7,8 +7,13 @@ from typing import Literal
 
 import torch
 
-from quire.layers.linear import Activation
-from quire.layers.rotary import RopeSpec
+from quire.layers.attention import AttentionSpec
+from quire.layers.mlp import MlpSpec
+
+MixerSpec = AttentionSpec
+"""The kinds of layers that mix tokens. A further one joins this union."""
+FfnSpec = MlpSpec
+"""The kinds of layers that treat each token alone. A further one joins this union."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,27 +22,12 @@ class NormSpec:
     eps: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """qk_norm: heads of q and k go through an RMSNorm. windows: per layer, how many positions a
-    token sees, itself included; None: all of them."""
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: x + mixer(norm(x)), then x + ffn(norm(x))."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    qkv_bias: bool
-    out_bias: bool
-    qk_norm: bool
-    windows: tuple[int | None, ...]
-    softcap: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlpSpec:
-    width: int
-    act: Activation
-    bias: bool
+    mixer: MixerSpec
+    ffn: FfnSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +44,27 @@ class ModelSpec:
     architecture: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
     norm: NormSpec
-    attention: AttentionSpec
-    mlp: MlpSpec
-    rope: RopeSpec | None
+    layers: tuple[LayerSpec, ...]
     learned_positions: int | None
     tied_head: bool
     dtype: torch.dtype
     max_positions: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """The mixers that keep keys and values, in the order of their layers."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """The different sizes of attention heads."""
+        return tuple(dict.fromkeys(mixer.head_dim for mixer in self.attention))
+
+    def window(self, mixer: AttentionSpec) -> int | None:
+        """Returns a mixer's window; one that no sequence can exceed is none at all."""
+        window = mixer.window
+        return None if window is None or window >= self.max_positions else window

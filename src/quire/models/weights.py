@@ -1,4 +1,4 @@
-"""The strict streaming loader: every tensor of the checkpoint has a place, every place a tensor.
+"""Strict streaming loader: every tensor of the checkpoint has a place, every place a tensor.
 
 Names and shapes are checked from the files' headers before a byte is copied. Then tensors are read
 by a few threads, only the part that this rank holds, straight into their (stacked) parameters.
@@ -17,23 +17,36 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.layers.pieces import Piece, named_pieces
+from quire.layers.parameter_slice import ParameterSlice, named_slices
 from quire.models.decoder import Decoder
 from quire.models.dummy import fill_dummy
 from quire.models.families.family import Family, Source
 from quire.models.files import open_file, some, weight_files
 from quire.models.kv_scales import is_scale
 from quire.models.registry import BY_NAME
-from quire.parallel import ProcessGroup
+from quire.quantization import FLOATS
 
 Progress = Callable[[int, int], None]
 
 _READERS = 8
 """Threads that read tensors."""
-_PIECE = 32 << 20
-"""Bytes copied at once."""
-_FLOATS = {"F64", "F32", "F16", "BF16"}
-_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_CHUNK = 32 << 20
+"""Bytes of a tensor that are copied, and converted, at once."""
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The dtypes of safetensors files."""
 
 
 def load_weights(
@@ -49,7 +62,8 @@ def load_weights(
     Raises ModelError if a tensor is missing, unexpected, misshapen or of a wrong dtype, naming it.
     """
     if load_format == "dummy":
-        fill_dummy(model, model.group, seed)
+        fill_dummy(model, seed)
+        model.finish()
         return
     family = BY_NAME[model.spec.family]
     places = _places(model, family)
@@ -59,7 +73,7 @@ def load_weights(
         total = sum(entry.nbytes for entry in found.values())
         with ThreadPoolExecutor(_READERS) as pool:
             copies = [
-                (entry, pool.submit(_fill, entry, places.get(name, ()), model.group))
+                (entry, pool.submit(_fill, entry, places.get(name, ())))
                 for name, entry in found.items()
             ]
             done = 0
@@ -70,11 +84,12 @@ def load_weights(
                     progress(done, total)
         if family.head in found and family.head not in places:
             _check_tied(found[family.head], model, family.head)
+    model.finish()
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    piece: Piece
+    slice: ParameterSlice
     source: Source
 
 
@@ -89,9 +104,9 @@ class _Entry:
 
 def _places(model: Decoder, family: Family) -> dict[str, list[_Place]]:
     places: dict[str, list[_Place]] = {}
-    for name, piece in named_pieces(model):
+    for name, part in named_slices(model):
         source = family.source(model.spec, name)
-        places.setdefault(source.name, []).append(_Place(piece, source))
+        places.setdefault(source.name, []).append(_Place(part, source))
     return places
 
 
@@ -114,13 +129,17 @@ def _check(
                 problems.append(f"{stored_name} is there twice")
                 continue
             view = file.get_slice(stored_name)
-            shape, dtype = tuple(view.get_shape()), view.get_dtype()
+            shape, dtype = tuple(view.get_shape()), _DTYPES.get(view.get_dtype())
             expected = shape if wanted is None else _stored_shape(wanted)
-            if shape != expected:
+            known = FLOATS if wanted is None else wanted[0].slice.dtypes
+            if shape != expected and not (shape == (1,) and expected == ()):
                 problems.append(f"{stored_name} has shape {shape}, expected {expected}")
-            elif dtype not in _FLOATS:
-                problems.append(f"{stored_name} has dtype {dtype}, expected a float of 16 bits up")
-            nbytes = _WIDTHS.get(dtype, 1) * torch.Size(shape).numel()
+            elif dtype not in known:
+                names = ", ".join(sorted(key for key, value in _DTYPES.items() if value in known))
+                problems.append(
+                    f"{stored_name} has dtype {view.get_dtype()}, expected one of: {names}"
+                )
+            nbytes = (1 if dtype is None else dtype.itemsize) * torch.Size(shape).numel()
             found[name] = _Entry(file, stored_name, nbytes)
     missing = [name for name in places if name not in found]
     problems = [f"missing tensor {name}" for name in missing] + problems
@@ -131,58 +150,61 @@ def _check(
 
 def _stored_shape(places: list[_Place]) -> tuple[int, ...]:
     """The shape that the checkpoint's tensor must have to serve all of `places`."""
-    shape = list(places[0].piece.shape)
+    shape = list(places[0].slice.shape)
     if places[0].source.span is not None:
         shape[0] = max(place.source.span[1] for place in places if place.source.span)
     return tuple(reversed(shape)) if places[0].source.transposed else tuple(shape)
 
 
 @torch.inference_mode()
-def _fill(entry: _Entry, places: Sequence[_Place], group: ProcessGroup) -> None:
+def _fill(entry: _Entry, places: Sequence[_Place]) -> None:
     for place in places:
-        _copy(_share(entry.file.get_slice(entry.name), place, group), place.piece.target)
+        _copy(_share(entry, place), place.slice)
 
 
-def _copy(part: Tensor, target: Tensor) -> None:
-    """To a GPU through pinned memory, a piece at a time: several threads doing so keep the link
-    busy, while a copy from the file's pages would be staged by the driver, one thread at a time."""
-    if target.device.type != "cuda" or not part.numel():
-        target.copy_(part)
+def _copy(part: Tensor, target: ParameterSlice) -> None:
+    """Writes a part, some rows at a time. To a GPU they go through pinned memory: several threads
+    doing so keep the link busy, while a copy from the file's pages would be staged by the driver,
+    one thread at a time."""
+    if not part.ndim:
+        part = part.unsqueeze(0)
+    if not part.numel():
         return
-    rows = max(1, _PIECE // max(1, part[0].nbytes)) if part.ndim else 1
+    rows = max(1, _CHUNK // part[0].nbytes)
     for start in range(0, len(part), rows):
-        piece = part[start : start + rows]
-        staged = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True).copy_(piece)
-        target[start : start + rows].copy_(staged, non_blocking=True)
+        chunk = part[start : start + rows]
+        if target.device.type == "cuda":
+            staged = torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=True).copy_(chunk)
+            chunk = staged.to(target.device, non_blocking=True)
+        target.write(chunk, start)
 
 
-def _share(view: Any, place: _Place, group: ProcessGroup) -> Tensor:
-    """This rank's part of a stored tensor, in the orientation of the parameter."""
-    piece, source = place.piece, place.source
-    ranges = [(0, size) for size in piece.shape]
-    if piece.shard.dim is not None:
-        dim = piece.shard.dim
-        ranges[dim] = piece.shard.bounds(piece.shape[dim], group.rank, group.world)
+def _share(entry: _Entry, place: _Place) -> Tensor:
+    """Returns this rank's part of a stored tensor, in the orientation of the parameter."""
+    ranges, source = list(place.slice.ranges), place.source
+    if not ranges:
+        scalar: Tensor = entry.file.get_tensor(entry.name).reshape(())
+        return scalar
     if source.span is not None:
         low, high = ranges[0]
         ranges[0] = source.span[0] + low, source.span[0] + high
     if source.transposed:
         ranges.reverse()
+    view = entry.file.get_slice(entry.name)
     part: Tensor = view[tuple(slice(low, high) for low, high in ranges)]
     return part.t() if source.transposed else part
 
 
 def _check_tied(entry: _Entry, model: Decoder, name: str) -> None:
-    """A tied model may bring its head along, if it is the embedding again."""
-    piece = next(iter(model.embedding.pieces()))
-    place = _Place(piece, Source(name))
-    view = entry.file.get_slice(entry.name)
-    shape = tuple(view.get_shape())
-    if shape == piece.shape:
-        head = _share(view, place, model.group).to(piece.target.device, piece.target.dtype)
-        if torch.equal(head, piece.target):
+    """Raises unless the head that a tied model brings along is the embedding again."""
+    own = next(iter(model.embedding.slices()))
+    shape = tuple(entry.file.get_slice(entry.name).get_shape())
+    if shape == own.shape:
+        embedding = model.embedding.weight.data
+        head = _share(entry, _Place(own, Source(name))).to(embedding.device, embedding.dtype)
+        if torch.equal(head, embedding[: len(head)]):
             return
     raise ModelError(
         f"config.json says that the head is tied to the embeddings, but {name} {shape} differs "
-        f"from the embeddings {piece.shape}"
+        f"from the embeddings {own.shape}"
     )

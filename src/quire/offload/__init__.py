@@ -3,5 +3,6 @@ back where that is cheaper than computing them again."""
 
 from quire.offload.costs import CostModel, Rates
 from quire.offload.feature import OffloadFeature, TierStats
+from quire.offload.loop import OffloadLoop
 
-__all__ = ["CostModel", "OffloadFeature", "Rates", "TierStats"]
+__all__ = ["CostModel", "OffloadFeature", "OffloadLoop", "Rates", "TierStats"]

@@ -22,15 +22,21 @@ import msgspec
 import numpy as np
 
 from quire.arrays import Int32, int32
-from quire.cache import BlockManager, Evicted, HostTier, KeyList, Match
-from quire.cache.chain import next_key
+from quire.cache import (
+    BlockManager,
+    Evicted,
+    HashList,
+    HostTier,
+    Match,
+    PrefixLoader,
+    next_hash,
+)
 from quire.offload.costs import CostModel
 from quire.offload.jobs import Job, Kind
 from quire.plan import Transfer
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 
-_STATE = "tiers"
 _MOST_ATTEMPTS = 4
 """How often a request is parked for blocks before it computes what is not there."""
 _SPILL_BATCH = 16
@@ -66,9 +72,9 @@ class TierStats(msgspec.Struct):
     in_rate: float = 0.0
 
 
-class Wanted(msgspec.Struct):
-    """What is kept of a request. attempts: how often it was parked since it last ran. loaded: how
-    many blocks were read from files for it. recompute: it is not worth bringing back."""
+class FetchState(msgspec.Struct):
+    """A request's fetches. attempts: how often it was parked since it last ran. loaded: how many
+    blocks were read from files for it. recompute: its blocks are not worth bringing back."""
 
     attempts: int = 0
     loaded: int = 0
@@ -76,7 +82,7 @@ class Wanted(msgspec.Struct):
 
 
 class OffloadFeature(Feature):
-    """slots: of the host's pool. block_bytes: of a block on the device. files: keys of the blocks
+    """slots: of the host's pool. block_bytes: of a block on the device. files: hashes of the blocks
     in files at the start, oldest first, or None without a disk tier; most_files: how many fit."""
 
     def __init__(
@@ -88,15 +94,17 @@ class OffloadFeature(Feature):
         most_files: int = 0,
     ) -> None:
         self._host = HostTier(slots)
-        self._files = None if files is None else KeyList(most_files, files)
+        self._wanted: dict[str, FetchState] = {}
+        """By request id."""
+        self._files = None if files is None else HashList(most_files, files)
         self._costs = costs
         self._block_bytes = block_bytes
         self._reserve = max(1, min(4096, slots // 8))
         self._jobs: dict[int, Job] = {}
         self._job_of: dict[bytes, Job] = {}
-        """The job that a key's contents arrive by, on the host or on the device."""
+        """The job that a block_hash's contents arrive by, on the host or on the device."""
         self._leaving, self._places = Job(Kind.OUT, []), list[tuple[int, int]]()
-        """What the next plan moves out: its keys, and from which block to which slot."""
+        """What the next plan moves out: its hashes, and from which block to which slot."""
         self._queue: list[Transfer] = []
         self._next_id = 0
         self._spilling = 0
@@ -113,6 +121,7 @@ class OffloadFeature(Feature):
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
         self._blocks = blocks
+        self._loader = PrefixLoader(blocks)
         self._wake = wake
 
     def stats(self) -> TierStats:
@@ -127,14 +136,14 @@ class OffloadFeature(Feature):
         if not self._costs.worth_keeping:
             return
         for one in blocks:
-            if one.key in self._host:
-                self._host.touch(one.key)
+            if one.block_hash in self._host:
+                self._host.touch(one.block_hash)
                 continue
-            slot = self._host.expect(one.key)
+            slot = self._host.expect(one.block_hash)
             if slot is not None:
-                self._leaving.keys.append(one.key)
+                self._leaving.hashes.append(one.block_hash)
                 self._places.append((one.block, slot))
-                self._job_of[one.key] = self._leaving
+                self._job_of[one.block_hash] = self._leaving
 
     def plan(self, builder: PlanBuilder) -> None:
         if self._places:
@@ -149,27 +158,27 @@ class OffloadFeature(Feature):
             builder.transfer(transfer)
         self._queue = []
 
-    def _spill(self, files: KeyList) -> None:
+    def _spill(self, files: HashList) -> None:
         """Makes room in the host's pool, oldest first."""
         lacking = self._reserve - self._host.num_free - self._spilling
         if lacking <= 0:
             return
         batch: list[bytes] = []
-        for key in self._host.oldest(lacking):
-            if key in files:
-                self._host.drop(key)
+        for block_hash in self._host.oldest(lacking):
+            if block_hash in files:
+                self._host.drop(block_hash)
             else:
-                batch.append(key)
+                batch.append(block_hash)
         for at in range(0, len(batch), _SPILL_BATCH):
             if self._spilling >= _MOST_SPILLS * _SPILL_BATCH:
                 return
             self._write(batch[at : at + _SPILL_BATCH])
 
-    def _write(self, keys: list[bytes]) -> None:
+    def _write(self, hashes: list[bytes]) -> None:
         """To files; what was written gives up its slot."""
-        self._spilling += len(keys)
-        slots = [self._host.pin(key) for key in keys]
-        self._send(Job(Kind.SPILL, keys), "out", "disk", slots, names=keys)
+        self._spilling += len(hashes)
+        slots = [self._host.pin(block_hash) for block_hash in hashes]
+        self._send(Job(Kind.SPILL, hashes), "out", "disk", slots, names=hashes)
 
     def _send(
         self,
@@ -183,7 +192,7 @@ class OffloadFeature(Feature):
         self._next_id += 1
         self._jobs[self._next_id] = job
         if job.kind is not Kind.SPILL:
-            self._job_of.update(dict.fromkeys(job.keys, job))
+            self._job_of.update(dict.fromkeys(job.hashes, job))
         self._queue.append(
             Transfer(
                 id=self._next_id,
@@ -199,7 +208,7 @@ class OffloadFeature(Feature):
     # -- in ------------------------------------------------------------------------------------
 
     def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
-        wanted: Wanted = request.state.setdefault(_STATE, Wanted())
+        wanted = self._wanted.setdefault(request.request_id, FetchState())
         if wanted.recompute or wanted.attempts >= _MOST_ATTEMPTS or not self._anything:
             return False
         size = self._blocks.block_size
@@ -220,24 +229,22 @@ class OffloadFeature(Feature):
         return bool(jobs)
 
     def _bring(
-        self, wanted: Wanted, request: Request, tokens: Int32, match: Match, run: list[bytes]
+        self, wanted: FetchState, request: Request, tokens: Int32, match: Match, run: list[bytes]
     ) -> list[Job]:
         """Books blocks after a match for what the host holds, and has them filled."""
         end = match.length + len(run) * self._blocks.block_size
         if end == match.length:
             return []
         # Booking may push blocks out, to slots of the pool: not to those that are about to be read.
-        slots = [self._host.pin(key) for key in run]
-        incoming = self._blocks.receiver.begin(
-            request.namespace, match, tokens[:end].copy(), request.known
-        )
-        if incoming is None:
-            for key in run:
-                self._host.unpin(key)
+        slots = [self._host.pin(block_hash) for block_hash in run]
+        loading = self._loader.begin(request.namespace, match, tokens[:end].copy(), request.known)
+        if loading is None:
+            for block_hash in run:
+                self._host.unpin(block_hash)
             return []
-        job = Job(Kind.IN, run, incoming, loaded=min(wanted.loaded, len(run)))
+        job = Job(Kind.IN, run, loading, loaded=min(wanted.loaded, len(run)))
         wanted.loaded = 0
-        self._send(job, "in", "host", slots, blocks=incoming.blocks)
+        self._send(job, "in", "host", slots, blocks=loading.blocks)
         return [job]
 
     @property
@@ -247,39 +254,39 @@ class OffloadFeature(Feature):
     def _run(
         self, request: Request, match: Match, tokens: Int32
     ) -> tuple[list[bytes], list[Job], list[bytes]]:
-        """Of the blocks after a match those, from the first on, that can be had: their keys, the
-        jobs by which some are arriving already, and the keys that lie in files only. tokens: int32
+        """Finds the blocks after a match that can be had, from the first on: their hashes, the jobs
+        by which some are arriving already, and the hashes that are in files only. tokens: int32
         [whole blocks]."""
         run: list[bytes] = []
         jobs: dict[int, Job] = {}
         loads: list[bytes] = []
         size = self._blocks.block_size
         files = self._files if not request.lora_id else None
-        key = self._blocks.receiver.name(request.namespace, match)
+        block_hash = self._loader.block_hash(request.namespace, match)
         for at in range(match.length, len(tokens), size):
-            key = next_key(key, tokens[at : at + size].tobytes())
-            job = self._job_of.get(key)
+            block_hash = next_hash(block_hash, tokens[at : at + size].tobytes())
+            job = self._job_of.get(block_hash)
             if job is not None:
                 jobs[id(job)] = job
-            elif files is not None and key in files and not self._host.holds(key):
-                loads.append(key)
-            elif not self._host.holds(key):
+            elif files is not None and block_hash in files and not self._host.holds(block_hash):
+                loads.append(block_hash)
+            elif not self._host.holds(block_hash):
                 break
-            self._host.touch(key)
-            run.append(key)
+            self._host.touch(block_hash)
+            run.append(block_hash)
         return run, list(jobs.values()), loads
 
-    def _load(self, keys: list[bytes]) -> list[Job]:
+    def _load(self, hashes: list[bytes]) -> list[Job]:
         """Reads files into the pool, as far as it has room."""
         jobs = []
-        keys = keys[: max(1, self._host.num_slots // 2)]
-        for at in range(0, len(keys), _SPILL_BATCH):
+        hashes = hashes[: max(1, self._host.num_slots // 2)]
+        for at in range(0, len(hashes), _SPILL_BATCH):
             part, slots = [], []
-            for key in keys[at : at + _SPILL_BATCH]:
-                slot = self._host.expect(key)
+            for block_hash in hashes[at : at + _SPILL_BATCH]:
+                slot = self._host.expect(block_hash)
                 if slot is None:
                     break
-                part.append(key)
+                part.append(block_hash)
                 slots.append(slot)
             if not part:
                 break
@@ -302,12 +309,12 @@ class OffloadFeature(Feature):
             self._end(self._jobs.pop(id), False)
 
     def _end(self, job: Job, good: bool) -> None:
-        for key in job.keys:
-            if self._job_of.get(key) is job:
-                del self._job_of[key]
+        for block_hash in job.hashes:
+            if self._job_of.get(block_hash) is job:
+                del self._job_of[block_hash]
         match job.kind:
             case Kind.OUT:
-                self._settle(job, good)
+                self._arrived(job, good)
             case Kind.LOAD:
                 self._loaded(job, good)
             case Kind.SPILL:
@@ -317,34 +324,34 @@ class OffloadFeature(Feature):
         for request_id in job.waiters:
             self._wake(request_id)
 
-    def _settle(self, job: Job, good: bool) -> None:
-        for key in job.keys:
-            self._host.arrived(key, good and not job.stale)
+    def _arrived(self, job: Job, good: bool) -> None:
+        for block_hash in job.hashes:
+            self._host.arrived(block_hash, good and not job.stale)
 
     def _loaded(self, job: Job, good: bool) -> None:
-        self._settle(job, good)
+        self._arrived(job, good)
         if good:
             seconds = time.monotonic() - job.began
-            self._costs.observe_load(len(job.keys) * self._block_bytes, seconds)
+            self._costs.observe_load(len(job.hashes) * self._block_bytes, seconds)
         elif self._files is not None:
-            for key in job.keys:
-                self._files.discard(key)
+            for block_hash in job.hashes:
+                self._files.discard(block_hash)
 
     def _spilled(self, job: Job, good: bool) -> None:
-        self._spilling -= len(job.keys)
-        for key in job.keys:
-            self._host.unpin(key, good=False)
+        self._spilling -= len(job.hashes)
+        for block_hash in job.hashes:
+            self._host.unpin(block_hash, good=False)
             if good and self._files is not None and not job.stale:
-                self._files.add(key)
-        self.counts.disk_writes += len(job.keys) * good
+                self._files.add(block_hash)
+        self.counts.disk_writes += len(job.hashes) * good
 
     def _brought(self, job: Job, good: bool) -> None:
-        if job.incoming is not None:
-            self._blocks.receiver.end(job.incoming, good and not job.stale)
-        for key in job.keys:
-            self._host.unpin(key, good and not job.stale)
+        if job.loading is not None:
+            self._loader.end(job.loading, good and not job.stale)
+        for block_hash in job.hashes:
+            self._host.unpin(block_hash, good and not job.stale)
         if good:
-            count, size = len(job.keys), self._blocks.block_size
+            count, size = len(job.hashes), self._blocks.block_size
             self.counts.swapped_in += count
             self.counts.swapped_in_bytes += count * self._block_bytes
             self.counts.disk_hit_tokens += job.loaded * size
@@ -352,26 +359,33 @@ class OffloadFeature(Feature):
 
     # -- the end -------------------------------------------------------------------------------
 
-    def push_out(self) -> None:
+    def evict_all(self) -> None:
         """Move what only the device has to the host, with the next plan."""
-        self._blocks.push_out()
+        self._blocks.evict_all()
 
     def save(self) -> None:
         """Write what only the host has to files, last used first, with the next plan."""
         if self._files is None:
             return
-        keys = [key for key in self._host.oldest(self._host.num_slots) if key not in self._files]
-        for at in range(len(keys), 0, -_SPILL_BATCH):
-            self._write(keys[max(0, at - _SPILL_BATCH) : at][::-1])
+        hashes = [
+            block_hash
+            for block_hash in self._host.oldest(self._host.num_slots)
+            if block_hash not in self._files
+        ]
+        for at in range(len(hashes), 0, -_SPILL_BATCH):
+            self._write(hashes[max(0, at - _SPILL_BATCH) : at][::-1])
 
     # -- requests ------------------------------------------------------------------------------
 
     def preempt(self, request: Request) -> bool:
         done = request.computed if request.generating else request.planned
         pays = self._costs.swap_pays(done)
-        wanted: Wanted = request.state.setdefault(_STATE, Wanted())
+        wanted = self._wanted.setdefault(request.request_id, FetchState())
         wanted.attempts, wanted.recompute = 0, not pays
         return pays
+
+    def finish(self, request: Request) -> None:
+        self._wanted.pop(request.request_id, None)
 
     def forget(self) -> None:
         self._host.clear()

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
-from quire.cache import Incoming
+from quire.cache import LoadingPrefix
 
 
 class Kind(Enum):
@@ -18,13 +18,17 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Job:
-    """keys: of the blocks that move. incoming: where IN puts them. waiters: ids of requests to wake
-    at the end. loaded: how many of IN's blocks were read from files for it. stale: all prefixes
-    were forgotten meanwhile. began: time.monotonic()."""
+    """Blocks in transfer.
+
+    hashes: the blocks that move. loading: the device blocks of an IN job.
+    waiters: ids of requests to wake at the end.
+    loaded: how many blocks of an IN job were read from files for it.
+    stale: whether all prefixes were forgotten meanwhile. began: time.monotonic().
+    """
 
     kind: Kind
-    keys: list[bytes]
-    incoming: Incoming | None = None
+    hashes: list[bytes]
+    loading: LoadingPrefix | None = None
     waiters: list[str] = field(default_factory=list)
     loaded: int = 0
     stale: bool = False

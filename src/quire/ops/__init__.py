@@ -10,6 +10,7 @@ from quire.ops.arguments import Activation, RmsScale, Scratch
 from quire.ops.choose import Policy, current_policy, op, use_policy
 from quire.ops.kv import KVFormat, KVLayer, kv_format
 from quire.ops.rows import Drafts, Expanded, LogitRows, StepRows
+from quire.ops.weight import Weight, WeightFormat
 
 adjust = op(reference.adjust)
 attention_schedule = op(reference.attention_schedule)
@@ -44,6 +45,8 @@ __all__ = [
     "RmsScale",
     "Scratch",
     "StepRows",
+    "Weight",
+    "WeightFormat",
     "adjust",
     "attention_schedule",
     "collect_rows",

@@ -1,4 +1,4 @@
-"""How keys and values are stored: as they are, or in 8 bits with scales."""
+"""Formats of stored keys and values: as they are, or in 8 bits with scales."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class KVFormat:
 
     @property
     def largest(self) -> float:
-        """What larger values are cut to before they are stored in 8 bits."""
+        """The value that larger ones are cut to before they are stored in 8 bits."""
         return _LARGEST[self.dtype]
 
     @property
     def offset(self) -> int:
-        """What is added to integers."""
+        """The number that is added to integers."""
         return 128 if self.dtype == torch.uint8 else 0
 
     def bytes_per_head(self, head_dim: int) -> int:
-        """Of one token's K, or V, of one head."""
+        """Returns the bytes of one token's K, or V, of one head."""
         return head_dim * self.dtype.itemsize + (_SCALE_BYTES if self.scales == "token" else 0)
 
 
@@ -51,22 +51,24 @@ _FORMATS = {
 }
 
 
-def kv_format(name: str, dtype: torch.dtype, head_dim: int) -> KVFormat:
-    """What `EngineConfig.kv_cache_dtype` stands for in a model that computes in `dtype`.
+def kv_format(name: str, dtype: torch.dtype, *head_dims: int) -> KVFormat:
+    """Returns what `EngineConfig.kv_cache_dtype` stands for in a model that computes in `dtype` and
+    has heads of these sizes.
 
     Raises:
         ConfigError: the model's heads cannot be stored like that.
     """
-    form = _FORMATS.get(name)
-    if form is None:
+    stored = _FORMATS.get(name)
+    if stored is None:
         return KVFormat(dtype)
-    if head_dim % 2:
-        raise ConfigError(
-            f"kv_cache_dtype={name} needs heads of an even size, this model's have {head_dim}; "
-            "use auto",
-            "kv_cache_dtype",
-        )
-    return form
+    for head_dim in head_dims:
+        if head_dim % 2:
+            raise ConfigError(
+                f"kv_cache_dtype={name} needs heads of an even size, this model's have {head_dim}; "
+                "use auto",
+                "kv_cache_dtype",
+            )
+    return stored
 
 
 @dataclass(frozen=True, slots=True)

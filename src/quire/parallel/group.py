@@ -59,3 +59,14 @@ class TorchGroup:
         parts = [torch.empty_like(x) for _ in range(self.world)]
         dist.all_gather(parts, x, group=self.handle)
         return torch.cat(parts, dim=dim)
+
+
+def join_group(backend: str, store: str, rank: int, world: int) -> TorchGroup:
+    """Meets the other ranks, and returns the group of all. store: a file that they share."""
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+    return TorchGroup()
+
+
+def leave_group() -> None:
+    """Leaves the group of all ranks."""
+    dist.destroy_process_group()

@@ -1,5 +1,5 @@
 """One vector per prompt instead of tokens: the scheduler's side and the runner's."""
 
-from quire.pooling.feature import POOLING, PoolingFeature
+from quire.pooling.feature import PoolingFeature
 
-__all__ = ["POOLING", "PoolingFeature"]
+__all__ = ["PoolingFeature"]

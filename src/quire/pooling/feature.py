@@ -9,9 +9,6 @@ from quire.plan import RowFlag
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 
-POOLING = "pooling"
-"""Where a request's `state` says how it is pooled: "last" or "mean"."""
-
 COLUMN = "pooled"
 """What a plan writes for the rows that the runner must look at, a `Share` each."""
 
@@ -34,7 +31,7 @@ class PoolingFeature(Feature):
 
     def reusable(self, request: Request, n: int) -> int:
         """A mean needs the states of all tokens, which no cache holds."""
-        pooling = request.state.get(POOLING)
+        pooling = request.pooling
         if pooling is None:
             return n
         self._active[request.request_id] = request
@@ -45,7 +42,7 @@ class PoolingFeature(Feature):
             return
         lanes, shares, ended = [], [], []
         for row, request in enumerate(builder.requests):
-            if POOLING not in request.state:
+            if request.pooling is None:
                 continue
             share = self._share(request, int(builder.q_len[row]))
             if builder.flags[row] & RowFlag.SAMPLE:
@@ -57,11 +54,11 @@ class PoolingFeature(Feature):
                 shares.append(int(share))
         if lanes:
             builder.write(COLUMN, int32(lanes), int32(shares))
-            builder.mute(ended)
+            builder.skip_sampling(ended)
         self._active = {name: r for name, r in self._active.items() if not r.finished}
 
     @staticmethod
     def _share(request: Request, q_len: int) -> Share:
-        if request.state[POOLING] == "last":
+        if request.pooling == "last":
             return Share(0)
         return Share.MEAN | Share.BEGINS if request.planned == q_len else Share.MEAN

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
-from torch import Tensor, nn
 
-from quire import ops
-from quire.quantization.method import Stored
+from quire.ops import Weight, WeightFormat
+from quire.quantization.stored_tensor import FLOATS, StoredTensor
 
 
 class Unquantized:
-    def stored(self, dtype: torch.dtype) -> Sequence[Stored]:
-        return (Stored("weight", dtype),)
+    """Stores weights as they are."""
 
-    def apply(
-        self,
-        x: Tensor,
-        layer: nn.Module,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        norm: ops.RmsScale | None,
-        act: ops.Activation | None,
-    ) -> Tensor:
-        return ops.linear(x, cast(Tensor, layer.weight), bias, residual, norm, act)
+    def format_for(self, name: str, dtype: torch.dtype) -> WeightFormat:
+        return WeightFormat(dtype)
+
+    def stored(self, format: WeightFormat) -> Sequence[StoredTensor]:
+        return (StoredTensor("weight", "values", FLOATS),)
+
+    def finish(self, name: str, weight: Weight) -> None:
+        """Nothing is left to do."""

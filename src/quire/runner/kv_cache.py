@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
+from quire.layers.attention import KVLayout
 from quire.ops import KVFormat, KVLayer
 from quire.plan import KVGroup
 
@@ -24,7 +25,7 @@ class KVCache:
 
     Zeros at first, as attention may read what nobody wrote.
 
-    head_scales: float32 [all layers, 2, kv_heads], where heads have fixed ones.
+    layouts: by group. head_scales: float32 [all layers, 2, kv_heads], where heads have fixed ones.
     """
 
     def __init__(
@@ -32,8 +33,7 @@ class KVCache:
         groups: Sequence[KVGroup],
         num_blocks: Sequence[int],
         *,
-        kv_heads: int,
-        head_dim: int,
+        layouts: Sequence[KVLayout],
         form: KVFormat,
         device: torch.device,
         head_scales: Tensor | None = None,
@@ -41,9 +41,9 @@ class KVCache:
         self.groups = tuple(groups)
         self._tensors: list[list[Tensor]] = []
         by_layer: dict[int, KVLayer] = {}
-        for group, blocks in zip(groups, num_blocks, strict=True):
-            shape = blocks, len(group.layers), 2, kv_heads, group.tokens_per_block
-            values = torch.zeros((*shape, head_dim), dtype=form.dtype, device=device)
+        for group, blocks, layout in zip(groups, num_blocks, layouts, strict=True):
+            shape = blocks, len(group.layers), 2, layout.kv_heads, group.tokens_per_block
+            values = torch.zeros((*shape, layout.head_dim), dtype=form.dtype, device=device)
             self._tensors.append([values])
             scales = None
             if form.scales == "token":

@@ -8,9 +8,12 @@ import numpy as np
 import torch
 
 from quire.arrays import Int32
+from quire.errors import QuireError
 
 _EVER = np.iinfo(np.int64).max
 _WORD = 0xFFFFFFFF
+_GLANCE = 2e-4
+"""Seconds between looks at a flag that another process sets."""
 
 
 class MaskRing:
@@ -18,19 +21,39 @@ class MaskRing:
 
     A GPU waits by itself: the flag is looked at by a kernel of the step's head, and steps are
     queued behind. A step's place is free again when the step was collected, so the ring is longer
-    than steps in flight.
+    than steps in flight. Ranks share one ring: they are given the same memory.
 
     depth: places. rows: lines of a mask, one for each logit row of a GATED row. words: of a line.
+    memory: int8 [`size`], or None for memory of its own.
     masks: int32 [depth * rows, words]. flags: int64 [depth]. Both are pinned for a GPU.
     """
 
-    def __init__(self, device: torch.device, depth: int, rows: int, words: int) -> None:
-        pinned = device.type == "cuda"
+    def __init__(
+        self,
+        device: torch.device,
+        depth: int,
+        rows: int,
+        words: int,
+        memory: np.ndarray[tuple[int], np.dtype[np.int8]] | None = None,
+    ) -> None:
         self._rows = rows
-        self.masks = torch.zeros(depth * rows, words, dtype=torch.int32, pin_memory=pinned)
-        self.flags = torch.full((depth,), -1, dtype=torch.int64, pin_memory=pinned)
+        self._shared = memory is not None
+        if memory is None:
+            pinned = device.type == "cuda"
+            size = self.size(depth, rows, words)
+            memory = torch.zeros(size, dtype=torch.int8, pin_memory=pinned).numpy()
+        elif device.type == "cuda":
+            _pin(memory)
+        self._memory = torch.from_numpy(memory)
+        self.flags = self._memory[: 8 * depth].view(torch.int64)
+        self.masks = self._memory[8 * depth :].view(torch.int32).view(depth * rows, words)
         self._host, self._host_flags = self.masks.numpy(), self.flags.numpy()
         self._brought = threading.Condition()
+
+    @staticmethod
+    def size(depth: int, rows: int, words: int) -> int:
+        """Returns the bytes of a ring's memory."""
+        return 8 * depth + 4 * depth * rows * words
 
     def room(self, step_id: int, rows: int) -> Int32:
         """Returns where the mask of a step may be built, int32 [rows, words]. From any thread."""
@@ -44,24 +67,27 @@ class MaskRing:
             room[:] = mask
         place = step_id % len(self._host_flags)
         with self._brought:
-            self._host_flags[place] = max(step_id, self._host_flags[place])
+            self._host_flags[place] = max(step_id + 1, self._host_flags[place])
             self._brought.notify_all()
 
     def has(self, step_id: int, *, wait: bool) -> bool:
         """Tells whether a step's mask is there; with `wait`, once it is."""
         place = step_id % len(self._host_flags)
-        with self._brought:
-            if wait:
-                self._brought.wait_for(lambda: self._host_flags[place] >= step_id)
-            return bool(self._host_flags[place] >= step_id)
+        while True:
+            with self._brought:
+                if self._host_flags[place] > step_id or not wait:
+                    return bool(self._host_flags[place] > step_id)
+                # Another process brings masks without a word to this one's threads.
+                self._brought.wait(_GLANCE if self._shared else None)
 
     def first_line(self, step_id: int) -> int:
         """Returns the line of `masks` at which a step's mask begins."""
         return step_id % len(self._host_flags) * self._rows
 
     def gate(self, step_id: int) -> tuple[int, int, int]:
-        """Returns what `ops.wait_for_flag` waits for: place, low and high word of the step."""
-        low, high = step_id & _WORD, step_id >> 32
+        """Returns what `ops.wait_for_flag` waits for: the flag's place, and the low and high word
+        of the value that it then has at least."""
+        low, high = (step_id + 1) & _WORD, (step_id + 1) >> 32
         return step_id % len(self._host_flags), low - (low >> 31 << 32), high
 
     def open(self) -> None:
@@ -69,3 +95,12 @@ class MaskRing:
         with self._brought:
             self._host_flags[:] = _EVER
             self._brought.notify_all()
+
+
+def _pin(memory: np.ndarray[tuple[int], np.dtype[np.int8]]) -> None:
+    """Lets the device read memory that several processes map."""
+    address, size = memory.ctypes.data, memory.nbytes
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostRegister(address, size, 1)  # portable
+    if int(error):
+        raise QuireError(f"shared memory cannot be pinned for the GPU (CUDA error {int(error)})")

@@ -9,7 +9,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.models.spec import ModelSpec
+from quire.models import Decoder
 from quire.plan import KVGroup
 
 _CPU_DEFAULT_GB = 4.0
@@ -36,15 +36,13 @@ def available_memory() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def activation_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Returns an upper bound of what a step needs beside weights and cache: the widest layer's
+def activation_bytes(config: EngineConfig, model: Decoder) -> int:
+    """Returns an upper bound of what a step needs beside weights and cache: the model's
     intermediates for the token budget, and logits with their copies while sampling."""
-    limits, attention = config.scheduler, spec.attention
-    heads = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
-    widest = 2 * (heads + attention.heads * attention.head_dim) + 3 * spec.mlp.width
-    body = limits.max_num_batched_tokens * (4 * spec.hidden_size + widest) * 4
+    limits = config.scheduler
+    body = model.workspace_bytes(limits.max_num_batched_tokens)
     # Logits with their copies, and the sampler's token counts.
-    head = 8 * max(limits.max_num_seqs, 256) * spec.vocab_size * 4
+    head = 8 * max(limits.max_num_seqs, 256) * model.spec.vocab_size * 4
     return body + head + (1 << 30)
 
 

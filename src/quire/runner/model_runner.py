@@ -1,4 +1,4 @@
-"""Runs plans on one device: one upload, the body, the head, one late read.
+"""One rank's worker: runs plans on one device, with one upload, the body, the head, one late read.
 
 Nothing here waits for the device but `collect`. On a CPU the same programs run as they are called.
 """
@@ -19,7 +19,7 @@ from quire import ops
 from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import QuireError
-from quire.executor import FULL_STEP, Capacity, OnProgress
+from quire.executor import FULL_STEP, Capacity, Measurement, OnProgress
 from quire.models import (
     build_model,
     head_scales,
@@ -27,7 +27,9 @@ from quire.models import (
     load_weights,
     spec_from_config,
 )
-from quire.plan import Admit, HeadInputs, KVGroup, RowFlag, StepPlan, StepResult
+from quire.parallel import ProcessGroup, SingleGroup
+from quire.plan import Admit, KVGroup, RowFlag, StepPlan, StepResult
+from quire.quantization import quantization_of
 from quire.runner import memory
 from quire.runner.graphs import Buckets, Graphs, full_step, program_works
 from quire.runner.hooks import Hook, Level
@@ -40,10 +42,13 @@ from quire.runner.hooks.sampling import Sampling
 from quire.runner.kv_cache import KVCache
 from quire.runner.mask_ring import MaskRing
 from quire.runner.program import BodyShape, HeadShape, StepProgram
-from quire.runner.readback import Step
+from quire.runner.readback import Step, in_head
 from quire.runner.state import BatchState, Limits
 from quire.runner.transfer.places import KVTransfer, open_transfer
 from quire.runner.upload import PinnedRing, Upload, ragged
+
+_LOGIT_ROWS = 64
+"""Where rows have drafts, logit rows of a step at least, if all lanes' drafts need them."""
 
 
 class ModelRunner:
@@ -54,17 +59,15 @@ class ModelRunner:
         config: EngineConfig,
         progress: OnProgress | None = None,
         hooks: Sequence[Hook] = (),
+        group: ProcessGroup | None = None,
+        masks: MaskRing | None = None,
     ) -> None:
         self.config = config
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        scheduler = config.scheduler
-        self.limits = Limits(
-            lanes=scheduler.max_num_seqs,
-            tokens=scheduler.max_num_batched_tokens,
-            logit_rows=scheduler.max_num_seqs,
-            length=scheduler.max_model_len,
-        )
+        self.group = group or SingleGroup()
+        self.limits = limits_of(config, hooks)
+        self.masks = masks or MaskRing(self.device, *mask_shape(config, hooks))
         self._features = tuple(hooks)
         self._progress = progress
         # Launched, and those behind one that waits for the host.
@@ -72,49 +75,71 @@ class ModelRunner:
         self._later: deque[StepPlan] = deque()
         self._graphs: Graphs | None = None
         self._buckets = Buckets(self.limits)
+        # What the head must do for each lane's request, a `Level`.
+        self._levels = np.zeros(self.limits.lanes, dtype=np.int8)
         self._transfer: KVTransfer | None = None
-        depth = scheduler.steps_in_flight + 1
-        self._pinned = PinnedRing(self.device, depth)
-        words = -(-config.vocab_size // 32)
-        self.masks = MaskRing(self.device, depth, self.limits.logit_rows, words)
+        self._pinned = PinnedRing(self.device, config.scheduler.steps_in_flight + 1)
+        self._seconds: dict[str, float] = {}
         self._policy = ops.Policy(
             deterministic=config.args.deterministic, disabled=frozenset(config.args.disable)
         )
 
     # -- start ---------------------------------------------------------------------------------
 
-    def start(self) -> Capacity:
-        """Loads the weights and takes the memory that is left for the KV cache."""
+    def measure(self) -> Measurement:
+        """Loads the weights, and finds how much memory is left for the KV cache."""
         began = time.perf_counter()
         self._load()
-        head_dim = self.model.spec.attention.head_dim
-        kv_format = ops.kv_format(self.config.kv_cache_dtype, self.dtype, head_dim)
-        groups = self.model.kv_groups(self.config.block_size, kv_format)
+        head_dims = self.model.spec.head_dims
+        self._kv_format = ops.kv_format(self.config.kv_cache_dtype, self.dtype, *head_dims)
+        self._groups = groups = self.model.kv_groups(self.config.block_size, self._kv_format)
         blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(groups))
-        seconds = {"weights": time.perf_counter() - began}
+        self._seconds["weights"] = time.perf_counter() - began
+        return Measurement(groups, blocks)
+
+    def allocate(self, num_blocks: tuple[int, ...]) -> None:
+        """Makes the KV cache, of so many blocks of each group, and the batch state."""
         self.cache = KVCache(
-            groups,
-            blocks,
-            kv_heads=self.model.local_kv_heads,
-            head_dim=head_dim,
-            form=kv_format,
+            self._groups,
+            num_blocks,
+            layouts=self.model.kv_layouts,
+            form=self._kv_format,
             device=self.device,
-            head_scales=self._head_scales(kv_format),
+            head_scales=self._head_scales(self._kv_format),
         )
-        self._transfer = open_transfer(self.config, self.cache, blocks)
-        self._prepare(groups)
+        self._num_blocks = num_blocks
+        self._transfer = open_transfer(self.config, self.cache, num_blocks)
+        self._prepare(self._groups)
+
+    def capture(self) -> Capacity:
+        """Captures all graphs where there are any, and says what there is."""
         full = FULL_STEP
         if self.device.type == "cuda" and not self.config.eager:
             began = time.perf_counter()
             full = self._capture()
-            seconds["graphs"] = time.perf_counter() - began
+            self._seconds["graphs"] = time.perf_counter() - began
         slots = 0 if self._transfer is None else self._transfer.pool.slots
-        return Capacity(groups, blocks, host_blocks=slots, seconds=seconds, full_step=full)
+        return Capacity(
+            self._groups,
+            self._num_blocks,
+            host_blocks=slots,
+            seconds=self._seconds,
+            full_step=full,
+            logit_rows=self.limits.logit_rows,
+            verifies=self.limits.drafts > 0,
+        )
 
     def _load(self) -> None:
         path = Path(self.config.model_path)
         spec = spec_from_config(load_config(path))
-        self.model = build_model(spec, device=self.device, dtype=self.dtype)
+        quantization = quantization_of(self.config.args.quantization)
+        self.model = build_model(
+            spec,
+            device=self.device,
+            dtype=self.dtype,
+            group=self.group,
+            quantization=quantization,
+        )
         load_weights(
             self.model,
             path,
@@ -142,13 +167,13 @@ class ModelRunner:
         for hook in self.hooks:
             hook.bind(self.state)
         self.program = StepProgram(
-            self.model, self.cache, self.state, self.hooks, drafts=acceptance.drafts
+            self.model, self.cache, self.state, self.hooks, drafts=acceptance.claims
         )
 
     @torch.inference_mode()
     def _capture(self) -> int:
         """Captures all programs. Returns the tokens of a full step."""
-        self.state.inputs.copy_(torch.from_numpy(self._packed(None)))
+        self.state.inputs.copy_(torch.from_numpy(self.state.idle_inputs()))
         more = {name: run for hook in self.hooks for name, run in hook.programs().items()}
         self._graphs = graphs = Graphs(self.device)
         with ops.use_policy(self._policy):
@@ -170,7 +195,7 @@ class ModelRunner:
     def _cache_budget(self, groups: Sequence[KVGroup]) -> int | None:
         if self.device.type != "cuda":
             return memory.cpu_budget(self.config)
-        reserve = memory.activation_bytes(self.config, self.model.spec)
+        reserve = memory.activation_bytes(self.config, self.model)
         budget = memory.cuda_budget(self.config, self.device, reserve)
         return budget - memory.staging_bytes(self.config, groups, budget)
 
@@ -194,14 +219,6 @@ class ModelRunner:
         for name in plan.writes:
             if name not in self.state.columns:
                 raise QuireError(f"the plan writes to a column {name!r} that no hook keeps")
-
-    def mask_room(self, step_id: int, rows: int) -> Int32:
-        """Returns where the mask of a step may be built, int32 [rows, words]. From any thread."""
-        return self.masks.room(step_id, rows)
-
-    def submit_head(self, inputs: HeadInputs) -> None:
-        """Takes the masks of a step that was, or is about to be, submitted. From any thread."""
-        self.masks.bring(inputs.step_id, inputs.mask)
 
     def _advance(self, *, wait: bool = False) -> None:
         """Launches what can be. A head that the host must bring masks for holds up all behind it;
@@ -274,6 +291,8 @@ class ModelRunner:
             upload.put_lines(column, lanes, values.astype(kind))
         for hook in self.hooks:
             hook.stage(plan, plan.admits, upload)
+        for admit in plan.admits:
+            self._levels[admit.lane] = max(hook.lane_level(admit) for hook in self.hooks)
 
     def _stage_admits(self, admits: Sequence[Admit], upload: Upload) -> None:
         state = self.state
@@ -286,28 +305,19 @@ class ModelRunner:
         starts = ragged(lanes, np.zeros_like(lanes), state.tokens.shape[1])
         upload.put(state.tokens, starts, lengths, np.concatenate([a.tokens for a in admits]))
 
-    def _packed(self, step: Step | None) -> Int32:
-        """Returns a step's `BatchState.inputs`; None: of no rows at all."""
-        limits = self.limits
-        lanes, most = limits.lanes, limits.logit_rows
-        packed = np.zeros(4 * lanes + 2 + most + 3, dtype=np.int32)
-        own, query_start, logit_start, flags, lines, gate = np.split(
-            packed, np.cumsum([lanes, lanes + 1, lanes + 1, lanes, most])
-        )
-        own.fill(-1)
-        lines.fill(-1)
-        gate[0] = -1
-        if step is None:
-            return packed
-        plan, rows = step.plan, step.plan.num_rows
-        own[:rows] = plan.lanes
+    def _packed(self, step: Step) -> Int32:
+        """Returns a step's `BatchState.inputs`."""
+        state, plan, rows = self.state, step.plan, step.plan.num_rows
+        packed = state.idle_inputs()
+        lanes, query_start, logit_start, flags, lines, gate = state.split_inputs(packed)
+        lanes[:rows] = plan.lanes
         np.cumsum(plan.q_len, out=query_start[1 : rows + 1])
         query_start[rows + 1 :] = query_start[rows]
         logit_start[: rows + 1] = step.logit_start
         logit_start[rows + 1 :] = step.logit_start[-1]
         flags[:rows] = plan.flags
         if plan.gated:
-            wanted = plan.mask_lines
+            wanted = plan.mask_lines[in_head(plan)]
             first = self.masks.first_line(plan.step_id)
             lines[: len(wanted)] = np.where(wanted >= 0, wanted + first, -1)
             gate[:] = self.masks.gate(plan.step_id)
@@ -317,7 +327,8 @@ class ModelRunner:
         """Launches the step's head, unless masks are missing that the device cannot wait for."""
         plan, logit_rows = step.plan, int(step.logit_start[-1])
         if logit_rows:
-            level = max((hook.level(plan) for hook in self.hooks), default=Level.PLAIN)
+            asked = Level(int(self._levels[plan.lanes].max()))
+            level = max(asked, *(hook.level(plan) for hook in self.hooks))
             shape = self._buckets.head(logit_rows, level)
             captured = self._graphs is not None and shape in self._graphs
             # A kernel's first launch waits for the device, which would wait for the masks.
@@ -375,3 +386,23 @@ class ModelRunner:
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def limits_of(config: EngineConfig, hooks: Sequence[Hook]) -> Limits:
+    """Returns the most that steps of an engine with these hooks may hold."""
+    scheduler = config.scheduler
+    lanes, drafts = scheduler.max_num_seqs, max((hook.drafts for hook in hooks), default=0)
+    return Limits(
+        lanes=lanes,
+        tokens=scheduler.max_num_batched_tokens,
+        # With many lanes there are few drafts for each, so that heads stay small.
+        logit_rows=min(lanes * (1 + drafts), max(2 * lanes, _LOGIT_ROWS)) if drafts else lanes,
+        length=scheduler.max_model_len,
+        drafts=drafts,
+    )
+
+
+def mask_shape(config: EngineConfig, hooks: Sequence[Hook]) -> tuple[int, int, int]:
+    """Returns the depth, rows and words of the `MaskRing` of an engine with these hooks."""
+    depth = config.scheduler.steps_in_flight + 1
+    return depth, limits_of(config, hooks).logit_rows, -(-config.vocab_size // 32)

@@ -6,16 +6,22 @@ copy to the device and one kernel.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quire.arrays import Int32
 from quire.errors import ConfigError
 from quire.ops import LogitRows, StepRows
 from quire.plan import KVGroup
+
+Words = TypeVar("Words", Tensor, Int32)
 
 _ALIGNED = 32
 """Words: columns begin on multiples of 128 bytes."""
@@ -57,6 +63,9 @@ class BatchState:
         end.
     tables: per KV group its block tables, int32 [lanes, blocks].
     inputs: int32, what a step's programs read of the plan: `rows`, `lines` and `gate`.
+    logit_rows: of the step, filled in by its body.
+    results: int32 [lanes, 3 + drafts], of the step's rows: how many tokens each gave, why it ends,
+        and the tokens.
     """
 
     def __init__(
@@ -97,14 +106,27 @@ class BatchState:
         self.tables = [self.columns[f"table.{i}"] for i in range(len(self.groups))]
         self.inputs = views[-1]
         lanes = limits.lanes
-        sizes = [lanes, lanes + 1, lanes + 1, lanes, limits.logit_rows, 3]
-        parts = torch.split(self.inputs, sizes)
-        self.rows = StepRows(*parts[:4])
-        self.lines, self.gate = parts[4:]
+        sizes = lanes, lanes + 1, lanes + 1, lanes, limits.logit_rows, 3
+        self._ends = list(itertools.accumulate(sizes))
+        own, query_start, logit_start, flags, self.lines, self.gate = self.split_inputs(self.inputs)
+        self.rows = StepRows(own, query_start, logit_start, flags)
+        self._idle = np.zeros(self._ends[-1], dtype=np.int32)
+        for part in (0, 4, 5):
+            self.split_inputs(self._idle)[part].fill(-1)
         self.logit_rows = LogitRows(
             *torch.full((4, limits.logit_rows), -1, dtype=torch.int32, device=device)
         )
         self.results = torch.zeros(lanes, 3 + limits.drafts, dtype=torch.int32, device=device)
+
+    def split_inputs(self, inputs: Words) -> list[Words]:
+        """Returns the parts of inputs: lanes, query_start, logit_start and flags of `rows`, the
+        mask's line of each logit row, and the gate that the head waits for."""
+        starts = (0, *self._ends)
+        return [inputs[start:end] for start, end in itertools.pairwise(starts)]
+
+    def idle_inputs(self) -> Int32:
+        """Returns inputs of no rows, int32 on the host."""
+        return self._idle.copy()
 
     def first_rows(self, count: int) -> StepRows:
         """Returns the step's first `count` rows, as views."""

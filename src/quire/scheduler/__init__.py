@@ -1,6 +1,6 @@
 """The scheduler: decides what each step computes.
 
-What the engine's loop sees of it::
+The engine's loop uses it like this::
 
     scheduler = Scheduler(config, capacity, features)
     scheduler.add(request)                   # RequestTooLargeError, RefusedError, RequestError
@@ -15,11 +15,13 @@ be iterated for one `Progress` per request where that is more convenient. See `p
 """
 
 from quire.scheduler.feature import Feature, PlanBuilder
+from quire.scheduler.order import Order
 from quire.scheduler.progress import Progress, SchedulerStats, StepProgress
 from quire.scheduler.scheduler import Scheduler
 
 __all__ = [
     "Feature",
+    "Order",
     "PlanBuilder",
     "Progress",
     "Scheduler",

@@ -1,4 +1,4 @@
-"""What may enter: at the door, and from the queue onto a lane."""
+"""Admission of requests: on arrival, and from the queue onto a lane."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from quire.config import SchedulerConfig
 from quire.errors import OverloadedError, RefusedError, RequestError
 from quire.request import Request
 from quire.scheduler.lanes import Chunk, wants_prompt_logprobs
-from quire.scheduler.policy import stays
+from quire.scheduler.policy import preemption_exhausted
 from quire.scheduler.running import RunningSet
 
 _FEW = 8
-"""With so many requests or less, each one's wait counts for more than how full a step is."""
+"""Up to this many requests, each one's wait counts for more than how full a step is."""
 
 
 class Admission:
-    """Decides who may enter, and with which blocks. full_step: see `Capacity`."""
+    """Decides which requests may enter, and with which blocks. full_step: see `Capacity`."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Admission:
         self._full_step = full_step
 
     def check(self, request: Request) -> None:
-        """Refuse what can never run, counting all it may need at `max_total`."""
+        """Refuses a request that can never run, counting all it may need at `max_total`."""
         config = self._config
         if not 0 < request.prompt_len < request.max_total:
             raise RequestError(
@@ -66,8 +66,8 @@ class Admission:
         self._blocks.check_fits(request.max_total - 1, chunk)
 
     def check_room(self, requests: int, tokens: int) -> None:
-        """Refuse what comes while so many requests, beyond those that free lanes will take, and so
-        many tokens wait already."""
+        """Refuses a request if the queue is full. requests: those waiting, without the ones that
+        free lanes will take. tokens: of all that wait."""
         config = self._config
         if config.max_queue is not None and requests >= config.max_queue:
             raise OverloadedError(f"{requests} requests are waiting already")
@@ -75,9 +75,9 @@ class Admission:
             raise OverloadedError(f"{tokens} prompt tokens are waiting already")
 
     def enough(self, chunks: Sequence[Chunk], requests: int) -> bool:
-        """Whether a step should take on no more prompts. Of a few that come together, each step
-        takes one or as many as fill it, so that the first need not wait for the last. requests: all
-        there are."""
+        """Whether a step should take on no more prompts. If a few arrive together, each step takes
+        one or as many as fill it, so that the first does not wait for the last. requests: their
+        number in all."""
         return requests <= _FEW and sum(chunk.length for chunk in chunks) >= self._full_step
 
     def fetches(self, request: Request, tokens: Int32) -> bool:
@@ -89,7 +89,7 @@ class Admission:
         return any(fetch(request, tokens, limit) for fetch in self._fetches)
 
     def _limit(self, request: Request) -> int:
-        """How many of its tokens a request that is about to start may take from the cache."""
+        """Returns how many tokens a request that is about to start may take from the cache."""
         limit = request.known - 1
         if wants_prompt_logprobs(request):
             limit = min(limit, request.prompt_logprobs_done)
@@ -98,10 +98,10 @@ class Admission:
         return limit
 
     def book(self, request: Request, tokens: Int32, budget: int, step_id: int) -> Chunk | None:
-        """Blocks, on the next free lane, for all that a waiting request knows, and its first row.
-        None: it must wait. tokens: int32 [known]."""
+        """Books blocks on the next free lane for all tokens of a waiting request; returns its first
+        row, or None if it must wait. tokens: int32 [known]."""
         lane = self._running.lanes.next_free
-        # One block to spare for each running request, so that the newcomer is not the next victim.
+        # One spare block for each running request, so that the new one is not the next victim.
         spare = len(self._running)
         parent = self._forkable_leader(request, step_id)
         if parent is not None:
@@ -120,7 +120,7 @@ class Admission:
                 match,
                 computed=start,
                 chunk_end=start + length,
-                known=request.max_total - 1 if stays(request) else request.known,
+                known=request.max_total - 1 if preemption_exhausted(request) else request.known,
                 spare=spare,
             ):
                 return Chunk(request, start, length)
@@ -129,7 +129,7 @@ class Admission:
         return None
 
     def _forkable_leader(self, request: Request, step_id: int) -> Request | None:
-        """The sibling whose blocks hold this request's whole prompt before this step begins."""
+        """Returns the sibling whose blocks hold this request's whole prompt before this step."""
         leader = request.leader
         if leader is None or request.num_preemptions or request.prompt_len < 2:
             return None

@@ -1,12 +1,12 @@
-"""What a feature may hook into the scheduler. The scheduler knows features by this interface only.
+"""The interface between the scheduler and features. The scheduler knows features by it only.
 
-A feature overrides the methods it needs; the scheduler never calls one that is not overridden, so
-that a feature costs nothing where it has nothing to say.
+A feature overrides the methods it needs. The scheduler never calls a method that is not overridden,
+so a feature costs nothing where it does nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,13 +15,17 @@ from quire.cache import BlockManager, Evicted
 from quire.errors import RequestError
 from quire.plan import Admit, RowFlag, StepPlan, Transfer
 from quire.request import Request
+from quire.sampling_params import SamplingParams
 
 
 class Feature:
     """Does nothing: the base of features, and the definition of their interface."""
 
+    def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
+        """Gives the feature the scheduler's blocks and its `wake`. Called once, before all else."""
+
     def admit(self, request: Request) -> RequestError | None:
-        """When a request arrives. An error refuses it, and is what the user sees."""
+        """Checks an arriving request. An error refuses it, and is shown to the user."""
         return None
 
     def ready(self, request: Request) -> bool:
@@ -29,62 +33,72 @@ class Feature:
         again."""
         return True
 
-    def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
-        """Once, before anything else: the scheduler's blocks, and its `wake`."""
+    def device_params(self, request: Request, params: SamplingParams) -> SamplingParams:
+        """Returns the parameters for the device of a request that gets a lane: those that the
+        feature does not apply itself. params: as left by earlier features."""
+        return params
 
     def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
-        """A request is about to start, and may take up to `limit` of its tokens, int32 [known],
-        from the cache. True parks it until `wake`: blocks of it that the device does not hold are
-        on their way there."""
+        """Offers a request that is about to start and may take up to `limit` of its tokens, int32
+        [known], from the cache. True parks it until `wake`: the feature brings blocks of it that
+        the device does not hold."""
         return False
 
     def evict(self, blocks: Sequence[Evicted]) -> None:
-        """These blocks leave the prefix tree, and may be overwritten by the next step planned. Its
-        plan is the last that may move them out."""
+        """Receives blocks that leave the prefix tree. They may be overwritten by the next step
+        planned, whose plan is the last that may move them out."""
 
     def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
-        """Transfers, by their ids, that ended."""
+        """Receives the ids of transfers that ended."""
 
     def pending(self, idle: bool) -> bool:
-        """Whether a step must be launched even if it has no rows: there are transfers to send or,
-        with no step in flight (`idle`), some to wait for."""
+        """Whether a step must be launched even without rows: transfers must be sent or, with no
+        step in flight (`idle`), waited for."""
         return False
 
     def preempt(self, request: Request) -> bool:
-        """A request is about to be preempted. Whether what it has computed is to be brought back,
-        should it lose its blocks, rather than computed again."""
+        """Called before a request is preempted. Returns whether its blocks, should it lose them,
+        are to be brought back rather than computed again."""
         return False
 
     def forget(self) -> None:
-        """All prefixes are forgotten."""
+        """Called when all prefixes are forgotten."""
 
     def reusable(self, request: Request, n: int) -> int:
-        """How many of its first `n` tokens a request that is about to start may take from the
-        cache: fewer where hidden states of earlier positions are wanted."""
+        """Returns how many of its first `n` tokens a request that is about to start may take from
+        the cache: fewer if hidden states of earlier positions are needed."""
         return n
 
-    def lookahead(self, request: Request, room: int) -> int:
-        """How many draft tokens to book for a generating request's next row, at most `room`."""
-        return 0
+    def lookahead(self, lanes: Int32, room: Int32) -> Int32:
+        """Returns the most draft tokens that each generating row verifies in the next step, int32
+        [n]. lanes: the rows' lanes, int32 [n]. room: the most that each could, int32 [n].
+
+        The scheduler may cut the counts. The drafts themselves are written in `plan`, as claims
+        (see `StepPlan`). Needs an executor that verifies (`Capacity.verifies`).
+        """
+        return np.zeros_like(lanes)
 
     def plan(self, builder: PlanBuilder) -> None:
-        """Add to a step whose rows are settled."""
+        """Adds to a step whose rows are final. Called in the order of registration."""
 
     def result(self, request: Request, tokens: Int32) -> int:
-        """How many of a row's new tokens (int32 [n]) to keep. Keeping fewer than `n` takes the
+        """Returns how many of a row's new tokens, int32 [n], to keep. Fewer than `n` take the
         request off its lane: it goes on from the kept tokens by recomputing."""
         return len(tokens)
 
     def release(self, request: Request) -> bool:
-        """When a request gives its blocks back (it ended or was preempted). True keeps the blocks
-        of an ended request as they are until `Scheduler.drop_hold`."""
+        """Called when a request gives its blocks back (it ended or was preempted). True keeps the
+        blocks of an ended request as they are until `Scheduler.free_detached`."""
         return False
+
+    def finish(self, request: Request) -> None:
+        """Called when a request has ended, wherever it stood. The last call about it."""
 
 
 class PlanBuilder:
-    """A step whose rows are settled, open for features to add to.
+    """A step whose rows are final, open for features to add to.
 
-    requests: the rows' requests, in row order. lanes, q_len, n_logits: int32 [R], read-only.
+    requests: the rows' requests, in row order. lanes, q_len, n_logits, flags: int32 [R], read-only.
     """
 
     def __init__(self, plan: StepPlan, requests: list[Request]) -> None:
@@ -116,21 +130,26 @@ class PlanBuilder:
     def flags(self) -> Int32:
         return self._plan.flags
 
+    @property
+    def writes(self) -> Mapping[str, tuple[Int32, Int32]]:
+        """The columns written so far."""
+        return self._plan.writes
+
     def gate(self, rows: Sequence[int]) -> None:
-        """The heads of these rows wait for `HeadInputs`."""
+        """Makes the heads of these rows wait for `HeadInputs`."""
         # The flags of steady steps are shared between plans, so they are replaced, not changed.
         flags = self._plan.flags.copy()
         flags[list(rows)] |= int(RowFlag.GATED)
         self._plan.flags = flags
 
-    def mute(self, rows: Sequence[int]) -> None:
-        """These rows, which end their prompts, give no token."""
+    def skip_sampling(self, rows: Sequence[int]) -> None:
+        """Makes these rows, which end their prompts, give no token."""
         flags = self._plan.flags.copy()
         flags[list(rows)] &= ~int(RowFlag.SAMPLE)
         self._plan.flags = flags
 
     def write(self, column: str, lanes: Int32, values: Int32) -> None:
-        """Set a per-lane column: lanes int32 [n], values int32 [n, ...]."""
+        """Sets a per-lane column: lanes int32 [n], values int32 [n, ...]."""
         lanes, values = int32(lanes), int32(values)
         if column in self._plan.writes:
             before_lanes, before_values = self._plan.writes[column]
@@ -139,4 +158,5 @@ class PlanBuilder:
         self._plan.writes[column] = (lanes, values)
 
     def transfer(self, transfer: Transfer) -> None:
+        """Adds a transfer."""
         self._plan.transfers.append(transfer)

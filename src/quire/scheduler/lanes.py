@@ -1,4 +1,4 @@
-"""What the scheduler keeps per lane, in arrays, so that a steady step is a few numpy operations."""
+"""Per-lane state in arrays, so that a steady step is a few numpy operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LaneTable:
     known, planned, computed: as in `Request`, whose counts are views of these.
     tokens: int32 [lanes, longest sequence]. Its pages come into being as they are written.
     last: positions a request will ever compute, `max_total - 1`: the last token is never fed.
-    tenancy: changes whenever a lane's tenant leaves; a row of an earlier one is stale.
+    lane_epoch: counts the requests that have left a lane; a row of an earlier one is stale.
     drafted: draft tokens in flight, so that `planned - drafted` bounds the position from below.
     prompt_step: the step that computes the last known token of a prompt.
     ready_step: the first step that may plan the lane's next generated token.
@@ -33,7 +33,7 @@ class LaneTable:
         self.known, self.planned, self.computed = self._counts
         self.tokens: Int32 = np.empty((num_lanes, max_len), dtype=np.int32)
         self.last: Int32 = np.zeros(num_lanes, dtype=np.int32)
-        self.tenancy: Int32 = np.zeros(num_lanes, dtype=np.int32)
+        self.lane_epoch: Int32 = np.zeros(num_lanes, dtype=np.int32)
         self.drafted: Int32 = np.zeros(num_lanes, dtype=np.int32)
         self.prompt_step: Int32 = np.zeros(num_lanes, dtype=np.int32)
         self.ready_step: Int32 = np.zeros(num_lanes, dtype=np.int32)
@@ -49,27 +49,27 @@ class LaneTable:
 
     @property
     def next_free(self) -> int:
-        """The lane that `seat` gives next."""
+        """The lane that `assign` gives next."""
         return self._free[-1]
 
-    def seat(self, request: Request) -> None:
-        """The request takes the lane `next_free`."""
+    def assign(self, request: Request) -> None:
+        """Gives the request the lane `next_free`."""
         lane = self._free.pop()
         request.bind(self.tokens[lane], self._counts[:, lane])
         request.lane = lane
-        request.generation = int(self.tenancy[lane])
+        request.lane_epoch = int(self.lane_epoch[lane])
         self.last[lane] = request.max_total - 1
         self.drafted[lane] = 0
 
-    def leave(self, request: Request) -> None:
-        """The request takes its tokens and counts with it."""
+    def release(self, request: Request) -> None:
+        """Takes the lane back; the request keeps its tokens and counts."""
         request.unbind()
-        self.tenancy[request.lane] += 1
+        self.lane_epoch[request.lane] += 1
         self._free.append(request.lane)
         request.lane = -1
 
     def accept(self, lanes: Int32, tokens: Int32, n: Int32) -> None:
-        """Write each lane's `n` new tokens, the first ones of its line of `tokens`."""
+        """Appends each lane's first `n` tokens of `tokens`, int32 [lanes, K + 1]."""
         known = self.known[lanes]
         if tokens.shape[1] == 1:
             if n.all():
@@ -85,17 +85,16 @@ class LaneTable:
 
 @dataclass(slots=True)
 class Rows:
-    """The rows of requests that generate, or some of them. Shared between steps: never changed,
-    only replaced.
+    """Rows of generating requests. Shared between steps: never changed, only replaced.
 
-    lanes, q_len, flags, tenancy: int32 [R].
+    lanes, q_len, flags, lane_epoch: int32 [R].
     """
 
     requests: list[Request]
     lanes: Int32
     q_len: Int32
     flags: Int32
-    tenancy: Int32
+    lane_epoch: Int32
     drafts: bool = False
 
     @classmethod
@@ -108,18 +107,18 @@ class Rows:
             self.lanes[index],
             self.q_len[index],
             self.flags[index],
-            self.tenancy[index],
+            self.lane_epoch[index],
         )
 
     def joined_by(self, requests: list[Request]) -> Rows:
-        """Requests begin to generate, after the others."""
+        """Returns these rows followed by those of requests that begin to generate."""
         count = len(requests)
         return Rows(
             self.requests + requests,
             np.concatenate([self.lanes, int32([r.lane for r in requests])]),
             np.concatenate([self.q_len, np.ones(count, dtype=np.int32)]),
             np.concatenate([self.flags, np.full(count, RowFlag.SAMPLE, dtype=np.int32)]),
-            np.concatenate([self.tenancy, int32([r.generation for r in requests])]),
+            np.concatenate([self.lane_epoch, int32([r.lane_epoch for r in requests])]),
         )
 
     def without(self, lanes: list[int]) -> Rows:
@@ -127,14 +126,14 @@ class Rows:
         return self.select(keep) if len(keep) < len(self.lanes) else self
 
     def with_drafts(self, drafts: Int32) -> Rows:
-        """Each row verifies this many drafts as well, int32 [R]."""
-        return Rows(self.requests, self.lanes, 1 + drafts, self.flags, self.tenancy, drafts=True)
+        """Returns rows that verify up to `drafts` draft tokens each, int32 [R]."""
+        return Rows(self.requests, self.lanes, 1 + drafts, self.flags, self.lane_epoch, drafts=True)
 
 
 @dataclass(slots=True)
 class Chunk:
-    """A prompt row: `length` known tokens from position `start` on. `forked`: what is before them
-    is a sibling's."""
+    """A prompt row: `length` known tokens from position `start` on. forked: a sibling's blocks hold
+    the tokens before it."""
 
     request: Request
     start: int
@@ -151,8 +150,8 @@ class Chunk:
 
     @property
     def num_logits(self) -> int:
-        """One to sample from at the end; all not yet delivered where the prompt's logprobs are
-        asked for. (Siblings share a prompt, whose logprobs the first of them delivers.)"""
+        """Number of logit rows: one to sample from at the prompt's end; with prompt logprobs all
+        that are not delivered yet. (Of siblings, the first delivers the prompt's logprobs.)"""
         end, request = self.start + self.length, self.request
         if wants_prompt_logprobs(request):
             first = max(self.start, request.prompt_logprobs_done)
@@ -167,26 +166,26 @@ def wants_prompt_logprobs(request: Request) -> bool:
 
 @dataclass(slots=True)
 class Launched:
-    """A step in flight: what `update` must know of it. Generating rows first, then chunks."""
+    """A step in flight, as `update` needs it. Generating rows come first, then chunks."""
 
     step_id: int
     requests: list[Request]
     lanes: Int32
     q_len: Int32
-    tenancy: Int32
+    lane_epoch: Int32
     num_generating: int
     drafts: bool
     chunks: list[Chunk]
 
     def select(self, rows: Index) -> Launched:
-        """These rows alone, given in order."""
+        """Returns only these rows, given in order."""
         generating = int(np.searchsorted(rows, self.num_generating))
         return Launched(
             self.step_id,
             [self.requests[i] for i in rows.tolist()],
             self.lanes[rows],
             self.q_len[rows],
-            self.tenancy[rows],
+            self.lane_epoch[rows],
             generating,
             self.drafts,
             [self.chunks[i - self.num_generating] for i in rows[generating:].tolist()],

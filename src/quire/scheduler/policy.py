@@ -1,4 +1,4 @@
-"""Queue orders. A request's place is a static key, so nothing is ever sorted again."""
+"""Sort keys of requests. A key never changes, so queues are never sorted again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from quire.config import SchedulerConfig
 from quire.request import Request
 
-Key = tuple[float, int]
+SortKey = tuple[float, int]
 Entry = tuple[float, int, Request]
 """(key, order, request): orders are unique, so comparing entries never reaches the request."""
 
@@ -15,15 +15,15 @@ Entry = tuple[float, int, Request]
 MOST_PREEMPTIONS = 4
 
 
-def stays(request: Request) -> bool:
-    """Whether the request was preempted as often as it may be. It starts again once all that it can
-    ever need fits, takes it, and then runs to its end: so requests are preempted a bounded number
-    of times, and what is computed twice is bounded as well."""
+def preemption_exhausted(request: Request) -> bool:
+    """Whether the request was preempted as often as it may be. Such a request starts again once all
+    blocks that it can ever need are available, books them, and runs to its end. So preemptions, and
+    tokens computed twice, are bounded."""
     return request.num_preemptions >= MOST_PREEMPTIONS
 
 
-def key_function(config: SchedulerConfig) -> Callable[[Request], Key]:
-    """The order of `config.policy`; the smallest key runs first.
+def sort_key(config: SchedulerConfig) -> Callable[[Request], SortKey]:
+    """Returns the key function of `config.policy`; the smallest key runs first.
 
     fcfs: by arrival. priority: by arrival + weight * priority (lower priority values run first), so
     that a request gains one unit of priority on later ones for every `weight` seconds it waits,
@@ -31,7 +31,7 @@ def key_function(config: SchedulerConfig) -> Callable[[Request], Key]:
     """
     weight = config.priority_weight if config.policy == "priority" else 0.0
 
-    def key(request: Request) -> Key:
+    def key(request: Request) -> SortKey:
         return request.arrival + weight * request.priority, request.order
 
     return key

@@ -1,4 +1,4 @@
-"""What a step brought, as the engine reads it, and the scheduler's statistics."""
+"""A step's results as the engine reads them, and the scheduler's statistics."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ class Progress:
 
 @dataclass(slots=True)
 class StepProgress:
-    """What one step brought to the M requests that were still running when its result came.
+    """The results of one step for the M requests that were still running when they came.
 
     requests: the M requests, in row order; treat as read-only (it is shared between steps).
     rows: int32 [M], each request's row in the plan.
+    lanes: int32 [M], each request's lane in the plan.
+    num_generating: how many of the M generated; the others, which follow, are in their prompts.
     tokens: int32 [M, W], a request's new tokens come first in its line.
     n_tokens: int32 [M], how many of them are new; 0 in mid-prompt.
     stop_reason: int32 [M], a `StopReason`.
@@ -50,6 +52,8 @@ class StepProgress:
     step_id: int
     requests: list[Request]
     rows: Int32
+    lanes: Int32
+    num_generating: int
     tokens: Int32
     n_tokens: Int32
     stop_reason: Int32

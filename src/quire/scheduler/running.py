@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -12,27 +12,34 @@ from quire.cache import BlockManager
 from quire.config import SchedulerConfig
 from quire.request import Request, RequestStatus
 from quire.scheduler.lanes import Chunk, LaneTable, Launched, Rows, wants_prompt_logprobs
-from quire.scheduler.policy import Entry, Key, stays
-from quire.scheduler.tenants import fair_parts
+from quire.scheduler.order import Order
+from quire.scheduler.policy import Entry
 
 
 class RunningSet:
     """Running requests, in policy order, and their lanes.
 
-    entries: all of them. generating: the rows of those that generate, in the order they began to.
+    lookahead: `FeatureSet.lookahead`, or None if no feature proposes drafts.
+    logit_rows: the most rows that a step samples from.
+
+    Attributes:
+        entries: all running requests.
+        generating: rows of those that generate, in the order in which they began to.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
         blocks: BlockManager,
-        key: Callable[[Request], Key],
-        lookaheads: Sequence[Callable[[Request, int], int]],
+        order: Order,
+        lookahead: Callable[[Int32, Int32], Int32] | None,
+        logit_rows: int,
     ) -> None:
         self._config = config
         self._blocks = blocks
-        self._key = key
-        self._lookaheads = lookaheads
+        self._order = order
+        self._lookahead = lookahead
+        self._logit_rows = logit_rows
         self.lanes = LaneTable(config.max_num_seqs, config.max_model_len)
         self.entries: list[Entry] = []
         self._prompts: list[Entry] = []
@@ -42,72 +49,33 @@ class RunningSet:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def last(self, contested: bool) -> Request:
-        """The first to be preempted when blocks run out: the latest in policy order, of several
-        tenants the latest of who holds the most for his share. What each has running longest is
-        never taken from it, so that all come to their ends. Of those that stay only where there is
-        no other: they have their blocks, but those of a window are booked as it moves."""
-        greediest = self._latest_of_greediest(_tokens, 0.0) if contested else None
-        if greediest is not None:
-            return greediest
-        able = (r for _, _, r in reversed(self.entries) if not stays(r))
-        return next(able, self.entries[-1][2])
-
-    def makes_way(self, request: Request | None, unfit: Request | None) -> Request | None:
-        """The running request that must stop for `request`, which is next and of another tenant:
-        where it finds no free lane or, being `unfit`, no free blocks, and somebody holds more than
-        twice what its own tenant would."""
-        if request is None or (self.lanes.has_free and request is not unfit):
-            return None
-        measure = _tokens if self.lanes.has_free else _one
-        held = sum(measure(r) for _, _, r in self.entries if r.tenant == request.tenant)
-        least = 2.0 * (held + measure(request)) / request.share
-        return self._latest_of_greediest(measure, least)
-
-    def _latest_of_greediest(
-        self, measure: Callable[[Request], int], least: float
-    ) -> Request | None:
-        """The last request in policy order, but for those that stay, of the tenant with several
-        that holds the most, if that is `least` or more."""
-        held: dict[str, float] = {}
-        latest: dict[str, Request] = {}
-        several = set()
-        for _, _, request in self.entries:
-            name = request.tenant
-            if name in held:
-                several.add(name)
-            held[name] = held.get(name, 0.0) + measure(request) / request.share
-            if not stays(request):
-                latest[name] = request
-        names = [name for name in latest if name in several and held[name] >= least]
-        return latest[max(names, key=held.__getitem__)] if names else None
-
     # -- membership ----------------------------------------------------------------------------
 
-    def seat(self, request: Request, computed: int) -> None:
-        """The request takes the lane `lanes.next_free`, on which its blocks are booked already."""
-        self.lanes.seat(request)
+    def add(self, request: Request, computed: int) -> None:
+        """Gives the request the lane `lanes.next_free`, on which its blocks are booked already."""
+        self.lanes.assign(request)
         request.status = RequestStatus.RUNNING
         request.planned = request.computed = computed
-        entry = (*self._key(request), request)
+        entry = (*self._order.key(request), request)
         bisect.insort(self.entries, entry)
         bisect.insort(self._prompts, entry)
 
-    def vacate(self, requests: Sequence[Request]) -> None:
-        """They give up their lanes; their blocks are the caller's business."""
+    def remove(self, requests: Sequence[Request]) -> None:
+        """Takes the requests' lanes back; their blocks are the caller's business."""
         generating = [r.lane for r in requests if r.generating]
         if generating:
             self.generating = self.generating.without(generating)
         for request in requests:
-            entry = (*self._key(request), request)
+            entry = (*self._order.key(request), request)
             del self.entries[bisect.bisect_left(self.entries, entry)]
             if not request.generating:
                 del self._prompts[bisect.bisect_left(self._prompts, entry)]
             request.generating = False
-            self.lanes.leave(request)
+            self.lanes.release(request)
 
     def begin(self, chunk: Chunk, step_id: int) -> None:
-        """A prompt row is certain to be launched: its whole blocks can be shared from here on."""
+        """Records a prompt row that is certain to be launched: its whole blocks can be shared from
+        here on."""
         request, lane = chunk.request, chunk.request.lane
         request.planned = chunk.start + chunk.length
         self._blocks.insert(int32([lane]), self.lanes.tokens, int32([request.planned]), ahead=True)
@@ -115,83 +83,71 @@ class RunningSet:
             request.generating = True
             self.lanes.prompt_step[lane] = step_id
             self.lanes.ready_step[lane] = step_id + self._config.lag
-            entry = (*self._key(request), request)
+            entry = (*self._order.key(request), request)
             del self._prompts[bisect.bisect_left(self._prompts, entry)]
             self._joining.append(request)
 
     def join(self) -> None:
-        """Those whose prompt ends in the step just launched generate from the next one on."""
+        """Moves requests whose prompt ends in the step just launched to the generating rows."""
         if self._joining:
             self.generating = self.generating.joined_by(self._joining)
             self._joining = []
 
-    # -- what a step computes ------------------------------------------------------------------
+    # -- rows of a step ------------------------------------------------------------------------
 
-    def rows(self, step_id: int, settled: bool, drafts: bool, only: str | None = None) -> Rows:
-        """The generating requests that the step takes along, all or (where the token budget is
-        smaller than their number) the first in policy order. `settled`: no step is in flight.
-        only: of this tenant."""
+    def rows(self, step_id: int, idle: bool, with_drafts: bool) -> Rows:
+        """Returns the rows of generating requests that the step computes: all, or (where the token
+        budget is smaller) the first in policy order. idle: no step is in flight."""
         rows, lanes = self.generating, self.lanes
         if not rows.requests:
             return rows
         room = lanes.last[rows.lanes] - lanes.planned[rows.lanes]
         eligible = room > 0
-        if self._config.lag > 1 and not settled:
+        if self._config.lag > 1 and not idle:
             eligible &= lanes.ready_step[rows.lanes] <= step_id
-        if only is not None:
-            eligible &= np.array([request.tenant == only for request in rows.requests])
+        members = self._order.members(rows.requests)
+        if members is not None:
+            eligible &= members
         if not eligible.all():
             rows, room = rows.select(np.nonzero(eligible)[0]), room[eligible]
         budget = self._config.max_num_batched_tokens
         if len(rows.requests) > budget:
-            by_policy = sorted(range(len(room)), key=lambda i: self._key(rows.requests[i]))
+            by_policy = sorted(range(len(room)), key=lambda i: self._order.key(rows.requests[i]))
             first = np.array(sorted(by_policy[:budget]))
             rows, room = rows.select(first), room[first]
-        if self._lookaheads and drafts:
-            rows = self._with_drafts(rows, room, budget - len(rows.requests))
+        if self._lookahead is not None and with_drafts and rows.requests:
+            rows = self._with_drafts(rows, room)
         return rows
 
-    def _with_drafts(self, rows: Rows, room: Int32, budget: int) -> Rows:
-        counts = np.zeros(len(room), dtype=np.int32)
-        for i, (request, left) in enumerate(zip(rows.requests, room.tolist(), strict=True)):
-            most = min(left - 1, budget)
-            if most > 0:
-                count = max(look(request, most) for look in self._lookaheads)
-                counts[i] = min(max(count, 0), most)
-                budget -= int(counts[i])
+    def _with_drafts(self, rows: Rows, room: Int32) -> Rows:
+        """Adds drafts as far as tokens and logit rows are left, with a logit row to spare for each
+        prompt that may end in the step."""
+        if self._lookahead is None:
+            return rows
+        count, lanes = len(rows.requests), self.lanes
+        ends = len(self._prompts) + min(lanes.num_free, len(self._order))
+        most = min(self._config.max_num_batched_tokens, self._logit_rows - ends) - count
+        room = np.minimum(room - 1, max(most, 0))
+        if not room.any():
+            return rows
+        counts = cut_evenly(self._lookahead(rows.lanes, room), most)
         return rows.with_drafts(counts) if counts.any() else rows
 
-    def chunks(
-        self, budget: int, waiting: Mapping[str, tuple[int, float]], only: str | None = None
-    ) -> list[Chunk]:
-        """The prompt rows of running requests, in policy order. Tenants who want more than the
-        budget share it; waiting: what those want (tokens, share) who could start a request now.
-        only: of this tenant."""
+    def chunks(self, budget: int, can_start: bool) -> list[Chunk]:
+        """Returns the prompt rows of running requests, in policy order. can_start: waiting requests
+        could start in this step, too."""
         chunks: list[Chunk] = []
-        parts = self._parts(budget, waiting) if only is None else None
-        for _, _, request in self._prompts:
-            if only is not None and request.tenant != only:
-                continue
-            most = budget if parts is None else min(budget, parts[request.tenant])
+        if not self._prompts:
+            return chunks
+        prompts = list(self.prompts)
+        shares = self._order.shares(prompts, budget, can_start)
+        for i, request in enumerate(prompts):
+            most = budget if shares is None else min(budget, shares[i])
             length = self.chunk_length(request, request.known - request.planned, most)
             if length > 0:
                 chunks.append(Chunk(request, request.planned, length))
                 budget -= length
-                if parts is not None:
-                    parts[request.tenant] -= length
         return chunks
-
-    def _parts(
-        self, budget: int, waiting: Mapping[str, tuple[int, float]]
-    ) -> dict[str, int] | None:
-        """Each tenant's part of the budget; None where nobody is in another's way."""
-        wants = dict(waiting)
-        for _, _, request in self._prompts:
-            tokens, _ = wants.get(request.tenant, (0, 0.0))
-            wants[request.tenant] = tokens + request.known - request.planned, request.share
-        if len(wants) < 2:
-            return None
-        return fair_parts(wants, budget)
 
     @property
     def prompts(self) -> Iterator[Request]:
@@ -199,15 +155,15 @@ class RunningSet:
         return (request for _, _, request in self._prompts)
 
     def chunk_length(self, request: Request, lacking: int, budget: int) -> int:
-        """Without chunked prefill prompts go whole, except that one taken up again after a
-        preemption may have outgrown any step."""
+        """Returns how many of the `lacking` tokens to compute. Without chunked prefill prompts go
+        whole, except that one taken up again after a preemption may have outgrown any step."""
         if lacking <= budget:
             return lacking
         split = self._config.enable_chunked_prefill or request.num_preemptions
         return max(budget, 0) if split else 0
 
     def book(self, rows: Rows, chunks: list[Chunk]) -> bool:
-        """Blocks for all that these rows compute, or False and none."""
+        """Books blocks for all tokens of these rows, or returns False and books none."""
         lanes = rows.lanes
         ends = self.lanes.planned[lanes] + rows.q_len
         if chunks:
@@ -218,7 +174,7 @@ class RunningSet:
         return self._blocks.book(lanes, ends)
 
     def launched(self, rows: Rows, step_id: int) -> None:
-        """The rows' positions are on their way."""
+        """Records that the rows' positions are being computed."""
         lanes = self.lanes
         lanes.planned[rows.lanes] += rows.q_len
         if rows.drafts:
@@ -227,8 +183,8 @@ class RunningSet:
             lanes.ready_step[rows.lanes] = step_id + self._config.lag
 
     def confirm(self, step: Launched, tokens: Int32, n: Int32) -> None:
-        """The rows of a step, all of present tenants, gave the first `n` of their line of
-        `tokens`. Blocks that are whole now can be shared."""
+        """Takes in the first `n` tokens of each row of a step, all of them of requests that still
+        run. Blocks that are whole now can be shared."""
         lanes = self.lanes
         lanes.accept(step.lanes, tokens, n)
         generating, accepted = step.lanes[: step.num_generating], n[: step.num_generating]
@@ -252,9 +208,13 @@ class RunningSet:
                 request.prompt_logprobs_done = max(request.prompt_logprobs_done, delivered)
 
 
-def _one(request: Request) -> int:
-    return 1
-
-
-def _tokens(request: Request) -> int:
-    return request.known
+def cut_evenly(counts: Int32, total: int) -> Int32:
+    """Returns counts, int32 [n], cut from the largest down until their sum is at most `total`."""
+    level = int(counts.max(initial=0))
+    while level > 0 and np.minimum(counts, level).sum() > total:
+        level -= 1
+    cut = np.minimum(counts, level)
+    # What is left is less than one for each row that was cut.
+    more = np.flatnonzero(counts > cut)[: max(total - int(cut.sum()), 0)]
+    cut[more] += 1
+    return int32(cut)

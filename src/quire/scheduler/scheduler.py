@@ -9,11 +9,10 @@ from        to          when
 (new)       PARKED      `add`: a feature is not ready for it, or its leader's prompt is not planned
 PARKED      WAITING     `wake`; the leader's prompt is planned; the leader ended or was preempted
 WAITING     PARKED      `plan`: a feature brings blocks that the request can start from
-WAITING     RUNNING     `plan`: budget, a lane and blocks suffice; tenants by turns (`tenants.py`),
-                        a tenant's in policy order
-RUNNING     WAITING     `plan`: preempted, the last in policy order of the tenant that holds the
-                        most, when blocks run out, or a lane for another tenant; `update`: a
-                        feature kept fewer tokens than the device accepted
+WAITING     RUNNING     `plan`: budget, a lane and blocks suffice; in the queue's order (`order.py`)
+RUNNING     WAITING     `plan`: preempted, when blocks run out or another request is owed the lane
+                        (`Order.victim`, `victim_for`); `update`: a feature kept fewer tokens than
+                        the device accepted
 RUNNING     FINISHED    `update`: a stop token, or the longest length
 any         FINISHED    `abort`
 ==========  ==========  ==========================================================================
@@ -21,8 +20,8 @@ any         FINISHED    `abort`
 While RUNNING a request is in its prompt (`generating` false: the host knows the tokens to compute,
 a step takes as many as the budget allows) or generating (the device knows where it stands; a step
 takes one position and what drafts there are). Giving up a lane always goes the same way
-(`_vacate`): blocks and lane are free at once, because the device runs steps in order, and rows of
-the old tenant that are still in flight are recognized by the lane's `tenancy` and ignored.
+(`_release`): blocks and lane are free at once, because the device runs steps in order, and rows of
+the lane's earlier request that are still in flight are recognized by `lane_epoch` and ignored.
 """
 
 from __future__ import annotations
@@ -32,33 +31,47 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from quire.cache import BlockManager
-from quire.cache.block_manager import Hold
+from quire.cache import BlockManager, DetachedBlocks
 from quire.config import SchedulerConfig
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
 from quire.executor import Capacity
 from quire.plan import Admit, StepPlan, StepResult, StopReason
 from quire.request import FinishReason, Request, RequestStatus
 from quire.scheduler.admission import Admission
-from quire.scheduler.courtesy import Courtesy
 from quire.scheduler.feature import Feature
-from quire.scheduler.hooks import Hooks
+from quire.scheduler.feature_set import FeatureSet
 from quire.scheduler.lanes import Chunk, Launched, Rows
-from quire.scheduler.policy import key_function
+from quire.scheduler.order import Order
 from quire.scheduler.progress import SchedulerStats, StepProgress
 from quire.scheduler.running import RunningSet
 from quire.scheduler.steps import Columns, admit_of
-from quire.scheduler.tenants import FairQueue
 from quire.scheduler.waiting import WaitingSet
+
+_REASONS = {
+    int(StopReason.STOP_TOKEN): FinishReason.STOP,
+    int(StopReason.BROKEN): FinishReason.ERROR,
+}
 
 
 class Scheduler:
-    """Decides what each step computes. Not thread-safe; the engine's loop owns it."""
+    """Decides what each step computes. Not thread-safe; the engine's loop owns it.
+
+    order: which requests come first; `Order(config)` where none is given.
+
+    Raises ConfigError if a feature proposes drafts that the executor would not verify, or the
+    executor samples fewer rows than there are lanes.
+    """
 
     def __init__(
-        self, config: SchedulerConfig, capacity: Capacity, features: Sequence[Feature] = ()
+        self,
+        config: SchedulerConfig,
+        capacity: Capacity,
+        features: Sequence[Feature] = (),
+        order: Order | None = None,
     ) -> None:
         self._config = config
+        self._features = FeatureSet(features)
+        logit_rows = _logit_rows(config, capacity, self._features)
         self.blocks = BlockManager(
             capacity.groups,
             capacity.num_blocks,
@@ -66,40 +79,38 @@ class Scheduler:
             config.max_model_len,
             config.enable_prefix_caching,
         )
-        self._hooks = hooks = Hooks(features)
         self._requests: dict[str, Request] = {}
-        key = key_function(config)
-        self._queue = FairQueue(key)
-        self._courtesy = Courtesy(config, self._queue)
-        self._waiting = WaitingSet(self._queue, hooks.ready)
+        self._order = Order(config) if order is None else order
+        self._waiting = WaitingSet(self._order, self._features.ready)
         self._prompts_planned: list[Request] = []
-        self._running = RunningSet(config, self.blocks, key, hooks.lookahead)
+        lookahead = self._features.lookahead if self._features.looks_ahead else None
+        self._running = RunningSet(config, self.blocks, self._order, lookahead, logit_rows)
         self._lanes = self._running.lanes
         self._admission = Admission(
             config,
             self.blocks,
             self._running,
-            hooks.fetch,
-            hooks.reusable,
+            self._features.fetch,
+            self._features.reusable,
             full_step=capacity.full_step,
         )
-        hooks.attach(self.blocks, self.wake)
+        self._features.attach(self.blocks, self.wake)
         self._in_flight: deque[Launched] = deque()
         self.last_step: Launched | None = None
         self.last_prompt_step: Launched | None = None
-        """The last that computed a part of any prompt; `last_step` is soon another."""
+        """The last step that computed a part of any prompt."""
         self._frees: list[int] = []
-        self._holds: dict[str, Hold] = {}
-        self._unfit: Request | None = None
-        """Next, but without blocks when it was last tried."""
+        self._detached: dict[str, DetachedBlocks] = {}
+        self._blocked_head: Request | None = None
+        """The next request, if it found no blocks when it was last tried."""
         self._step_id = 0
-        self._order = 0
+        self._arrivals = 0
         self._prefix_queries = self._prefix_hits = self._preemptions = self._swapped = 0
 
-    # -- requests come and go ------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Take a new request in. Siblings (n > 1) follow the one they name as `leader`.
+        """Takes a new request in. Siblings (n > 1) follow the one they name as `leader`.
 
         Raises `RequestTooLargeError` if it could not run even alone, `RefusedError` if it does not
         fit a step or a feature refuses it, `RequestError` if it is malformed, `OverloadedError` if
@@ -111,33 +122,34 @@ class Scheduler:
                 param="request_id",
                 code="duplicate_request_id",
             )
+        self._order.check(request)
         self._admission.check(request)
         if request.leader is None:
             waiting = len(self._waiting) - self._lanes.num_free
-            self._admission.check_room(waiting, self._queue.tokens)
-        self._hooks.admit(request)
-        self._order += 1
-        request.order = self._order
+            self._admission.check_room(waiting, self._order.tokens)
+        self._features.admit(request)
+        self._order.arrive(request)
+        self._arrivals += 1
+        request.order = self._arrivals
         self._requests[request.request_id] = request
-        self._queue.enter(request)
         self._waiting.place(request)
 
     def wake(self, request_id: str) -> None:
-        """A feature may be ready for a parked request now. Ignored where it is not parked."""
+        """Asks the features again about a parked request. Ignored if it is not parked."""
         request = self._requests.get(request_id)
         if request is not None:
             self._waiting.wake(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
-        """End a request wherever it stands. None if there is none of that id (any more)."""
+        """Ends a request wherever it stands. Returns None if none of that id is unfinished."""
         request = self._requests.get(request_id)
         if request is None:
             return None
         if request.status is RequestStatus.RUNNING:
-            self._vacate([request], ended=True)
+            self._release([request], ended=True)
         else:
             self._waiting.remove(request, RequestStatus.FINISHED)
-            self._hooks.release(request)
+            self._features.release(request)
         self._finish(request, reason)
         return request
 
@@ -145,135 +157,136 @@ class Scheduler:
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        self._queue.leave(request)
+        self._order.finish(request)
+        self._features.finish(request)
         self._waiting.wake_siblings(request)
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue; what it knows is recomputed, or found in the tree, or brought back."""
-        self._swapped += self._hooks.preempt(request)
-        self._vacate([request], ended=False)
-        request.epoch += 1
+        """Puts a running request back into the queue. Its tokens will be recomputed, found in the
+        tree, or brought back."""
+        self._swapped += self._features.preempt(request)
+        self._release([request], ended=False)
         request.num_preemptions += 1
         request.planned = request.computed = 0
         self._preemptions += 1
         self._waiting.place(request)
         self._waiting.wake_siblings(request)
 
-    def _vacate(self, requests: Sequence[Request], *, ended: bool) -> None:
-        """Give up lanes and blocks."""
+    def _release(self, requests: Sequence[Request], *, ended: bool) -> None:
+        """Frees lanes and blocks."""
         for request in requests:
             valid = request.computed if request.generating else request.planned
-            hold = self.blocks.keep(request.lane, request.tokens.view(), valid)
-            if self._hooks.release(request) and ended:
-                self._holds[request.request_id] = hold
+            detached = self.blocks.detach(request.lane, request.tokens.view(), valid)
+            if self._features.release(request) and ended:
+                self._detached[request.request_id] = detached
             else:
-                self.blocks.drop(hold)
+                self.blocks.free(detached)
             self._frees.append(request.lane)
-            self._queue.stop(request)
-        self._running.vacate(requests)
+            self._order.stop(request)
+        self._running.remove(requests)
 
-    def drop_hold(self, request_id: str) -> None:
-        """Free the blocks that a feature's `release` asked to keep. Idempotent."""
-        hold = self._holds.pop(request_id, None)
-        if hold is not None:
-            self.blocks.drop(hold)
+    def free_detached(self, request_id: str) -> None:
+        """Frees the blocks that a feature's `release` asked to keep. Idempotent."""
+        detached = self._detached.pop(request_id, None)
+        if detached is not None:
+            self.blocks.free(detached)
 
-    # -- a step is planned ---------------------------------------------------------------------
+    # -- planning ------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to launch until a result or a request comes.
-        A plan that is returned must be launched."""
+        """Returns the next step, or None if there is nothing to launch until a result or a request
+        comes. A plan that is returned must be launched."""
         if len(self._in_flight) >= self._config.steps_in_flight:
             return None
         # Blocks are copied before a step's body, so prompts are shared from the next step on.
         for leader in self._prompts_planned:
             self._waiting.wake_siblings(leader)
         self._prompts_planned = []
-        if self._queue.contested:
-            victim = self._running.makes_way(self._queue.peek(), self._unfit)
-            if victim is not None:  # one a step: a burst is let in step by step
-                self._preempt(victim)
-        guest = self._courtesy.guest(self._next_prompts(), self._step_id)
-        plan = None if guest is None else self._plan_for(guest)
-        return plan or self._plan_for(None)
+        victim = self._order.victim_for(
+            self._running.entries, self._lanes.has_free, self._blocked_head
+        )
+        if victim is not None:  # one a step: a burst is let in step by step
+            self._preempt(victim)
+        plan = None
+        if self._order.begin_exclusive(self._next_prompts(), self._step_id):
+            plan = self._plan_step(exclusive=True)
+            self._order.end_exclusive()
+        return plan or self._plan_step(exclusive=False)
 
     def _next_prompts(self) -> Iterator[Request]:
-        """Of which the step could compute something, most probably."""
+        """Yields the requests whose prompts the step could compute, most probably."""
         yield from self._running.prompts
-        request = self._queue.peek() if self._lanes.has_free else None
-        if request is not None and request is not self._unfit:
+        request = self._order.next() if self._lanes.has_free else None
+        if request is not None and request is not self._blocked_head:
             yield request
 
-    def _plan_for(self, only: str | None) -> StepPlan | None:
-        """A step for everybody, or for one tenant."""
+    def _plan_step(self, *, exclusive: bool) -> StepPlan | None:
         preemptions = self._preemptions
-        most = self._courtesy.prompt_tokens(only, self._step_id)
-        rows, chunks = self._settle(most, only)
+        most = self._order.prompt_budget(self._step_id)
+        rows, chunks = self._running_rows(most)
         for chunk in chunks:
             self._running.begin(chunk, self._step_id)
         admits: list[Admit] = []
-        if self._queue and preemptions == self._preemptions:
+        if len(self._order) and preemptions == self._preemptions:
             room = self._config.max_num_batched_tokens - int(rows.q_len.sum())
-            self._admit(min(room, most) - sum(c.length for c in chunks), chunks, admits, only)
-        if not chunks and not rows.requests and (only is not None or not self._has_pending()):
+            self._start_waiting(min(room, most) - sum(c.length for c in chunks), chunks, admits)
+        if not chunks and not rows.requests and (exclusive or not self._has_pending()):
             return None
         return self._launch(rows, chunks, admits)
 
     def _has_pending(self) -> bool:
-        return self._hooks.pending(not self._in_flight)
+        return self._features.pending(not self._in_flight)
 
-    def _settle(self, most: int, only: str | None) -> tuple[Rows, list[Chunk]]:
-        """The rows of running requests, with their blocks booked. When blocks run out, drafts go
-        first, then the last requests of who holds the most. most: prompt tokens."""
-        running, settled = self._running, not self._in_flight
-        drafts, budget = True, self._config.max_num_batched_tokens
-        able = self._queue.contested and self._lanes.has_free and self._unfit is None
-        waiting = self._queue.waiting() if able else {}
+    def _running_rows(self, most: int) -> tuple[Rows, list[Chunk]]:
+        """Chooses the rows of running requests and books their blocks. When blocks run out, drafts
+        go first, then requests (`Order.victim`). most: prompt tokens."""
+        running, idle = self._running, not self._in_flight
+        with_drafts, budget = True, self._config.max_num_batched_tokens
+        can_start = self._lanes.has_free and self._blocked_head is None
         while True:
-            rows = running.rows(self._step_id, settled, drafts, only)
-            chunks = running.chunks(min(budget - int(rows.q_len.sum()), most), waiting, only)
+            rows = running.rows(self._step_id, idle, with_drafts)
+            chunks = running.chunks(min(budget - int(rows.q_len.sum()), most), can_start)
             if running.book(rows, chunks):
                 return rows, chunks
-            drafts = False
+            with_drafts = False
             if rows.drafts:
                 continue
             if len(running) > 1:
-                self._preempt(running.last(self._queue.contested))
+                self._preempt(self._order.victim(running.entries))
             elif chunks and chunks[0].length > 1:
                 most = chunks[0].length // 2
-            elif settled and not self._holds and not self.blocks.receiver.busy:
+            elif idle and not self._detached and not self.blocks.loading:
                 raise RuntimeError("a request that fits the cache found no room in it")
             else:
                 return Rows.none(), []
 
-    def _admit(
-        self, budget: int, chunks: list[Chunk], admits: list[Admit], only: str | None
-    ) -> None:
-        """Start waiting requests in their order; the first that does not fit ends it."""
-        self._unfit = None
+    def _start_waiting(self, budget: int, chunks: list[Chunk], admits: list[Admit]) -> None:
+        """Starts waiting requests in their order, up to the first that does not fit."""
+        self._blocked_head = None
         while budget > 0 and self._lanes.has_free:
-            if self._admission.enough(chunks, len(self._running) + len(self._queue)):
+            if self._admission.enough(chunks, len(self._running) + len(self._order)):
                 return
-            request = self._queue.peek()
-            if request is None or (only is not None and request.tenant != only):
+            request = self._order.next()
+            if request is None:
                 return
             tokens = request.tokens.view()
             if self._admission.fetches(request, tokens):
-                self._waiting.park()
+                self._waiting.park(request)
                 continue
             chunk = self._admission.book(request, tokens, budget, self._step_id)
             if chunk is None:
                 whole = not self._config.enable_chunked_prefill and request.known > budget
-                self._unfit = None if whole else request
+                self._blocked_head = None if whole else request
                 return
-            self._queue.pop(request)
-            self._running.seat(request, chunk.start)
-            self._queue.start(request, chunk.start)
+            self._order.pop(request)
+            self._running.add(request, chunk.start)
+            self._order.start(request, chunk.start)
             if not (request.num_preemptions or chunk.forked):
                 request.num_cached_tokens = chunk.start
                 self._prefix_queries += request.known
                 self._prefix_hits += chunk.start
-            admits.append(admit_of(request, tokens, chunk.start))
+            params = self._features.device_params(request)
+            admits.append(admit_of(request, tokens, chunk.start, params))
             chunks.append(chunk)
             budget -= chunk.length
             self._running.begin(chunk, self._step_id)
@@ -292,13 +305,13 @@ class Scheduler:
             block_appends=self.blocks.take_appends(),
             copies=self.blocks.take_copies(),
         )
-        self._hooks.plan(plan, columns.requests)
+        self._features.plan(plan, columns.requests)
         self.last_step = Launched(
             self._step_id,
             columns.requests,
             columns.lanes,
             columns.q_len,
-            columns.tenancy,
+            columns.lane_epoch,
             len(rows.lanes),
             rows.drafts,
             chunks,
@@ -312,39 +325,39 @@ class Scheduler:
         self._prompts_planned = [c.request for c in chunks if c.request.generating]
         return plan
 
-    # -- a result comes ------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------
 
     def update(self, result: StepResult) -> StepProgress:
-        """Take in the result of the oldest step in flight."""
+        """Takes in the result of the oldest step in flight."""
         step = self._in_flight.popleft()
         if step.step_id != result.step_id:
             raise RuntimeError(f"result of step {result.step_id} came before {step.step_id}'s")
-        self._hooks.transferred(result)
+        self._features.transferred(result)
         tokens, n, stop = result.tokens, result.n_tokens, result.stop_reason
         rows = np.arange(len(n), dtype=np.int32)
-        live = self._lanes.tenancy[step.lanes] == step.tenancy
+        live = self._lanes.lane_epoch[step.lanes] == step.lane_epoch
         if not live.all():
             rows = rows[live]
             step, tokens, n, stop = step.select(rows), tokens[rows], n[rows], stop[rows]
         n = np.minimum(n, self._lanes.last[step.lanes] + 1 - self._lanes.known[step.lanes])
-        cut = self._hooks.cut(step, tokens, n)
+        cut = self._features.cut(step, tokens, n)
         self._running.confirm(step, tokens, n)
         full = self._lanes.known[step.lanes] > self._lanes.last[step.lanes]
         ended = full | (stop != StopReason.NONE)
         ended[cut] = False
         finished: list[int] = np.nonzero(ended)[0].tolist()
         if finished:
-            self._vacate([step.requests[i] for i in finished], ended=True)
+            self._release([step.requests[i] for i in finished], ended=True)
             for i in finished:
-                stopped = stop[i] == StopReason.STOP_TOKEN
-                reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-                self._finish(step.requests[i], reason)
+                self._finish(step.requests[i], _REASONS.get(int(stop[i]), FinishReason.LENGTH))
         for i in cut:
             self._preempt(step.requests[i])
         return StepProgress(
             step_id=step.step_id,
             requests=step.requests,
             rows=rows,
+            lanes=step.lanes,
+            num_generating=step.num_generating,
             tokens=tokens,
             n_tokens=n,
             stop_reason=stop,
@@ -354,7 +367,7 @@ class Scheduler:
             pooled=result.pooled,
         )
 
-    # -- what the engine asks ------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
@@ -362,16 +375,16 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Queued and parked."""
+        """Requests that are queued or parked."""
         return len(self._waiting)
 
     def requests(self) -> Iterable[Request]:
-        """All that are not finished, in order of arrival."""
+        """Returns all unfinished requests, in order of arrival."""
         return self._requests.values()
 
     @property
     def num_in_flight(self) -> int:
-        """Steps planned whose results have not come."""
+        """Planned steps whose results have not come."""
         return len(self._in_flight)
 
     @property
@@ -401,6 +414,22 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every prefix that no request runs on; False if some are left."""
-        self._hooks.forget()
+        """Forgets every prefix that no request uses; returns False if some are left."""
+        self._features.forget()
         return self.blocks.reset_cache()
+
+
+def _logit_rows(config: SchedulerConfig, capacity: Capacity, features: FeatureSet) -> int:
+    """Returns the most rows that a step samples from. Raises ConfigError."""
+    if features.looks_ahead and not capacity.verifies:
+        names = ", ".join(type(feature).__name__ for feature in features.looks_ahead)
+        raise ConfigError(f"{names} proposes draft tokens, but the executor verifies none")
+    if capacity.logit_rows is None:
+        return config.max_num_seqs
+    if capacity.logit_rows < config.max_num_seqs:
+        raise ConfigError(
+            f"the executor samples {capacity.logit_rows} rows a step, fewer than max_num_seqs="
+            f"{config.max_num_seqs}",
+            "max_num_seqs",
+        )
+    return capacity.logit_rows

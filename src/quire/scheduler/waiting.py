@@ -1,34 +1,36 @@
-"""The requests that hold nothing yet: queued in policy order, or parked."""
+"""Requests without a lane: queued in policy order, or parked."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from quire.request import Request, RequestStatus
-from quire.scheduler.policy import Entry, Key
-
-if TYPE_CHECKING:
-    from quire.scheduler.tenants import FairQueue
+from quire.scheduler.policy import Entry, SortKey
 
 
 class WaitingQueue:
-    """A tenant's requests in key order. Removal is lazy: an entry counts while its request is
-    WAITING."""
+    """Waiting requests in key order. Removal is lazy: an entry counts while its request is WAITING.
+
+    Attributes:
+        tokens: of all requests in the queue.
+    """
 
     _COMPACT_FROM = 64
 
-    def __init__(self, key: Callable[[Request], Key]) -> None:
+    def __init__(self, key: Callable[[Request], SortKey]) -> None:
         self._key = key
         self._heap: list[Entry] = []
         self._stale = 0
+        self.tokens = 0
 
     def __len__(self) -> int:
         return len(self._heap) - self._stale
 
     def push(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
+        self.tokens += request.known
         heapq.heappush(self._heap, (*self._key(request), request))
 
     def peek(self) -> Request | None:
@@ -40,12 +42,14 @@ class WaitingQueue:
             self._stale -= 1
         return None
 
-    def pop(self) -> None:
-        """Take out what `peek` returned; the caller changes its status."""
+    def pop(self, request: Request) -> None:
+        """Removes the request that `peek` returned; the caller changes its status."""
         heapq.heappop(self._heap)
+        self.tokens -= request.known
 
-    def forget(self) -> None:
-        """One of the queued requests is no longer WAITING."""
+    def forget(self, request: Request) -> None:
+        """Removes a queued request whose status is no longer WAITING."""
+        self.tokens -= request.known
         self._stale += 1
         if self._stale > max(self._COMPACT_FROM, len(self._heap) // 2):
             self._heap = [e for e in self._heap if e[2].status is RequestStatus.WAITING]
@@ -53,12 +57,21 @@ class WaitingQueue:
             self._stale = 0
 
 
+class Queue(Protocol):
+    """The part of `Order` that `WaitingSet` uses."""
+
+    def __len__(self) -> int: ...
+    def push(self, request: Request) -> None: ...
+    def pop(self, request: Request) -> None: ...
+    def forget(self, request: Request) -> None: ...
+
+
 class WaitingSet:
     """Places requests in the queue, or parks them while something keeps them from running: a
     feature that is not ready, or a leader (n > 1) whose prompt, not planned yet, they will share.
     """
 
-    def __init__(self, queue: FairQueue, ready: list[Callable[[Request], bool]]) -> None:
+    def __init__(self, queue: Queue, ready: Sequence[Callable[[Request], bool]]) -> None:
         self.queue = queue
         self._ready = ready
         self._num_parked = 0
@@ -68,7 +81,7 @@ class WaitingSet:
         return len(self.queue) + self._num_parked
 
     def place(self, request: Request) -> None:
-        """Queue or park a request that is in neither place."""
+        """Queues or parks a request that is in neither place."""
         leader = _awaited_leader(request)
         if leader is not None:
             self._siblings.setdefault(leader.request_id, []).append(request)
@@ -78,27 +91,25 @@ class WaitingSet:
         request.status = RequestStatus.PARKED
         self._num_parked += 1
 
-    def park(self) -> None:
-        """Take the first of the queue out until it is woken."""
-        request = self.queue.peek()
-        if request is not None:
-            self.queue.pop(request)
-            request.status = RequestStatus.PARKED
-            self._num_parked += 1
+    def park(self, request: Request) -> None:
+        """Takes the queue's next request out until it is woken."""
+        self.queue.pop(request)
+        request.status = RequestStatus.PARKED
+        self._num_parked += 1
 
     def wake(self, request: Request) -> None:
-        """Ask again about a request that a feature may have parked."""
+        """Asks the features again about a parked request."""
         if request.status is RequestStatus.PARKED and _awaited_leader(request) is None:
             self._num_parked -= 1
             self.place(request)
 
     def wake_siblings(self, leader: Request) -> None:
-        """The leader's prompt is planned, or will not be for now."""
+        """Wakes siblings: the leader's prompt is planned, or will not be for now."""
         for sibling in self._siblings.pop(leader.request_id, ()):
             self.wake(sibling)
 
     def remove(self, request: Request, status: RequestStatus) -> None:
-        """Take out a request, which goes on to `status`."""
+        """Removes a request and sets its status."""
         parked = request.status is RequestStatus.PARKED
         request.status = status
         if parked:
@@ -108,6 +119,7 @@ class WaitingSet:
 
 
 def _awaited_leader(request: Request) -> Request | None:
+    """Returns the leader whose prompt a request waits for, or None."""
     leader = request.leader
     if leader is None or leader.finished or not leader.order:
         return None

@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's completions and chat completions, and a few plain routes beside them."""
+"""The HTTP server: OpenAI's and Anthropic's APIs, and a few routes of its own."""

@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, error handlers, and the engine's life."""
+"""The FastAPI application: its routes, middleware and error handlers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,27 @@ from quire import __version__
 from quire.errors import QuireError
 from quire.server.anthropic.routes import count_tokens, create_message
 from quire.server.args import ServerArgs
-from quire.server.auth import Door
-from quire.server.chat import chat_completions
-from quire.server.chat_store import ChatStore
-from quire.server.completions import completions, generate
-from quire.server.convert import model_defaults
-from quire.server.embeddings import embeddings
-from quire.server.engine_metrics import EngineMetrics
-from quire.server.error_shapes import handle_error
-from quire.server.gpu_metrics import GpuMetrics
-from quire.server.limits import Buckets
-from quire.server.live import Lookout, live
-from quire.server.openai_responses.routes import (
+from quire.server.middleware.auth import AuthMiddleware
+from quire.server.middleware.context_middleware import EXPOSED_HEADERS, RequestContextMiddleware
+from quire.server.middleware.error_handler import handle_error
+from quire.server.middleware.rate_limits import RateLimiter
+from quire.server.openai.chat import chat_completions
+from quire.server.openai.completions import completions, generate
+from quire.server.openai.convert import model_defaults
+from quire.server.openai.embeddings import embeddings
+from quire.server.openai.objects import ModelCard, ModelList
+from quire.server.openai.stored_chats import (
+    ChatStore,
+    delete_chat,
+    list_chats,
+    list_messages,
+    show_chat,
+    update_chat,
+)
+from quire.server.openai.tokenize import detokenize, tokenize
+from quire.server.openapi import openapi
+from quire.server.playground import add_playground
+from quire.server.responses.routes import (
     cancel_response,
     count_input_tokens,
     create_response,
@@ -36,21 +45,12 @@ from quire.server.openai_responses.routes import (
     get_response,
     list_input_items,
 )
-from quire.server.openai_responses.store import ResponseStore
-from quire.server.openapi import openapi
-from quire.server.playground import add_playground
-from quire.server.responses import ModelCard, ModelList
-from quire.server.sse import ClientGoneError, json_answer
+from quire.server.responses.store import ResponseStore
+from quire.server.sse import ClientDisconnectedError, json_response
 from quire.server.state import ServerState, state_of
-from quire.server.stored_chats import (
-    delete_chat,
-    list_chats,
-    list_messages,
-    show_chat,
-    update_chat,
-)
-from quire.server.tokens import detokenize, tokenize
-from quire.server.visits import EXPOSED_HEADERS, Visits
+from quire.server.telemetry.engine_metrics import EngineMetrics
+from quire.server.telemetry.gpu_metrics import GpuMetrics
+from quire.server.telemetry.live import LiveSnapshots, live
 
 if TYPE_CHECKING:
     from quire.engine.client import EngineClient
@@ -59,14 +59,15 @@ _SCRAPE_TIMEOUT = 5.0
 
 
 def build_app(client: EngineClient, args: ServerArgs, limits_file: Path | None = None) -> FastAPI:
-    """An application that serves a launched engine. It does not own the engine's life.
+    """Returns an application that serves a launched engine, whose life it does not own.
 
-    limits_file: where several processes that serve together keep what is left of keys' limits.
+    Args:
+        limits_file: shared by processes that serve together, for their keys' limits.
     """
     # Bodies are read by `read_body`, FastAPI cannot describe them: `openapi.py` does.
     app = _App(title="Quire", version=__version__, redirect_slashes=False, openapi_url=None)
     defaults = model_defaults(client.config.model_path) if args.generation_config == "auto" else {}
-    state = ServerState(client, args, defaults, buckets=Buckets(limits_file))
+    state = ServerState(client, args, defaults, rate_limiter=RateLimiter(limits_file))
     app.state.server = state
     app.state.metrics = state.metrics
     app.state.engine_metrics = EngineMetrics(
@@ -82,26 +83,26 @@ def build_app(client: EngineClient, args: ServerArgs, limits_file: Path | None =
     app.state.chat_store = ChatStore(*limits)
     _add_routes(app)
     if args.playground:
-        app.state.lookout = Lookout(client, args.live_prompts)
+        app.state.live_snapshots = LiveSnapshots(client, args.live_prompts)
         app.add_api_route("/engine/live", live, methods=["GET"])
         add_playground(app)
     for kind in (QuireError, HTTPException, Exception):
         app.add_exception_handler(kind, handle_error)
-    app.add_exception_handler(ClientGoneError, _nobody_there)
-    app.add_middleware(Door, state=state)
+    app.add_exception_handler(ClientDisconnectedError, _client_disconnected)
+    app.add_middleware(AuthMiddleware, state=state)
     _add_cors(app, args)
     return app
 
 
 class _App(FastAPI):
-    """With `Visits` around all, the answers to unforeseen errors included."""
+    """An application with the request context around all, unexpected errors included."""
 
     def build_middleware_stack(self) -> ASGIApp:
-        return Visits(super().build_middleware_stack(), self.state.server)
+        return RequestContextMiddleware(super().build_middleware_stack(), self.state.server)
 
 
 def _add_cors(app: FastAPI, args: ServerArgs) -> None:
-    """Before the door: browsers ask without a key whether they may ask."""
+    """Adds CORS around authentication: browsers ask for permission without a key."""
     if args.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -144,13 +145,13 @@ def _add_routes(app: FastAPI) -> None:
 
 
 async def list_models(request: Request) -> Response:
-    return json_answer(ModelList([_card(state_of(request))]))
+    return json_response(ModelList([_card(state_of(request))]))
 
 
 async def show_model(request: Request) -> Response:
     state = state_of(request)
     state.check_model(request.path_params["model"])
-    return json_answer(_card(state))
+    return json_response(_card(state))
 
 
 def _card(state: ServerState) -> ModelCard:
@@ -158,20 +159,24 @@ def _card(state: ServerState) -> ModelCard:
 
 
 async def health(request: Request) -> Response:
-    """200 while the engine lives; 503 from the moment it does not."""
+    """Answers 200 while the engine lives, else 503."""
     state_of(request).check_alive()
-    return json_answer({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
-    """200 while requests are taken: 503 when the engine is gone or its loop has not turned for two
-    seconds, and when the server is stopping."""
+    """Answers 200 while requests are taken.
+
+    Answers 503 when the engine is gone, its loop has not turned for two seconds, or the server is
+    stopping.
+    """
     state_of(request).check_ready()
-    return json_answer({"status": "ready"})
+    return json_response({"status": "ready"})
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus text. A dead or stuck engine leaves its gauges at their last values."""
+    """Answers with metrics as Prometheus text. A dead or stuck engine leaves its gauges
+    unchanged."""
     state = state_of(request)
     engine: EngineMetrics = request.app.state.engine_metrics
     try:
@@ -183,5 +188,5 @@ async def metrics(request: Request) -> Response:
     return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _nobody_there(request: Request, error: Exception) -> Response:
+async def _client_disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=499)

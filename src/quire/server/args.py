@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
-from quire.server.keys import check_secret
-from quire.server.tracing import check_endpoint
 
 
 def _setting(default: Any, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
+def check_secret(secret: str) -> bool:
+    """Tells whether an API key can be sent in a header as it is."""
+    return bool(secret) and secret.isascii() and secret.isprintable() and " " not in secret
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ConfigError if the endpoint is no URL, or OpenTelemetry is not installed."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"otlp_endpoint must be a URL as in 'http://localhost:4318', got {endpoint!r}",
+            "otlp_endpoint",
+        )
+    for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
+        if not _is_installed(package):
+            raise ConfigError(
+                f"otlp_endpoint needs the package {package}: pip install 'quire[otel]'",
+                "otlp_endpoint",
+            )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # not even its parent
+        return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class ApiArgs:
-    """What a user may set of how requests are read and answered."""
+    """Settings of how requests are read and answered."""
 
     served_model_name: str | None = _setting(None, "Name of the model in the API.")
     generation_config: Literal["auto", "none"] = _setting(
@@ -64,7 +92,7 @@ class ApiArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArgs(ApiArgs):
-    """What a user may set of the server."""
+    """Settings of the HTTP server."""
 
     host: str = _setting(
         "127.0.0.1", "Address to listen on. 0.0.0.0 is every interface: then set --api-key too."

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API words them: `{"error": {message, type, param, code}}`."""
+"""Errors of the API, in OpenAI's shape: `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class ErrorBody(msgspec.Struct):
 class ApiError(QuireError):
     """An answer other than 200: its HTTP status and the four fields of OpenAI's error object.
 
-    kind: the field `type`; None: as the status says. retry_after: seconds after which the same
-    request may be sent again. retry: False tells OpenAI's clients that it would not help.
+    Args:
+        kind: the field `type`; None derives it from the status.
+        retry_after: seconds after which the same request may be sent again.
+        retry: False tells OpenAI's clients that a retry would not help.
     """
 
     def __init__(
@@ -63,7 +65,8 @@ class ApiError(QuireError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Seconds for all clients, milliseconds for OpenAI's, which prefer them."""
+        """Headers of the answer. Retry times are in seconds, and in milliseconds for OpenAI's
+        clients."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
@@ -76,9 +79,9 @@ class ApiError(QuireError):
 _KINDS = {401: "authentication_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 _RESTART_SECONDS = 10.0
-"""About what a start takes."""
+"""Estimate of the time that a start of the engine takes."""
 _RETRY_SECONDS = 1.0
-"""When to come back to a full queue."""
+"""Time after which a full queue is likely to have room."""
 
 
 def unsupported(param: str, why: str = "is not supported by this server") -> ApiError:
@@ -95,9 +98,12 @@ def overloaded() -> ApiError:
 
 
 @contextlib.contextmanager
-def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors that name fields as chat completions do leave with the names of another API: parts of
-    the field's path are replaced by what `names` maps them to."""
+def rename_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Renames fields in errors, which name them as chat completions do.
+
+    Args:
+        names: maps parts of a field's path to their names in another API.
+    """
     try:
         yield
     except (ApiError, RequestError) as error:
@@ -112,8 +118,8 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def prompt_named(field: str) -> Iterator[None]:
-    """What the engine finds wrong with a prompt is said of `field`."""
+def blame_field(field: str) -> Iterator[None]:
+    """Makes errors about the engine's `prompt` name `field` instead."""
     try:
         yield
     except RequestError as error:
@@ -123,8 +129,11 @@ def prompt_named(field: str) -> Iterator[None]:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What to tell the client. Anything unforeseen is a 500 without details, which go to the log:
-    they could hold paths or another user's text."""
+    """Returns the error to send to the client.
+
+    An unexpected error becomes a 500 without details, which could hold paths or another user's
+    text. They go to the log.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -145,7 +154,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first complaint of pydantic, naming the field as in `messages[0].content`."""
+    """Returns pydantic's first error, naming the field as in `messages[0].content`."""
     first = error.errors(include_url=False, include_input=False)[0]
     param = field_path(first["loc"])
     cause = first.get("ctx", {}).get("error")
@@ -173,8 +182,10 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """('messages', 0, 'content') -> 'messages[0].content'. Long names are cut: a name may be the
-    client's own."""
+    """Joins a location: ('messages', 0, 'content') -> 'messages[0].content'.
+
+    Long names are cut, as a name may be the client's own.
+    """
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part[:100]}" if path else part[:100]

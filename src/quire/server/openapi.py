@@ -1,4 +1,4 @@
-"""`/openapi.json`: what the routes take and give, from the types that they are made of."""
+"""`/openapi.json`: the routes' requests and answers, from the types that they are made of."""
 
 from __future__ import annotations
 
@@ -15,33 +15,38 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
-from quire.server import responses
-from quire.server import stored_chats as stored
-from quire.server.anthropic import errors as anthropic_errors
 from quire.server.anthropic import objects as anthropic
+from quire.server.anthropic.errors import AnthropicErrorBody
 from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from quire.server.auth import PUBLIC_PATHS
-from quire.server.embeddings import EmbeddingList, EmbeddingRequest
-from quire.server.error_shapes import is_anthropic
 from quire.server.errors import ErrorBody
-from quire.server.openai_responses import objects as openai
-from quire.server.openai_responses.protocol import CreateRequest, PromptFields
-from quire.server.protocol import ChatRequest, CompletionRequest, GenerateRequest
-from quire.server.sse import json_answer
+from quire.server.middleware.auth import PUBLIC_PATHS
+from quire.server.middleware.error_handler import is_anthropic
+from quire.server.openai import objects as openai
+from quire.server.openai import stored_chats
+from quire.server.openai.embeddings import EmbeddingList, EmbeddingRequest
+from quire.server.openai.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from quire.server.openai.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from quire.server.responses import objects as responses
+from quire.server.responses.protocol import CreateRequest, PromptFields
+from quire.server.sse import json_response
 from quire.server.state import state_of
-from quire.server.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 
 _REFERENCE = "#/components/schemas/"
 _ASKED = "Request."
-"""Before the names of what clients send, which may be those of what they get."""
+"""Prefix of the names of request schemas, which may equal those of answers."""
 
 Schema = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """answer: a type, or a media type for what is no JSON. stream: the media type of what comes
-    with `stream`. query: the schemas of query parameters."""
+    """A route as the document describes it.
+
+    Attributes:
+        answer: a type, or a media type for answers that are no JSON.
+        stream: media type of the answer with `stream`.
+        query: schemas of the query parameters.
+    """
 
     method: str
     path: str
@@ -66,41 +71,41 @@ _PAGING: Schema = {
 }
 _ONE = "/v1/responses/{response_id}"
 _CHAT = "/v1/chat/completions/{completion_id}"
-_CHAT_ANSWER = responses.Envelope[responses.ChatChoice]
+_CHAT_ANSWER = openai.CompletionObject[openai.ChatChoice]
 
 ROUTES = (
     Route("post", "/v1/completions", "Complete text", CompletionRequest,
-          responses.Envelope[responses.CompletionChoice],
+          openai.CompletionObject[openai.CompletionChoice],
           _EVENTS),
     Route("post", "/v1/chat/completions", "Answer a conversation", ChatRequest,
           _CHAT_ANSWER, _EVENTS),
-    Route("get", "/v1/chat/completions", "Stored chat completions", None, stored.ChatList,
+    Route("get", "/v1/chat/completions", "Stored chat completions", None, stored_chats.ChatList,
           query=_PAGING | {"model": {"type": "string"}}),
     Route("get", _CHAT, "A stored chat completion", None, _CHAT_ANSWER),
-    Route("post", _CHAT, "Change its metadata", stored.UpdateRequest, _CHAT_ANSWER),
-    Route("delete", _CHAT, "Forget it", None, stored.DeletedChat),
-    Route("get", f"{_CHAT}/messages", "What it answered", None, stored.MessageList,
+    Route("post", _CHAT, "Change its metadata", stored_chats.UpdateRequest, _CHAT_ANSWER),
+    Route("delete", _CHAT, "Forget it", None, stored_chats.DeletedChat),
+    Route("get", f"{_CHAT}/messages", "What it answered", None, stored_chats.MessageList,
           query=_PAGING),
     Route("post", "/v1/embeddings", "Turn texts into vectors", EmbeddingRequest, EmbeddingList),
-    Route("post", "/v1/responses", "Create a response", CreateRequest, openai.Response, _EVENTS),
+    Route("post", "/v1/responses", "Create a response", CreateRequest, responses.Response, _EVENTS),
     Route("post", "/v1/responses/input_tokens", "Count the tokens of a response's prompt",
-          PromptFields, openai.InputTokens),
-    Route("get", _ONE, "A stored response", None, openai.Response, _EVENTS,
+          PromptFields, responses.InputTokens),
+    Route("get", _ONE, "A stored response", None, responses.Response, _EVENTS,
           {"stream": _FLAG, "include_obfuscation": _FLAG,
            "starting_after": {"type": "integer", "minimum": -1}}),
-    Route("delete", _ONE, "Forget a response", None, openai.Deleted),
-    Route("post", f"{_ONE}/cancel", "End a background response", None, openai.Response),
-    Route("get", f"{_ONE}/input_items", "What a response answered", None, openai.ItemList, None,
+    Route("delete", _ONE, "Forget a response", None, responses.DeletedResponse),
+    Route("post", f"{_ONE}/cancel", "End a background response", None, responses.Response),
+    Route("get", f"{_ONE}/input_items", "What a response answered", None, responses.ItemList, None,
           _PAGING),
     Route("post", "/v1/messages", "Answer a conversation, as Anthropic's API does",
           MessagesRequest, anthropic.Message, _EVENTS),
     Route("post", "/v1/messages/count_tokens", "Count the tokens of a conversation",
           CountTokensRequest, anthropic.TokenCount),
-    Route("get", "/v1/models", "The served model, as a list", None, responses.ModelList),
-    Route("get", "/v1/models/{model}", "The served model", None, responses.ModelCard),
+    Route("get", "/v1/models", "The served model, as a list", None, openai.ModelList),
+    Route("get", "/v1/models/{model}", "The served model", None, openai.ModelCard),
     Route("post", "/tokenize", "Text or a conversation to tokens", TokenizeRequest, Tokenized),
     Route("post", "/detokenize", "Tokens to text", DetokenizeRequest, Detokenized),
-    Route("post", "/generate", "Complete one prompt", GenerateRequest, responses.GenerateAnswer,
+    Route("post", "/generate", "Complete one prompt", GenerateRequest, openai.GenerateAnswer,
           "text/plain"),
     Route("get", "/engine/live", "What the engine is at, while somebody looks", None, _EVENTS,
           query={"rate": {"type": "integer", "minimum": 1, "maximum": 10},
@@ -115,14 +120,18 @@ ROUTES = (
 
 async def openapi(request: Request) -> Response:
     state = state_of(request)
-    args, keys = state.args, state.keys.asks
+    args, keys = state.args, state.keys.required
     open_paths = PUBLIC_PATHS | ({"/metrics"} if args.public_metrics else set())
-    return json_answer(await asyncio.to_thread(document, keys, open_paths, args.root_path))
+    return json_response(await asyncio.to_thread(document, keys, open_paths, args.root_path))
 
 
 @functools.cache
 def document(keys: bool, open_paths: frozenset[str] = PUBLIC_PATHS, root_path: str = "") -> Schema:
-    """OpenAPI 3.1. keys: requests need one, but for those to `open_paths`."""
+    """Returns the OpenAPI 3.1 document.
+
+    Args:
+        keys: requests need an API key, but for those to `open_paths`.
+    """
     asked, requests = _request_schemas()
     given, answers = _answer_schemas()
     paths: Schema = {}
@@ -152,7 +161,7 @@ def _security(path: str) -> list[Schema]:
 
 
 def _request_schemas() -> tuple[dict[type[BaseModel], Schema], Schema]:
-    """By model, a reference; and the schemas that are referred to."""
+    """Returns references by model, and the schemas that they refer to."""
     models: list[type[BaseModel]] = [route.body for route in ROUTES if route.body is not None]
     found, shared = models_json_schema(
         [(model, "validation") for model in models], ref_template=f"{_REFERENCE}{_ASKED}{{model}}"
@@ -163,7 +172,7 @@ def _request_schemas() -> tuple[dict[type[BaseModel], Schema], Schema]:
 
 def _answer_schemas() -> tuple[dict[Any, Schema], Schema]:
     types = [route.answer for route in ROUTES if not isinstance(route.answer, str)]
-    types += [ErrorBody, anthropic_errors.ErrorBody]
+    types += [ErrorBody, AnthropicErrorBody]
     found, schemas = msgspec.json.schema_components(types, ref_template=f"{_REFERENCE}{{name}}")
     return dict(zip(types, found, strict=True)), schemas
 
@@ -176,7 +185,7 @@ def _operation(
     content: Schema = {media: text if route.answer == media else {"schema": given[route.answer]}}
     if route.stream is not None:
         content[route.stream] = {"schema": _EVENT} if route.stream == _EVENTS else text
-    shape = anthropic_errors.ErrorBody if is_anthropic(route.path) else ErrorBody
+    shape = AnthropicErrorBody if is_anthropic(route.path) else ErrorBody
     failure = {"application/json": {"schema": given[shape]}}
     operation: Schema = {
         "summary": route.summary,

@@ -39,11 +39,11 @@ FILES = {
     for file in _FOLDER.iterdir()
     if file.name.rpartition(".")[2] in _TYPES
 }
-"""By path, the file that is served there; nothing else is."""
+"""Maps each path to the file served there; no other file is served."""
 
 
 def add_playground(app: FastAPI) -> None:
-    """One route per file, so that no path is ever made from what a client sent."""
+    """Adds one route per file, so that no path is ever made from a client's."""
     for path, name in FILES.items():
         app.add_api_route(path, _sender(name), methods=["GET", "HEAD"], include_in_schema=False)
 

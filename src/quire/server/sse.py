@@ -1,4 +1,4 @@
-"""Server-sent events, and what to do when the client goes away."""
+"""Server-sent events, and handling of clients that disconnect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.server.errors import ApiError, as_api_error
-from quire.server.metrics import ServerMetrics
+from quire.server.telemetry.metrics import ServerMetrics
 
 T = TypeVar("T")
 
@@ -22,8 +22,9 @@ Writer = Callable[[bytearray, list[T]], None]
 Fail = Callable[[bytearray, ApiError], None]
 
 
-class Source(Protocol[T]):
-    """What can be streamed: a `Generation` of pieces, a `Reply` of events."""
+class EventSource(Protocol[T]):
+    """A source of batches for a stream: pieces of a `TextGeneration`, events of a
+    `ChatGeneration`."""
 
     @property
     def start(self) -> Callable[[], None]: ...
@@ -40,20 +41,20 @@ class Source(Protocol[T]):
 _encoder = msgspec.json.Encoder()
 
 _PADDED_TO = 32
-"""Bytes: the sizes of padded events are multiples of it."""
+"""Padded events have sizes that are multiples of this many bytes."""
 
 
-class ClientGoneError(Exception):
-    """The client closed its connection; there is nobody to answer."""
+class ClientDisconnectedError(Exception):
+    """The client closed its connection, so no answer can be sent."""
 
 
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """Awaits `work`, and cancels it when the client disconnects first.
 
-    `receive` must have delivered the whole body: all it can say then is that the client left.
+    `receive` must have delivered the whole body; its next message is then the disconnect.
 
     Raises:
-        ClientGoneError: after `work` has been cancelled and has cleaned up.
+        ClientDisconnectedError: after `work` has been cancelled and has cleaned up.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.create_task(_disconnect(receive))
@@ -61,7 +62,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGoneError
+        raise ClientDisconnectedError
     finally:
         watcher.cancel()
         task.cancel()
@@ -78,8 +79,10 @@ def write_data(buffer: bytearray, data: bytes) -> None:
 
 
 def obfuscated(data: bytes) -> bytes:
-    """A JSON object padded with random characters, so that its size says less about its text to
-    someone who watches the encrypted line."""
+    """Pads a JSON object with random characters.
+
+    An eavesdropper on the encrypted connection then learns less about its text from its size.
+    """
     padding = secrets.token_hex(_PADDED_TO)[: _PADDED_TO - len(data) % _PADDED_TO]
     return data[:-1] + f',"obfuscation":"{padding}"}}'.encode()
 
@@ -91,17 +94,18 @@ def write_event(buffer: bytearray, value: Any) -> None:
 
 
 class EventStream(Response, Generic[T]):
-    """Streams a source that is already running; what came in while the socket was busy leaves
-    in one write.
+    """Streams a source that is already running; a batch leaves in one write.
 
-    `write` turns a batch into bytes, `finish` gives the last bytes after all batches, `fail` those
-    of an error that comes after the headers are out (by default, an event with OpenAI's error).
-    Where the stream is bare text, which cannot carry an error, the connection is cut short.
+    Args:
+        write: appends a batch's bytes to a buffer.
+        finish: appends the last bytes after all batches.
+        fail: appends an error that comes after the headers; by default an event with OpenAI's
+            error. A stream of bare text cannot carry an error, so its connection is cut.
     """
 
     def __init__(
         self,
-        source: Source[T],
+        source: EventSource[T],
         write: Writer[T],
         finish: Callable[[bytearray], None],
         *,
@@ -120,8 +124,8 @@ class EventStream(Response, Generic[T]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._stream(send))
-        except ClientGoneError:
+            await unless_disconnected(receive, self._stream(send))
+        except ClientDisconnectedError:
             pass
         finally:
             await self.source.close()
@@ -151,15 +155,15 @@ def _write_error(buffer: bytearray, error: ApiError) -> None:
     write_event(buffer, error.body)
 
 
-async def start_stream(request: Request, source: Source[Any]) -> None:
-    """Starts the source and waits until its first update, while the client stays."""
+async def start_stream(request: Request, source: EventSource[Any]) -> None:
+    """Starts the source and waits for its first update, while the client stays connected."""
     source.start()
     try:
-        await unless_gone(request.receive, source.ready())
+        await unless_disconnected(request.receive, source.ready())
     except BaseException:
         await source.close()
         raise
 
 
-def json_answer(value: Any) -> Response:
+def json_response(value: Any) -> Response:
     return Response(_encoder.encode(value), media_type="application/json")

@@ -1,4 +1,4 @@
-"""What the routes share: the engine's handle, the settings, the metrics."""
+"""State that routes share: the engine's client, the settings, the metrics."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from starlette.requests import Request
 from quire import __version__
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.server.args import ServerArgs
-from quire.server.chat_format import ChatFormat
 from quire.server.errors import ApiError, overloaded
-from quire.server.keys import KeyRing
-from quire.server.limits import Buckets
-from quire.server.metrics import ServerMetrics
-from quire.server.tracing import Tracing
+from quire.server.generation.chat_format import ChatFormat
+from quire.server.middleware.api_keys import ApiKeys
+from quire.server.middleware.rate_limits import RateLimiter
+from quire.server.telemetry.metrics import ServerMetrics
+from quire.server.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
     from quire.engine.client import EngineClient
     from quire.engine.tokenizer import Tokenizer
 
 _FULL_SECONDS = 0.05
-"""In which a queue that was full is taken to be full still."""
+"""Seconds for which a queue that was full is taken to be full still."""
 
 
 @dataclass(slots=True)
 class ServerState:
-    """Lives at `app.state.server`. `defaults`: the model's own sampling settings."""
+    """State at `app.state.server`. `defaults`: the model's own sampling settings."""
 
     client: EngineClient
     args: ServerArgs
@@ -39,20 +39,21 @@ class ServerState:
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     created: int = field(default_factory=lambda: int(time.time()))
     fingerprint: str = ""
-    buckets: Buckets = field(default_factory=Buckets)
-    keys: KeyRing = field(init=False)
+    rate_limiter: RateLimiter = field(default_factory=RateLimiter)
+    keys: ApiKeys = field(init=False)
     chat_format: ChatFormat = field(init=False)
     tracing: Tracing | None = None
     draining: bool = False
     _full_until: float = 0.0
 
     def __post_init__(self) -> None:
-        """`fingerprint` names what, besides a request and its seed, decides about its answer.
+        """Sets up the parts. `fingerprint` identifies all that decides about an answer besides the
+        request.
 
         Raises:
             ConfigError: the chat template or the key file cannot be used.
         """
-        self.keys = KeyRing(self.args)
+        self.keys = ApiKeys(self.args)
         known = f"{__version__} {self.client.config} {self.defaults}".encode()
         self.fingerprint = f"fp_{hashlib.sha256(known).hexdigest()[:12]}"
         tokenizer, file = self.client.tokenizer, self.args.chat_template
@@ -69,7 +70,8 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        """As set, or the hub id, or the folder's name: its path is nobody's business."""
+        """The model's name in the API: the setting, the hub id, or the folder's name without its
+        path."""
         config = self.client.config
         if self.args.served_model_name is not None:
             return self.args.served_model_name
@@ -90,12 +92,14 @@ class ServerState:
             raise ApiError(503, "The engine does not respond.", code="engine_stuck")
 
     def note_full(self) -> None:
-        """The engine has just refused a request because too many wait."""
+        """Notes that the engine has just refused a request because too many wait."""
         self._full_until = time.monotonic() + _FULL_SECONDS
 
     def check_room(self) -> None:
-        """Raises ApiError, 503, shortly after the engine refused a request: the next one is not
-        even read then, so that refusing many costs little."""
+        """Raises ApiError, 503, shortly after the engine refused a request.
+
+        The next request is not even read then, so that refusing many costs little.
+        """
         if time.monotonic() < self._full_until:
             raise overloaded()
 
@@ -110,7 +114,7 @@ class ServerState:
             )
 
     def tokenizer(self, param: str) -> Tokenizer:
-        """The tokenizer, or a 400 that says what needs one."""
+        """Returns the tokenizer. Raises ApiError, 400, naming `param`, which needs one."""
         if self.client.tokenizer is None:
             raise ApiError(
                 400,
@@ -128,5 +132,5 @@ def state_of(request: Request) -> ServerState:
 
 
 def new_id(prefix: str, joint: str = "-") -> str:
-    """One that cannot be guessed. APIs differ in how they join prefix and number."""
+    """Returns an id that cannot be guessed. APIs differ in how they join prefix and number."""
     return f"{prefix}{joint}{uuid.uuid4().hex}"

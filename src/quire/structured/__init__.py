@@ -1,4 +1,5 @@
-"""Structured output: what a completion must match, as a mask over the vocabulary at every token.
+"""Structured output: a grammar that a completion must match, as a mask over the vocabulary at every
+token.
 
 `grammar.py` turns a request's `StructuredOutputsParams` into a grammar of llguidance's and refuses
 what could not be enforced; `compiler.py` compiles it; `feature.py` follows the running requests and
@@ -6,6 +7,6 @@ builds their masks beside the device's work.
 """
 
 from quire.structured.compiler import Compiler, CompilerConfig
-from quire.structured.feature import GrammarFeature
+from quire.structured.feature import GrammarFeature, NoGrammars
 
-__all__ = ["Compiler", "CompilerConfig", "GrammarFeature"]
+__all__ = ["Compiler", "CompilerConfig", "GrammarFeature", "NoGrammars"]

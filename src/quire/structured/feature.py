@@ -1,8 +1,10 @@
-"""Requests with a grammar, as the scheduler and the engine's loop see them.
+"""Requests with a grammar: the scheduler's part and the engine loop's.
 
 A request is parked until its grammar is compiled. From then on its sampling rows are GATED: the
-step's head waits for their masks. A mask needs all tokens before it; as soon as these are known,
-masks are built on other threads, while the step's body runs, and handed to the executor from there.
+step's head waits for their masks. A mask needs all tokens before it. As soon as these are known,
+masks are built on other threads while the step's body runs, and given to the executor from there.
+A row that verifies drafts has a mask after each of them; only claims that features have written
+through plans are known here (`StepPlan`).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,64 +23,102 @@ from llguidance import LLMatcher
 
 from quire.arrays import Int32
 from quire.errors import GrammarError, RequestError
-from quire.executor import Executor
-from quire.plan import HeadInputs, RowFlag
+from quire.executor import Capacity, Executor
+from quire.loop_feature import Failure, LoopFeature
+from quire.plan import DRAFT_IDS, DRAFT_START, HeadInputs, RowFlag, claimed_drafts
 from quire.request import Request
+from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, PlanBuilder
 from quire.structured.compiler import Compiler
-from quire.structured.masks import MaskBuilder, Walk
+from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
 
-_NAME = "structured"
 _FOREVER = 2**31 - 1
 _HANDOVER = 0.002
 """Seconds at most that the engine's thread lets the one that builds masks go first."""
 
 
 @dataclass(slots=True)
-class _Gated:
-    """A step whose gated rows wait. needs: how many tokens must be known for each row's mask."""
+class _GatedRow:
+    """A row that waits for masks. known: tokens that must be known, of a PROMPT row. q_len: of a
+    generating row, else 0. draft_ids, draft_start: the lane's claim, if the row verifies drafts."""
 
-    step_id: int
-    requests: list[Request]
-    lanes: Int32
-    generations: list[int]
-    needs: list[int]
+    request: Request
+    lane: int
+    lane_epoch: int
+    known: int
+    q_len: int
+    draft_ids: Int32 | None = None
+    draft_start: int = 0
 
     @property
-    def places(self) -> range:
-        return range(len(self.requests))
+    def alive(self) -> bool:
+        return self.request.lane == self.lane and self.request.lane_epoch == self.lane_epoch
 
-    def alive(self, i: int) -> bool:
-        request = self.requests[i]
-        return request.lane == self.lanes[i] and request.generation == self.generations[i]
+    @property
+    def ready(self) -> bool:
+        """Whether all tokens before the row are known."""
+        if not self.alive:
+            return True
+        if self.q_len:
+            # No earlier row of it is in flight.
+            return self.request.planned - self.request.computed <= self.q_len
+        return self.request.known >= self.known
+
+    @property
+    def lines(self) -> int:
+        return max(self.q_len, 1)
+
+    @property
+    def drafts(self) -> list[int]:
+        if self.draft_ids is None:
+            return []
+        tokens = self.request.tokens.view()
+        found = claimed_drafts(self.draft_ids, self.draft_start, tokens, self.q_len - 1)
+        return [int(token) for token in found]
 
 
-class GrammarFeature(Feature):
-    """Belongs to the engine's thread, like the scheduler that calls it.
+@dataclass(slots=True)
+class _GatedStep:
+    """A step whose gated rows wait for masks."""
 
-    The engine's loop calls `compiled` for what has become of parked requests, and `begin` before it
-    submits a step and when tokens have come.
-    """
+    step_id: int
+    rows: list[_GatedRow]
+
+
+class NoGrammars(Feature):
+    """Refuses requests with a grammar, for an engine that was started without grammars."""
+
+    def admit(self, request: Request) -> RequestError | None:
+        if request.params.structured_outputs is None:
+            return None
+        return RequestError("this engine has no grammars", "structured_outputs")
+
+
+class GrammarFeature(Feature, LoopFeature):
+    """Belongs to the engine's thread, like the scheduler that calls it."""
 
     def __init__(self, compiler: Compiler, num_lanes: int) -> None:
         self._compiler = compiler
         self._masks = MaskBuilder(compiler.vocab_size)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._states: dict[str, GrammarState] = {}
+        """By request id."""
         self._gated = np.zeros(num_lanes, dtype=bool)
-        self._waiting: deque[_Gated] = deque()
+        self._draft_ids = np.empty((num_lanes, 0), dtype=np.int32)
+        self._draft_start = np.zeros(num_lanes, dtype=np.int32)
+        self._waiting: deque[_GatedStep] = deque()
         self._parked: dict[str, tuple[Request, float]] = {}
-        self._done: deque[tuple[str, Walk, LLMatcher | None, GrammarError | None]] = deque()
+        self._done: deque[tuple[str, GrammarState, LLMatcher | None, GrammarError | None]] = deque()
         self._news = threading.Event()
-        self._failures: list[tuple[Request, RequestError]] = []
-        self._broken: deque[tuple[_Gated, int, GrammarError]] = deque()
+        self._broken: deque[tuple[_GatedRow, GrammarError]] = deque()
         self._room: Callable[[int, int], Int32]
-        self._release: Callable[[HeadInputs], None]
+        self._submit_head: Callable[[HeadInputs], None]
 
-    def connect(self, executor: Executor) -> None:
-        """Where masks are to go."""
-        self._room, self._release = executor.mask_room, executor.submit_head
+    def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
+        self._room, self._submit_head = executor.mask_room, executor.submit_head
+        return self
 
-    # -- what the scheduler asks ---------------------------------------------------------------
+    # -- the scheduler's part ------------------------------------------------------------------
 
     def admit(self, request: Request) -> RequestError | None:
         asked, params = request.params.structured_outputs, request.params
@@ -88,155 +128,169 @@ class GrammarFeature(Feature):
             compiled = self._compiler.compile(asked)
         except GrammarError as error:
             return error
-        walk = Walk(position=request.prompt_len)
+        state = GrammarState(position=request.prompt_len)
         eos = self._compiler.eos_token_ids
         if params.ignore_eos:
-            walk.forbidden, walk.until = eos, _FOREVER
+            state.forbidden, state.until = eos, _FOREVER
         elif params.min_tokens:
-            walk.forbidden = (*eos, *params.stop_token_ids)
-            walk.until = request.prompt_len + params.min_tokens
-        request.state[_NAME] = walk
-        # The masks see to both: a grammar that is complete ends the text.
-        request.params = msgspec.structs.replace(params, min_tokens=0, ignore_eos=False)
+            state.forbidden = (*eos, *params.stop_token_ids)
+            state.until = request.prompt_len + params.min_tokens
+        self._states[request.request_id] = state
         self._parked[request.request_id] = request, time.monotonic() + self._compiler.config.timeout
-        compiled.add_done_callback(partial(self._on_compiled, request.request_id, walk))
+        compiled.add_done_callback(partial(self._on_compiled, request.request_id, state))
         return None
 
-    def _on_compiled(self, name: str, walk: Walk, done: Future[LLMatcher]) -> None:
-        """On whichever thread."""
+    def _on_compiled(self, name: str, state: GrammarState, done: Future[LLMatcher]) -> None:
+        """Receives a compiled grammar, on any thread."""
         try:
-            self._done.append((name, walk, done.result().deep_copy(), None))
+            self._done.append((name, state, done.result().deep_copy(), None))
         except GrammarError as error:
-            self._done.append((name, walk, None, error))
+            self._done.append((name, state, None, error))
         except BaseException as error:
             reason = GrammarError(f"The grammar could not be compiled ({type(error).__name__}).")
-            self._done.append((name, walk, None, reason))
+            self._done.append((name, state, None, reason))
         self._news.set()
 
     def ready(self, request: Request) -> bool:
-        walk = request.state.get(_NAME)
-        return walk is None or walk.matcher is not None
+        state = self._states.get(request.request_id)
+        return state is None or state.matcher is not None
+
+    def device_params(self, request: Request, params: SamplingParams) -> SamplingParams:
+        """Takes over `min_tokens` and `ignore_eos`, which the masks enforce: a complete grammar
+        ends the text."""
+        if params.structured_outputs is None:
+            return params
+        return msgspec.structs.replace(params, min_tokens=0, ignore_eos=False)
 
     def plan(self, builder: PlanBuilder) -> None:
         for admit in builder.admits:
             self._gated[admit.lane] = admit.params.structured_outputs is not None
+        self._note_drafts(builder)
         samples = (builder.flags & RowFlag.SAMPLE) != 0
-        rows = np.flatnonzero(self._gated[builder.lanes] & samples)
-        if not len(rows):
+        rows = np.flatnonzero(self._gated[builder.lanes] & samples).tolist()
+        if not rows:
             return
-        builder.gate(rows.tolist())
-        requests = [builder.requests[row] for row in rows.tolist()]
-        self._waiting.append(
-            _Gated(
-                builder.step_id,
-                requests,
-                builder.lanes[rows],
-                [request.generation for request in requests],
-                [request.planned for request in requests],
-            )
-        )
+        builder.gate(rows)
+        gated = [self._gated_row(builder, row) for row in rows]
+        self._waiting.append(_GatedStep(builder.step_id, gated))
+
+    def _note_drafts(self, builder: PlanBuilder) -> None:
+        """Keeps the lanes' claims, as the device does."""
+        if DRAFT_IDS in builder.writes:
+            lanes, ids = builder.writes[DRAFT_IDS]
+            if ids.shape[1] != self._draft_ids.shape[1]:
+                shape = len(self._draft_ids), ids.shape[1]
+                self._draft_ids = np.full(shape, -1, dtype=np.int32)
+            self._draft_ids[lanes] = ids
+        if DRAFT_START in builder.writes:
+            lanes, starts = builder.writes[DRAFT_START]
+            self._draft_start[lanes] = starts
+
+    def _gated_row(self, builder: PlanBuilder, row: int) -> _GatedRow:
+        request, lane = builder.requests[row], int(builder.lanes[row])
+        prompt = bool(builder.flags[row] & RowFlag.PROMPT)
+        q_len = 0 if prompt else int(builder.q_len[row])
+        gated = _GatedRow(request, lane, request.lane_epoch, request.planned, q_len)
+        if q_len > 1:
+            gated.draft_ids = self._draft_ids[lane].copy()
+            gated.draft_start = int(self._draft_start[lane])
+        return gated
 
     def release(self, request: Request) -> bool:
-        if _NAME in request.state:
-            self._parked.pop(request.request_id, None)
-            if request.lane >= 0:
-                self._gated[request.lane] = False
+        if request.lane >= 0:
+            self._gated[request.lane] = False
         return False
 
-    # -- what the engine's loop asks: compiling ------------------------------------------------
+    def finish(self, request: Request) -> None:
+        self._states.pop(request.request_id, None)
+        self._parked.pop(request.request_id, None)
+
+    # -- the engine loop's part: compiling -----------------------------------------------------
 
     @property
-    def parked(self) -> bool:
-        """Whether some requests wait for nothing but their grammar."""
+    def waits(self) -> bool:
         return bool(self._parked)
 
-    def compiled(self, patience: float = 0.0) -> list[str]:
-        """The requests that are ready since the last call, to be woken; waits up to `patience`
-        seconds for news."""
+    def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
+        failed: list[Failure] = []
+        while self._broken:
+            row, error = self._broken.popleft()
+            if row.alive:
+                failed.append((row.request, error))
         if not self._parked and not self._done:
-            return []
+            return (), failed
         if patience and not self._done:
             self._news.wait(patience)
         self._news.clear()
         ready = []
         while self._done:
-            name, walk, matcher, error = self._done.popleft()
-            if name not in self._parked or self._parked[name][0].state[_NAME] is not walk:
+            name, state, matcher, reason = self._done.popleft()
+            if name not in self._parked or self._states.get(name) is not state:
                 continue
             request, _ = self._parked.pop(name)
-            if error is not None:
-                self._failures.append((request, error))
+            if reason is not None:
+                failed.append((request, reason))
                 continue
-            walk.matcher = matcher
+            state.matcher = matcher
             ready.append(name)
-        self._give_up_late()
-        return ready
+        return ready, failed + self._late()
 
-    def _give_up_late(self) -> None:
+    def _late(self) -> list[Failure]:
+        """Gives up on grammars that took too long to compile."""
         now = time.monotonic()
-        for name in [name for name, (_, limit) in self._parked.items() if limit < now]:
-            self._failures.append((self._parked.pop(name)[0], self._compiler.too_slow()))
+        late = [name for name, (_, limit) in self._parked.items() if limit < now]
+        return [(self._parked.pop(name)[0], self._compiler.too_slow()) for name in late]
 
-    def failures(self) -> list[tuple[Request, RequestError]]:
-        """Requests that must end, each told once."""
-        while self._broken:
-            step, i, error = self._broken.popleft()
-            if step.alive(i):
-                self._failures.append((step.requests[i], error))
-        failures, self._failures = self._failures, []
-        return failures
+    # -- the engine loop's part: masks ---------------------------------------------------------
 
-    # -- what the engine's loop asks: masks ----------------------------------------------------
-
-    @property
-    def settled(self) -> bool:
+    def may_launch(self) -> bool:
         """Whether all masks are begun. While some wait for tokens of steps in flight, no step may
         be submitted: its launch might wait for the device, which waits for the masks."""
         return not self._waiting
 
-    def begin(self) -> None:
-        """Starts on the masks of every step whose tokens are all known."""
-        while self._waiting:
-            step = self._waiting[0]
-            if not all(
-                request.known >= need or not step.alive(i)
-                for i, (request, need) in enumerate(zip(step.requests, step.needs, strict=True))
-            ):
-                return
-            self._waiting.popleft()
-            rows = [self._advanced(step, i) for i in step.places]
+    def before_submit(self) -> None:
+        self._begin_masks()  # a first launch waits for the device, which waits for the masks
+
+    def after_update(self) -> None:
+        self._begin_masks()
+
+    def _begin_masks(self) -> None:
+        """Starts to build the masks of every step whose tokens are all known."""
+        while self._waiting and all(row.ready for row in self._waiting[0].rows):
+            step = self._waiting.popleft()
+            rows = [self._mask_row(row) for row in step.rows]
             # The device waits for the masks, and their thread for the interpreter's lock, which
             # this one would hold on to: for milliseconds, if it has much to do.
             entered = threading.Event()
             self._thread.submit(self._build, step, rows, entered)
             entered.wait(_HANDOVER)
 
-    def _advanced(self, step: _Gated, i: int) -> Walk | None:
-        """A row's walk, past all that is known. None: the request is gone."""
-        if not step.alive(i):
-            return None
-        request = step.requests[i]
-        walk: Walk = request.state[_NAME]
-        walk.advance(request.tokens.view(walk.position).tolist())
-        return walk
+    def _mask_row(self, row: _GatedRow) -> MaskRow:
+        """Advances a row's grammar past all known tokens."""
+        if not row.alive:
+            return MaskRow(None, row.lines)
+        request = row.request
+        state = self._states[request.request_id]
+        state.advance(request.tokens.view(state.position).tolist())
+        return MaskRow(state, row.lines, row.drafts)
 
-    def _build(self, step: _Gated, rows: list[Walk | None], entered: threading.Event) -> None:
-        """On the thread that builds masks. entered: set when that needs the interpreter no more."""
-        masks = self._room(step.step_id, len(rows))
+    def _build(self, step: _GatedStep, rows: list[MaskRow], entered: threading.Event) -> None:
+        """Builds a step's masks, on their thread. entered: set when that needs the interpreter no
+        more."""
+        masks = self._room(step.step_id, sum(row.lines for row in rows))
         try:
             self._masks.build(rows, masks, self._compiler.tokenizer_vocab, entered.set)
         except BaseException as error:  # a grammar must not end the engine, or keep it waiting
             masks[:] = -1
             reason = GrammarError(f"The grammar failed ({type(error).__name__}).")
-            for walk in rows:
-                if walk is not None:
-                    walk.error = walk.error or reason
-        self._release(HeadInputs(step.step_id, masks))
-        for i, walk in enumerate(rows):
-            if walk is not None and walk.error is not None:
-                self._broken.append((step, i, walk.error))
+            for row in rows:
+                if row.state is not None:
+                    row.state.error = row.state.error or reason
+        self._submit_head(HeadInputs(step.step_id, masks))
+        for gated, row in zip(step.rows, rows, strict=True):
+            if row.state is not None and row.state.error is not None:
+                self._broken.append((gated, row.state.error))
 
-    def shutdown(self) -> None:
-        """Idempotent."""
+    def close(self, drain: Callable[[], None] | None) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._compiler.shutdown()

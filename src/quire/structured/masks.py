@@ -1,14 +1,18 @@
-"""One request's way through its grammar, and the masks of many at once."""
+"""The grammar state of a request, and masks of many requests at once."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance.numpy import (
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
 
 from quire.arrays import Int32
 from quire.errors import GrammarError
@@ -17,13 +21,13 @@ _MOST_THREADS = 16
 
 
 @dataclass(slots=True, eq=False)
-class Walk:
-    """Where a request stands in its grammar.
+class GrammarState:
+    """A request's progress in its grammar.
 
-    matcher: None until it is compiled. position: how many of the request's tokens, its prompt's
-        included, it is past.
+    matcher: None until it is compiled.
+    position: how many of the request's tokens, its prompt's included, the matcher has consumed.
     forbidden: tokens that may not come before `until` tokens are there, unless nothing else may:
-        ends that the user wants to see ignored, for a while (`min_tokens`) or for good.
+        ends that the user wants ignored, for a while (`min_tokens`) or for good.
     error: the grammar failed; the request must end.
     """
 
@@ -34,12 +38,21 @@ class Walk:
     error: GrammarError | None = None
 
     def advance(self, tokens: list[int]) -> None:
-        """Takes in what the request has got since. Two microseconds a token: less than it takes to
-        wake another thread."""
+        """Consumes the request's new tokens. Costs two microseconds a token: less than waking
+        another thread."""
         self.position += len(tokens)
         matcher = self.matcher
         if tokens and matcher and self.error is None and not matcher.consume_tokens(tokens):
             self.error = _failed(matcher)
+
+
+class MaskRow(NamedTuple):
+    """A gated row's masks. state: None if its request is gone. lines: how many masks it has, one
+    for its next token and one after each draft. drafts: the draft tokens, at most `lines - 1`."""
+
+    state: GrammarState | None
+    lines: int = 1
+    drafts: Sequence[int] = ()
 
 
 class MaskBuilder:
@@ -52,45 +65,72 @@ class MaskBuilder:
 
     def build(
         self,
-        rows: Sequence[Walk | None],
+        rows: Sequence[MaskRow],
         masks: Int32,
         tokenizer_vocab: int,
         entered: Callable[[], None] = lambda: None,
     ) -> None:
-        """Fills masks, int32 [rows, ceil(vocab / 32)]. Those of no walk, and of walks that fail,
-        which then say so, allow everything. entered: called when other threads may have the
-        interpreter for a while."""
+        """Fills masks, int32 [lines of all rows, ceil(vocab / 32)].
+
+        Masks without a state, of states that fail (whose `error` is then set), and after a draft
+        that the grammar refuses or that ends it allow everything. entered: called when other
+        threads may have the interpreter for a while.
+        """
         wide = -(-tokenizer_vocab // 32)
-        room = masks if wide <= self._words else np.empty((len(rows), wide), dtype=np.int32)
-        walks = [(walk, i) for i, walk in enumerate(rows) if walk is not None and not walk.error]
-        self._fill(walks, room, entered)
+        room = masks if wide <= self._words else np.empty((len(masks), wide), dtype=np.int32)
+        room[:] = -1
+        lines = np.cumsum([0] + [row.lines for row in rows]).tolist()
+        known = [
+            (row, row.state, line)
+            for row, line in zip(rows, lines, strict=False)
+            if row.state is not None and not row.state.error
+        ]
+        self._fill(known, room, entered)
         if room is not masks:
             masks[:] = room[:, : self._words]
-        for i, each in enumerate(rows):
-            if each is None or each.error is not None:
-                masks[i] = -1
+        for row, state, line in known:
+            if state.error is not None:
+                masks[line : line + row.lines] = -1
 
     def _fill(
-        self, walks: list[tuple[Walk, int]], masks: Int32, entered: Callable[[], None]
+        self,
+        rows: list[tuple[MaskRow, GrammarState, int]],
+        masks: Int32,
+        entered: Callable[[], None],
     ) -> None:
-        fit = [(walk, walk.matcher, i) for walk, i in walks if walk.matcher is not None]
-        pairs = [(matcher, i) for _, matcher, i in fit]
+        compiled = [(state.matcher, line, row.drafts) for row, state, line in rows]
+        plain = [(m, line) for m, line, drafts in compiled if m is not None and not drafts]
+        drafted = [
+            (m, line, list(drafts)) for m, line, drafts in compiled if m is not None and drafts
+        ]
         entered()
-        if not pairs:  # llguidance refuses empty lists
-            return
-        fill_next_token_bitmask_par(self._executor, pairs, masks)
-        self._forbid([(walk, i) for walk, i in walks if walk.position < walk.until], masks)
+        # llguidance refuses empty lists.
+        if plain:
+            fill_next_token_bitmask_par(self._executor, plain, masks)
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
         some = np.asarray(masks.any(axis=1))
-        for walk, matcher, i in fit:
-            if not some[i] or matcher.is_error():
-                walk.error = _failed(matcher)
+        masks[~some] = -1
+        for _, state, line in rows:
+            if state.matcher is not None and (not some[line] or state.matcher.is_error()):
+                state.error = _failed(state.matcher)
+        self._forbid(
+            [
+                (state.forbidden, line + i)
+                for row, state, line in rows
+                if state.error is None
+                for i in range(1 + len(row.drafts))
+                if state.position + i < state.until
+            ],
+            masks,
+        )
 
     @staticmethod
-    def _forbid(walks: list[tuple[Walk, int]], masks: Int32) -> None:
-        """Takes the walks' forbidden tokens out of their masks, unless nothing would be left."""
+    def _forbid(lines: list[tuple[tuple[int, ...], int]], masks: Int32) -> None:
+        """Removes forbidden tokens from the masks of lines, unless no token would be left."""
         groups: dict[tuple[int, ...], list[int]] = {}
-        for walk, i in walks:
-            groups.setdefault(walk.forbidden, []).append(i)
+        for forbidden, line in lines:
+            groups.setdefault(forbidden, []).append(line)
         for tokens, places in groups.items():
             for place in _allow_some(masks, places, tokens):
                 held = masks[place].copy()
@@ -105,7 +145,7 @@ def _bit(token: int) -> np.int32:
 
 
 def _allow_some(masks: Int32, places: list[int], tokens: Sequence[int]) -> list[int]:
-    """The places whose masks allow one of the tokens: few do."""
+    """Returns the places whose masks allow one of the tokens: few do."""
     found = np.zeros(len(places), dtype=bool)
     for token in tokens:
         found |= (masks[places, token >> 5] & _bit(token)) != 0

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 
 import quire
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
-from quire.server.chat_format import ChatFormat
-from quire.server.dialogue import Dialogue, ToolChoice
 from quire.server.errors import ApiError
+from quire.server.generation.chat_format import ChatFormat
+from quire.server.generation.dialogue import Dialogue, ToolChoice
+from quire.server.generation.tools import constrained
 from quire.server.parsers.registry import REASONING_FORMATS, TOOL_PARSERS
-from quire.server.tools import constrained
 from quire.structured.grammar import compilable
 from tests.server.parsers.harness import TOOLS, read
 

@@ -1,4 +1,4 @@
-"""Which format a chat template teaches."""
+"""The format that a chat template teaches."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""One process of the load generator: sends its share of the requests, and notes when what came.
+"""One process of the load generator, which sends its share of the requests and times the answers.
 
-Run as `python -m quire.bench.online.client`: says "ready", reads a `Job` from standard input, and
-writes `Answers` to standard output. One process follows some ten thousand tokens a second, so it
-does little: bodies come ready-made, and of a stream's events only the last ones are parsed.
+Run as `python -m quire.bench.online.client`: says "ready", reads a `ClientLoad` from standard
+input, and writes `Answers` to standard output. One process follows some ten thousand tokens a
+second, so it does little: bodies come ready-made, and of a stream's events only the last ones are
+parsed.
 """
 
 from __future__ import annotations
@@ -27,9 +28,15 @@ _CONNECT_SECONDS = 30.0
 Times = np.ndarray[Any, np.dtype[np.float64]]
 
 
-class Job(msgspec.Struct):
-    """begin: when to start, on the monotonic clock. send_at: seconds after it for each body, or
-    None: as fast as `concurrency` allows (0: no limit). timeout: seconds for a request."""
+class ClientLoad(msgspec.Struct):
+    """The requests that one process sends.
+
+    Attributes:
+        begin: moment to start, on the monotonic clock.
+        send_at: seconds after `begin` for each body; None sends as fast as `concurrency` allows.
+        concurrency: most requests at once; 0 is no limit.
+        timeout: seconds for a request.
+    """
 
     url: str
     headers: dict[str, str]
@@ -41,11 +48,11 @@ class Job(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What became of a request. Times are seconds on the monotonic clock, the same in all
-    processes of a machine.
+    """The result of a request. Times are seconds on the monotonic clock, the same in all processes.
 
-    events: float64 times, as bytes, of the stream's events that have choices.
-    error: what went wrong, or "".
+    Attributes:
+        events: float64 times, as bytes, of the stream's events that have choices.
+        error: a description of the failure, or "".
     """
 
     index: int
@@ -63,14 +70,14 @@ class Answer(msgspec.Struct):
 
 
 class Answers(msgspec.Struct):
-    """cpu: the share of one core that this process took while it sent and read."""
+    """The answers of one process. `cpu`: share of a core that it took while it sent and read."""
 
     answers: list[Answer]
     cpu: float
 
 
-class Connection(asyncio.Protocol):
-    """One request at a time, over and over while the server keeps the connection open."""
+class HttpConnection(asyncio.Protocol):
+    """Sends one request at a time, as long as the server keeps the connection open."""
 
     def __init__(self) -> None:
         self.open = False
@@ -159,8 +166,8 @@ class Connection(asyncio.Protocol):
             self.open = False
 
 
-class Client:
-    def __init__(self, job: Job) -> None:
+class LoadClient:
+    def __init__(self, job: ClientLoad) -> None:
         self._job = job
         parts = urlsplit(job.url)
         self._host = parts.hostname or "localhost"
@@ -170,7 +177,7 @@ class Client:
         head += ["Content-Type: application/json"]
         head += [f"{name}: {value}" for name, value in job.headers.items()]
         self._head = "\r\n".join(head).encode()
-        self._idle: list[Connection] = []
+        self._idle: list[HttpConnection] = []
 
     async def run(self) -> Answers:
         job = self._job
@@ -188,7 +195,7 @@ class Client:
         return Answers(list(answers), cpu)
 
     async def _all(self) -> list[Answer]:
-        """As many at once as allowed."""
+        """Sends requests, as many at once as allowed."""
         waiting = iter(range(len(self._job.bodies)))
         answers: list[Answer] = []
 
@@ -222,7 +229,7 @@ class Client:
             self._note(answer, connection)
         return answer
 
-    def _note(self, answer: Answer, connection: Connection) -> None:
+    def _note(self, answer: Answer, connection: HttpConnection) -> None:
         answer.events = np.asarray(connection.times).tobytes()
         usage = connection.usage
         answer.prompt_tokens = usage.get("prompt_tokens", 0)
@@ -234,7 +241,7 @@ class Client:
         else:
             connection.close()
 
-    async def _connection(self) -> Connection:
+    async def _connection(self) -> HttpConnection:
         while self._idle:
             connection = self._idle.pop()
             if connection.open:
@@ -242,7 +249,7 @@ class Client:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(_CONNECT_SECONDS):
             _, made = await loop.create_connection(
-                Connection, self._host, self._port, ssl=self._tls
+                HttpConnection, self._host, self._port, ssl=self._tls
             )
         return made
 
@@ -252,9 +259,9 @@ def main() -> None:
 
     sys.stdout.buffer.write(b"ready\n")
     sys.stdout.buffer.flush()
-    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ClientLoad)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        answers = runner.run(Client(job).run())
+        answers = runner.run(LoadClient(job).run())
     data = memoryview(msgspec.msgpack.encode(answers))
     while data:  # a pipe may take a part of it
         data = data[os.write(sys.stdout.fileno(), data) :]

@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from quire.bench.online.client import Answer, Answers, Job
+from quire.bench.online.client import Answer, Answers, ClientLoad
 from quire.errors import ConfigError, QuireError
 
 T = TypeVar("T", str, bytes)
@@ -63,7 +63,7 @@ def drive(
         streams = concurrency // processes + (rank < concurrency % processes)
         at = None if send_at is None else [send_at[i] for i in places]
         own = [bodies[i] for i in places]
-        job = Job(url, headers, own, streams, begin, at, timeout)
+        job = ClientLoad(url, headers, own, streams, begin, at, timeout)
         with _pipe(process.stdin) as pipe:
             pipe.write(msgspec.msgpack.encode(job))
         process.stdin = None
@@ -102,7 +102,7 @@ def _pipe(pipe: IO[T] | None) -> IO[T]:
 
 @dataclass(frozen=True)
 class Server:
-    """Where the load goes."""
+    """The server under load."""
 
     base_url: str
     headers: dict[str, str]

@@ -28,8 +28,11 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Of random prompts, in tokens. Lengths are drawn from [n (1 - spread), n (1 + spread)]; the
-    first `prefix_len` tokens of all prompts are the same, and not counted in `input_len`."""
+    """Lengths of random prompts, in tokens.
+
+    Lengths are drawn from [n (1 - spread), n (1 + spread)]. The first `prefix_len` tokens of all
+    prompts are the same, and not counted in `input_len`.
+    """
 
     input_len: int = 512
     output_len: int = 256

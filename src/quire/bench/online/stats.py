@@ -93,6 +93,6 @@ def _times(kind: str, answers: Sequence[Answer]) -> Times:
 
 
 def failures(answers: Sequence[Answer], most: int = 5) -> list[str]:
-    """What went wrong, the commonest first, with how often."""
+    """Returns the errors with their counts, the most frequent first."""
     found = Counter(a.error or "no token came" for a in answers if a.error or not len(a.times))
     return [f"{count} x {error}" for error, count in found.most_common(most)]

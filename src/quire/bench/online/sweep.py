@@ -17,10 +17,12 @@ _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to send. See `quire bench serve --help`.
+    """The load to send. See `quire bench serve --help`.
 
-    rate: requests a second, None for as fast as concurrency allows. count: requests at each level,
-    None for four times the concurrency. dataset: a file, None for random prompts.
+    Attributes:
+        rate: requests a second; None is as fast as concurrency allows.
+        count: requests at each level; None is four times the concurrency.
+        dataset: a file; None makes random prompts.
     """
 
     endpoint: load.Endpoint = "completions"
@@ -56,7 +58,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Level:
+class LoadLevel:
     """A measurement. metrics: see `stats.summary`; client_cpu is the busiest client process's share
     of a core. problems: what failed, and what makes the figures doubtful."""
 
@@ -71,7 +73,7 @@ def levels(
     model: str,
     concurrencies: Sequence[int],
     tell: Callable[[str], None],
-) -> Iterator[Level]:
+) -> Iterator[LoadLevel]:
     """Each level in turn, with fresh prompts, after a warm-up. A concurrency of 0 is no limit."""
     url = server.base_url + _PATHS[plan.endpoint]
 
@@ -109,4 +111,4 @@ def levels(
                 f"a client process took {cpu:.0%} of a core: the client may be what was measured; "
                 "give more of --client-processes"
             )
-        yield Level(concurrency, metrics, problems)
+        yield LoadLevel(concurrency, metrics, problems)

@@ -1,1 +1,1 @@
-"""What each family of checkpoints calls things; one module per family."""
+"""The names that each family of checkpoints uses; one module per family."""

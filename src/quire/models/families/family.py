@@ -1,4 +1,4 @@
-"""What a family provides."""
+"""The interface of a family."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from quire.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a piece of the model lies in a checkpoint.
+    """Says where a parameter slice lies in a checkpoint.
 
-    transposed: stored as [inputs, outputs]. span: the piece is entries [start, end) of the
+    transposed: stored as [inputs, outputs]. span: the slice is entries [start, end) of the
     outputs of a tensor that holds more; None: all of it.
     """
 
@@ -26,7 +26,7 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class Family:
     """architectures: names in config.json. spec: builds a `ModelSpec` from it; raises ModelError.
-    source: the checkpoint's place of a piece of the model, by the piece's name.
+    source: the checkpoint's place of a parameter slice, by the slice's name.
     prefix: of checkpoint names, there or not depending on who saved them.
     ignored: matches checkpoint tensors that hold no weights.
     """

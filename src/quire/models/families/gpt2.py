@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelError
+from quire.layers.attention import AttentionSpec
+from quire.layers.mlp import MlpSpec
 from quire.models.families import settings
 from quire.models.families.family import Family, Source
-from quire.models.spec import AttentionSpec, MlpSpec, ModelSpec, NormSpec
+from quire.models.spec import LayerSpec, ModelSpec, NormSpec
 
 _OUTER = {"embedding": "wte", "positions": "wpe", "norm": "ln_f", "head": "lm_head"}
 _STEMS = {
@@ -28,8 +30,8 @@ _ACTIVATIONS = {
 }
 
 
-def _source(spec: ModelSpec, piece: str) -> Source:
-    stem, _, tensor = piece.rpartition(".")
+def _source(spec: ModelSpec, name: str) -> Source:
+    stem, _, tensor = name.rpartition(".")
     if stem in _OUTER:
         return Source(f"{_OUTER[stem]}.{tensor}")
     _, index, stem = stem.split(".", 2)
@@ -54,29 +56,26 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     head_dim = hidden // heads
     positions = settings.integer(config, "n_positions", 1024)
     scaled = settings.flag(config, "scale_attn_weights", True)
+    mixer = AttentionSpec(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5 if scaled else 1.0,
+        qkv_bias=True,
+        out_bias=True,
+    )
+    ffn = MlpSpec(
+        width=settings.integer(config, "n_inner", 4 * hidden),
+        act=settings.choice(config, "activation_function", _ACTIVATIONS, "gelu_new"),
+        bias=True,
+    )
     return ModelSpec(
         family="gpt2",
         architecture=settings.architecture(config),
         vocab_size=settings.integer(config, "vocab_size"),
         hidden_size=hidden,
-        num_layers=layers,
         norm=NormSpec(kind="layer", eps=settings.number(config, "layer_norm_epsilon", 1e-5)),
-        attention=AttentionSpec(
-            heads=heads,
-            kv_heads=heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5 if scaled else 1.0,
-            qkv_bias=True,
-            out_bias=True,
-            qk_norm=False,
-            windows=(None,) * layers,
-        ),
-        mlp=MlpSpec(
-            width=settings.integer(config, "n_inner", 4 * hidden),
-            act=settings.choice(config, "activation_function", _ACTIVATIONS, "gelu_new"),
-            bias=True,
-        ),
-        rope=None,
+        layers=(LayerSpec(mixer, ffn),) * layers,
         learned_positions=positions,
         tied_head=settings.flag(config, "tie_word_embeddings", True),
         dtype=settings.dtype(config),

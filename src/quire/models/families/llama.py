@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from quire.layers.attention import AttentionSpec
+from quire.layers.mlp import MlpSpec
 from quire.models.families import settings
 from quire.models.families.family import Family, Source
-from quire.models.spec import AttentionSpec, MlpSpec, ModelSpec, NormSpec
+from quire.models.spec import LayerSpec, ModelSpec, NormSpec
 
 _STEMS = {
     "attention_norm": "input_layernorm",
@@ -27,8 +29,8 @@ _STEMS = {
 _OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
-def source(spec: ModelSpec, piece: str) -> Source:
-    stem, _, tensor = piece.rpartition(".")
+def source(spec: ModelSpec, name: str) -> Source:
+    stem, _, tensor = name.rpartition(".")
     if stem in _OUTER:
         return Source(f"{_OUTER[stem]}.{tensor}")
     _, index, stem = stem.split(".", 2)
@@ -36,35 +38,33 @@ def source(spec: ModelSpec, piece: str) -> Source:
 
 
 def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
-    """A Llama without biases or windows; related families change what differs."""
+    """Returns a Llama without biases or windows; related families change what differs."""
     hidden = settings.integer(config, "hidden_size")
     layers = settings.integer(config, "num_hidden_layers")
     heads, kv_heads, head_dim = settings.heads(config, hidden)
     trained = settings.integer(config, "max_position_embeddings", 2048)
     rope = settings.rope(config, head_dim, trained)
+    mixer = AttentionSpec(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        qkv_bias=False,
+        out_bias=False,
+        rope=rope,
+    )
+    ffn = MlpSpec(
+        width=settings.integer(config, "intermediate_size"),
+        act=settings.choice(config, "hidden_act", {"silu": "silu_and_mul"}, "silu"),
+        bias=False,
+    )
     return ModelSpec(
         family=family,
         architecture=settings.architecture(config),
         vocab_size=settings.integer(config, "vocab_size"),
         hidden_size=hidden,
-        num_layers=layers,
         norm=NormSpec(kind="rms", eps=settings.number(config, "rms_norm_eps", 1e-6)),
-        attention=AttentionSpec(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            qkv_bias=False,
-            out_bias=False,
-            qk_norm=False,
-            windows=(None,) * layers,
-        ),
-        mlp=MlpSpec(
-            width=settings.integer(config, "intermediate_size"),
-            act=settings.choice(config, "hidden_act", {"silu": "silu_and_mul"}, "silu"),
-            bias=False,
-        ),
-        rope=rope,
+        layers=(LayerSpec(mixer, ffn),) * layers,
         learned_positions=None,
         tied_head=settings.flag(config, "tie_word_embeddings", False),
         dtype=settings.dtype(config),
@@ -74,15 +74,31 @@ def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
     )
 
 
+def with_layers(
+    spec: ModelSpec,
+    mixer: Mapping[str, Any],
+    ffn: Mapping[str, Any] | None = None,
+    windows: Sequence[int | None] | None = None,
+) -> ModelSpec:
+    """Returns the spec with fields of all its mixers and feed-forward layers changed, and with each
+    layer's window."""
+    changed = [
+        LayerSpec(replace(layer.mixer, **mixer), replace(layer.ffn, **(ffn or {})))
+        for layer in spec.layers
+    ]
+    if windows is not None:
+        changed = [
+            replace(layer, mixer=replace(layer.mixer, window=window))
+            for layer, window in zip(changed, windows, strict=True)
+        ]
+    return replace(spec, layers=tuple(changed))
+
+
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
     base = base_spec(config, "llama")
     bias = settings.flag(config, "attention_bias", False)
     mlp_bias = settings.flag(config, "mlp_bias", False)
-    return replace(
-        base,
-        attention=replace(base.attention, qkv_bias=bias, out_bias=bias),
-        mlp=replace(base.mlp, bias=mlp_bias),
-    )
+    return with_layers(base, {"qkv_bias": bias, "out_bias": bias}, {"bias": mlp_bias})
 
 
 IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from quire.models.families import llama, settings
@@ -18,8 +17,8 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     name = "sliding_window" if "sliding_window" in config else "sliding_window_size"
     off = name in config and config[name] is None
     width = None if off else settings.integer(config, name, 4096)
-    windows = settings.windows(config, base.num_layers, width, first=0)
-    return replace(base, attention=replace(base.attention, windows=windows))
+    windows = settings.windows(config, len(base.layers), width, first=0)
+    return llama.with_layers(base, {}, windows=windows)
 
 
 FAMILY = Family(

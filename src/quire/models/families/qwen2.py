@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
@@ -26,8 +25,8 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     if settings.flag(config, "use_mrope", False):
         raise ModelError("config.json: use_mrope (multimodal rotary positions) is not supported")
     base = llama.base_spec(config, "qwen2")
-    attention = replace(base.attention, qkv_bias=True, windows=windows(config, base.num_layers))
-    return replace(base, attention=attention)
+    own = windows(config, len(base.layers))
+    return llama.with_layers(base, {"qkv_bias": True}, windows=own)
 
 
 FAMILY = Family(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from quire.models.families import llama, qwen2, settings
@@ -15,14 +14,8 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     # Unlike Llama's, the head size does not follow from the hidden size where it is not given.
     base = llama.base_spec({**config, "head_dim": config.get("head_dim") or 128}, "qwen3")
     bias = settings.flag(config, "attention_bias", False)
-    attention = replace(
-        base.attention,
-        qkv_bias=bias,
-        out_bias=bias,
-        qk_norm=True,
-        windows=qwen2.windows(config, base.num_layers),
-    )
-    return replace(base, attention=attention)
+    mixer = {"qkv_bias": bias, "out_bias": bias, "qk_norm_eps": base.norm.eps}
+    return llama.with_layers(base, mixer, windows=qwen2.windows(config, len(base.layers)))
 
 
 FAMILY = Family(

@@ -60,7 +60,7 @@ def choice(config: Config, name: str, allowed: Mapping[str, Any], default: str) 
 
 
 def dtype(config: Config) -> torch.dtype:
-    """What the checkpoint is stored in; float32 where it does not say."""
+    """Returns the dtype that the checkpoint is stored in; float32 where it does not say."""
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     name = str(name).removeprefix("torch.")
     return choice({"dtype": name}, "dtype", _DTYPES, "float32")  # type: ignore[no-any-return]

@@ -239,7 +239,7 @@ def _values(
     name: str,
     cache: Tensor,
     scale: Tensor | None,
-    form: KVFormat,
+    kv_format: KVFormat,
     rows: Tensor,
     workspace: dict[Any, Tensor],
     shape: tuple[int, ...],
@@ -254,7 +254,7 @@ def _values(
     else:
         name = f"{name} scale"
         scales = _gather(name, scale.unsqueeze(-1), rows, workspace).view(shape[:-1])
-    return dequantize(stored, scales, form, dtype)
+    return dequantize(stored, scales, kv_format, dtype)
 
 
 def _gather(name: str, cache: Tensor, rows: Tensor, workspace: dict[Any, Tensor]) -> Tensor:

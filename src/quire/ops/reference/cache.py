@@ -51,15 +51,15 @@ def qk_norm_rope_store(
 
 
 def _put(
-    plan: _StorePlan, values: Tensor, cache: Tensor, scale: Tensor | None, form: KVFormat
+    plan: _StorePlan, values: Tensor, cache: Tensor, scale: Tensor | None, kv_format: KVFormat
 ) -> None:
     """Stores values [T, Hkv, D], and their scales where each has its own."""
     if scale is None:
         plan.store(values, cache)
         return
-    stored, scales = quantize(values, form, scale)
+    stored, scales = quantize(values, kv_format, scale)
     plan.store(stored, cache.view(torch.int8))
-    if form.scales == "token":
+    if kv_format.scales == "token":
         plan.store(scales.unsqueeze(-1), scale.unsqueeze(-1))
 
 
@@ -100,7 +100,8 @@ def token_rows(cache: Tensor) -> tuple[Tensor, int]:
 
 
 def head_rows(cache: Tensor) -> tuple[Tensor, int]:
-    """As `token_rows`, with one row of BS * D values per block and head: row b * step + h."""
+    """Returns a view like that of `token_rows`, with one row of BS * D values per block and head:
+    row b * step + h."""
     return _row_view(cache, cache.shape[2] * cache.shape[3])
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.arguments import Activation, RmsScale
+from quire.ops.reference.quantized import dequantize, round_rows
+from quire.ops.weight import Weight
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -42,7 +46,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     norm: RmsScale | None = None,
@@ -50,18 +54,34 @@ def linear(
 ) -> Tensor:
     """Returns act(norm(x) [T, in] @ weight [out, in]ᵀ + bias [out]) + residual [T, out].
 
-    norm: applied to x. act: "silu_and_mul" halves the width. The result may take the residual's
-    place in memory.
+    norm: applied to x. act: "silu_and_mul" halves the width. What follows the product comes in this
+    order: scales, adapters, bias, activation, residual. The result may take the residual's place in
+    memory.
     """
     if norm is not None:
         x = rms_norm(x, *norm)
-    out = _product(x, weight, bias)
+    if weight.format.scales is None:
+        out = _product(x, weight.values, bias)
+    else:
+        if weight.format.inputs == "token":
+            x = round_rows(x, weight.format)
+        out = _scaled_product(x, weight)
+        out = out if bias is None else out.add_(bias)
     if act is not None:
         out = silu_and_mul(out) if act == "silu_and_mul" else gelu(out, _GELU[act])
     return out if residual is None else out.add_(residual)
 
 
 _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def _scaled_product(x: Tensor, weight: Weight) -> Tensor:
+    """Returns x @ weightᵀ, with the scales applied to the products where outputs have one each."""
+    scales = weight.scales
+    if scales is None or weight.format.group or weight.format.zeros or x.dtype not in _WIDE:
+        return _product(x, dequantize(weight, x.dtype), None)
+    out = _product(x, dequantize(replace(weight, scales=None), x.dtype), None)
+    return out.mul_(scales.squeeze(1))
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Activations, plain or gating the second half of their input."""
+"""Activations, plain or gating the second half of their input, and what kernels fuse of them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.triton.launch import launch, options, traits
 
-_SILU, _GELU_TANH, _GELU_ERF = 0, 1, 2
-
 
 @triton.jit
-def activate(x, KIND: tl.constexpr):
-    """x in fp32. KIND: 0 SiLU, 1 GELU by tanh, 2 GELU by erf (Hendrycks & Gimpel, 2016)."""
-    if KIND == 0:
-        return x * tl.sigmoid(x)
-    elif KIND == 1:
+def activate(x, ACT: tl.constexpr):
+    """Returns the activation of fp32 x (GELU: Hendrycks & Gimpel, 2016); "" is the identity."""
+    if ACT == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACT == "gelu":
+        x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    elif ACT == "gelu_tanh":
         # 0.5 (1 + tanh u) = sigmoid(2 u)
-        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    else:
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x
 
 
 @triton.jit
 def _activation(
     x_ptr, out_ptr, width, x_stride,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -37,14 +36,14 @@ def _activation(
         gdc_wait()
         gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0)
-    out = activate(x.to(tl.float32), KIND)
+    out = activate(x.to(tl.float32), ACT)
     if GATED:
         up = tl.load(x_ptr + row * x_stride + width + at, mask=inside, other=0.0)
         out = out * up.to(tl.float32)
     tl.store(out_ptr + row * width + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _run(x: Tensor, kind: int, gated: bool, pdl: bool | None) -> Tensor:
+def _run(x: Tensor, act: str, gated: bool, pdl: bool | None) -> Tensor:
     width = x.shape[-1] // 2 if gated else x.shape[-1]
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
@@ -54,22 +53,17 @@ def _run(x: Tensor, kind: int, gated: bool, pdl: bool | None) -> Tensor:
     block = min(triton.next_power_of_2(width), 1024 if rows.shape[0] <= 64 else 4096)
     use_pdl = traits(x.device).pdl if pdl is None else pdl
     launch(_activation, (rows.shape[0], triton.cdiv(width, block)))(
-        rows, out, width, rows.stride(0), BLOCK=block, KIND=kind, GATED=gated, PDL=use_pdl,
+        rows, out, width, rows.stride(0), BLOCK=block, ACT=act, GATED=gated, PDL=use_pdl,
         **options(use_pdl, num_warps=min(max(block // 256, 1), 8)),
     )  # fmt: skip
     return out
 
 
 def silu_and_mul(x: Tensor, *, pdl: bool | None = None) -> Tensor:
-    """x: [..., 2 width] as gate, up. Returns `silu(gate) * up`, computed in fp32, in x's type."""
-    return _run(x, _SILU, True, pdl)
-
-
-def gelu_and_mul(x: Tensor, *, approximate: str = "none", pdl: bool | None = None) -> Tensor:
-    """x: [..., 2 width] as gate, up. Returns `gelu(gate) * up`, computed in fp32, in x's type."""
-    return _run(x, _GELU_TANH if approximate == "tanh" else _GELU_ERF, True, pdl)
+    """See `ops.silu_and_mul`; computed in fp32."""
+    return _run(x, "silu", True, pdl)
 
 
 def gelu(x: Tensor, approximate: str = "none", *, pdl: bool | None = None) -> Tensor:
-    """Elementwise GELU in fp32; `approximate` tanh or none (erf)."""
-    return _run(x, _GELU_TANH if approximate == "tanh" else _GELU_ERF, False, pdl)
+    """See `ops.gelu`; computed in fp32."""
+    return _run(x, "gelu_tanh" if approximate == "tanh" else "gelu", False, pdl)

@@ -75,19 +75,19 @@ def _tuning() -> AttentionTuning:
 
 
 def decode_tiles(
-    queries: int, d_pad: int, element_size: int, form: KVFormat, rows: int, kv_heads: int,
+    queries: int, d_pad: int, element_size: int, kv_format: KVFormat, rows: int, kv_heads: int,
     card: DeviceTraits,
 ) -> Tiles:  # fmt: skip
     """queries: (token, head) pairs of the longest short row."""
     m = max(16, triton.next_power_of_2(queries))
     if card.capability < (8, 0):
         return Tiles(m, 32, 4, 1)
-    if form.scales != "none":
+    if kv_format.scales != "none":
         # Half the bytes take as many instructions: what counts is how few there are for each, and
         # how many programs run at once.
-        if form.scales == "token" and d_pad <= 128 and m <= 32:
+        if kv_format.scales == "token" and d_pad <= 128 and m <= 32:
             # Integers would rather have the registers, unless there are programs for several waves.
-            three = not form.offset or rows * kv_heads > _ONE_WAVE * card.num_sms
+            three = not kv_format.offset or rows * kv_heads > _ONE_WAVE * card.num_sms
             return Tiles(m, 128, 4, 3, _THREE_AT_ONCE if m == 16 and three else None)
         return Tiles(m, 64, 4, 4 if m <= 16 and d_pad <= 128 else 3)
     # Many programs run at once with less in flight each; not where they are only just too many for
@@ -193,17 +193,19 @@ def _spread(programs: int, tiles: Tiles, card: DeviceTraits, tuning: AttentionTu
 
 
 def _short_tiles(
-    group: int, max_q_len: int, d_pad: int, width: int, form: KVFormat, rows: int, kv_heads: int,
-    card: DeviceTraits,
+    group: int, max_q_len: int, d_pad: int, width: int, kv_format: KVFormat, rows: int,
+    kv_heads: int, card: DeviceTraits,
 ) -> Tiles:  # fmt: skip
     fits = max_q_len * group <= _SHORT_TILE
     queries = max_q_len * group if fits else group
-    return decode_tiles(queries, d_pad, width, form, rows, kv_heads, card)
+    return decode_tiles(queries, d_pad, width, kv_format, rows, kv_heads, card)
 
 
-def _width(dtype: torch.dtype, form: KVFormat, card: DeviceTraits, tuning: AttentionTuning) -> int:
+def _width(
+    dtype: torch.dtype, kv_format: KVFormat, card: DeviceTraits, tuning: AttentionTuning
+) -> int:
     """Bytes of an element as it enters a matrix product."""
-    if form.scales != "none":
+    if kv_format.scales != "none":
         return 2
     return 4 if _upcast(dtype, card, tuning) else dtype.itemsize
 
@@ -259,7 +261,7 @@ def paged_attention(
             "GROUP": heads // kv_heads,
             "HEAD_DIM": head_dim,
             "D_PAD": _padded(head_dim, kv.format),
-            "PAGE": kv.k.shape[2],
+            "BLOCK_TOKENS": kv.k.shape[2],
             "WINDOW": window is not None,
             "SOFTCAP": softcap is not None,
             "UPCAST": _upcast(q.dtype, card, tuning),
@@ -299,9 +301,9 @@ def _stored(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return kv.k.view(torch.int16), kv.v.view(torch.int16), kv.k_scale, kv.v_scale
 
 
-def _padded(head_dim: int, form: KVFormat) -> int:
+def _padded(head_dim: int, kv_format: KVFormat) -> int:
     """Dimensions that a tile has room for. A matrix product takes 16, or 16 pairs."""
-    return max(16 if form.scales == "none" else 32, triton.next_power_of_2(head_dim))
+    return max(16 if kv_format.scales == "none" else 32, triton.next_power_of_2(head_dim))
 
 
 def _options(tiles: Tiles, pdl: bool) -> dict[str, Any]:

@@ -46,15 +46,15 @@ def _window_start(first_position, window, WINDOW: tl.constexpr, BN: tl.constexpr
 @triton.jit
 def _prefetch(
     k_ptr, v_ptr, table_ptr, start, end, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
-    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Ask for the KV of positions [start, min(end, start + BN)) to be brought into L2."""
     LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = (HEAD_DIM + LINE - 1) // LINE
     positions = tl.minimum(start + tl.arange(0, BN), end - 1)
-    page = tl.load(table_ptr + positions // PAGE).to(tl.int64)
-    k_rows = k_ptr + page * k_stride_b + (positions % PAGE) * k_stride_t
-    v_rows = v_ptr + page * v_stride_b + (positions % PAGE) * v_stride_t
+    block = tl.load(table_ptr + positions // BLOCK_TOKENS).to(tl.int64)
+    k_rows = k_ptr + block * k_stride_b + (positions % BLOCK_TOKENS) * k_stride_t
+    v_rows = v_ptr + block * v_stride_b + (positions % BLOCK_TOKENS) * v_stride_t
     for line in tl.static_range(LINES):
         for k_or_v in tl.static_range(2):
             at = (k_rows if k_or_v == 0 else v_rows) + line * LINE
@@ -74,7 +74,7 @@ def attend_short(
     table_ptr, qk_scale, softcap, window, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
     k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     scale_stride_b, scale_stride_h, table_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr,
     PACKED: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr, PARTS: tl.constexpr,
@@ -107,7 +107,7 @@ def attend_short(
             # What earlier steps stored does not wait for this one.
             _prefetch(
                 k_ptr, v_ptr, table_ptr, start, tl.minimum(first, end),
-                k_stride_b, k_stride_t, v_stride_b, v_stride_t, WIDTH, PAGE, BN,
+                k_stride_b, k_stride_t, v_stride_b, v_stride_t, WIDTH, BLOCK_TOKENS, BN,
             )  # fmt: skip
         gdc_wait()
         gdc_launch_dependents()
@@ -126,7 +126,7 @@ def attend_short(
         acc, peak, total, q, limit, start, end, begin, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
         table_ptr, qk_scale, softcap, window,
         k_stride_b, k_stride_t, v_stride_b, v_stride_t, scale_stride_b,
-        WIDTH, W_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
+        WIDTH, W_PAD, BLOCK_TOKENS, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
         KIND, OWN_SCALES, PACKED,
     )  # fmt: skip
     # A part may hold nothing for some of its queries: their peak is -inf.
@@ -203,7 +203,7 @@ def attend_long(
     q_stride_t, q_stride_h, out_stride_t, out_stride_h,
     k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     scale_stride_b, scale_stride_h, table_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SHORTEST: tl.constexpr, ONE_LOOP: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
@@ -276,21 +276,21 @@ def attend_long(
                 acc, peak, total, q, limit, lo, whole_from, begin, k_ptr, v_ptr, k_scale_ptr,
                 v_scale_ptr, table_ptr, qk_scale, softcap, window,
                 k_stride_b, k_stride_t, v_stride_b, v_stride_t, scale_stride_b,
-                WIDTH, W_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
+                WIDTH, W_PAD, BLOCK_TOKENS, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
                 KIND, OWN_SCALES, PACKED,
             )  # fmt: skip
         acc, peak, total = tiles.attend_range(
             acc, peak, total, q, limit, whole_from, whole_to, begin, k_ptr, v_ptr, k_scale_ptr,
             v_scale_ptr, table_ptr, qk_scale, softcap, window,
             k_stride_b, k_stride_t, v_stride_b, v_stride_t, scale_stride_b,
-            WIDTH, W_PAD, PAGE, BN, False, SOFTCAP, WINDOW, UPCAST, PRECISION,
+            WIDTH, W_PAD, BLOCK_TOKENS, BN, False, SOFTCAP, WINDOW, UPCAST, PRECISION,
             KIND, OWN_SCALES, PACKED,
         )  # fmt: skip
     acc, peak, total = tiles.attend_range(
         acc, peak, total, q, limit, whole_to, end, begin, k_ptr, v_ptr, k_scale_ptr,
         v_scale_ptr, table_ptr, qk_scale, softcap, window,
         k_stride_b, k_stride_t, v_stride_b, v_stride_t, scale_stride_b,
-        WIDTH, W_PAD, PAGE, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
+        WIDTH, W_PAD, BLOCK_TOKENS, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
         KIND, OWN_SCALES, PACKED,
     )  # fmt: skip
     result, total = tiles.average(acc, total, v_scale_ptr, head, KIND, OWN_SCALES)

@@ -1,4 +1,4 @@
-"""Which program of attention reads which part of whose KV, decided on the device.
+"""A device-side schedule: the program of attention that reads each part of each row's KV.
 
 Short rows' KV is cut into parts of about equal length, as many as fill the card a few times over,
 so that neither few rows of much KV nor one among many others leaves multiprocessors idle. In steps
@@ -38,7 +38,9 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class LongSchedule:
-    """items: int32 [N, 8]. Per item its row (-1: none), which part of the KV of its tile of queries
+    """The schedule of long rows.
+
+    items: int32 [N, 8]. Per item its row (-1: none), which part of the KV of its tile of queries
     it is, how many KV tiles such parts have, where the row's queries begin, how many they are, the
     first one's position, how many parts the tile has, and which of the row's tiles it is. A row's
     items follow each other, tile by tile. places: int32 [3, T]. Of each token the first item of its
@@ -52,7 +54,9 @@ class LongSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Of short rows. items: int32 [N, 8]. Per item its row (-1: none), the KV positions from and up
+    """The schedule of short rows.
+
+    items: int32 [N, 8]. Per item its row (-1: none), the KV positions from and up
     to which it attends, where the row's queries begin, how many they are, the first one's position,
     how many items the row has, and nothing. rows: int32 [2, R]. Each row's first item, the others
     follow it, and how many. tiles: of the kernel that follows it; parts are multiples of its n, at
@@ -69,8 +73,8 @@ class Schedule:
 
 @triton.jit
 def _parts(query_start_ptr, seq_lens_ptr, rows, num_rows, window, longest, WINDOW, BN):
-    """Of rows [n]: where their queries begin, how many, the first one's position, the first KV
-    position that counts, and the KV tiles from there on (0 where the row is not short)."""
+    """Returns for rows [n]: where their queries begin, how many, the first one's position, the
+    first KV position that counts, and the KV tiles from there on (0 where the row is not short)."""
     inside = rows < num_rows
     q_start = tl.load(query_start_ptr + rows, mask=inside, other=0)
     q_len = tl.load(query_start_ptr + rows + 1, mask=inside, other=0) - q_start
@@ -94,8 +98,8 @@ def _cut(tiles, span, most):
 
 @triton.jit
 def _placed(own, per, rows, tiles, span, most):
-    """How many items of rows [n] of `tiles` stand before those of rows `own`, which have `per`
-    tiles in each of their parts; and how many items the rows [n] have."""
+    """Counts the items of rows [n] of `tiles` that stand before those of rows `own`, which have
+    `per` tiles in each of their parts; and the items that the rows [n] have."""
     other_per, parts = _cut(tiles, span, most)
     tie = (other_per[None, :] == per[:, None]) & (rows[None, :] < own[:, None])
     before = (other_per[None, :] > per[:, None]) | tie
@@ -200,8 +204,8 @@ def _long_rows(
     query_start_ptr, seq_lens_ptr, rows, num_rows, window, shortest,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Of rows [n]: where their queries begin, how many, the first one's position, the tiles of
-    queries (0 where the row is not long), and the KV tiles of each of those at most."""
+    """Returns for rows [n]: where their queries begin, how many, the first one's position, the
+    tiles of queries (0 where the row is not long), and the KV tiles of each of those at most."""
     inside = rows < num_rows
     q_start = tl.load(query_start_ptr + rows, mask=inside, other=0)
     q_len = tl.load(query_start_ptr + rows + 1, mask=inside, other=0) - q_start
@@ -300,9 +304,9 @@ def schedule_long(
     window: int | None,
     pdl: bool,
 ) -> LongSchedule:
-    """Of rows of at least `shortest` tokens the tiles of (token, head) pairs, with the KV of each
-    in at most `most_parts` parts. query_start: int32 [R + 1]; seq_lens: int32 [R]; tokens: T.
-    programs: how many there are to be, unless there are more tiles."""
+    """Schedules the tiles of (token, head) pairs of rows of at least `shortest` tokens, with the KV
+    of each in at most `most_parts` parts. query_start: int32 [R + 1]; seq_lens: int32 [R]; tokens:
+    T. programs: how many there are to be, unless there are more tiles."""
     num_rows, device = seq_lens.shape[0], seq_lens.device
     spare = max(1, programs // kv_heads)
     num_items = tokens * group // tiles.m + min(num_rows, tokens // shortest) + spare

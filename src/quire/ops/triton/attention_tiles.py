@@ -1,4 +1,4 @@
-"""What the kernels of `attention_kernels.py` do with a tile of queries and tiles of KV, the latter
+"""Parts of the kernels of `attention_kernels.py`: a tile of queries against tiles of KV, the latter
 in the queries' type or in 8 bits (see `kv8.py`)."""
 
 import triton
@@ -47,7 +47,7 @@ def attend_range(
     acc, peak, total, q, limit, start, end, begin, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     table_ptr, qk_scale, softcap, window,
     k_stride_b, k_stride_t, v_stride_b, v_stride_t, scale_stride_b,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BN: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -60,16 +60,18 @@ def attend_range(
     dims = tl.arange(0, D_PAD)
     # Block ids are fetched a tile ahead, else each tile's loads would wait for them.
     positions = start + tl.arange(0, BN)
-    page = tl.load(table_ptr + positions // PAGE, mask=stored(positions, begin, end), other=0)
+    block = tl.load(
+        table_ptr + positions // BLOCK_TOKENS, mask=stored(positions, begin, end), other=0
+    )
     for tile in range(start, end, BN):
         positions = tile + tl.arange(0, BN)
         # From strides of their own, though equal: shared offsets would be kept in registers from
         # K's loads to V's, and a fourth fewer programs would run at once.
-        k_rows = page.to(tl.int64) * k_stride_b + (positions % PAGE) * k_stride_t
-        v_rows = page.to(tl.int64) * v_stride_b + (positions % PAGE) * v_stride_t
-        scale_rows = page.to(tl.int64) * scale_stride_b + positions % PAGE
+        k_rows = block.to(tl.int64) * k_stride_b + (positions % BLOCK_TOKENS) * k_stride_t
+        v_rows = block.to(tl.int64) * v_stride_b + (positions % BLOCK_TOKENS) * v_stride_t
+        scale_rows = block.to(tl.int64) * scale_stride_b + positions % BLOCK_TOKENS
         ahead = positions + BN
-        page = tl.load(table_ptr + ahead // PAGE, mask=stored(ahead, begin, end), other=0)
+        block = tl.load(table_ptr + ahead // BLOCK_TOKENS, mask=stored(ahead, begin, end), other=0)
         k_at = k_ptr + k_rows[:, None] + dims[None, :]
         v_at = v_ptr + v_rows[:, None] + dims[None, :]
         if MASKED:
@@ -116,8 +118,8 @@ def attend_range(
 def _flat_rows(
     head, local, q_start, q_len, stride_t, stride_h, GROUP: tl.constexpr, BM: tl.constexpr
 ):
-    """Of a row's tile `local`: each query's token within the row and its offset, [BM], and whether
-    there is one."""
+    """Returns for a row's tile `local` each query's token within the row and its offset, [BM], and
+    whether there is one."""
     flat = local * BM + tl.arange(0, BM)
     tokens = flat // GROUP
     heads = head * GROUP + flat % GROUP
@@ -151,7 +153,7 @@ def load_queries(
 
 @triton.jit
 def nothing(BM: tl.constexpr, D_PAD: tl.constexpr, KIND: tl.constexpr):
-    """What `attend_range` begins with: acc, peak, total."""
+    """Returns the initial state of `attend_range`: acc, peak, total."""
     acc = tl.zeros([BM, D_PAD], tl.float32)
     peak = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -180,7 +182,7 @@ def average(acc, total, v_scale_ptr, head, KIND: tl.constexpr, OWN_SCALES: tl.co
 def score_scale(
     qk_scale, k_scale_ptr, head, KIND: tl.constexpr, OWN_SCALES: tl.constexpr
 ):  # fmt: skip
-    """What scores as they come from the products are multiplied by."""
+    """Returns the factor of scores as they come from the products."""
     if KIND:
         qk_scale *= kv8.unit(KIND)
         if not OWN_SCALES:
@@ -193,9 +195,9 @@ def store_part(
     partial_ptr, lse_ptr, result, lse, limit, parts,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """What `combine` adds up, in grid (KV heads, items): if there are several parts, the result
-    [BM, D_PAD] and the logarithm of the sum [BM] of each query. A part may hold nothing for some:
-    zeros, and -inf."""
+    """Stores a part that `combine` adds up, in grid (KV heads, items): if there are several parts,
+    the result [BM, D_PAD] and the logarithm of the sum [BM] of each query. A part may hold nothing
+    for some: zeros, and -inf."""
     dims = tl.arange(0, D_PAD)
     place = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BM
     at = place + tl.arange(0, BM)

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.ops.arguments import RmsScale
 from quire.ops.triton.gemm_plan import (
     GATED,
     PLAIN,
     GemmPlan,
     Launch,
     LinearArgs,
-    RMSNorm,
     Shape,
     shape_of,
+    streams,
 )
 from quire.ops.triton.gemm_table import fixed_plan, plan_for
 from quire.ops.triton.gemv import gemv
@@ -32,7 +33,6 @@ from quire.ops.triton.skinny_gemm import MAX_SPLIT_TILES, Workspace, skinny_gemm
 
 __all__ = [
     "LinearArgs",
-    "RMSNorm",
     "choose",
     "prepare",
     "run",
@@ -75,13 +75,16 @@ def _check(args: LinearArgs) -> None:
     if args.act is not None and args.act not in GATED and args.act not in PLAIN:
         known = ", ".join((*GATED, *PLAIN))
         raise ConfigError(f"unknown activation {args.act!r}; known are: {known}", "act")
-    if x.ndim != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
+    if not streams(weight.format):
+        raise ConfigError(f"no kernel loads weights of the format {weight.format.key}", "weight")
+    mixed = weight.scales is None and x.dtype != weight.dtype
+    if x.ndim != 2 or x.shape[1] != weight.inputs or mixed:
         raise ConfigError(
-            f"x {tuple(x.shape)} {x.dtype} does not fit weight {tuple(weight.shape)} "
+            f"x {tuple(x.shape)} {x.dtype} does not fit weight {tuple(weight.values.shape)} "
             f"{weight.dtype}",
             "x",
         )
-    if x.stride(1) != 1 or weight.stride(1) != 1:
+    if x.stride(1) != 1 or weight.values.stride(1) != 1:
         raise ConfigError("the last axis of x and of the weight must be contiguous", "x")
     res = args.residual
     if res is not None and (res.shape != (x.shape[0], args.n) or res.stride(1) != 1):
@@ -136,7 +139,7 @@ def run(
 
 
 def small_linear(
-    args: LinearArgs, *, rms_norm: Callable[[Tensor, RMSNorm], Tensor],
+    args: LinearArgs, *, rms_norm: Callable[[Tensor, RmsScale], Tensor],
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | None:  # fmt: skip
     """y = act(norm(x) @ weight^T + bias) + residual, or None where cuBLAS is faster.
@@ -151,9 +154,9 @@ def small_linear(
     return run(args, plan, out_dtype=out_dtype)
 
 
-def run_fixed(args: LinearArgs, *, rms_norm: Callable[[Tensor, RMSNorm], Tensor]) -> Tensor:
-    """As `small_linear` for any number of rows, by a plan that depends on none: a row's result is
-    the same to the bit, whatever else is in the batch."""
+def run_fixed(args: LinearArgs, *, rms_norm: Callable[[Tensor, RmsScale], Tensor]) -> Tensor:
+    """Runs a layer of any number of rows, by a plan that depends on none: a row's result is the
+    same to the bit, whatever else is in the batch."""
     if args.norm is not None:
         args = replace(args, x=rms_norm(args.x, args.norm), norm=None)
     return run(args, fixed_plan(shape_of(args)))

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.triton.activation import activate
+
 __all__ = [
-    "activate",
     "finish",
     "gdc_launch_dependents",
     "load_k",
@@ -52,40 +53,20 @@ def load_k(ptrs, k, K, EVEN_K: tl.constexpr):
     if EVEN_K:
         value = tl.load(ptrs)
     else:
-        value = tl.load(ptrs, mask=k < K, other=0.0)
+        value = tl.load(ptrs, mask=k < K, other=0)
     return value
 
 
 @triton.jit
-def norm_weight(g_ptr, k, K, GEMMA: tl.constexpr, EVEN_K: tl.constexpr):
-    """RMSNorm weights in fp32; Gemma stores them less one."""
-    g = load_k(g_ptr + k, k, K, EVEN_K).to(tl.float32)
-    if GEMMA:
-        g += 1.0
-    return g
+def norm_weight(g_ptr, k, K, EVEN_K: tl.constexpr):
+    """Returns RMSNorm weights in fp32."""
+    return load_k(g_ptr + k, k, K, EVEN_K).to(tl.float32)
 
 
 @triton.jit
-def normalise(x, scale, g, dtype: tl.constexpr, GEMMA: tl.constexpr):
-    """fp32 x * scale * g, rounded where Hugging Face's modules round: Gemma's once, at the end."""
-    x = x * scale
-    if not GEMMA:
-        x = x.to(dtype).to(tl.float32)
-    return (x * g).to(dtype).to(tl.float32)
-
-
-@triton.jit
-def activate(x, ACT: tl.constexpr):
-    """fp32 activation. GELU's tanh is written as a sigmoid: 0.5 (1 + tanh z) = sigmoid(2 z)."""
-    if ACT == "silu":
-        x = x * tl.sigmoid(x)
-    elif ACT == "gelu":
-        x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
-    elif ACT == "gelu_tanh":
-        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif ACT == "relu":
-        x = tl.maximum(x, 0.0)
-    return x
+def normalise(x, scale, g, dtype: tl.constexpr):
+    """Returns fp32 x * scale * g, rounded where Hugging Face's modules round."""
+    return ((x * scale).to(dtype).to(tl.float32) * g).to(dtype).to(tl.float32)
 
 
 @triton.jit

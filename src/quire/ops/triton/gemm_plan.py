@@ -1,4 +1,4 @@
-"""What a linear layer asks for and how it will be run: data that kernels and chooser share."""
+"""The arguments and the plan of a linear layer: data that kernels and chooser share."""
 
 from __future__ import annotations
 
@@ -8,41 +8,35 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from quire.ops.arguments import RmsScale
 from quire.ops.triton.launch import launch
+from quire.ops.weight import Weight, WeightFormat
 
-GATED = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "gelu_tanh"}
+GATED = {"silu_and_mul": "silu"}
 """Activations of a layer whose weight stacks gate rows on up rows: act(gate) * up."""
-PLAIN = ("silu", "gelu", "gelu_tanh", "relu")
+PLAIN = ("gelu", "gelu_tanh")
 """Activations of each output by itself."""
 
 NormMode = Literal["none", "exact", "late", "separate"]
-
-
-class RMSNorm(NamedTuple):
-    """A norm to apply to x before the product. weight: [K]; `gemma`: weights are stored less one,
-    and the result is rounded once instead of before and after the weight."""
-
-    weight: Tensor
-    eps: float = 1e-6
-    gemma: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LinearArgs:
     """y [M, N] = act(norm(x) @ weight^T + bias) + residual.
 
-    x: [M, K], last axis contiguous. weight: [N, K], last axis contiguous; with a gated activation
-    [2 N, K]. bias: one per weight row. residual: [M, N]. x, weight and residual of one dtype
-    (bf16, fp16 or fp32); sums are fp32 and rounded once, at the end.
+    x: [M, K], last axis contiguous. weight: [N, K], last axis of its values contiguous; with a
+    gated activation [2 N, K]. bias: one per weight row. residual: [M, N]. x and residual of one
+    dtype (bf16, fp16 or fp32), which is the weight's too unless it has scales; sums are fp32 and
+    rounded once, at the end.
 
-    Weight and bias are read before the preceding kernel on the stream has finished (programmatic
-    dependent launch), so that kernel must not write them.
+    Weight, its scales and bias are read before the preceding kernel on the stream has finished
+    (programmatic dependent launch), so that kernel must not write them.
     """
 
     x: Tensor
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None = None
-    norm: RMSNorm | None = None
+    norm: RmsScale | None = None
     residual: Tensor | None = None
     act: str | None = None
 
@@ -57,11 +51,11 @@ class LinearArgs:
     @property
     def n(self) -> int:
         """Outputs per row."""
-        return self.weight.shape[0] // (2 if self.gated else 1)
+        return self.weight.outputs // (2 if self.gated else 1)
 
     @property
     def k(self) -> int:
-        return self.weight.shape[1]
+        return self.weight.inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +106,8 @@ TORCH = GemmPlan("torch", norm="separate")
 
 
 class Shape(NamedTuple):
-    """What a choice depends on. m: rows of x; n: outputs; k: inputs."""
+    """The shape that a choice depends on. m: rows of x; n: outputs; k: inputs; dtype: of x; format:
+    of a weight with scales, None where it is stored in `dtype`."""
 
     m: int
     n: int
@@ -120,14 +115,26 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     norm: bool = False
     gated: bool = False
+    format: WeightFormat | None = None
 
     @property
     def weight_bytes(self) -> int:
-        return self.n * self.k * (2 if self.gated else 1) * self.dtype.itemsize
+        outputs = self.n * (2 if self.gated else 1)
+        return (self.format or WeightFormat(self.dtype)).weight_bytes(outputs, self.k)
 
 
 def shape_of(args: LinearArgs) -> Shape:
-    return Shape(args.x.shape[0], args.n, args.k, args.x.dtype, args.norm is not None, args.gated)
+    x, weight = args.x, args.weight
+    return Shape(
+        x.shape[0], args.n, args.k, x.dtype, args.norm is not None, args.gated,
+        None if weight.scales is None else weight.format,
+    )  # fmt: skip
+
+
+def streams(format: WeightFormat) -> bool:
+    """Whether our kernels load tiles of a format; others are dequantized as a whole."""
+    plain = not (format.bits or format.group or format.zeros or format.inputs != "none")
+    return plain and (format.scales is None or format.values == torch.int8)
 
 
 class Launch(NamedTuple):

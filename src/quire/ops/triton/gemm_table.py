@@ -1,4 +1,5 @@
-"""Which kernel and tile runs a linear layer: a table measured once per card, or rules of thumb.
+"""The choice of kernel and tile for a linear layer: a table measured once per card, or rules of
+thumb.
 
 A table is JSON: {"card": ..., "triton": ..., "entries": {key: plan}}. `gemm_tune.tune` makes one;
 `store` keeps it in the user's cache directory, where it goes before the one shipped for the card.
@@ -32,11 +33,13 @@ def bucket(m: int) -> int | None:
 
 
 def key_of(shape: Shape) -> str:
-    """E.g. "bfloat16/m1/n4096/k1024/norm"; m is its bucket's."""
+    """E.g. "bfloat16/m1/n4096/k1024/norm"; m is its bucket's. A weight with scales puts its format
+    behind: "bfloat16/m1/n4096/k1024/norm/int8"."""
     parts = [str(shape.dtype).removeprefix("torch."), f"m{bucket(shape.m)}"]
     parts += [f"n{shape.n}", f"k{shape.k}"]
     parts += ["norm"] if shape.norm else []
     parts += ["gated"] if shape.gated else []
+    parts += [shape.format.key] if shape.format is not None else []
     return "/".join(parts)
 
 
@@ -67,7 +70,7 @@ def _slug(card: str) -> str:
 
 
 def cache_path(card: str) -> Path:
-    """Where this user's table for a card and this Triton lives."""
+    """Returns the path of this user's table for a card and this Triton."""
     root = os.environ.get("QUIRE_CACHE_DIR")
     base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
     return base.expanduser() / "gemm" / f"{_slug(card)}-triton{triton.__version__}.json"

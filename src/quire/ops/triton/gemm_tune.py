@@ -17,11 +17,13 @@ import torch
 import triton
 from torch import Tensor
 
+from quire.ops.arguments import RmsScale
 from quire.ops.triton import activation, gemm, norm
-from quire.ops.triton.gemm_plan import TORCH, GemmPlan, Launch, LinearArgs, NormMode, RMSNorm, Shape
+from quire.ops.triton.gemm_plan import TORCH, GemmPlan, Launch, LinearArgs, NormMode, Shape
 from quire.ops.triton.gemm_table import GemmTable, bucket, key_of
 from quire.ops.triton.launch import compiling, traits
 from quire.ops.triton.skinny_gemm import Workspace
+from quire.ops.weight import Weight
 
 COLD_BYTES = 256 << 20
 """Weights a timing walks over before it meets the first again; the H200's L2 has 60 MB."""
@@ -68,7 +70,7 @@ def torch_linear(args: LinearArgs) -> Tensor:
     x = args.x
     if args.norm is not None:
         x = norm.rms_norm(x, args.norm.weight, args.norm.eps)
-    y = torch.nn.functional.linear(x, args.weight, args.bias)
+    y = torch.nn.functional.linear(x, args.weight.values, args.bias)
     if args.gated:
         y = activation.silu_and_mul(y)
     return y if args.residual is None else y + args.residual
@@ -157,7 +159,7 @@ class Tuner:
         plain = not (shape.norm or shape.gated or shape.n > 4 * shape.k)
         residual = self._noise[: shape.m * shape.n].view(shape.m, shape.n) if plain else None
         return LinearArgs(
-            x=x, weight=weight, norm=RMSNorm(gain) if shape.norm else None,
+            x=x, weight=Weight.plain(weight), norm=RmsScale(gain, 1e-6) if shape.norm else None,
             residual=residual, act="silu_and_mul" if shape.gated else None,
         )  # fmt: skip
 
@@ -177,7 +179,7 @@ class Tuner:
         return gemm.run(args, plan, out=out, workspace=self.workspace)
 
     def launch(self, shape: Shape, plan: GemmPlan) -> Launch:
-        """What to compile for a plan of one of our kernels."""
+        """Returns the launch to compile for a plan of one of our kernels."""
         args = self.layer(shape)
         if plan.norm == "separate":
             args = replace(args, norm=None)
@@ -224,7 +226,7 @@ class Tuner:
         if args.norm is not None:
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + args.norm.eps)
             x = x * args.norm.weight.double()
-        y = x @ args.weight.double().T
+        y = x @ args.weight.values.double().T
         if args.gated:
             gate, up = y.chunk(2, -1)
             y = torch.nn.functional.silu(gate) * up

@@ -51,12 +51,11 @@ def _row_scale(
 @triton.jit
 def _add_products(
     acc, squares, w, x_ptr, k, K, scale, g, EVEN_K: tl.constexpr, NORM: tl.constexpr,
-    GEMMA: tl.constexpr,
 ):  # fmt: skip
     """acc [R, BK] += w [R, BK] * x [BK]; squares [BK] += x * x where the norm is applied late."""
     x = load_k(x_ptr + k, k, K, EVEN_K).to(tl.float32)
     if NORM == "exact":
-        x = normalise(x, scale, g, x_ptr.dtype.element_ty, GEMMA)
+        x = normalise(x, scale, g, x_ptr.dtype.element_ty)
     elif NORM == "late":
         squares += x * x
         x *= g
@@ -74,27 +73,28 @@ def _load_residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr):
 
 @triton.jit
 def _store_row(
-    acc, squares, bias, residual, y_ptr, stride_ym, m, cols, M, N, K, eps,
+    acc, squares, w_scale, bias, residual, y_ptr, stride_ym, m, cols, M, N, K, eps,
     BN: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     y = tl.sum(acc, 1)
     if NORM == "late":
         y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    y = finish(y + bias, [BN, 2], GLU, ACT) + residual
+    y = finish(y * w_scale + bias, [BN, 2], GLU, ACT) + residual
     mask = cols < tl.where(m < M, N, 0)
     tl.store(y_ptr + m * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "prefetch_k"])
 def gemv_kernel(
-    x_ptr, w_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, M, N, K,
+    x_ptr, w_ptr, w_scale_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, M, N, K,
     stride_xm, stride_wn, stride_rm, stride_ym, eps, prefetch_k,
     MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     SINGLE: tl.constexpr, STAGES: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr,
-    NORM: tl.constexpr, GEMMA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
+    NORM: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
     PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N] of x [M, K], M <= MB, and w [N, K] (gated: [2 N, K]); one tile of outputs each."""
+    """Computes y [M, N] of x [M, K], M <= MB, and w [N, K] (gated: [2 N, K]), one tile of outputs
+    per program. w_scale_ptr: [rows of w], contiguous."""
     if PDL and EAGER:
         gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -104,6 +104,9 @@ def gemv_kernel(
     w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * stride_wn + ks[None, :]
     if STAGES == 1:
         w = load_k(w_ptrs, ks[None, :], K, EVEN_K)
+    w_scale = 1.0
+    if HAS_SCALES:
+        w_scale = tl.load(w_scale_ptr + rows).to(tl.float32)
     bias = 0.0
     if HAS_BIAS:
         bias = tl.load(bias_ptr + rows).to(tl.float32)
@@ -124,15 +127,15 @@ def gemv_kernel(
             w = load_k(w_ptrs + k0, k[None, :], K, EVEN_K)
         wf = w.to(tl.float32)
         if STAGES == 1 and not SINGLE:
-            w = tl.load(w_ptrs + k0 + BK, mask=(k + BK < K)[None, :], other=0.0)
+            w = tl.load(w_ptrs + k0 + BK, mask=(k + BK < K)[None, :], other=0)
         g = 1.0
         if NORM != "none":
-            g = norm_weight(g_ptr, k, K, GEMMA, EVEN_K)
+            g = norm_weight(g_ptr, k, K, EVEN_K)
         new_accs = ()
         new_squares = ()
         for m in tl.static_range(MB):
             acc, sq = _add_products(
-                accs[m], squares[m], wf, xs[m], k, K, scales[m], g, EVEN_K, NORM, GEMMA
+                accs[m], squares[m], wf, xs[m], k, K, scales[m], g, EVEN_K, NORM
             )
             new_accs = new_accs + (acc,)
             new_squares = new_squares + (sq,)
@@ -140,28 +143,29 @@ def gemv_kernel(
         squares = new_squares
     for m in tl.static_range(MB):
         _store_row(
-            accs[m], squares[m], bias, residuals[m], y_ptr, stride_ym, m, cols, M, N, K, eps,
-            BN, GLU, ACT, NORM,
+            accs[m], squares[m], w_scale, bias, residuals[m], y_ptr, stride_ym, m, cols, M, N, K,
+            eps, BN, GLU, ACT, NORM,
         )  # fmt: skip
 
 
 def gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Launch:
     """`args` into `out` [M, N] with M <= 4; `plan.norm` is not "separate"."""
     m, k, n = args.x.shape[0], args.k, args.n
-    x, w, res, norm = args.x, args.weight, args.residual, args.norm
+    x, w, res, norm = args.x, args.weight.values, args.residual, args.norm
+    scales = args.weight.scales
     prefetch_k = min(k, plan.prefetch // w.element_size())
     operands = (
-        x, w, w if args.bias is None else args.bias, x if res is None else res,
-        x if norm is None else norm.weight, out, m, n, k,
+        x, w, x if scales is None else scales, x if args.bias is None else args.bias,
+        x if res is None else res, x if norm is None else norm.weight, out, m, n, k,
         x.stride(0), w.stride(0), 0 if res is None else res.stride(0), out.stride(0),
         0.0 if norm is None else norm.eps, prefetch_k,
     )  # fmt: skip
     named = options(
         pdl, MB=plan.bm, BN=plan.bn, BK=plan.bk, EVEN_K=k % plan.bk == 0, SINGLE=k <= plan.bk,
         STAGES=plan.stages, GLU=args.gated, ACT=args.act_name,
-        NORM="none" if norm is None else plan.norm, GEMMA=norm is not None and norm.gemma,
-        HAS_BIAS=args.bias is not None, HAS_RES=res is not None, PDL=pdl, EAGER=plan.eager,
-        PREFETCH=pdl and k > plan.bk,
+        NORM="none" if norm is None else plan.norm,
+        HAS_SCALES=scales is not None, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
+        PDL=pdl, EAGER=plan.eager, PREFETCH=pdl and k > plan.bk,
         num_warps=plan.warps, num_stages=1,
     )  # fmt: skip
     return Launch(gemv_kernel, (triton.cdiv(n, plan.bn),), operands, named)

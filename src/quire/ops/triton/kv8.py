@@ -24,7 +24,7 @@ E4M3_NATIVE = tl.constexpr(3)
 SMALLEST = tl.constexpr(SMALLEST_TOP)
 LARGEST = tl.constexpr(LARGEST_VALUE)
 LIFT = tl.constexpr(128.0)
-"""What weights that scales of values were multiplied to are multiplied by besides, so that they are
+"""A further factor of attention weights that were multiplied by scales of values. It keeps them
 well within what fp16 holds."""
 
 EVEN_E4M3 = tl.constexpr("""{
@@ -71,25 +71,26 @@ ODD_INT8 = tl.constexpr("""{
 """Two int16 pairs in a register to two fp16."""
 
 
-def constants(form: KVFormat, card: DeviceTraits) -> dict[str, int]:
-    """What kernels are told of a format. KIND: one of the above, 0 where it is not in 8 bits.
-    OWN_SCALES: each token has its own, rather than each head. PACKED: two pairs are taken apart at
-    a time, by instructions that the compiler does not find, and an interpreter does not know."""
+def constants(kv_format: KVFormat, card: DeviceTraits) -> dict[str, int]:
+    """Returns the constants of a format for kernels. KIND: one of the above, 0 where it is not in 8
+    bits. OWN_SCALES: each token has its own, rather than each head. PACKED: two pairs are taken
+    apart at a time, by instructions that the compiler does not find, and an interpreter does not
+    know."""
     kind = 0
-    if form.dtype == torch.uint8:
+    if kv_format.dtype == torch.uint8:
         kind = INT8.value
-    elif form.dtype == torch.float8_e4m3fn:
+    elif kv_format.dtype == torch.float8_e4m3fn:
         kind = (E4M3_NATIVE if card.capability >= (8, 9) else E4M3).value
     return {
         "KIND": kind,
-        "OWN_SCALES": form.scales == "token",
+        "OWN_SCALES": kv_format.scales == "token",
         "PACKED": card is not INTERPRETED,
     }
 
 
 @triton.jit
 def unit(KIND: tl.constexpr):
-    """What `even` and `odd` divide by."""
+    """Returns the number that `even` and `odd` divide by."""
     if KIND == E4M3:
         return 256.0
     elif KIND == INT8:
@@ -133,13 +134,13 @@ def _assembled(pairs, TEXT: tl.constexpr):
 
 @triton.jit
 def _e4m3(x):
-    """Of the high bytes of int16 x: sign, four bits of exponent, three of mantissa."""
+    """Decodes the high bytes of int16 x: sign, four bits of exponent, three of mantissa."""
     return ((x & -0x8000) | ((x >> 1) & 0x3F80)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _int8(x):
-    """Of the low bytes of int16 x."""
+    """Decodes the low bytes of int16 x."""
     return (x & 0xFF).to(tl.float16) * 0.001953125 - 0.25
 
 

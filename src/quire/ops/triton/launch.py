@@ -1,4 +1,4 @@
-"""What a device can do, and how kernels of a captured step follow each other.
+"""Traits of devices, and the order of kernels in a captured step.
 
 **Programmatic dependent launch (PDL).** A kernel launched with `launch_pdl=True` may start while
 its predecessor still runs; `gdc_wait` blocks until the predecessor has finished and its writes are
@@ -26,7 +26,7 @@ from quire.ops.choose import current_policy
 
 @dataclass(frozen=True)
 class DeviceTraits:
-    """What launches depend on.
+    """The traits of a device that launches depend on.
 
     num_sms: multiprocessors. shared_memory: bytes one program may use. pdl: programmatic dependent
     launch (sm_90 and newer). bf16: tensor cores take bf16 (sm_80 and newer).
@@ -58,7 +58,7 @@ def _cuda_traits(index: int, pdl: bool) -> DeviceTraits:
 
 
 def traits(device: torch.device) -> DeviceTraits:
-    """Of a device, under the current policy."""
+    """Returns the traits of a device under the current policy."""
     if device.type != "cuda":
         return INTERPRETED
     index = device.index if device.index is not None else torch.cuda.current_device()

@@ -6,46 +6,55 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.arguments import Activation, RmsScale
 from quire.ops.choose import current_policy
+from quire.ops.reference.quantized import dequantize, round_rows
 from quire.ops.triton.activation import gelu, silu_and_mul
-from quire.ops.triton.gemm import LinearArgs, RMSNorm, run_fixed, small_linear
+from quire.ops.triton.gemm import LinearArgs, run_fixed, small_linear
+from quire.ops.triton.gemm_plan import streams
 from quire.ops.triton.gemm_table import BUCKETS
 from quire.ops.triton.norm import rms_norm
+from quire.ops.weight import Weight
 
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
-    act: str | None = None,
+    norm: RmsScale | None = None,
+    act: Activation | None = None,
 ) -> Tensor:
-    """See `ops.linear`."""
+    """See `ops.linear`. Weights of a format that no kernel loads, and those of many rows, are
+    dequantized as a whole first."""
     policy = current_policy()
+    if weight.scales is not None and not streams(weight.format):
+        if norm is not None:
+            x, norm = rms_norm(x, *norm), None
+        if weight.format.inputs == "token":
+            x = round_rows(x, weight.format)
+        weight = Weight.plain(dequantize(weight, x.dtype))
     if policy.deterministic:
-        scale = None if norm is None else RMSNorm(*norm)
-        args = LinearArgs(x, weight, bias, scale, residual, act)
-        return run_fixed(args, rms_norm=_normed)
+        return run_fixed(LinearArgs(x, weight, bias, norm, residual, act), rms_norm=_normed)
     if "fusions" in policy.disabled and (norm or act or residual is not None):
         if norm is not None:
             x = rms_norm(x, *norm)
-        return _finish(linear(x, weight, bias, None, None, None), residual, act)
+        return _finish(linear(x, weight, bias), residual, act)
     if len(x) <= BUCKETS[-1] and "skinny" not in policy.disabled:
-        scale = None if norm is None else RMSNorm(*norm)
-        args = LinearArgs(x, weight, bias, scale, residual, act)
+        args = LinearArgs(x, weight, bias, norm, residual, act)
         out = small_linear(args, rms_norm=_normed)
         if out is not None:
             return out
     if norm is not None:
         x = rms_norm(x, *norm)
+    values = weight.values if weight.scales is None else dequantize(weight, x.dtype)
     if act is None and residual is not None and bias is None:
         # In place: otherwise the residual is copied to where the result goes first.
-        return torch.addmm(residual, x, weight.t(), out=residual)
-    return _finish(F.linear(x, weight, bias), residual, act)
+        return torch.addmm(residual, x, values.t(), out=residual)
+    return _finish(F.linear(x, values, bias), residual, act)
 
 
-def _finish(out: Tensor, residual: Tensor | None, act: str | None) -> Tensor:
+def _finish(out: Tensor, residual: Tensor | None, act: Activation | None) -> Tensor:
     if act == "silu_and_mul":
         out = silu_and_mul(out)
     elif act is not None:
@@ -53,5 +62,5 @@ def _finish(out: Tensor, residual: Tensor | None, act: str | None) -> Tensor:
     return out if residual is None else out.add_(residual)
 
 
-def _normed(x: Tensor, norm: RMSNorm) -> Tensor:
+def _normed(x: Tensor, norm: RmsScale) -> Tensor:
     return rms_norm(x, norm.weight, norm.eps)

@@ -1,5 +1,4 @@
-"""RMSNorm (Zhang & Sennrich, 2019) and LayerNorm (Ba et al., 2016), with the residual addition that
-precedes them fused in."""
+"""RMSNorm (Zhang & Sennrich, 2019) and LayerNorm (Ba et al., 2016)."""
 
 from __future__ import annotations
 
@@ -14,13 +13,11 @@ from quire.ops.triton.launch import launch, options, traits
 
 @triton.jit
 def _norm(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, width, eps, x_stride,
-    residual_stride,
-    BLOCK: tl.constexpr, CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, width, eps, x_stride,
+    BLOCK: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row per program, held in registers. The sum with the residual is rounded to its storage
-    type first, so that the norm sees what later layers see."""
+    """Norms one row per program, held in registers."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -33,12 +30,7 @@ def _norm(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0)
-    if RESIDUAL:
-        add = tl.load(residual_ptr + row * residual_stride + at, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + add.to(tl.float32)).to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * width + at, x, mask=inside)
-    x = x.to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     if CENTER:
         x = tl.where(inside, x - tl.sum(x, 0) / width, 0.0)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
@@ -55,45 +47,29 @@ def _run(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    residual: Tensor | None,
     *,
     center: bool,
     pdl: bool | None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     width = x.shape[-1]
     rows = x.reshape(-1, width)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty_like(out) if residual is not None else x
     if rows.shape[0] == 0:
-        return out, total
-    add = rows if residual is None else residual.reshape(-1, width)
+        return out
     block = triton.next_power_of_2(width)
     use_pdl = traits(x.device).pdl if pdl is None else pdl
     launch(_norm, (rows.shape[0],))(
-        rows, add, rows if weight is None else weight, rows if bias is None else bias, out, total,
-        width, eps, rows.stride(0), add.stride(0),
-        BLOCK=block, CENTER=center, RESIDUAL=residual is not None, WEIGHT=weight is not None,
-        BIAS=bias is not None, PDL=use_pdl,
+        rows, rows if weight is None else weight, rows if bias is None else bias, out, width, eps,
+        rows.stride(0),
+        BLOCK=block, CENTER=center, WEIGHT=weight is not None, BIAS=bias is not None, PDL=use_pdl,
         **options(use_pdl, num_warps=min(max(block // 512, 1), 16)),
     )  # fmt: skip
-    return out, total
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, pdl: bool | None = None) -> Tensor:
-    """x: [..., width], rows of any stride. x / rms(x), rounded to x's type, times weight."""
-    return _run(x, weight, None, eps, None, center=False, pdl=pdl)[0]
-
-
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    pdl: bool | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(norm of `x + residual`, `x + residual`), both [..., width] in x's type."""
-    return _run(x, weight, None, eps, residual, center=False, pdl=pdl)
+    """See `ops.rms_norm`. x: rows of any stride. weight: None stands for ones."""
+    return _run(x, weight, None, eps, center=False, pdl=pdl)
 
 
 def layer_norm(
@@ -104,18 +80,5 @@ def layer_norm(
     *,
     pdl: bool | None = None,
 ) -> Tensor:
-    """x: [..., width]. Mean and variance in fp32, result in x's type."""
-    return _run(x, weight, bias, eps, None, center=True, pdl=pdl)[0]
-
-
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    pdl: bool | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(norm of `x + residual`, `x + residual`), both [..., width] in x's type."""
-    return _run(x, weight, bias, eps, residual, center=True, pdl=pdl)
+    """See `ops.layer_norm`. Mean and variance are fp32. weight: None stands for ones."""
+    return _run(x, weight, bias, eps, center=True, pdl=pdl)

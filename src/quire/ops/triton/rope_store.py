@@ -1,4 +1,4 @@
-"""What lies between the QKV projection and attention, in one kernel: q/k norm, rotary embedding
+"""One kernel between the QKV projection and attention: q/k norm, rotary embedding
 (Su et al., 2021) and the store of K and V into the paged cache."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _qk_norm_rope_store(
     kv_stride_b, kv_stride_h, kv_stride_t, scale_stride_b, scale_stride_h, cos_sin_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr,
     D_PAD: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr, TAIL_PAD: tl.constexpr,
-    PAGE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     ROPE: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, groups of H heads: first those of q, then of k, then of v)."""
@@ -94,10 +94,10 @@ def _qk_norm_rope_store(
         return
     cos_sin_ptr += position * cos_sin_stride
     from_token = qkv_ptr + token * stride_t
-    place = slot // PAGE * kv_stride_b + slot % PAGE * kv_stride_t
+    place = slot // BLOCK_TOKENS * kv_stride_b + slot % BLOCK_TOKENS * kv_stride_t
     if OWN_SCALES:
-        k_scale_ptr += slot // PAGE * scale_stride_b + slot % PAGE
-        v_scale_ptr += slot // PAGE * scale_stride_b + slot % PAGE
+        k_scale_ptr += slot // BLOCK_TOKENS * scale_stride_b + slot % BLOCK_TOKENS
+        v_scale_ptr += slot // BLOCK_TOKENS * scale_stride_b + slot % BLOCK_TOKENS
     if group < Q_GROUPS:
         rows = group * H + tl.arange(0, H)
         _rotate(
@@ -177,7 +177,7 @@ def qk_norm_rope_store(
         HEADS=heads, KV_HEADS=kv_heads, H=width, DIM=dim, D_PAD=triton.next_power_of_2(dim),
         ROTARY=rotary, HALF_PAD=triton.next_power_of_2(rotary // 2),
         TAIL_PAD=triton.next_power_of_2(dim - rotary) if dim > rotary else 0,
-        PAGE=kv.k.shape[2], Q_NORM=q_weight is not None, K_NORM=k_weight is not None,
+        BLOCK_TOKENS=kv.k.shape[2], Q_NORM=q_weight is not None, K_NORM=k_weight is not None,
         ROPE=cos_sin is not None, KIND=kinds["KIND"], OWN_SCALES=kinds["OWN_SCALES"],
         PDL=use_pdl,
         **options(use_pdl, num_warps=1 if width == 1 else 4),

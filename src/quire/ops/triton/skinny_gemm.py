@@ -59,7 +59,7 @@ def _row_scales(x_ptrs, K, eps, BM: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.c
 def _product(
     x_ptrs, w_ptrs, g_ptr, scale, k_begin, k_end, K, eps,
     BM: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
-    NORM: tl.constexpr, GEMMA: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
+    NORM: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """fp32 sums over [k_begin, k_end): [BM, R]; x_ptrs [BM, 1], w_ptrs [R, 1]."""
     ks = tl.arange(0, BK)
@@ -71,15 +71,15 @@ def _product(
         x = load_k(x_ptrs + k[None, :], k[None, :], K, EVEN_K)
         w = load_k(w_ptrs + k[None, :], k[None, :], K, EVEN_K)
         if NORM == "exact":
-            g = norm_weight(g_ptr, k, K, GEMMA, EVEN_K)
-            x = normalise(x.to(tl.float32), scale[:, None], g[None, :], dtype, GEMMA).to(dtype)
+            g = norm_weight(g_ptr, k, K, EVEN_K)
+            x = normalise(x.to(tl.float32), scale[:, None], g[None, :], dtype).to(dtype)
         elif NORM == "late":
             xf = x.to(tl.float32)
             squares += tl.sum(xf * xf, 1)
-            x = (xf * norm_weight(g_ptr, k, K, GEMMA, EVEN_K)[None, :]).to(dtype)
+            x = (xf * norm_weight(g_ptr, k, K, EVEN_K)[None, :]).to(dtype)
         if UPCAST:
             x = x.to(tl.float32)
-            w = w.to(tl.float32)
+        w = w.to(x.dtype)  # exact: 8-bit integers fit into any float
         if SWAP:
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
@@ -93,9 +93,12 @@ def _product(
 
 @triton.jit
 def _store_tile(
-    acc, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_rm, stride_ym,
-    GLU: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
+    acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_rm, stride_ym,
+    GLU: tl.constexpr, ACT: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RES: tl.constexpr,
 ):  # fmt: skip
+    if HAS_SCALES:
+        acc *= tl.load(w_scale_ptr + rows).to(tl.float32)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
     y = finish(acc, [ms.shape[0], cols.shape[0], 2], GLU, ACT)
@@ -117,14 +120,15 @@ def _sum_of_parts(parts_ptr, offsets, parts, PART: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "prefetch_k", "steps_per_split"])
 def skinny_kernel(
-    x_ptr, w_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, parts_ptr, counters_ptr, M, N, K,
-    stride_xm, stride_wn, stride_rm, stride_ym, eps, steps_per_split, prefetch_k,
+    x_ptr, w_ptr, w_scale_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, parts_ptr, counters_ptr, M, N,
+    K, stride_xm, stride_wn, stride_rm, stride_ym, eps, steps_per_split, prefetch_k,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     SWAP: tl.constexpr, EVEN_K: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr,
-    NORM: tl.constexpr, GEMMA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
+    NORM: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
     UPCAST: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). Grid: N tiles, K splits, M tiles."""
+    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). w_scale_ptr: [rows of w].
+    Grid: N tiles, K splits, M tiles."""
     if PDL and EAGER:
         gdc_launch_dependents()
     R: tl.constexpr = 2 * BN if GLU else BN
@@ -144,8 +148,7 @@ def skinny_kernel(
     if NORM == "exact":
         scale = _row_scales(x_ptrs, K, eps, BM, BK, EVEN_K)
     acc = _product(
-        x_ptrs, w_ptrs, g_ptr, scale, k_begin, k_end, K, eps, BM, R, BK, EVEN_K, NORM, GEMMA,
-        SWAP, UPCAST,
+        x_ptrs, w_ptrs, g_ptr, scale, k_begin, k_end, K, eps, BM, R, BK, EVEN_K, NORM, SWAP, UPCAST,
     )  # fmt: skip
     last = True
     if SPLIT:
@@ -161,8 +164,8 @@ def skinny_kernel(
             tl.store(counters_ptr + tile, 0)
     if last:
         _store_tile(
-            acc, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_rm, stride_ym, GLU, ACT,
-            HAS_BIAS, HAS_RES,
+            acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_rm, stride_ym,
+            GLU, ACT, HAS_SCALES, HAS_BIAS, HAS_RES,
         )  # fmt: skip
 
 
@@ -171,7 +174,8 @@ def skinny_gemm(
 ) -> Launch:
     """`args` into `out` [M, N]; `plan.norm` is not "separate"."""
     m, k, n = args.x.shape[0], args.k, args.n
-    x, w, res, norm = args.x, args.weight, args.residual, args.norm
+    x, w, res, norm = args.x, args.weight.values, args.residual, args.norm
+    scales = args.weight.scales
     norm_mode = "none" if norm is None else plan.norm
     steps = triton.cdiv(k, plan.bk)
     per_split = triton.cdiv(steps, plan.split_k)
@@ -186,16 +190,17 @@ def skinny_gemm(
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
     prefetch_k = plan.prefetch // w.element_size()
     operands = (
-        x, w, w if args.bias is None else args.bias, x if res is None else res,
-        x if norm is None else norm.weight, out, parts, workspace.counters, m, n, k,
+        x, w, x if scales is None else scales, x if args.bias is None else args.bias,
+        x if res is None else res, x if norm is None else norm.weight, out, parts,
+        workspace.counters, m, n, k,
         x.stride(0), w.stride(0), 0 if res is None else res.stride(0), out.stride(0),
         0.0 if norm is None else norm.eps, per_split, prefetch_k,
     )  # fmt: skip
     named = options(
         pdl, BM=plan.bm, BN=plan.bn, BK=plan.bk, SPLIT=split_k > 1, SWAP=plan.swap,
         EVEN_K=k % plan.bk == 0, GLU=args.gated, ACT=args.act_name,
-        NORM=norm_mode, GEMMA=norm is not None and norm.gemma,
-        HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
+        NORM=norm_mode,
+        HAS_SCALES=scales is not None, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
         UPCAST=x.dtype == torch.bfloat16 and not traits(x.device).bf16,
         PDL=pdl, EAGER=plan.eager, PREFETCH=pdl,
         num_warps=plan.warps, num_stages=plan.stages,

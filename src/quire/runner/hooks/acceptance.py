@@ -29,7 +29,7 @@ class Acceptance(Hook):
     def __init__(self, eos_token_ids: Sequence[int], penalties: Penalties) -> None:
         self._eos = tuple(eos_token_ids)
         self._penalties = penalties
-        self.drafts: ops.Drafts | None = None
+        self.claims: ops.Drafts | None = None
 
     def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
         width = MAX_STOP_TOKENS + len(self._eos)
@@ -48,7 +48,7 @@ class Acceptance(Hook):
         self._stops = state.columns["stops"]
         if state.limits.drafts:
             names = "draft_ids", "draft_start", "drafts_used"
-            self.drafts = ops.Drafts(*(state.columns[name] for name in names))
+            self.claims = ops.Drafts(*(state.columns[name] for name in names))
 
     def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
         if not admits:
@@ -62,11 +62,11 @@ class Acceptance(Hook):
             held = counts > 0
             values = int32([token for ids in ends for token in ids])
             upload.put(self._stops, starts[held], counts[held], values)
-        if self.drafts is not None:
+        if self.claims is not None:
             # A claim of the lane's last request says nothing about this one.
             claimed = plan.writes.get("draft_start", (lanes[:0], lanes[:0]))[0]
             stale = lanes[~np.isin(lanes, claimed)]
-            upload.put_lines(self.drafts.start, stale, np.full_like(stale, NO_CLAIM))
+            upload.put_lines(self.claims.start, stale, np.full_like(stale, NO_CLAIM))
 
     def _stop_ids(self, params: SamplingParams) -> list[int]:
         eos = () if params.ignore_eos else self._eos

@@ -58,7 +58,11 @@ class Hook:
 
     `logits` and `tokens` are parts of the head's program: they may be captured, so they read
     nothing of the plan, make no decision on the host, and do the same for the same level.
+
+    drafts: the most draft tokens of a row that steps must verify for it.
     """
+
+    drafts: int = 0
 
     def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
         """Returns the per-lane columns it keeps; plans fill them through `StepPlan.writes`."""
@@ -70,8 +74,12 @@ class Hook:
     def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
         """Adds to the upload what the plan, and requests that take a lane, change for it."""
 
+    def lane_level(self, admit: Admit) -> Level:
+        """Returns what heads must be able to do for the rows of a request that takes a lane."""
+        return Level.PLAIN
+
     def level(self, plan: StepPlan) -> Level:
-        """Returns what the plan's head must be able to do for it."""
+        """Returns what the plan's head must be able to do, whatever its lanes ask for."""
         return Level.PLAIN
 
     def logits(self, ctx: HeadContext) -> None:

@@ -40,8 +40,8 @@ class SampledLogprobs(Hook):
         self._wanted[lanes] = [-1 if count is None else count for count in wanted]
         upload.put_lines(self._column, lanes, self._wanted[lanes])
 
-    def level(self, plan: StepPlan) -> Level:
-        return Level.FULL if (self._wanted[plan.lanes] >= 0).any() else Level.PLAIN
+    def lane_level(self, admit: Admit) -> Level:
+        return Level.PLAIN if admit.params.logprobs is None else Level.FULL
 
     def tokens(self, ctx: HeadContext) -> None:
         if ctx.level is Level.FULL and ctx.tokens is not None:

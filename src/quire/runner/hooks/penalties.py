@@ -45,7 +45,6 @@ class Penalties(Hook):
         self._num_bias = state.columns["num_bias"]
         self._bias_ids = state.columns["bias_ids"]
         self._bias_values = state.columns["bias_values"]
-        self._uses = np.zeros(state.limits.lanes, dtype=bool)
 
     def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
         if not admits:
@@ -57,7 +56,6 @@ class Penalties(Hook):
         upload.put_lines(self._num_bias, lanes, int32([len(p.logit_bias or ()) for p in params]))
         for admit in admits:
             p = admit.params
-            self._uses[admit.lane] = p.penalizes or bool(p.logit_bias) or p.min_tokens > 0
             if p.logit_bias:
                 start, count = [admit.lane * MAX_BIAS_ENTRIES], [len(p.logit_bias)]
                 values = np.asarray(list(p.logit_bias.values()), dtype=np.float32)
@@ -70,8 +68,9 @@ class Penalties(Hook):
                 starts = admit.lane * self._vocab_size + ids
                 upload.put(self.counts, starts, np.ones(len(ids), dtype=np.int64), counts)
 
-    def level(self, plan: StepPlan) -> Level:
-        return Level.FULL if self._uses[plan.lanes].any() else Level.PLAIN
+    def lane_level(self, admit: Admit) -> Level:
+        p = admit.params
+        return Level.FULL if p.penalizes or p.logit_bias or p.min_tokens > 0 else Level.PLAIN
 
     def logits(self, ctx: HeadContext) -> None:
         if ctx.level < Level.FULL:

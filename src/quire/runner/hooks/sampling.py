@@ -28,7 +28,6 @@ class Sampling(Hook):
     def bind(self, state: BatchState) -> None:
         self._floats = state.columns["sampling_floats"]
         self._ints = state.columns["sampling_ints"]
-        self._truncates = np.zeros(state.limits.lanes, dtype=bool)
 
     def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
         if not admits:
@@ -38,12 +37,11 @@ class Sampling(Hook):
         floats = np.asarray([(p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32)
         upload.put_lines(self._floats, lanes, floats)
         upload.put_lines(self._ints, lanes, int32([_ints(admit) for admit in admits]))
-        self._truncates[lanes] = [
-            not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in params
-        ]
 
-    def level(self, plan: StepPlan) -> Level:
-        return Level.MASKED if self._truncates[plan.lanes].any() else Level.PLAIN
+    def lane_level(self, admit: Admit) -> Level:
+        p = admit.params
+        truncates = not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
+        return Level.MASKED if truncates else Level.PLAIN
 
     def logits(self, ctx: HeadContext) -> None:
         ctx.tokens = ops.sample(

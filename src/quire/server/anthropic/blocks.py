@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PlainValidator, field_validator, model_validator
 
 from quire.errors import RequestError
-from quire.server.strict import Name, Strict, drop_unused
+from quire.server.strict_model import Name, StrictModel, drop_unused
 
 MAX_BLOCKS = 4096
 
@@ -18,15 +18,14 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class CacheControl(Strict):
-    """A hint that needs no following: the prefix cache keeps every prompt by itself, for as long
-    as there is room."""
+class CacheControl(StrictModel):
+    """A cache hint. It changes nothing: the prefix cache keeps every prompt while there is room."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
-class _Block(Strict):
+class _Block(StrictModel):
     cache_control: CacheControl | None = None
 
     @model_validator(mode="before")
@@ -63,8 +62,8 @@ class ToolResultBlock(_Block):
         return _texts(content)
 
 
-class ThinkingBlock(Strict):
-    """`signature` is opaque, and may have been made by another server: it is not looked at."""
+class ThinkingBlock(StrictModel):
+    """A block of thinking. `signature` is opaque, may be another server's, and is not checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -110,8 +109,8 @@ Texts = Annotated[list[TextBlockOnly], Field(max_length=MAX_BLOCKS)]
 ToolResultBlock.model_rebuild()
 
 
-class MessageParam(Strict):
-    """A turn. Content that is a string is one text block."""
+class MessageParam(StrictModel):
+    """A turn of the conversation. Content that is a string becomes one text block."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[AnyBlock], Field(max_length=MAX_BLOCKS)]

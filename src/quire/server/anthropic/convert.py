@@ -1,4 +1,4 @@
-"""From a request of the Messages API to what templates and the engine take."""
+"""Conversion of Messages API requests to dialogues."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from quire.server.anthropic.blocks import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest, Tool
-from quire.server.dialogue import Dialogue, ToolChoice
+from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest, ToolParam
+from quire.server.generation.conversation import ConversationBuilder
+from quire.server.generation.dialogue import Dialogue, ToolChoice
+from quire.server.generation.thinking import template_variables, thinking_switch
 from quire.server.state import ServerState, new_id
-from quire.server.thinking import template_variables, thinking_switch
-from quire.server.turns import Turns
 
 _BETWEEN = "\n\n"
-"""Between blocks: they are separate pieces of text, which often do not end in a space."""
+"""Separator of blocks, which are separate pieces of text that often do not end in a space."""
 
 
 NAMES = {
@@ -32,17 +32,18 @@ NAMES = {
     ".function.parameters": ".input_schema",
     ".function": "",
 }
-"""Fields as chat completions name them, to their names here."""
+"""Maps field names of chat completions, which errors use, to names of this API."""
 
 
 def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:
-    """The conversation as chat templates take it. Results of tools are messages of their own; what
-    the same side says in several turns becomes one.
+    """Returns the conversation as chat templates take it.
+
+    Results of tools become messages of their own. Consecutive turns of one role become one message.
 
     Raises:
         RequestError: a result without a call, or a call without a result.
     """
-    turns = Turns("messages")
+    turns = ConversationBuilder("messages")
     if body.system:
         turns.system(_BETWEEN.join(block.text for block in body.system))
     for place, message in enumerate(body.messages):
@@ -50,7 +51,7 @@ def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:
     return turns.finish()
 
 
-def _add(turns: Turns, message: MessageParam, param: str) -> None:
+def _add(turns: ConversationBuilder, message: MessageParam, param: str) -> None:
     if message.role == "system":
         turns.system(_BETWEEN.join(block.text for block in message.content))  # type: ignore[union-attr]
         return
@@ -75,13 +76,13 @@ def _json(value: Any) -> str:
 
 
 def _result(block: ToolResultBlock) -> str:
-    """Templates know of no failed calls, so a failure is said in words."""
+    """Returns the result's text. Templates have no place for failed calls, so the text says it."""
     text = _BETWEEN.join(part.text for part in block.content)
     return f"Error: {text}" if block.is_error else text
 
 
-def tools_of(tools: list[Tool] | None) -> list[dict[str, Any]]:
-    """In OpenAI's shape, which is the one that templates know."""
+def tools_of(tools: list[ToolParam] | None) -> list[dict[str, Any]]:
+    """Returns the tools in OpenAI's shape, which chat templates take."""
     out = []
     for tool in tools or ():
         function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
@@ -103,7 +104,8 @@ def tool_choice_of(body: CountTokensRequest) -> ToolChoice:
 
 
 def dialogue_of(state: ServerState, body: CountTokensRequest) -> Dialogue:
-    """A last message of the assistant is the beginning of the answer."""
+    """Returns the request's dialogue. A last message of the assistant is continued by the
+    answer."""
     messages = messages_of(body)
     last = messages[-1]
     prefilled = last["role"] == "assistant"

@@ -1,4 +1,4 @@
-"""Errors as Anthropic's API words them: `{"type": "error", "error": {type, message}}`."""
+"""Error responses in Anthropic's shape: `{"type": "error", "error": {type, message}}`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ _KINDS = {
 }
 
 
-class ErrorObject(msgspec.Struct):
+class AnthropicError(msgspec.Struct):
     type: str
     message: str
 
 
-class ErrorBody(msgspec.Struct):
-    error: ErrorObject
+class AnthropicErrorBody(msgspec.Struct):
+    error: AnthropicError
     request_id: str
     type: str = "error"
 
 
-def error_body(error: ApiError, request_id: str) -> ErrorBody:
-    """The shape has no place for a field's name but the message."""
+def error_body(error: ApiError, request_id: str) -> AnthropicErrorBody:
+    """Returns the error in Anthropic's shape, whose only place for a field's name is the
+    message."""
     message = str(error)
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
     kind = _KINDS.get(error.status) or (
         "api_error" if error.status >= 500 else "invalid_request_error"
     )
-    return ErrorBody(ErrorObject(kind, message), request_id)
+    return AnthropicErrorBody(AnthropicError(kind, message), request_id)
 
 
 def error_response(error: ApiError, request_id: str) -> Response:

@@ -1,5 +1,4 @@
-"""From what a model says, piece by piece, to the events of a streamed message and to the message
-itself."""
+"""Events of a streamed message, and the message itself, built from the model's output."""
 
 from __future__ import annotations
 
@@ -10,16 +9,24 @@ from typing import Any
 import msgspec
 from pydantic_core import from_json
 
-from quire.server.anthropic.objects import Block, Message, MessageUsage, Text, Thinking, ToolUse
+from quire.server.anthropic.objects import (
+    Block,
+    Message,
+    MessageUsage,
+    TextContent,
+    ThinkingContent,
+    ToolUseContent,
+)
 
 _encoder = msgspec.json.Encoder()
 
 
 class MessageWriter:
-    """Builds `message`, and appends to `out` the events that tell of it.
+    """Builds `message`, and appends its events to `out`.
 
-    streams: False: nobody wants the events.
-    show_thinking: False: thinking blocks are empty but for their signature.
+    Args:
+        streams: False leaves the events out.
+        show_thinking: False leaves thinking blocks empty but for their signature.
     """
 
     def __init__(self, message: Message, *, streams: bool, show_thinking: bool) -> None:
@@ -40,32 +47,32 @@ class MessageWriter:
     def text(self, text: str) -> None:
         if not text:
             return
-        if not isinstance(self._block, Text):
-            self._open(Text())
+        if not isinstance(self._block, TextContent):
+            self._open(TextContent())
         self._delta("text_delta", text=text)
         self._texts.append(text)
 
     def thinking(self, text: str) -> None:
         if not text:
             return
-        if not isinstance(self._block, Thinking):
-            self._open(Thinking())
+        if not isinstance(self._block, ThinkingContent):
+            self._open(ThinkingContent())
         if self._show_thinking:
             self._delta("thinking_delta", thinking=text)
         self._texts.append(text)
 
     def tool_use(self, id: str, name: str) -> None:
-        self._open(ToolUse(id, name))
+        self._open(ToolUseContent(id, name))
 
     def input_json(self, text: str) -> None:
-        """More of the input of the tool use that began last."""
-        if text and isinstance(self._block, ToolUse):
+        """Adds to the input of the tool use that began last."""
+        if text and isinstance(self._block, ToolUseContent):
             self._delta("input_json_delta", partial_json=text)
             self._texts.append(text)
 
     def finish(self, usage: MessageUsage, stop_reason: str, stop_sequence: str | None) -> None:
         if not self.message.content:
-            self._open(Text())
+            self._open(TextContent())
         self._close()
         self.message.stop_reason, self.message.stop_sequence = stop_reason, stop_sequence
         self.message.usage = usage
@@ -91,9 +98,9 @@ class MessageWriter:
         block, text = self._block, "".join(self._texts)
         if block is None:
             return
-        if isinstance(block, Text):
+        if isinstance(block, TextContent):
             block.text = text
-        elif isinstance(block, ToolUse):
+        elif isinstance(block, ToolUseContent):
             block.input = _object(text)
         else:
             block.thinking = text if self._show_thinking else ""
@@ -116,7 +123,7 @@ def write_event(buffer: bytearray, kind: str, value: Any) -> None:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A tool's input; of one that was cut off, as much as came."""
+    """Returns a tool's input. An input that was cut off is parsed as far as it came."""
     try:
         value = from_json(text or "{}", allow_partial="trailing-strings")
     except ValueError:
@@ -125,6 +132,8 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _signature(thinking: str) -> str:
-    """Clients drop thinking that is not signed, and send the rest back as it came. The text is
-    theirs to read and to change, so its digest will do."""
+    """Returns a signature of thinking, as clients drop thinking that is not signed.
+
+    The text is the client's to read and to change, so a digest is enough.
+    """
     return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()

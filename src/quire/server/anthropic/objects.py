@@ -1,4 +1,4 @@
-"""What the Messages API sends back, as msgspec structs: fields in Anthropic's order."""
+"""Answers of the Messages API, as msgspec structs with fields in Anthropic's order."""
 
 from __future__ import annotations
 
@@ -7,40 +7,37 @@ from typing import Any
 import msgspec
 
 
-class Text(msgspec.Struct, tag="text"):
+class TextContent(msgspec.Struct, tag="text"):
     text: str = ""
 
 
-class Thinking(msgspec.Struct, tag="thinking"):
+class ThinkingContent(msgspec.Struct, tag="thinking"):
     thinking: str = ""
     signature: str = ""
 
 
-class ToolUse(msgspec.Struct, tag="tool_use"):
+class ToolUseContent(msgspec.Struct, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any] = {}
 
 
-Block = Text | Thinking | ToolUse
+Block = TextContent | ThinkingContent | ToolUseContent
 
 
-class OutputTokensDetails(msgspec.Struct):
+class ThinkingTokensDetails(msgspec.Struct):
     thinking_tokens: int = 0
 
 
-class Usage(msgspec.Struct):
-    """`input_tokens` leaves out what came from the cache. The prefix cache fills itself: nothing is
-    ever written to it on demand."""
+class MessageUsage(msgspec.Struct):
+    """Token counts. `input_tokens` leaves out tokens found in the prefix cache, which fills itself:
+    `cache_creation_input_tokens` is always 0."""
 
     input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: ThinkingTokensDetails
     cache_creation_input_tokens: int = 0
-
-
-class MessageUsage(Usage):
     service_tier: str = "standard"
 
 

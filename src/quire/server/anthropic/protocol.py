@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from quire.errors import RequestError
 from quire.server.anthropic.blocks import CacheControl, MessageParam, Texts
-from quire.server.strict import INT32_MAX, Name, Strict, drop_unused
+from quire.server.strict_model import INT32_MAX, Name, StrictModel, drop_unused
 
 MAX_MESSAGES = 100_000
 MAX_TOOLS = 256
@@ -33,7 +33,7 @@ _UNSUPPORTED_IN_TOOL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Tool(Strict):
+class ToolParam(StrictModel):
     name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
     input_schema: dict[str, Any]
     description: str | None = None
@@ -53,13 +53,13 @@ class Tool(Strict):
         return drop_unused(data, _UNSUPPORTED_IN_TOOL)
 
 
-class ToolChoice(Strict):
+class ToolChoiceConfig(StrictModel):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
-    def _named(self) -> ToolChoice:
+    def _named(self) -> ToolChoiceConfig:
         if (self.type == "tool") != (self.name is not None):
             raise RequestError("type 'tool' needs a 'name', and no other type has one.", "name")
         if self.type == "none" and self.disable_parallel_tool_use is not None:
@@ -69,7 +69,7 @@ class ToolChoice(Strict):
         return self
 
 
-class Thinking(Strict):
+class ThinkingConfig(StrictModel):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=1024, le=INT32_MAX)
     display: Literal["omitted"] | None = None
@@ -86,7 +86,7 @@ class Thinking(Strict):
         return display
 
     @model_validator(mode="after")
-    def _budget(self) -> Thinking:
+    def _budget(self) -> ThinkingConfig:
         if (self.type == "enabled") != (self.budget_tokens is not None):
             raise RequestError(
                 "type 'enabled' needs 'budget_tokens', and no other type has them.",
@@ -97,18 +97,18 @@ class Thinking(Strict):
         return self
 
 
-class Metadata(Strict):
-    """An opaque identifier: accepted, not used."""
+class MessageMetadata(StrictModel):
+    """Holds an opaque identifier, which is accepted and not used."""
 
     user_id: Name | None = None
 
 
-class OutputFormat(Strict):
+class OutputFormat(StrictModel):
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Strict):
+class OutputConfig(StrictModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
@@ -117,15 +117,15 @@ def _parse_system(system: Any) -> Any:
     return [{"type": "text", "text": system}] if isinstance(system, str) else system
 
 
-class CountTokensRequest(Strict):
-    """What makes up the prompt: all that counting its tokens needs."""
+class CountTokensRequest(StrictModel):
+    """The fields that make up the prompt: all that counting its tokens needs."""
 
     model: Name
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Texts | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    tools: Annotated[list[ToolParam], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoiceConfig | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
 
@@ -146,7 +146,7 @@ class CountTokensRequest(Strict):
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(ge=1, le=INT32_MAX)
-    metadata: Metadata | None = None
+    metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
     stream: bool | None = None

@@ -13,12 +13,13 @@ from quire.server.anthropic.events import MessageWriter, write_event
 from quire.server.anthropic.objects import (
     Message,
     MessageUsage,
-    OutputTokensDetails,
+    ThinkingTokensDetails,
     TokenCount,
 )
 from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from quire.server.body import Model, read_body
-from quire.server.dialogue import (
+from quire.server.errors import ApiError, rename_fields
+from quire.server.generation.chat import ChatGeneration, count, prepare
+from quire.server.generation.dialogue import (
     Event,
     Finished,
     ReasoningDelta,
@@ -26,35 +27,34 @@ from quire.server.dialogue import (
     ToolCallBegin,
     ToolCallDelta,
 )
-from quire.server.errors import ApiError, renaming
-from quire.server.reply import Reply, count, prepare
-from quire.server.sse import EventStream, json_answer, start_stream, unless_gone
+from quire.server.generation.thinking import BudgetedChatGeneration, reasoning_tokens
+from quire.server.middleware.request_context import context_of
+from quire.server.request_body import Model, read_body
+from quire.server.sse import EventStream, json_response, start_stream, unless_disconnected
 from quire.server.state import ServerState, state_of
-from quire.server.thinking import BudgetedReply, reasoning_tokens
-from quire.server.visit import visit_of
 
 VERSIONS = ("2023-06-01", "2026-10-21")
-"""They differ in what they refuse: the newer one knows no temperature, top_k and top_p. They are
-taken in both, as models here have them."""
+"""The newer version has no temperature, top_k and top_p. Both take them here, as models have them.
+"""
 
 
 async def create_message(request: Request) -> Response:
     state = state_of(request)
     body = await _read(request, state, MessagesRequest)
-    with renaming(NAMES):
+    with rename_fields(NAMES):
         return await _answer(request, body)
 
 
 async def _answer(request: Request, body: MessagesRequest) -> Response:
     state = state_of(request)
     dialogue = await asyncio.to_thread(dialogue_of, state, body)
-    prepared = await prepare(state, dialogue, visit_of(request))
-    reply: Reply | BudgetedReply = prepared
+    prepared = await prepare(state, dialogue, context_of(request))
+    reply: ChatGeneration | BudgetedChatGeneration = prepared
     if body.budget is not None:
-        reply = BudgetedReply(state, prepared, body.budget)
-    answer = MessageAnswer(state, body, reply, visit_of(request).id)
+        reply = BudgetedChatGeneration(state, prepared, body.budget)
+    answer = MessageAnswer(state, body, reply, context_of(request).id)
     if not body.stream:
-        return json_answer(await unless_gone(request.receive, answer.whole()))
+        return json_response(await unless_disconnected(request.receive, answer.whole()))
     await start_stream(request, reply)
     return EventStream(
         reply,
@@ -68,13 +68,13 @@ async def _answer(request: Request, body: MessagesRequest) -> Response:
 async def count_tokens(request: Request) -> Response:
     state = state_of(request)
     body = await _read(request, state, CountTokensRequest)
-    with renaming(NAMES):
+    with rename_fields(NAMES):
         ids = await count(state, await asyncio.to_thread(dialogue_of, state, body))
-    return json_answer(TokenCount(len(ids)))
+    return json_response(TokenCount(len(ids)))
 
 
 async def _read(request: Request, state: ServerState, model: type[Model]) -> Model:
-    """The body, if the request is one that this server understands."""
+    """Reads the body of a request of a known API version. Raises ApiError."""
     version = request.headers.get("anthropic-version")
     if version is not None and version not in VERSIONS:
         known = " and ".join(VERSIONS)
@@ -88,13 +88,13 @@ async def _read(request: Request, state: ServerState, model: type[Model]) -> Mod
 
 
 class MessageAnswer:
-    """A reply as one message, or as the events of one."""
+    """Writes a reply as one message, or as the events of one."""
 
     def __init__(
         self,
         state: ServerState,
         body: MessagesRequest,
-        reply: Reply | BudgetedReply,
+        reply: ChatGeneration | BudgetedChatGeneration,
         request_id: str,
     ) -> None:
         self.reply = reply
@@ -168,5 +168,5 @@ class MessageAnswer:
             usage.prompt_tokens - cached,
             cached,
             usage.completion_tokens,
-            OutputTokensDetails(reasoning_tokens(usage)),
+            ThinkingTokensDetails(reasoning_tokens(usage)),
         )

@@ -1,1 +1,1 @@
-"""Files of requests, in OpenAI's batch format."""
+"""Runs files of requests in OpenAI's batch format."""

@@ -1,4 +1,4 @@
-"""The lines of batch files: what comes in, what goes out."""
+"""Lines of batch input and output files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/resp
 MAX_ID = 512
 
 _AROUND = 8192
-"""Bytes of a line beside its body."""
+"""Bytes allowed for a line besides its body."""
 
 
 class BatchRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -35,7 +35,10 @@ class BatchResponse(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct, omit_defaults=True):
-    """Why a line was not run. line: its number, from 1, where its id does not tell it apart."""
+    """The reason why a line was not run.
+
+    line: its number, from 1, where its custom id is missing or not unique.
+    """
 
     code: str
     message: str
@@ -56,13 +59,14 @@ class BatchOutcome(msgspec.Struct):
         return self.response is None or self.response.status_code != 200
 
 
-Key = str | int
-"""What tells outcomes apart: the custom id, or the line's number where that is no use."""
+OutcomeKey = str | int
+"""Identifies an outcome: the custom id, or the line's number where the id is missing or not unique.
+"""
 
 
 @dataclass(slots=True)
-class Line:
-    """A line of the input: a request, or what is wrong with it."""
+class BatchLine:
+    """A line of the input: a request, or the error that it holds."""
 
     number: int
     custom_id: str | None
@@ -70,18 +74,21 @@ class Line:
     error: BatchError | None = None
 
     @property
-    def key(self) -> Key:
+    def key(self) -> OutcomeKey:
         if self.custom_id is None or (self.error is not None and self.error.line is not None):
             return self.number
         return self.custom_id
 
 
-def refused(line: Line) -> BatchOutcome:
+def refused(line: BatchLine) -> BatchOutcome:
     return BatchOutcome(new_id("batch_req", "_"), line.custom_id, None, line.error)
 
 
-def read_lines(path: Path, max_body: int) -> Iterator[Line]:
-    """The requests of a file, one at a time; empty lines are skipped. `max_body`: bytes.
+def read_lines(path: Path, max_body: int) -> Iterator[BatchLine]:
+    """Yields the requests of a file; empty lines are skipped.
+
+    Args:
+        max_body: most bytes of a request's body.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -96,7 +103,8 @@ def read_lines(path: Path, max_body: int) -> Iterator[Line]:
 
 
 def _bounded(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
-    """(number, line) for each that is not empty; None stands for one that is too long."""
+    """Yields (number, line) for each line that is not empty; None stands for one that is too
+    long."""
     number = 0
     while data := file.readline(limit):
         number += 1
@@ -109,7 +117,7 @@ def _bounded(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
             yield number, data
 
 
-def _parse(number: int, data: bytes | None, seen: set[str]) -> Line:
+def _parse(number: int, data: bytes | None, seen: set[str]) -> BatchLine:
     if data is None:
         return _bad(number, "line_too_long", "it is longer than a request may be.")
     try:
@@ -125,7 +133,7 @@ def _parse(number: int, data: bytes | None, seen: set[str]) -> Line:
         why = f"the custom_id {custom_id[:100]!r} was in an earlier line."
         return _bad(number, "duplicate_custom_id", why, "custom_id", custom_id)
     seen.add(custom_id)
-    line = Line(number, custom_id, request)
+    line = BatchLine(number, custom_id, request)
     if request.method != "POST":
         line.error = BatchError(
             "invalid_method", f"'method' must be POST, not {request.method[:40]!r}.", "method"
@@ -143,8 +151,10 @@ def _parse(number: int, data: bytes | None, seen: set[str]) -> Line:
 
 def _bad(
     number: int, code: str, why: str, param: str | None = None, custom_id: str | None = None
-) -> Line:
-    return Line(number, custom_id, error=BatchError(code, f"Line {number}: {why}", param, number))
+) -> BatchLine:
+    return BatchLine(
+        number, custom_id, error=BatchError(code, f"Line {number}: {why}", param, number)
+    )
 
 
 class _Peek(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""The files that a batch writes, which also tell what is done already."""
+"""Output files of a batch, which also record the lines that are done."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from types import TracebackType
 import msgspec
 
 from quire.errors import ConfigError
-from quire.server.batch.lines import BatchOutcome, Key
+from quire.server.batch.lines import BatchOutcome, OutcomeKey
 
 
 class OutcomeFile:
-    """Appends outcomes, each with one write, so that a kill leaves at most one torn line at the
-    end; opening the file again cuts that off.
+    """Appends outcomes, each with one write.
 
-    done: the keys of the outcomes that were there. failed: how many of them are failures.
+    A kill leaves at most one torn line at the end, which opening the file again cuts off.
+
+    Attributes:
+        done: keys of the outcomes that the file held when it was opened.
+        failed: number of failures among them.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError: it cannot be written, another run does, or it is not a batch's."""
+        """Raises ConfigError if the file cannot be written, is in use, or is not a batch's."""
         self.path = path
-        self.done: set[Key] = set()
+        self.done: set[OutcomeKey] = set()
         self.failed = 0
         try:
             self._file = path.open("a+b", buffering=0)
@@ -76,7 +79,7 @@ class OutcomeFile:
         self._file.close()
 
 
-def _key(outcome: BatchOutcome) -> Key:
+def _key(outcome: BatchOutcome) -> OutcomeKey:
     if outcome.error is not None and outcome.error.line is not None:
         return outcome.error.line
     return outcome.custom_id or ""

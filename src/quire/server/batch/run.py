@@ -14,10 +14,10 @@ from starlette.types import ASGIApp
 
 from quire.errors import ConfigError, EngineDeadError
 from quire.server.batch.lines import (
+    BatchLine,
     BatchOutcome,
     BatchRequest,
     BatchResponse,
-    Line,
     read_lines,
     refused,
 )
@@ -27,7 +27,14 @@ from quire.server.state import new_id
 
 @dataclass(slots=True)
 class Counts:
-    """Lines of a batch. before: of `done`, those of earlier runs. failed: of all that are done."""
+    """Counts of a batch's lines.
+
+    Attributes:
+        total: lines of the input.
+        done: lines with an outcome, earlier runs included.
+        before: lines that earlier runs have done.
+        failed: failures among the lines that are done.
+    """
 
     total: int = 0
     done: int = 0
@@ -36,17 +43,20 @@ class Counts:
 
 
 _ENGINE_DEAD = b'"engine_dead"'
-"""The code of the error."""
+"""Code of the error that a stopped engine gives, as it stands in a body."""
 
 OnCount = Callable[[Counts], None]
-"""Told after each line."""
+"""Called after each line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A file of requests and where its outcomes go; failures to `errors`, if that is given.
+    """A file of requests and the files of its outcomes.
 
-    concurrency: requests under way at once. max_body: bytes.
+    Attributes:
+        errors: file of failures; None writes them to `target`.
+        concurrency: most requests under way at once.
+        max_body: most bytes of a request's body.
     """
 
     source: Path
@@ -56,7 +66,7 @@ class Batch:
     max_body: int = 16_000_000
 
     def check(self) -> None:
-        """Raises ConfigError: the files are not three different ones, or there is no input."""
+        """Raises ConfigError unless the files are three different ones and the input exists."""
         if not self.source.is_file():
             raise ConfigError(f"no file {self.source}", "input")
         paths = [path.resolve() for path in (self.source, self.target, self.errors) if path]
@@ -64,11 +74,12 @@ class Batch:
             raise ConfigError("input, output and error file must be different files", "output")
 
     async def run(self, app: ASGIApp, on_count: OnCount) -> Counts:
-        """Runs what is not done yet.
+        """Runs the lines that are not done yet.
 
         Raises:
             ConfigError: one of the files is wrong.
-            EngineDeadError: the engine stopped. What is done is written; the rest can be run again.
+            EngineDeadError: the engine stopped. Outcomes so far are written; a second run does the
+                rest.
         """
         self.check()
         with ExitStack() as stack:
@@ -81,7 +92,7 @@ class Batch:
             await runner.run(self._lines(), self.concurrency)
             return runner.counts
 
-    def _lines(self) -> Iterator[Line]:
+    def _lines(self) -> Iterator[BatchLine]:
         return read_lines(self.source, self.max_body)
 
 
@@ -98,7 +109,7 @@ class _Runner:
         if errors is not target:
             self.counts.failed += errors.failed
 
-    async def run(self, lines: Iterator[Line], concurrency: int) -> None:
+    async def run(self, lines: Iterator[BatchLine], concurrency: int) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(concurrency):
@@ -106,7 +117,7 @@ class _Runner:
         except* EngineDeadError as group:
             raise group.exceptions[0] from None
 
-    async def _work(self, lines: Iterator[Line]) -> None:
+    async def _work(self, lines: Iterator[BatchLine]) -> None:
         for line in lines:
             if line.key in self.known:
                 self.counts.before += 1
@@ -115,7 +126,7 @@ class _Runner:
             self.counts.done += 1
             self.on_count(self.counts)
 
-    async def _outcome(self, line: Line) -> BatchOutcome:
+    async def _outcome(self, line: BatchLine) -> BatchOutcome:
         if line.error is not None or line.request is None:
             return refused(line)
         status, body = await call(self.app, line.request)
@@ -130,7 +141,7 @@ class _Runner:
 
 
 async def call(app: ASGIApp, request: BatchRequest) -> tuple[int, bytes]:
-    """The status and body of the answer."""
+    """Returns the status and body of the application's answer."""
     data = bytes(request.body)
     scope = {
         "type": "http",

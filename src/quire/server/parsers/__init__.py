@@ -1,1 +1,1 @@
-"""How models write tool calls and reasoning: readers of their text, and grammars for it."""
+"""Parsers and grammars of the formats in which models write tool calls and reasoning."""

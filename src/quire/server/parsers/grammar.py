@@ -8,15 +8,16 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As templates write JSON."""
+"""JSON separators that templates use."""
 _SPECIAL = frozenset(r".^$*+?()[]{}|\/")
 
 
 class Rules:
-    """Names rules as they are written.
+    """Collects the rules of a grammar and names them.
 
-    added: text of tokens that stand outside the text in which they appear, to their ids; a grammar
-    must name them by id.
+    Args:
+        added: maps the text of tokens outside the ordinary vocabulary to their ids; a grammar must
+            name them by id.
     """
 
     def __init__(self, added: Mapping[str, int], template: str = "") -> None:
@@ -39,7 +40,7 @@ class Rules:
         return self.add(f"%json {json.dumps({**schema, 'x-guidance': options})}")
 
     def property(self, schema: Mapping[str, Any], key: str) -> dict[str, Any]:
-        """The schema of a property, fit to stand alone."""
+        """Returns the schema of a property, fit to stand alone."""
         value = schema["properties"][key]
         if not isinstance(value, Mapping):
             value = {} if value else {"not": {}}
@@ -59,8 +60,8 @@ class Rules:
         return self.add("/{}/".format(pattern.replace("/", "\\/")))
 
     def add_text(self, without: Collection[str], first: str = "") -> str:
-        """A terminal of any text but one that contains one of `without`, or begins with one of the
-        characters of `first`."""
+        """Adds a terminal of any text but one that contains one of `without`, or begins with a
+        character of `first`."""
         barred = [f"(?s:.*){_escaped(text)}(?s:.*)" for text in without if text not in self._added]
         barred += [f"\\s*{_escaped(char)}(?s:.*)" for char in first]
         body = " & ".join(["/(?s:.+)/", *(f"~/{pattern}/" for pattern in barred)])
@@ -69,15 +70,18 @@ class Rules:
         return name
 
     def optional_call(self, call: str, starts: Collection[str], first: str) -> str:
-        """Any text, or text and then `call`. Where what starts a call is no token, text
-        and call exclude each other: the end of such text would be undecidable."""
+        """Returns an expression of any text, or of text and then `call`.
+
+        Where the start of a call is no token, text and call exclude each other: the end of such
+        text would be undecidable.
+        """
         text = self.add_text(starts, first)
         if first or any(start not in self._added for start in starts):
             return f"{text} | {call}"
         return f"{text}? {call}? | {text}"
 
     def add_until(self, end: str) -> str:
-        """Any text up to the first `end`, and that."""
+        """Adds a rule of any text up to the first `end`, and `end` itself."""
         if end in self._added:
             return self.add(f"/(?s:.*)/ {self.literal(end)}")
         name = f"until_{len(self.lines)}"
@@ -93,5 +97,5 @@ def _quoted(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """For use in a regular expression between slashes."""
+    """Escapes text for a regular expression between slashes."""
     return "".join(f"\\{char}" if char in _SPECIAL else char for char in text)

@@ -1,4 +1,4 @@
-"""Reading JSON character by character, and calls written as JSON objects."""
+"""Parsing of JSON character by character, and of calls written as JSON objects."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _NAME = ("name", "function")
 
 
 class JsonToolParser(ToolParser):
-    """For formats with calls like {"name": "f", "arguments": {...}}, keys in any order.
+    """Parses formats with calls like {"name": "f", "arguments": {...}}, keys in any order.
 
-    `needs_arguments`: an object without arguments is no call, as any JSON might be the answer.
+    needs_arguments: an object without arguments is no call, as any JSON might be the answer.
     """
 
     needs_arguments = False
 
     def call(self) -> Reading:
-        """One call's object. Closing braces that are missing once the arguments are complete are
-        not missed."""
+        """Reads one call's object. Closing braces may be missing once the arguments are
+        complete."""
         if not (yield from self._call()):
             raise NotACallError
 
     def _call(self) -> Generator[None, None, bool]:
-        """Whether there was a call in it."""
+        """Reads an object; returns whether it held a call."""
         name: str | None = None
         arguments: str | None = None
         done = inner = False
@@ -82,8 +82,10 @@ class JsonToolParser(ToolParser):
     # -- JSON ----------------------------------------------------------------------------------
 
     def value(self, depth: int = 0) -> Reading:
-        """Any standard JSON value, but that strings may hold control characters, as models write
-        them: those are escaped on their way."""
+        """Reads any standard JSON value.
+
+        Strings may hold control characters, as models write them; those are escaped as they pass.
+        """
         char = self.char
         if depth > _MAX_DEPTH:
             raise NotACallError
@@ -127,7 +129,7 @@ class JsonToolParser(ToolParser):
             raise NotACallError
 
     def _string(self) -> Generator[None, None, str]:
-        """A string; returns its value."""
+        """Reads a string; returns its value."""
         if self.char != '"':
             raise NotACallError
         raw = ['"']
@@ -157,7 +159,8 @@ class JsonToolParser(ToolParser):
 
 
 def _object_text(raw: str) -> str:
-    """Arguments as the JSON text of an object; some models write that text into a string."""
+    """Returns arguments as the JSON text of an object; some models write that text into a
+    string."""
     try:
         value = json.loads(raw)
         if isinstance(value, str):

@@ -11,7 +11,8 @@ from quire.server.parsers.stream import Reading
 
 
 class Llama3JsonParser(JsonToolParser):
-    """An answer that begins with a brace, or with <|python_tag|>, is read as a call."""
+    """Parses Llama's JSON calls: an answer that begins with a brace, or with <|python_tag|>, is a
+    call."""
 
     name = "llama3_json"
     starts = ("<|python_tag|>",)

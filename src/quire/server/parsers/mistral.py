@@ -37,7 +37,8 @@ class MistralParser(JsonToolParser):
             yield
 
     def _one(self) -> Reading:
-        """Name, perhaps an id, and arguments; the next call has a mark of its own."""
+        """Reads a name, an id if there is one, and arguments; the next call has a mark of its
+        own."""
         letters = []
         while self.char in _NAME:
             letters.append(self.char)
@@ -58,7 +59,7 @@ class MistralParser(JsonToolParser):
         self.end()
 
     def new_id(self) -> str:
-        """Mistral's templates take nothing else."""
+        """Returns nine letters and digits: Mistral's templates take no other ids."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     @classmethod

@@ -17,8 +17,11 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 class PythonicParser(ToolParser):
-    """An answer that begins with a bracket, or with <|python_start|>, is read as calls. Arguments
-    are keywords with literal values, each passed on when it is complete."""
+    """Parses calls in Python: an answer that begins with a bracket, or with <|python_start|>, is
+    calls.
+
+    Arguments are keywords with literal values, each passed on when it is complete.
+    """
 
     name = "pythonic"
     starts = ("<|python_start|>",)
@@ -75,7 +78,7 @@ class PythonicParser(ToolParser):
         return "".join(letters)
 
     def _literal(self) -> Generator[None, None, str]:
-        """The text up to the comma or parenthesis that ends it."""
+        """Reads the text up to the comma or parenthesis that ends it."""
         chars, depth, quote = [], 0, ""
         while True:
             char = self.char
@@ -108,9 +111,11 @@ class PythonicParser(ToolParser):
 
 
 def _keywords(rules: Rules, schema: Mapping[str, Any]) -> str:
-    """The properties in their order, each once. Their values are JSON, which the parser takes as
-    well. Built from the last one: `first` and `more` are what may come where none and where some
-    have been written."""
+    """Returns a rule of the properties in their order, each at most once, with JSON values.
+
+    The rule is built from the last property: `first` and `more` are the continuations where no
+    property, and where some, have been written.
+    """
     required = schema.get("required", ())
     first = more = '""'
     for key in reversed(schema.get("properties", {})):

@@ -15,8 +15,11 @@ _ENDS = (f"\n{_END}", _END)
 
 
 class Qwen3XmlParser(ToolParser):
-    """Values are bare text. A parameter whose schema says so is a string, passed on as it comes;
-    others are JSON where they can be read as such."""
+    """Parses calls whose values are bare text.
+
+    A parameter whose schema says so is a string, passed on as it comes. Others are JSON where they
+    can be read as such.
+    """
 
     name = "qwen3_xml"
     starts = ("<tool_call>",)
@@ -76,7 +79,7 @@ class Qwen3XmlParser(ToolParser):
             self.give_arguments(words.get(raw.strip()) or json.dumps(raw, ensure_ascii=False))
 
     def _text(self, escape: bool = True) -> Reading:
-        """Up to the end mark; consumed is what belongs to the value."""
+        """Reads up to the end mark; what belongs to the value is consumed."""
         waiting = ""
         while True:
             if self.char == "":
@@ -109,7 +112,7 @@ class Qwen3XmlParser(ToolParser):
 
 
 def _parameters(rules: Rules, schema: Mapping[str, Any]) -> str:
-    """The properties in their order, each once."""
+    """Returns a rule of the properties in their order, each at most once."""
     parts = []
     for key in schema.get("properties", {}):
         whole = rules.property(schema, key)

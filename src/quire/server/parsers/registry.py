@@ -1,4 +1,4 @@
-"""The formats by name, and which of them a chat template teaches."""
+"""Registry of the formats by name, and of the templates that teach them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ REASONING_FORMATS = {format.name: format for format in _REASONING}
 
 
 def tool_parser(name: str, template: str) -> type[ToolParser] | None:
-    """The parser of this name; "auto": the one that fits the template, if any does."""
+    """Returns the parser of this name; "auto" returns the one that fits the template, if any
+    does."""
     if name != "auto":
         return TOOL_PARSERS.get(name)
     return next((parser for parser in _TOOL_PARSERS if parser.in_template in template), None)
 
 
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
-    """The format of this name; "auto": the one that the template mentions, if any."""
+    """Returns the format of this name; "auto" returns the one that the template mentions, if
+    any."""
     if name != "auto":
         return REASONING_FORMATS.get(name)
     return next((format for format in _REASONING if format.close in template), None)

@@ -1,9 +1,8 @@
-"""What tool-call parsers share: reading text that comes in pieces, and giving it back as text when
-it turns out to be no call.
+"""Base of tool-call parsers: they read text in pieces, and return it as text when it is no call.
 
 A format is a generator that looks at `self.char`, the first character not yet consumed ("" at the
-end), and yields to consume it. As it never sees more than one character, how the text was cut
-cannot matter.
+end), and yields to consume it. It never sees more than one character, so it does not matter how the
+text was cut.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SPACE = frozenset(" \t\r\n")
 
 
 class NotACallError(Exception):
-    """What was read is not in the parser's format."""
+    """The text read is not in the parser's format."""
 
 
 @dataclass(slots=True)
@@ -53,28 +52,28 @@ Part = Text | CallBegin | CallArguments | CallEnd
 
 
 class ToolParser(ABC):
-    """Reads the calls in one completion.
+    """Parses the calls in one completion.
 
-    What is no call after all is passed on as text. Once a call's name is known it has begun, and
-    only what comes after the last character that fits is text. The name must be one of `tools`
-    (names to JSON Schemas of the parameters): who executes calls need not expect others. Space
-    around calls is dropped.
-
-    Subclasses say where calls begin and read them; `grammar` writes what the parser reads.
+    Text that turns out to be no call is passed on as text. Once a call's name is known the call has
+    begun, and only text after the last character that fits is passed on. The name must be one of
+    `tools` (names to JSON Schemas of the parameters), so that clients get no other. Space around
+    calls is dropped. Subclasses say where calls begin and read them; `grammar` writes what the
+    parser reads.
     """
 
     name: ClassVar[str]
     starts: ClassVar[tuple[str, ...]] = ()
-    """Begin calls, anywhere. Already consumed when `calls` runs."""
+    """Marks that begin calls, anywhere. They are consumed already when `calls` runs."""
     first: ClassVar[str] = ""
-    """Characters that begin calls as the first of a completion. Not consumed when `calls` runs."""
+    """Characters that begin calls as the first of a completion. They are not consumed when `calls`
+    runs."""
     marks: ClassVar[tuple[str, ...]] = ()
     """Further text of the format that may be special tokens."""
     in_template: ClassVar[str] = ""
     """A chat template that contains this teaches the format."""
     by_property: ClassVar[bool] = False
-    """Whether arguments are written one by one, so that what a schema says of all of them together
-    cannot be enforced."""
+    """Tells that arguments are written one by one; a schema's keywords about all of them are not
+    enforced."""
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self.tools = tools
@@ -98,7 +97,7 @@ class ToolParser(ABC):
     @classmethod
     @abstractmethod
     def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
-        """A Lark expression of one call, or with `parallel` of one or more."""
+        """Returns a Lark expression of one call, or with `parallel` of one or more."""
 
     # -- text in, parts out --------------------------------------------------------------------
 
@@ -108,7 +107,7 @@ class ToolParser(ABC):
         return self._take()
 
     def finish(self) -> list[Part]:
-        """The rest; nothing may be fed afterwards."""
+        """Returns the rest; nothing may be fed afterwards."""
         if self._reading is not None:
             self._step("")
         self._give(self._waiting)
@@ -158,7 +157,7 @@ class ToolParser(ABC):
         return rest
 
     def _read(self, text: str) -> str:
-        """Gives `calls` its characters; returns what it leaves."""
+        """Feeds characters to `calls`; returns what it leaves."""
         for place, char in enumerate(text):
             self._step(char)
             if self._reading is None:
@@ -184,7 +183,7 @@ class ToolParser(ABC):
     # -- for `calls` ---------------------------------------------------------------------------
 
     def begin(self, name: str) -> None:
-        """A call begins; raises NotACallError if there is no such tool."""
+        """Begins a call. Raises NotACallError if there is no such tool."""
         if name not in self.tools:
             raise NotACallError
         self._held = []
@@ -199,14 +198,14 @@ class ToolParser(ABC):
         self._parts.append(CallArguments(text))
 
     def passed_on(self, reading: Reading) -> Reading:
-        """What `reading` consumes are arguments, and passed on as they come."""
+        """Passes on as arguments what `reading` consumes."""
         self._arguments = []
         yield from reading
         self._parts = self._take()
         self._arguments = None
 
     def captured(self, reading: Generator[None, None, Any]) -> Generator[None, None, str]:
-        """The text that `reading` consumes."""
+        """Returns the text that `reading` consumes."""
         place = len(self._held)
         yield from reading
         return "".join(self._held[place:])
@@ -226,7 +225,7 @@ class ToolParser(ABC):
 
 
 def overlap(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins one of `marks`."""
+    """Returns the length of the longest end of `text` that begins one of `marks`."""
     longest = max(map(len, marks), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
         end = text[-length:]

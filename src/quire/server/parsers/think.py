@@ -10,7 +10,10 @@ from quire.server.parsers.stream import overlap
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """implied: a completion begins with reasoning even where nothing opens the block."""
+    """A format of reasoning blocks.
+
+    implied: a completion begins with reasoning even where nothing opens the block.
+    """
 
     name: str
     open: str
@@ -18,9 +21,13 @@ class ReasoningFormat:
     implied: bool = False
 
     def begins_open(self, prompt: str, continued: str | None = None) -> bool | None:
-        """What a prompt says of the completion: True, it goes on in a reasoning block; False, the
-        block has been closed; None, the model may open one. continued: the text of the message that
-        the completion goes on with, if it does."""
+        """Tells from a prompt whether its completion begins inside a reasoning block.
+
+        True: it does. False: the block has been closed. None: the model may open one.
+
+        Args:
+            continued: the text of the message that the completion continues, if it does.
+        """
         if continued is not None:
             return continued.rfind(self.open) > continued.rfind(self.close)
         end = prompt.rstrip()
@@ -31,7 +38,7 @@ class ReasoningFormat:
         return True if self.implied else None
 
 
-class _Place(Enum):
+class _ThinkState(Enum):
     START = 0
     INSIDE = 1
     BEHIND = 2
@@ -39,8 +46,10 @@ class _Place(Enum):
 
 
 class ThinkParser:
-    """Splits one completion. Space around the reasoning is dropped; only a block that the
-    completion begins with counts."""
+    """Splits one completion into reasoning and answer.
+
+    Space around the reasoning is dropped. Only a block that the completion begins with counts.
+    """
 
     def __init__(self, format: ReasoningFormat, begins_open: bool | None) -> None:
         self._format = format
@@ -48,56 +57,60 @@ class ThinkParser:
         self._waiting = ""
         self._silent = True  # nothing of the reasoning was passed on yet
         self._may_repeat = begins_open is True  # models repeat a mark that the prompt ends with
-        self._place = {True: _Place.INSIDE, False: _Place.ANSWER, None: _Place.START}[begins_open]
+        self._place = {
+            True: _ThinkState.INSIDE,
+            False: _ThinkState.ANSWER,
+            None: _ThinkState.START,
+        }[begins_open]
 
     @property
     def undecided(self) -> bool:
-        """Whether what came so far may become either."""
-        return self._place is _Place.START
+        """Tells whether the text so far may become either reasoning or answer."""
+        return self._place is _ThinkState.START
 
     @property
     def answering(self) -> bool:
-        return self._place in (_Place.BEHIND, _Place.ANSWER)
+        return self._place in (_ThinkState.BEHIND, _ThinkState.ANSWER)
 
     def feed(self, text: str) -> tuple[str, str, int]:
-        """(more reasoning, more of the answer, how many of the characters given were the
+        """Returns (more reasoning, more of the answer, how many of the new characters were the
         block's)."""
-        if self._place is _Place.ANSWER:
+        if self._place is _ThinkState.ANSWER:
             return "", text, 0
         waited = len(self._waiting)
         buffer, self._waiting = self._waiting + text, ""
         total, reasoning = len(buffer), ""
-        if self._place is _Place.START:
+        if self._place is _ThinkState.START:
             buffer = self._start(buffer)
-        if self._place is _Place.INSIDE:
+        if self._place is _ThinkState.INSIDE:
             reasoning, buffer = self._inside(buffer)
         block = max(0, total - len(buffer) - waited) if self.answering else len(text)
-        if self._place is _Place.BEHIND:
+        if self._place is _ThinkState.BEHIND:
             buffer = buffer.lstrip()
             if buffer:
-                self._place = _Place.ANSWER
+                self._place = _ThinkState.ANSWER
         return (reasoning, buffer, block) if self.answering else (reasoning, "", block)
 
     def finish(self) -> tuple[str, str]:
-        """What waited to be decided: (reasoning, answer)."""
+        """Returns the text that was undecided, as (reasoning, answer)."""
         text, self._waiting = self._waiting, ""
-        if self._place is _Place.INSIDE:
+        if self._place is _ThinkState.INSIDE:
             return text.rstrip(), ""
         return "", text
 
     def _start(self, buffer: str) -> str:
         inner = buffer.lstrip()
         if inner.startswith(self._format.open):
-            self._place = _Place.INSIDE
+            self._place = _ThinkState.INSIDE
             return inner[len(self._format.open) :]
         if self._format.open.startswith(inner):
             self._waiting = buffer
             return ""
-        self._place = _Place.ANSWER
+        self._place = _ThinkState.ANSWER
         return buffer
 
     def _inside(self, buffer: str) -> tuple[str, str]:
-        """(reasoning, what is behind the block)."""
+        """Splits text inside the block into (reasoning, text behind the block)."""
         if self._silent:
             buffer = buffer.lstrip()
         if self._may_repeat:
@@ -108,7 +121,7 @@ class ThinkParser:
             buffer = buffer.removeprefix(self._format.open).lstrip()
         at = buffer.find(self._format.close)
         if at >= 0:
-            self._place = _Place.BEHIND
+            self._place = _ThinkState.BEHIND
             return buffer[:at].rstrip(), buffer[at + len(self._format.close) :]
         reasoning = buffer[: len(buffer) - overlap(buffer, (self._format.close,))].rstrip()
         self._waiting = buffer[len(reasoning) :]

@@ -1,0 +1,138 @@
+"""A summary of block pools and the prefix tree, small enough to be displayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from quire.arrays import Int32, int32
+from quire.cache.block_manager import BlockManager
+from quire.cache.block_tables import BlockTables
+from quire.cache.node import Node
+from quire.cache.prefix_tree import PrefixTree
+
+FREE = -2
+CACHED = -1
+
+_NEWEST = 48
+"""Most children visited of one node."""
+_STEPS = 4096
+"""Most nodes visited in all."""
+
+
+@dataclass(slots=True)
+class PoolSummary:
+    """One KV group's pool as cells of `per_cell` blocks, the last of which may have fewer.
+
+    window: the group's sliding window in tokens, or None. num_blocks: size of the pool.
+    owner: int32 [cells], a lane that holds blocks of the cell, `CACHED` if only the tree holds
+        some, or `FREE`.
+    holders: int32 [cells], the most holders of any of the cell's blocks.
+    filled: int32 [cells], how many of the cell's blocks are not free.
+    """
+
+    window: int | None
+    num_blocks: int
+    per_cell: int
+    owner: Int32
+    holders: Int32
+    filled: Int32
+
+
+@dataclass(slots=True)
+class TreeRun:
+    """A run of tokens that is shared as a whole: nodes of the tree without a fork between them.
+
+    parent: index of the run before it, -1 for a namespace's root (which has no tokens).
+    length: in tokens. tokens: int32, the first ones. users: requests that use it.
+    hidden: children that the summary leaves out.
+    """
+
+    parent: int
+    length: int
+    tokens: Int32
+    users: int
+    hidden: int = 0
+
+
+@dataclass(slots=True)
+class Summary:
+    """pools: one per KV group. runs: the top of the prefix tree, parents before children, newest
+    children first. num_nodes: nodes in the whole tree."""
+
+    pools: list[PoolSummary]
+    runs: list[TreeRun]
+    num_nodes: int
+
+
+def summarize(manager: BlockManager, cells: int, runs: int, shown: int) -> Summary:
+    """Summarizes all pools in at most `cells` cells each, and the tree in at most `runs` runs with
+    their first `shown` tokens."""
+    return Summary(
+        [summarize_pool(tables, cells) for tables in manager.groups],
+        summarize_tree(manager.tree, runs, shown),
+        manager.tree.num_nodes,
+    )
+
+
+def summarize_pool(tables: BlockTables, most: int) -> PoolSummary:
+    """Summarizes a pool in at most `most` cells. Costs O(blocks), in a few numpy operations."""
+    holders = tables.pool.holders
+    num_blocks = len(holders)
+    owner = np.where(holders > 0, CACHED, FREE).astype(np.int32)
+    for lane in np.flatnonzero(tables.end > tables.start).tolist():
+        owner[tables.held(lane)] = lane
+    per_cell = max(1, -(-num_blocks // most))
+    if per_cell == 1:
+        filled = int32(holders > 0)
+        return PoolSummary(tables.window, num_blocks, 1, owner, holders.copy(), filled)
+    cells = -(-num_blocks // per_cell)
+    spare = cells * per_cell - num_blocks
+    owner = np.pad(owner, (0, spare), constant_values=FREE).reshape(cells, per_cell)
+    holders = np.pad(holders, (0, spare)).reshape(cells, per_cell)
+    return PoolSummary(
+        tables.window,
+        num_blocks,
+        per_cell,
+        owner.max(1),
+        holders.max(1),
+        int32((holders > 0).sum(1)),
+    )
+
+
+def summarize_tree(tree: PrefixTree, most: int, shown: int) -> list[TreeRun]:
+    """Summarizes the top of the tree in at most `most` runs, with their first `shown` tokens."""
+    runs: list[TreeRun] = []
+    level: list[tuple[int, Node]] = [(-1, root) for root in tree.roots(_NEWEST)]
+    steps = 0
+    while level:
+        below: list[tuple[int, Node]] = []
+        for parent, node in level:
+            if len(runs) == most or steps > _STEPS:
+                if parent >= 0:
+                    runs[parent].hidden += 1
+                continue
+            nodes = [node, *_unforked(node)]
+            steps += len(nodes)
+            data = b"".join(bytes(each.run[: 4 * shown]) for each in nodes[: shown + 1])
+            tokens = np.frombuffer(data, dtype=np.int32)[:shown]
+            length = sum(each.tokens for each in nodes)
+            runs.append(TreeRun(parent, length, tokens, nodes[0].users))
+            children = list(islice(reversed(nodes[-1].children.values()), _NEWEST))
+            runs[-1].hidden = len(nodes[-1].children) - len(children)
+            below += [(len(runs) - 1, child) for child in children]
+        level = below
+    return runs
+
+
+def _unforked(node: Node) -> Iterator[Node]:
+    """Yields the nodes that follow a node without a fork and with the same users."""
+    while node.parent is not None and len(node.children) == 1:
+        (child,) = node.children.values()
+        if child.users != node.users:
+            return
+        yield child
+        node = child

@@ -1,0 +1,186 @@
+"""The engine's process as its client sees it: its connection, its loading and its life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from quire.config import EngineArgs, EngineConfig
+from quire.engine.host import EngineHost
+from quire.engine.link import Heartbeat, Link
+from quire.engine.messages import (
+    Failed,
+    FromEngine,
+    Hello,
+    Loading,
+    Pong,
+    Ready,
+    RequestRefused,
+    Shutdown,
+    SnapshotReply,
+    Start,
+    StatsReply,
+    StepOutputs,
+    ToEngine,
+)
+from quire.engine.streams import StreamRouter
+from quire.errors import EngineDeadError, QuireError
+from quire.executor import OnProgress
+
+_LAST_MESSAGE_SECONDS = 0.2
+"""Seconds in which the last message of a process that has ended may still arrive."""
+
+
+class RemoteEngine:
+    """Sends messages to an engine's process and takes in its answers. Belongs to an event loop.
+
+    Attributes:
+        alive: requests are taken. False from the engine's death until it has been started again.
+        host: the process, where this client has started it.
+        streams: running requests.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        args: EngineArgs | None = None,
+        on_progress: OnProgress | None = None,
+        host: EngineHost | None = None,
+    ) -> None:
+        """Connects to the engine at `address`, once it listens.
+
+        Args:
+            args: tells the engine what to load; None where another client does.
+            host: started here, and stopped with this client.
+        """
+        self.alive = False
+        self.host = host
+        self.streams = StreamRouter()
+        self._args = args
+        self._on_progress = on_progress
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._ready: asyncio.Future[EngineConfig] = asyncio.get_running_loop().create_future()
+        self._heartbeat = Heartbeat()
+        self._closed = False
+        self._link = Link(
+            address, on_up=self._greet, on_down=self._on_down, on_message=self._dispatch
+        )
+        if host is not None:
+            host.start(self._on_death)
+
+    async def loaded(self) -> EngineConfig:
+        """Waits until the engine is loaded.
+
+        Raises:
+            ConfigError, ModelError: the engine's own, when it cannot start.
+            EngineDeadError: its process ended without a message.
+        """
+        return await self._ready
+
+    def open(self) -> None:
+        """Lets requests in, once everything around a loaded engine is set up."""
+        self.alive = True
+        self._heartbeat.start(self._link)
+
+    async def close(self) -> None:
+        """Stops the engine if this client started it, and disconnects. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        loading = not self._ready.done()
+        self._fail_all(EngineDeadError("the engine was shut down"))
+        self._heartbeat.stop()
+        if self.host is not None:
+            await self.host.stop(self.host.process.kill if loading else self._ask_to_stop)
+        self._link.close()
+
+    def _ask_to_stop(self) -> None:
+        with contextlib.suppress(EngineDeadError):
+            self._link.send(Shutdown())
+
+    @property
+    def responsive(self) -> bool:
+        """Whether the engine's loop has turned lately."""
+        return self.alive and self._heartbeat.recent
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def check_alive(self) -> None:
+        if not self.alive:
+            raise EngineDeadError("the engine has stopped")
+
+    def send(self, message: ToEngine) -> None:
+        """Raises EngineDeadError where the engine does not listen."""
+        self._link.send(message)
+
+    async def ask(self, question: Callable[[int], ToEngine]) -> Any:
+        """Sends the message that `question` makes of a call's id; returns the answer.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+        """
+        self.check_alive()
+        call = next(self._call_ids)
+        answer = self._calls[call] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(question(call))
+            return await answer
+        finally:
+            self._calls.pop(call, None)
+
+    def _dispatch(self, message: FromEngine) -> None:
+        match message:
+            case StepOutputs():
+                self.streams.deliver(message)
+            case Pong():
+                self._heartbeat.heard()
+            case RequestRefused(handle, failure):
+                self.streams.refuse(handle, failure.error())
+            case StatsReply(call, found) | SnapshotReply(call, found):
+                answer = self._calls.get(call)
+                if answer is not None and not answer.done():
+                    answer.set_result(found)
+            case Loading(what, done, total):
+                if self._on_progress is not None and not self._ready.done():
+                    self._on_progress(what, done, total)
+            case Ready(config):
+                if not self._ready.done():
+                    self._ready.set_result(config)
+                elif not self._closed:
+                    self._heartbeat.heard()
+                    self.alive = True
+            case Failed(failure):
+                self._never_ready(failure.error())
+                self._fail_all(EngineDeadError(f"the engine has stopped: {failure.message}"))
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def _greet(self) -> None:
+        """Tells the engine, which listens now, what to load, or asks whether it has."""
+        with contextlib.suppress(EngineDeadError):
+            self._link.send(Hello() if self._args is None else Start(self._args))
+
+    def _on_down(self) -> None:
+        self._fail_all(EngineDeadError("the engine has stopped"))
+
+    def _on_death(self, status: int) -> None:
+        """Called when the process that this client started has ended."""
+        self._on_down()
+        if not self._ready.done():
+            error = EngineDeadError(f"the engine's process ended with status {status}")
+            asyncio.get_running_loop().call_later(_LAST_MESSAGE_SECONDS, self._never_ready, error)
+
+    def _never_ready(self, error: QuireError) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
+
+    def _fail_all(self, error: QuireError) -> None:
+        self.alive = False
+        self.streams.fail_all(error)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(error)

@@ -1,0 +1,38 @@
+"""The statistics of an engine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.engine.telemetry import Histogram
+from quire.offload import TierStats
+
+
+class EngineStats(msgspec.Struct):
+    """Block counts are per KV group; counters count since the start.
+
+    set_back: waiting requests that ran before.
+    prompt_tokens: of requests taken. generation_tokens: read from the device.
+    evicted_blocks: evicted from the device's cache. copied_blocks: shared only in part.
+    swapped: preemptions after which blocks were to be brought back rather than computed again.
+    tiers: None without any. histograms: see `Telemetry`.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    set_back: int = 0
+    blocks_total: list[int] = []
+    blocks_used: list[int] = []
+    blocks_cached: list[int] = []
+    blocks_free: list[int] = []
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    evicted_blocks: int = 0
+    copied_blocks: int = 0
+    preemptions: int = 0
+    swapped: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    tiers: TierStats | None = None
+    histograms: dict[str, Histogram] = {}

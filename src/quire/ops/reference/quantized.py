@@ -1,0 +1,63 @@
+"""Weights and inputs in few bits, as tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.ops.weight import Weight, WeightFormat
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest number of each dtype that values are scaled to; for int8, both signs have it."""
+
+
+def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """Returns the weights as [outputs, inputs] in `dtype`; without scales, those are 1."""
+    kind = weight.format
+    plain = not (kind.bits or kind.group or kind.zeros or kind.values.is_floating_point)
+    if plain and weight.scales is not None and dtype is not torch.float64:
+        # In one pass: a large weight's intermediates would take more memory than itself.
+        out = torch.empty(weight.values.shape, dtype=dtype, device=weight.values.device)
+        return torch.mul(weight.values, weight.scales, out=out)
+    wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    values = weight.values
+    if kind.packed > 1:
+        shifts = torch.arange(kind.packed, dtype=torch.uint8, device=values.device) * kind.bits
+        values = ((values.unsqueeze(-1) >> shifts) & (2**kind.bits - 1)).flatten(1)
+    out = values.to(wide)
+    groups = None
+    if kind.group:
+        places = torch.arange(weight.inputs, device=values.device) + weight.first
+        groups = torch.div(places, kind.group, rounding_mode="floor")
+    if weight.zeros is not None:
+        out = out - _each(weight.zeros.to(wide), groups)
+    elif kind.zero:
+        out = out - kind.zero
+    if weight.scales is not None:
+        out = out * _each(weight.scales.to(wide), groups)
+    return out.to(dtype)
+
+
+def _each(x: Tensor, groups: Tensor | None) -> Tensor:
+    """Returns entries [outputs, groups] for each input, or as [outputs, 1]."""
+    return x if groups is None else x.index_select(1, groups)
+
+
+def row_scales(x: Tensor, values: torch.dtype) -> Tensor:
+    """Returns fp32 [rows, 1]: what makes the largest number of a row that of the dtype `values`.
+    A row of zeros has the scale 1, one that is not finite a scale that is not."""
+    top = x.abs().amax(1, keepdim=True).float()
+    return torch.where(top == 0, 1.0, top / LARGEST[values])
+
+
+def quantize_rows(x: Tensor, scales: Tensor, values: torch.dtype) -> Tensor:
+    """Returns x [rows, width] / scales [rows, 1], rounded to the dtype `values`."""
+    top = LARGEST[values]
+    scaled = (x.float() / scales).clamp_(-top, top)
+    return (scaled if values.is_floating_point else scaled.round_()).to(values)
+
+
+def round_rows(x: Tensor, kind: WeightFormat) -> Tensor:
+    """Returns x [T, inputs] as it is after quantization by rows to the dtype of the values."""
+    scales = row_scales(x, kind.values)
+    return (quantize_rows(x, scales, kind.values).float() * scales).to(x.dtype)

@@ -1,0 +1,136 @@
+"""Formats of a linear layer's weights: as they are, or in few bits with scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Inputs = Literal["none", "token"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """Describes stored weights. A weight is (value - zero) * scale.
+
+    values: dtype of the stored values. uint8 with 4 `bits` holds two of them, unsigned; the one of
+        the lower input lies in the low bits.
+    bits: of one value; 0: those of its dtype.
+    scales: dtype of the scales, one per output and group of inputs; None: there are none, and the
+        model computes in `values`. What a checkpoint shares among outputs (a tensor's scale, or a
+        block's) is repeated when it is loaded.
+    group: inputs that share a scale, counted from the first of the whole layer; 0: all of them.
+    zeros: each scale comes with a zero, of the scales' dtype; without, the zero of unsigned 4 bit
+        values is 8 and that of others is 0.
+    inputs: "token": the layer's inputs are rounded to `values` too, each token with a scale of its
+        own.
+    """
+
+    values: torch.dtype
+    bits: int = 0
+    scales: torch.dtype | None = None
+    group: int = 0
+    zeros: bool = False
+    inputs: Inputs = "none"
+
+    @property
+    def packed(self) -> int:
+        """Values that one stored element holds."""
+        return self.values.itemsize * 8 // self.bits if self.bits else 1
+
+    @property
+    def zero(self) -> int:
+        """The value that stands for 0 where there are no zeros."""
+        return 8 if self.bits == 4 else 0
+
+    @property
+    def key(self) -> str:
+        """A name for tables, e.g. "bfloat16", "int8", "uint4-g128-zeros"."""
+        name = str(self.values).removeprefix("torch.")
+        if self.bits:
+            name = f"uint{self.bits}"
+        parts = [name]
+        parts += [f"g{self.group}"] if self.group else []
+        parts += ["zeros"] if self.zeros else []
+        parts += [f"inputs-{self.inputs}"] if self.inputs != "none" else []
+        return "-".join(parts)
+
+    def weight_bytes(self, outputs: int, inputs: int) -> int:
+        """Returns the bytes of a weight of this format."""
+        groups = -(-inputs // self.group) if self.group else 1
+        own = 0 if self.scales is None else self.scales.itemsize * (2 if self.zeros else 1)
+        return outputs * (inputs * self.values.itemsize // self.packed + groups * own)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """The stored weights of a layer, or of some outputs of one, with `outputs` x `inputs` weights.
+
+    values: [outputs, inputs / format.packed].
+    scales: [outputs, groups], of the groups that the inputs touch, or None.
+    zeros: [outputs, groups], or None.
+    first: where the first input stands in its group: a rank's share of the inputs may begin within
+        one.
+    """
+
+    format: WeightFormat
+    values: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    first: int = 0
+
+    @classmethod
+    def plain(cls, values: Tensor) -> Weight:
+        """Returns weights that are stored as they are, [outputs, inputs]."""
+        return cls(WeightFormat(values.dtype), values)
+
+    @classmethod
+    def empty(
+        cls, format: WeightFormat, outputs: int, inputs: int, device: torch.device, *,
+        before: int = 0,
+    ) -> Weight:  # fmt: skip
+        """Returns a weight without content. before: inputs of the whole layer before the first."""
+        first = before % format.group if format.group else 0
+        groups = -(-(first + inputs) // format.group) if format.group else 1
+
+        def tensor(width: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(outputs, width, dtype=dtype, device=device)
+
+        return cls(
+            format,
+            tensor(inputs // format.packed, format.values),
+            None if format.scales is None else tensor(groups, format.scales),
+            tensor(groups, format.scales) if format.zeros and format.scales else None,
+            first,
+        )
+
+    def clear(self) -> None:
+        """Sets every weight to 0."""
+        self.values.zero_()
+        for tensor in (self.scales, self.zeros):
+            if tensor is not None:
+                tensor.zero_()
+
+    @property
+    def outputs(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.values.shape[1] * self.format.packed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the stored values."""
+        return self.format.values
+
+    def rows(self, start: int, end: int) -> Weight:
+        """Returns the weight of outputs [start, end), a view."""
+        return replace(
+            self,
+            values=self.values[start:end],
+            scales=None if self.scales is None else self.scales[start:end],
+            zeros=None if self.zeros is None else self.zeros[start:end],
+        )

@@ -1,0 +1,241 @@
+"""Fair sharing between tenants: deficit round-robin over their queues.
+
+Each tenant has a queue of its own, in policy order. The tenant whose turn it is starts requests on
+credit, a number of tokens granted once a round; tokens are charged when a request starts and, for
+what it generated, when it stops. When the credit is used up the turn passes on; debts are worked
+off in later rounds. Tenants with little demand have credit left and go first when they come.
+(Shreedhar & Varghese, "Efficient Fair Queuing using Deficit Round Robin", 1995. Here costs are
+known late and become debt.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from quire.config import SchedulerConfig
+from quire.request import Request
+from quire.scheduler.fair_share.interactive_burst import InteractiveBurst
+from quire.scheduler.fair_share.tenant import Tenant, fair_parts
+from quire.scheduler.order import Mask, Order
+from quire.scheduler.policy import Entry, preemption_exhausted
+
+
+class FairShare(Order):
+    """Orders the requests of all tenants, and divides lanes, blocks and steps between them.
+
+    Attributes:
+        exclusive: the only tenant in the step that is being planned, or None.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._tenants: dict[str, Tenant] = {}
+        self._turns: deque[Tenant] = deque()
+        self._round = 1
+        self._present: dict[str, Tenant] = {}
+        self._count = self._tokens = 0
+        self._burst = InteractiveBurst(config)
+        self.exclusive: str | None = None
+
+    @property
+    def contested(self) -> bool:
+        """Whether more than one tenant has unfinished requests."""
+        return len(self._present) > 1
+
+    # -- waiting requests ----------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens
+
+    def check(self, request: Request) -> None:
+        """Accepts every tenant."""
+
+    def arrive(self, request: Request) -> None:
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            tenant = Tenant(request.tenant, self.key, self._round - 1)
+            self._tenants[request.tenant] = tenant
+        tenant.share = request.share
+        tenant.requests += 1
+        self._present[request.tenant] = tenant
+
+    def finish(self, request: Request) -> None:
+        tenant = self._tenants[request.tenant]
+        tenant.requests -= 1
+        if tenant.requests == 0:
+            del self._present[request.tenant]
+
+    def push(self, request: Request) -> None:
+        tenant = self._tenants[request.tenant]
+        if not tenant.queued:
+            tenant.queued = True
+            tenant.grant(self._round)
+            if tenant.credit > 0:
+                self._turns.appendleft(tenant)
+            else:
+                self._turns.append(tenant)
+        tenant.queue.push(request)
+        self._add(1, request.known)
+
+    def next(self) -> Request | None:
+        """Returns the request to start next: the same one until it is popped or another tenant
+        comes. None in an exclusive step if it is another tenant's."""
+        request = self._peek()
+        if request is None or self.exclusive in (None, request.tenant):
+            return request
+        return None
+
+    def _peek(self) -> Request | None:
+        while self._turns:
+            for _ in range(len(self._turns)):
+                tenant = self._turns[0]
+                request = tenant.queue.peek()
+                if request is None:
+                    tenant.queued = False
+                    self._turns.popleft()
+                    continue
+                tenant.grant(self._round)
+                if tenant.credit > 0:
+                    return request
+                self._turns.rotate(-1)
+            if self._turns:
+                self._round += min(tenant.rounds_in_debt for tenant in self._turns)
+        return None
+
+    def pop(self, request: Request) -> None:
+        self._tenants[request.tenant].queue.pop(request)
+        self._add(-1, -request.known)
+
+    def forget(self, request: Request) -> None:
+        self._tenants[request.tenant].queue.forget(request)
+        self._add(-1, -request.known)
+
+    def _add(self, count: int, tokens: int) -> None:
+        self._count += count
+        self._tokens += tokens
+
+    # -- running requests ----------------------------------------------------------------------
+
+    def start(self, request: Request, computed: int) -> None:
+        self._tenants[request.tenant].lanes += 1
+        self._charge(request, computed)
+
+    def stop(self, request: Request) -> None:
+        self._tenants[request.tenant].lanes -= 1
+        self._charge(request, 0)
+
+    def _charge(self, request: Request, free: int) -> None:
+        """Charges tokens that were not charged before: a preemption costs its tenant nothing."""
+        tokens = request.known - max(request.charged, free)
+        request.charged = request.known
+        self._tenants[request.tenant].credit -= max(tokens, 0)
+
+    def victim(self, running: Sequence[Entry]) -> Request:
+        """Returns the request to preempt when blocks run out: the latest of the tenant that holds
+        the most tokens for its share. A tenant's only request is spared, so that all end."""
+        if self.contested:
+            greediest = _latest_of_greediest(running, _known, 0.0)
+            if greediest is not None:
+                return greediest
+        return super().victim(running)
+
+    def victim_for(
+        self, running: Sequence[Entry], has_free_lane: bool, blocked_head: Request | None
+    ) -> Request | None:
+        """Returns a running request that must stop for the next waiting one: if that finds no free
+        lane (or no blocks), and some tenant holds more than twice what its own would."""
+        if not self.contested:
+            return None
+        request = self._peek()
+        if request is None or (has_free_lane and request is not blocked_head):
+            return None
+        measure = _known if has_free_lane else _one
+        held = sum(measure(r) for _, _, r in running if r.tenant == request.tenant)
+        least = 2.0 * (held + measure(request)) / request.share
+        return _latest_of_greediest(running, measure, least)
+
+    # -- shares of a step ----------------------------------------------------------------------
+
+    def begin_exclusive(self, prompts: Iterable[Request], step_id: int) -> bool:
+        """Reserves the next step for an interactive tenant, if one waits (`InteractiveBurst`)."""
+        if self.contested:
+            self.exclusive = self._burst.choose(prompts, self._lanes_beside, step_id)
+        else:
+            self._burst.skip()
+        return self.exclusive is not None
+
+    def end_exclusive(self) -> None:
+        self.exclusive = None
+
+    def prompt_budget(self, step_id: int) -> int:
+        return self._burst.prompt_budget(self.exclusive is not None, step_id)
+
+    def members(self, requests: Sequence[Request]) -> Mask | None:
+        if self.exclusive is None:
+            return None
+        return np.array([request.tenant == self.exclusive for request in requests], dtype=bool)
+
+    def shares(
+        self, prompts: Sequence[Request], budget: int, can_start: bool
+    ) -> Sequence[int] | None:
+        """Divides a budget between tenants who want more than it, max-min fair."""
+        if self.exclusive is not None:
+            parts = {self.exclusive: budget}
+        else:
+            wants = self._waiting() if can_start and self.contested else {}
+            for request in prompts:
+                tokens, _ = wants.get(request.tenant, (0, 0.0))
+                wants[request.tenant] = tokens + request.known - request.planned, request.share
+            if len(wants) < 2:
+                return None
+            parts = fair_parts(wants, budget)
+        found = []
+        for request in prompts:
+            part = parts.get(request.tenant, 0)
+            found.append(min(part, request.known - request.planned))
+            parts[request.tenant] = part - found[-1]
+        return found
+
+    def _waiting(self) -> dict[str, tuple[int, float]]:
+        return {t.name: (t.queue.tokens, t.share) for t in self._turns if t.queue.tokens}
+
+    def _lanes_beside(self, request: Request) -> float:
+        """Returns how many lanes the tenant with the most has for each lane of this request's
+        tenant, both for their shares."""
+        own = self._tenants[request.tenant]
+        most = max(tenant.lanes / tenant.share for tenant in self._present.values())
+        return most / max(own.lanes / own.share, 1.0 / own.share)
+
+
+def _latest_of_greediest(
+    running: Sequence[Entry], measure: Callable[[Request], int], least: float
+) -> Request | None:
+    """Returns the last request in order, but for those preempted too often, of the tenant with
+    several that holds the most, if that is `least` or more."""
+    held: dict[str, float] = {}
+    latest: dict[str, Request] = {}
+    several = set()
+    for _, _, request in running:
+        name = request.tenant
+        if name in held:
+            several.add(name)
+        held[name] = held.get(name, 0.0) + measure(request) / request.share
+        if not preemption_exhausted(request):
+            latest[name] = request
+    names = [name for name in latest if name in several and held[name] >= least]
+    return latest[max(names, key=held.__getitem__)] if names else None
+
+
+def _one(request: Request) -> int:
+    return 1
+
+
+def _known(request: Request) -> int:
+    return request.known

@@ -1,0 +1,115 @@
+"""All features of a scheduler. Each method is called only for features that override it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.arrays import Int32
+from quire.cache import BlockManager
+from quire.errors import RequestError
+from quire.plan import StepPlan, StepResult
+from quire.request import Request
+from quire.sampling_params import SamplingParams
+from quire.scheduler.feature import Feature, PlanBuilder
+from quire.scheduler.lanes import Launched
+
+
+class FeatureSet:
+    """Calls the methods of `Feature` for all features at once.
+
+    ready, fetch, reusable: bound methods, for the parts of the scheduler that call them themselves.
+    looks_ahead: the features that propose drafts.
+    """
+
+    def __init__(self, features: Sequence[Feature]) -> None:
+        self._features = features
+        self.ready = self._overridden("ready")
+        self.fetch = self._overridden("fetch")
+        self.reusable = self._overridden("reusable")
+        self.looks_ahead = [f for f in features if type(f).lookahead is not Feature.lookahead]
+        self._admit = self._overridden("admit")
+        self._device_params = self._overridden("device_params")
+        self._plan = self._overridden("plan")
+        self._result = self._overridden("result")
+        self._release = self._overridden("release")
+        self._finish = self._overridden("finish")
+        self._transferred = self._overridden("transferred")
+        self._pending = self._overridden("pending")
+        self._preempt = self._overridden("preempt")
+        self._forget = self._overridden("forget")
+
+    def _overridden(self, name: str) -> list[Callable[..., Any]]:
+        """Returns the bound methods `name` of the features that override it."""
+        base = getattr(Feature, name)
+        return [getattr(f, name) for f in self._features if getattr(type(f), name) is not base]
+
+    def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
+        for attach in self._overridden("attach"):
+            attach(blocks, wake)
+        blocks.on_evict = self._overridden("evict")
+
+    def admit(self, request: Request) -> None:
+        """Raises the first refusal."""
+        for admit in self._admit:
+            refusal: RequestError | None = admit(request)
+            if refusal is not None:
+                raise refusal
+
+    def device_params(self, request: Request) -> SamplingParams:
+        params = request.params
+        for device_params in self._device_params:
+            params = device_params(request, params)
+        return params
+
+    def lookahead(self, lanes: Int32, room: Int32) -> Int32:
+        """Returns the most drafts that any feature proposes for each row, at most `room`."""
+        counts = np.zeros_like(lanes)
+        for feature in self.looks_ahead:
+            counts = np.maximum(counts, feature.lookahead(lanes, room))
+        return np.minimum(counts, room)
+
+    def preempt(self, request: Request) -> bool:
+        answers = [preempt(request) for preempt in self._preempt]  # all are called
+        return any(answers)
+
+    def release(self, request: Request) -> bool:
+        answers = [release(request) for release in self._release]
+        return any(answers)
+
+    def finish(self, request: Request) -> None:
+        for finish in self._finish:
+            finish(request)
+
+    def pending(self, idle: bool) -> bool:
+        return any(pending(idle) for pending in self._pending)
+
+    def forget(self) -> None:
+        for forget in self._forget:
+            forget()
+
+    def plan(self, plan: StepPlan, requests: list[Request]) -> None:
+        if self._plan:
+            builder = PlanBuilder(plan, requests)
+            for add in self._plan:
+                add(builder)
+
+    def transferred(self, result: StepResult) -> None:
+        if result.finished_transfers or result.failed_transfers:
+            for transferred in self._transferred:
+                transferred(result.finished_transfers, result.failed_transfers)
+
+    def cut(self, step: Launched, tokens: Int32, n: Int32) -> list[int]:
+        """Lets features shorten the number of tokens that rows keep, in `n`. Returns the rows that
+        were shortened."""
+        if not self._result:
+            return []
+        cut = []
+        for i, (request, count) in enumerate(zip(step.requests, n.tolist(), strict=True)):
+            kept = min([count, *(keep(request, tokens[i, :count]) for keep in self._result)])
+            if count and kept < count:
+                n[i] = max(kept, 0)
+                cut.append(i)
+        return cut

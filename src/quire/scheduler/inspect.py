@@ -1,0 +1,79 @@
+"""A summary of a scheduler's requests and steps, small enough to be displayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from quire.arrays import Int32, int32
+from quire.request import Request, RequestStatus
+from quire.scheduler.lanes import Launched
+from quire.scheduler.scheduler import Scheduler
+
+_LOOKED_AT = 4096
+
+
+@dataclass(slots=True)
+class StepSummary:
+    """A step that was launched. prompt_tokens, generating: sums over all rows.
+
+    requests, lanes, q_len, prompt: the last rows, as far as they are shown; int32 [rows], and
+    whether a row is a prompt's, bool [rows].
+    """
+
+    step_id: int
+    prompt_tokens: int
+    generating: int
+    requests: list[Request]
+    lanes: Int32
+    q_len: Int32
+    prompt: np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+@dataclass(slots=True)
+class Summary:
+    """running: requests with the number of blocks that they hold in the first KV group.
+    prompt_step: the last step that computed a part of a prompt."""
+
+    running: list[tuple[Request, int]]
+    waiting: list[Request]
+    step: StepSummary | None
+    prompt_step: StepSummary | None
+
+
+def summarize(scheduler: Scheduler, running: int, waiting: int, rows: int) -> Summary:
+    """Summarizes at most so many running and waiting requests, and `rows` rows of a step. Bounded
+    in time, whatever the scheduler holds."""
+    tables = scheduler.blocks.groups[0]
+    summary = Summary(
+        [], [], _step(scheduler.last_step, rows), _step(scheduler.last_prompt_step, rows)
+    )
+    for request in islice(scheduler.requests(), _LOOKED_AT):
+        if request.status is not RequestStatus.RUNNING:
+            if len(summary.waiting) < waiting:
+                summary.waiting.append(request)
+        elif len(summary.running) < running:
+            held = int(tables.end[request.lane] - tables.start[request.lane])
+            summary.running.append((request, held))
+        if len(summary.waiting) == waiting and len(summary.running) == running:
+            break
+    return summary
+
+
+def _step(step: Launched | None, rows: int) -> StepSummary | None:
+    if step is None:
+        return None
+    split, count = step.num_generating, len(step.requests)
+    # Prompts come last; of too many rows, they are shown first, then the generating ones before.
+    first = max(0, count - rows)
+    return StepSummary(
+        step.step_id,
+        int(step.q_len[split:].sum()),
+        int(step.q_len[:split].sum()),
+        step.requests[first:],
+        int32(step.lanes[first:]),
+        int32(step.q_len[first:]),
+        np.arange(first, count) >= split,
+    )

@@ -1,0 +1,116 @@
+"""The order of requests: first come, first served, or by priority.
+
+`Order` is all that a scheduler without tenants needs. `fair_share.FairShare` overrides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from quire.config import SchedulerConfig
+from quire.errors import RequestError
+from quire.request import Request
+from quire.scheduler.policy import Entry, preemption_exhausted, sort_key
+from quire.scheduler.waiting import WaitingQueue
+
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+class Order:
+    """Decides which waiting request is next, which running one gives way, and how requests share a
+    step. Without tenants, a step belongs to all requests alike.
+
+    Attributes:
+        key: a request's sort key; the smallest runs first.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.key = sort_key(config)
+        self._budget = config.max_num_batched_tokens
+        self._queue = WaitingQueue(self.key)
+
+    # -- waiting requests ----------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all waiting requests."""
+        return self._queue.tokens
+
+    def check(self, request: Request) -> None:
+        """Refuses a request that this order cannot place. Raises RequestError."""
+        if request.tenant:
+            raise RequestError("this engine knows no tenants", param="tenant")
+
+    def arrive(self, request: Request) -> None:
+        """Takes note of a new request, before it is pushed."""
+
+    def push(self, request: Request) -> None:
+        self._queue.push(request)
+
+    def next(self) -> Request | None:
+        """Returns the request to start next; the same one until it is popped."""
+        return self._queue.peek()
+
+    def pop(self, request: Request) -> None:
+        """Removes the request that `next` returned; the caller changes its status."""
+        self._queue.pop(request)
+
+    def forget(self, request: Request) -> None:
+        """Removes a queued request whose status is no longer WAITING."""
+        self._queue.forget(request)
+
+    def finish(self, request: Request) -> None:
+        """Takes note that a request has ended."""
+
+    # -- running requests ----------------------------------------------------------------------
+
+    def start(self, request: Request, computed: int) -> None:
+        """Takes note that a request has a lane; `computed` of its tokens need not be computed."""
+
+    def stop(self, request: Request) -> None:
+        """Takes note that a request has lost its lane."""
+
+    def victim(self, running: Sequence[Entry]) -> Request:
+        """Returns the request to preempt when blocks run out: the last in order, if possible one
+        that was not preempted too often. running: in policy order."""
+        able = (r for _, _, r in reversed(running) if not preemption_exhausted(r))
+        return next(able, running[-1][2])
+
+    def victim_for(
+        self, running: Sequence[Entry], has_free_lane: bool, blocked_head: Request | None
+    ) -> Request | None:
+        """Returns a running request that must stop for the next waiting one, or None.
+
+        blocked_head: the request that found no blocks when it was last tried.
+        """
+        return None
+
+    # -- shares of a step ----------------------------------------------------------------------
+
+    def begin_exclusive(self, prompts: Iterable[Request], step_id: int) -> bool:
+        """Reserves the next step for a part of the requests, until `end_exclusive`. Returns whether
+        it did. prompts: requests whose prompts the step could compute, in order."""
+        return False
+
+    def end_exclusive(self) -> None:
+        """Opens steps to all requests again."""
+
+    def prompt_budget(self, step_id: int) -> int:
+        """Returns the most prompt tokens that a step takes."""
+        return self._budget
+
+    def members(self, requests: Sequence[Request]) -> Mask | None:
+        """Selects requests that may be in the step, bool [n]; None: all of them."""
+        return None
+
+    def shares(
+        self, prompts: Sequence[Request], budget: int, can_start: bool
+    ) -> Sequence[int] | None:
+        """Divides a budget of prompt tokens: each prompt's part, or None for first come, first
+        served. can_start: waiting requests could start in this step, too."""
+        return None

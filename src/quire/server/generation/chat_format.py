@@ -1,0 +1,45 @@
+"""The served model's formats of tool calls and reasoning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.server.args import ServerArgs
+from quire.server.parsers.registry import reasoning_format, tool_parser
+from quire.server.parsers.stream import ToolParser
+from quire.server.parsers.think import ReasoningFormat
+
+if TYPE_CHECKING:
+    from quire.engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """The formats of a model.
+
+    Attributes:
+        tool_parser: None where the model's format of tool calls is not known.
+        reasoning: None where the model is not known to reason.
+        template: text of all of the model's chat templates.
+        keep_special: special tokens that the formats use, which must stay in the text.
+    """
+
+    tool_parser: type[ToolParser] | None
+    reasoning: ReasoningFormat | None
+    template: str
+    keep_special: frozenset[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, args: ServerArgs) -> ChatFormat:
+        if tokenizer is None:
+            return cls(None, None, "", frozenset())
+        template = "\n".join(tokenizer.chat_templates.values())
+        parser = tool_parser(args.tool_call_parser, template)
+        reasoning = reasoning_format(args.reasoning_parser, template)
+        marks = () if parser is None else (*parser.starts, *parser.marks)
+        if reasoning is not None:
+            marks = (*marks, reasoning.open, reasoning.close)
+        ids = (tokenizer.added_tokens.get(mark) for mark in marks)
+        kept = frozenset(id for id in ids if id in tokenizer.special_ids)
+        return cls(parser, reasoning, template, kept)

@@ -1,0 +1,164 @@
+"""Rendering of a dialogue's messages to the text and tokens of a prompt."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.server.errors import ApiError
+from quire.server.generation.dialogue import Dialogue
+
+if TYPE_CHECKING:
+    from quire.engine.template_traits import TemplateTraits
+    from quire.engine.tokenizer import Tokenizer
+
+_MARK = "~end-of-what-is-to-be-continued~"
+
+
+@dataclass(slots=True)
+class RenderedPrompt:
+    """A rendered prompt. `continued`: the final message's text, where that is to be continued."""
+
+    text: str
+    token_ids: list[int]
+    continued: str | None = None
+
+
+def render_prompt(
+    tokenizer: Tokenizer, dialogue: Dialogue, most: int | None = None
+) -> RenderedPrompt:
+    """Applies the chat template and tokenizes its text. Runs in a thread.
+
+    The template writes its special tokens itself, so the tokenizer does not add them again. To
+    continue the final message, the text that the template puts after that message is cut off.
+
+    Args:
+        most: tokens above which the text is refused before it is tokenized.
+
+    Raises:
+        ApiError, RequestError: the template does not take what the dialogue asks for.
+    """
+    tools = _shown_tools(tokenizer, dialogue)
+    variables = _variables(tokenizer, dialogue, bool(tools))
+    messages = _messages(tokenizer, dialogue, bool(tools))
+    if tools:
+        variables["tools"] = tools
+    add = dialogue.add_generation_prompt and not dialogue.continue_final_message
+    if dialogue.continue_final_message:
+        messages = _marked(messages)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=add, **variables)
+    continued = None
+    if dialogue.continue_final_message:
+        text = _up_to_mark(text)
+        continued = dialogue.messages[-1]["content"]
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, most=most).tolist()
+    return RenderedPrompt(text, ids, continued)
+
+
+def _shown_tools(tokenizer: Tokenizer, dialogue: Dialogue) -> list[dict[str, Any]]:
+    """Returns the tools that the template is shown.
+
+    With a free choice these are the tools that may be called. A tool without parameters gets an
+    empty schema. `strict` is left out, as no model was trained on it.
+    """
+    choice = dialogue.tool_choice
+    if choice.mode == "none" or not dialogue.tools:
+        return []
+    traits = tokenizer.traits(tokenizer.template(with_tools=True))
+    if not traits.shows_tools:
+        raise _not_shown("tools", "tools")
+    shown = []
+    for tool in dialogue.tools:
+        function = {name: value for name, value in tool["function"].items() if name != "strict"}
+        function.setdefault("parameters", {"type": "object", "properties": {}})
+        if traits.needs_description:
+            function.setdefault("description", "")
+        if choice.mode == "required" or choice.names is None or function["name"] in choice.names:
+            shown.append({"type": "function", "function": function})
+    return shown
+
+
+def _variables(tokenizer: Tokenizer, dialogue: Dialogue, with_tools: bool) -> dict[str, Any]:
+    """Returns the template's further variables. Raises ApiError for one that it does not use."""
+    variables = dict(dialogue.template_kwargs)
+    fields = dict.fromkeys(variables, "chat_template_kwargs")
+    if dialogue.reasoning_effort is not None:
+        variables["reasoning_effort"] = dialogue.reasoning_effort
+        fields["reasoning_effort"] = "reasoning_effort"
+    if not variables:
+        return variables
+    known = tokenizer.template(with_tools).variables
+    for name in variables:
+        if name not in known:
+            param = name if name in ("documents", "verbosity") else fields[name]
+            raise ApiError(
+                400,
+                f"'{param}': the model's chat template does not use '{name[:100]}'.",
+                param=param,
+                code="unsupported_parameter",
+            )
+    return variables
+
+
+def _messages(tokenizer: Tokenizer, dialogue: Dialogue, with_tools: bool) -> list[dict[str, Any]]:
+    """Returns the messages, with tool calls in the shape that the template takes."""
+    messages = dialogue.messages
+    called = any(message.get("tool_calls") for message in messages)
+    if not called:
+        return messages
+    traits = tokenizer.traits(tokenizer.template(with_tools))
+    if not traits.shows_calls:
+        raise _not_shown("tool calls", "messages")
+    return [
+        _with_calls(message, traits) if message.get("tool_calls") else message
+        for message in messages
+    ]
+
+
+def _not_shown(what: str, param: str) -> ApiError:
+    return ApiError(
+        400,
+        f"The model's chat template does not show {what} to the model. Start the server with a "
+        "--chat-template that does.",
+        param=param,
+        code="unsupported_parameter",
+    )
+
+
+def _with_calls(message: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        if not traits.arguments_as_text:
+            function["arguments"] = json.loads(function["arguments"])
+        calls.append({**call, "function": function})
+    content = message.get("content") or traits.empty_content
+    return {**message, "content": content, "tool_calls": calls}
+
+
+def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with a mark behind the final message's text."""
+    final = messages[-1]
+    if not (final.get("content") or "").strip():
+        raise ApiError(
+            400,
+            "'continue_final_message': the final message has no content to be continued.",
+            param="continue_final_message",
+        )
+    return [*messages[:-1], {**final, "content": f"{final['content']}{_MARK} "}]
+
+
+def _up_to_mark(text: str) -> str:
+    """Returns the text before the mark.
+
+    A space follows the mark, unless the template trims messages; then the text is trimmed too.
+    """
+    before, mark, behind = text.rpartition(_MARK)
+    if not mark:
+        raise ApiError(
+            400,
+            "'continue_final_message': the chat template leaves the final message out.",
+            param="continue_final_message",
+        )
+    return before if behind.startswith(" ") else before.rstrip()

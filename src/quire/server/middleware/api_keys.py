@@ -1,0 +1,176 @@
+"""API keys of `--api-key` and of a key file, and the limits of each."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import math
+import re
+import secrets
+import stat
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError
+from quire.server.args import ServerArgs, check_secret
+
+logger = logging.getLogger("quire.server")
+
+MAX_KEYS = 2048
+MAX_FILE_BYTES = 4 << 20
+
+_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_FIELDS = ("key", "key_sha256", "requests_per_minute", "tokens_per_minute", "share")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """An API key.
+
+    Attributes:
+        name: names the key in logs, limits and traces.
+        digest: SHA-256 of the secret.
+        requests_per_minute, tokens_per_minute: None is no limit.
+        share: weight of the key's requests in the engine's fair scheduling.
+    """
+
+    name: str
+    digest: bytes = b""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    share: float = 1.0
+
+
+class ApiKeys:
+    """All API keys. Without any, every request belongs to `anonymous`."""
+
+    def __init__(self, args: ServerArgs) -> None:
+        self._args = args
+        self.anonymous = self._key("", b"")
+        self._salt = secrets.token_bytes(32)
+        self._by_tag: dict[bytes, ApiKey] = {}
+        self.load()
+
+    @property
+    def required(self) -> bool:
+        """Tells whether a key is needed."""
+        return bool(self._args.api_key) or self._args.api_key_file is not None
+
+    def load(self) -> None:
+        """Reads the key file.
+
+        Raises:
+            ConfigError: the file is wrong; the keys stay as they were.
+        """
+        keys = [
+            self._key(f"api-key-{place}", digest_of(secret.encode()))
+            for place, secret in enumerate(self._args.api_key, 1)
+        ]
+        if self._args.api_key_file is not None:
+            keys += self._read(Path(self._args.api_key_file))
+        _check_different(keys)
+        self._by_tag = {self._tag(key.digest): key for key in keys}
+
+    def reload(self) -> None:
+        """Reads the key file again; errors go to the log."""
+        try:
+            self.load()
+        except ConfigError as error:
+            logger.error("the keys stay as they were: %s", error)
+        else:
+            logger.info("%d keys", len(self._by_tag))
+
+    def find(self, secret: bytes) -> ApiKey | None:
+        """Returns the key of a secret.
+
+        The time taken does not tell which key was close, or how close: keys are looked up by a
+        keyed hash that a client cannot steer, and compared in constant time.
+        """
+        digest = digest_of(secret)
+        key = self._by_tag.get(self._tag(digest), self.anonymous)
+        return key if hmac.compare_digest(digest, key.digest) else None
+
+    def _tag(self, digest: bytes) -> bytes:
+        return hmac.digest(self._salt, digest, "sha256")
+
+    def _key(self, name: str, digest: bytes, **fields: Any) -> ApiKey:
+        for limit in ("requests_per_minute", "tokens_per_minute"):
+            fields[limit] = fields.get(limit, getattr(self._args, limit)) or None
+        return ApiKey(name, digest, **fields)
+
+    def _read(self, path: Path) -> list[ApiKey]:
+        try:
+            with path.open("rb") as file:
+                raw = file.read(MAX_FILE_BYTES + 1)
+            mode = path.stat().st_mode
+        except OSError as error:
+            raise _wrong(f"cannot read {path}: {error.strerror}") from None
+        if len(raw) > MAX_FILE_BYTES:
+            raise _wrong(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+        try:
+            tables = tomllib.loads(raw.decode())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise _wrong(f"{path} is not valid TOML: {error}") from None
+        if len(tables) > MAX_KEYS:
+            raise _wrong(f"{path} has {len(tables)} keys; at most {MAX_KEYS} are possible")
+        if mode & (stat.S_IRGRP | stat.S_IROTH) and any("key" in t for t in tables.values()):
+            logger.warning("%s holds keys and can be read by other users", path)
+        return [self._parse(path, name, table) for name, table in tables.items()]
+
+    def _parse(self, path: Path, name: str, table: Any) -> ApiKey:
+        where = f"{path}, [{name[:64]}]"
+        if not _NAME.fullmatch(name):
+            raise _wrong(f"{where}: a name is 1 to 64 of A-Z, a-z, 0-9, '.', '_', '@' and '-'")
+        if not isinstance(table, dict):
+            raise _wrong(f"{where}: must be a table, as in [{name}]")
+        for field in table:
+            if field not in _FIELDS:
+                raise _wrong(f"{where}: unknown {field[:64]!r}; known are {', '.join(_FIELDS)}")
+        fields: dict[str, Any] = {}
+        for limit in ("requests_per_minute", "tokens_per_minute"):
+            value = table.get(limit)
+            if value is not None:
+                if type(value) is not int or not 0 <= value <= 10**12:
+                    raise _wrong(f"{where}: {limit} must be an integer >= 0 (0 is no limit)")
+                fields[limit] = value
+        share = table.get("share", 1.0)
+        if type(share) not in (int, float) or not (math.isfinite(share) and 0.01 <= share <= 100):
+            raise _wrong(f"{where}: share must be a number from 0.01 to 100")
+        return self._key(name, _digest_in(table, where), share=float(share), **fields)
+
+
+def digest_of(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()
+
+
+def _digest_in(table: dict[str, Any], where: str) -> bytes:
+    secret, digest = table.get("key"), table.get("key_sha256")
+    if (secret is None) == (digest is None):
+        raise _wrong(f"{where}: needs one of key and key_sha256")
+    if secret is not None:
+        if not isinstance(secret, str) or not check_secret(secret):
+            raise _wrong(f"{where}: key must be printable ASCII without spaces")
+        return digest_of(secret.encode())
+    if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
+        raise _wrong(f"{where}: key_sha256 must be 64 hexadecimal digits")
+    return bytes.fromhex(digest)
+
+
+def _check_different(keys: Iterable[ApiKey]) -> None:
+    names: dict[bytes, str] = {}
+    taken = set()
+    for key in keys:
+        if key.digest in names:
+            raise _wrong(f"{names[key.digest]} and {key.name} have the same key")
+        if key.name in taken:
+            raise _wrong(f"there are two keys of the name {key.name}")
+        names[key.digest] = key.name
+        taken.add(key.name)
+
+
+def _wrong(message: str) -> ConfigError:
+    return ConfigError(f"api_key_file: {message}", "api_key_file")

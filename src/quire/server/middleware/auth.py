@@ -1,0 +1,102 @@
+"""Authentication and rate limits of requests, before their routes run."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.server import playground
+from quire.server.errors import ApiError
+from quire.server.middleware.api_keys import ApiKey
+from quire.server.middleware.error_handler import error_response, is_anthropic, route_of
+from quire.server.middleware.request_context import context_in
+from quire.server.state import ServerState
+
+PUBLIC_PATHS = frozenset({"/health", "/ready", *playground.FILES})
+
+COUNTED_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/generate",
+        "/tokenize",
+        "/detokenize",
+    }
+)
+"""Routes whose POST requests count against their key's limit."""
+
+_UNQUEUED_PATHS = frozenset(
+    {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"}
+)
+"""Counted routes that do not use the engine."""
+
+
+class AuthMiddleware:
+    """Refuses requests without a valid key, and takes each request from its key's limit.
+
+    The route is decided on the path as the router will see it, by exact match: no other spelling (a
+    prefix, a doubled or a trailing slash) is taken for a public route.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self.app = app
+        self.state = state
+        self.public = PUBLIC_PATHS | ({"/metrics"} if state.args.public_metrics else set())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # websockets: there are none
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            self._authorize(scope)
+        except ApiError as error:
+            self.state.metrics.count_error(error)
+            await error_response(error, scope)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _authorize(self, scope: Scope) -> None:
+        """Raises ApiError: 401, 429, or 503 while the queue is full."""
+        path, context = route_of(scope), context_in(scope)
+        if path in self.public:
+            return
+        key = self._key(scope)
+        if key is None:
+            raise ApiError(401, "Incorrect or missing API key.", code="invalid_api_key")
+        context.key = key
+        if scope["method"] == "POST" and path in COUNTED_PATHS:
+            context.take_request()
+            if path not in _UNQUEUED_PATHS:
+                self.state.check_room()
+        else:
+            context.read_limits()
+
+    def _key(self, scope: Scope) -> ApiKey | None:
+        keys = self.state.keys
+        if not keys.required:
+            return keys.anonymous
+        given = _secrets(scope)
+        return keys.find(given[0]) if len(given) == 1 else None
+
+
+def _secrets(scope: Scope) -> list[bytes]:
+    """Returns the secrets that a request gives: as a bearer, or on Anthropic's routes in `x-api-
+    key`.
+
+    The same secret given both ways counts once.
+    """
+    found = []
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, key = value.partition(b" ")
+            found.append(key.strip() if scheme.lower() == b"bearer" else b"")
+        elif name == b"x-api-key" and is_anthropic(route_of(scope)):
+            found.append(value.strip())
+    return found if len(found) < 2 else list(set(found))

@@ -1,0 +1,150 @@
+"""Outermost middleware: request ids, deadlines, response headers and the access log."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.middleware.error_handler import is_anthropic, route_of
+from quire.server.middleware.rate_limits import LimitStatus
+from quire.server.middleware.request_context import SCOPE_KEY, RequestContext, duration, is_id
+from quire.server.state import ServerState, new_id
+
+access = logging.getLogger("quire.access")
+
+EXPOSED_HEADERS = [
+    "x-request-id",
+    "retry-after",
+    *(
+        f"x-ratelimit-{part}-{what}"
+        for what in ("requests", "tokens")
+        for part in ("limit", "remaining", "reset")
+    ),
+]
+"""Response headers that scripts of allowed origins may read."""
+
+_NO_ROUTE = "other"
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_CLIENT_GONE = 499
+
+
+class RequestContextMiddleware:
+    """Gives every request a context, and its answer the headers that tell of it."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self.app = app
+        self.state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        # The router takes it off a path where a proxy has left it on.
+        scope["root_path"] = self.state.args.root_path
+        context = scope[SCOPE_KEY] = self._context(scope)
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                context.status = message["status"]
+                headers = [
+                    *message.get("headers", ()),
+                    *_headers(context, is_anthropic(route_of(scope))),
+                ]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sending)
+        finally:
+            context.release()
+            self._count(scope, context)
+            if access.isEnabledFor(logging.INFO):
+                _log(scope, context)
+
+    def _count(self, scope: Scope, context: RequestContext) -> None:
+        """Counts the request under its route's template, as clients could choose any path or
+        method."""
+        route = getattr(scope.get("route"), "path", _NO_ROUTE)
+        method = scope["method"] if scope["method"] in _METHODS else _NO_ROUTE
+        seconds = time.perf_counter() - context.began
+        self.state.metrics.count_http(route, method, context.status or _CLIENT_GONE, seconds)
+
+    def _context(self, scope: Scope) -> RequestContext:
+        timeout, tracing = self.state.args.request_timeout, self.state.tracing
+        trace = None if tracing is None else tracing.begin(route_of(scope), scope)
+        on_end = None
+        if tracing is not None and trace is not None:
+            on_end = functools.partial(tracing.export, trace)
+        return RequestContext(
+            id=_given_id(scope) or new_id("req", "_"),
+            key=self.state.keys.anonymous,
+            rate_limiter=self.state.rate_limiter,
+            deadline=None if timeout is None else time.monotonic() + timeout,
+            trace=trace,
+            on_end=on_end,
+        )
+
+
+def _given_id(scope: Scope) -> str | None:
+    """Returns the client's request id, if it is well formed."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text: str = value.decode("latin-1")
+            return text if is_id(text) else None
+    return None
+
+
+def _headers(context: RequestContext, anthropic: bool) -> Iterator[tuple[bytes, bytes]]:
+    yield b"x-request-id", context.id.encode()
+    if anthropic:
+        yield b"request-id", context.id.encode()
+    for what, left in (("requests", context.levels.requests), ("tokens", context.levels.tokens)):
+        if left is not None:
+            for name, value in _limit(what, left, anthropic):
+                yield name.encode(), value.encode()
+
+
+def _limit(what: str, left: LimitStatus, anthropic: bool) -> Iterator[tuple[str, str]]:
+    remaining = str(max(0, math.floor(left.remaining)))
+    if anthropic:
+        reset = datetime.now(UTC) + timedelta(seconds=left.refill)
+        name = f"anthropic-ratelimit-{what}"
+        yield f"{name}-limit", str(left.limit)
+        yield f"{name}-remaining", remaining
+        yield f"{name}-reset", reset.strftime("%Y-%m-%dT%H:%M:%SZ")
+    else:
+        yield f"x-ratelimit-limit-{what}", str(left.limit)
+        yield f"x-ratelimit-remaining-{what}", remaining
+        yield f"x-ratelimit-reset-{what}", duration(left.refill)
+
+
+def _log(scope: Scope, context: RequestContext) -> None:
+    client = scope.get("client")
+    fields: dict[str, Any] = {
+        "client": client[0] if client else "",
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": context.status,
+        "seconds": round(time.perf_counter() - context.began, 6),
+        "request_id": context.id,
+        "key": context.key.name,
+    }
+    if context.prompt_tokens:
+        fields |= {
+            "prompt_tokens": context.prompt_tokens,
+            "cached_tokens": context.cached_tokens,
+            "completion_tokens": context.completion_tokens,
+            "ttft": None if context.first_token is None else round(context.first_token, 6),
+        }
+    if context.end is not None:
+        fields["end"] = context.end
+    if context.prompts:
+        fields["prompts"] = context.prompts
+    access.info("%s %r", fields["method"], fields["path"], extra={"fields": fields})

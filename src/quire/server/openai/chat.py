@@ -1,0 +1,263 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.sampling_params import SamplingParams
+from quire.server.errors import ApiError, blame_field, rename_fields
+from quire.server.generation.chat import ChatGeneration, prepare
+from quire.server.generation.dialogue import (
+    ChatAnswer,
+    Delta,
+    Dialogue,
+    Event,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallBegin,
+    ToolCallDelta,
+)
+from quire.server.middleware.request_context import context_of
+from quire.server.openai import functions
+from quire.server.openai.chunks import ChunkWriter
+from quire.server.openai.convert import check_fan_out, sampling_params
+from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from quire.server.openai.messages import check_continuation, template_messages
+from quire.server.openai.objects import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatFunctionCall,
+    ChatLogprobs,
+    ChatMessage,
+    CompletionObject,
+    FunctionDelta,
+    MessageToolCall,
+    ToolCallChunk,
+)
+from quire.server.openai.protocol import ChatRequest
+from quire.server.openai.stored_chats import StoredChat, chat_store, check_store, owner_of
+from quire.server.openai.structured import structured_field
+from quire.server.request_body import read_body
+from quire.server.sse import EventStream, json_response, start_stream, unless_disconnected
+from quire.server.state import ServerState, new_id, state_of
+
+if TYPE_CHECKING:
+    from quire.engine.tokenizer import Tokenizer
+
+
+async def chat_completions(request: Request) -> Response:
+    state = state_of(request)
+    body = await read_body(request, ChatRequest, state.args.max_body_bytes)
+    state.check_alive()
+    state.check_model(body.model)
+    tokenizer = state.tokenizer("messages")
+    check_fan_out(1, body.n)
+    _check(body)
+    functions.check(body)
+    if body.store:
+        check_store(request)
+    dialogue = _dialogue(state, body)
+    names = {"structured_outputs": structured_field(body)}
+    with rename_fields(names | functions.ERROR_NAMES if body.functions else names):
+        reply = await prepare(state, dialogue, context_of(request))
+    writer = ChatWriter(state, tokenizer, body, reply)
+
+    def keep(answers: list[ChatAnswer]) -> CompletionObject[ChatChoice]:
+        envelope = writer.answer(answers)
+        if body.store:
+            stored = StoredChat(envelope, dialogue.messages, owner_of(request))
+            chat_store(request).add(stored)
+        return envelope
+
+    with blame_field("messages"):
+        if not body.stream:
+            return json_response(keep(await unless_disconnected(request.receive, reply.whole())))
+        await start_stream(request, reply)
+
+    def finish(buffer: bytearray) -> None:
+        writer.chunks.finish(buffer)
+        if body.store:
+            keep([writer.answers[choice] for choice in sorted(writer.answers)])
+
+    return EventStream(reply, writer.write, finish, metrics=state.metrics)
+
+
+def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.documents:
+        kwargs["documents"] = body.documents
+    if body.verbosity not in (None, "medium"):
+        kwargs["verbosity"] = body.verbosity
+    return Dialogue(
+        messages=template_messages(body.messages),
+        params=_params(state, body),
+        tools=[tool.shape for tool in body.tools or ()] or functions.tools_of(body),
+        tool_choice=body.tool_choice or functions.choice_of(body),
+        parallel_tool_calls=body.parallel_tool_calls is not False and not body.functions,
+        template_kwargs=kwargs,
+        reasoning_effort=body.reasoning_effort,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        include_reasoning=body.include_reasoning is not False,
+        with_tokens=bool(body.logprobs or body.return_token_ids),
+        request_id=new_id("chatcmpl"),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def _check(body: ChatRequest) -> None:
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "'top_logprobs' needs logprobs=true.", param="top_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(
+            400, "'stream_options' is only allowed with stream=true.", param="stream_options"
+        )
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(
+            400, "'prompt_logprobs' is not available with stream=true.", param="prompt_logprobs"
+        )
+    both = body.max_tokens is not None and body.max_completion_tokens is not None
+    if both and body.max_tokens != body.max_completion_tokens:
+        raise ApiError(
+            400,
+            "'max_tokens' and 'max_completion_tokens' are two names of one setting; they differ.",
+            param="max_tokens",
+        )
+    check_continuation(body.messages, body.continue_final_message, body.add_generation_prompt)
+
+
+def _params(state: ServerState, body: ChatRequest) -> SamplingParams:
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return sampling_params(
+        body,
+        state.defaults,
+        max_tokens=limit,
+        n=body.n,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+class ChatWriter:
+    """Turns answers into messages, and events into deltas."""
+
+    def __init__(
+        self, state: ServerState, tokenizer: Tokenizer, body: ChatRequest, reply: ChatGeneration
+    ) -> None:
+        self.body = body
+        self.tokenizer = tokenizer
+        self.reply = reply
+        self.model = state.model_name
+        self.created = int(time.time())
+        self.fingerprint = state.fingerprint
+        self.chunks = ChunkWriter(
+            body.stream_options,
+            lambda choices, usage: self._envelope("chat.completion.chunk", choices, usage),
+            lambda: reply.usage,
+        )
+        # What a stream has said so far, where it is to be stored.
+        self.answers: dict[int, ChatAnswer] = {}
+        self.begun: set[int] = set()
+
+    def answer(self, answers: list[ChatAnswer]) -> CompletionObject[ChatChoice]:
+        choices = []
+        for answer in answers:
+            choice = ChatChoice(
+                answer.choice,
+                _message(answer),
+                self._logprobs(answer),
+                answer.finish_reason,
+            )
+            if self.body.functions:
+                functions.in_message(choice.message)
+                choice.finish_reason = functions.finish_reason(choice.finish_reason)
+            if answer.stop_reason is not None:
+                choice.stop_reason = answer.stop_reason
+            if self.body.return_token_ids:
+                choice.token_ids = answer.token_ids
+                choice.prompt_token_ids = self.reply.prompt_token_ids
+            choices.append(choice)
+        envelope = self._envelope("chat.completion", choices, self.reply.usage)
+        if self.body.metadata is not None:
+            envelope.metadata = self.body.metadata
+        if self.body.prompt_logprobs is not None:
+            envelope.prompt_logprobs = prompt_logprobs(self.reply.prompt_logprobs) or []
+        return envelope
+
+    def write(self, buffer: bytearray, events: list[Event]) -> None:
+        for event in events:
+            if event.choice not in self.begun:
+                self.begun.add(event.choice)
+                opening = ChatChunkChoice(event.choice, ChatDelta("assistant", ""), None, None)
+                self.chunks.write(buffer, opening)
+            self.chunks.write(buffer, self._chunk(event))
+            if self.body.store:
+                self.answers.setdefault(event.choice, ChatAnswer(event.choice)).add(event)
+
+    def _chunk(self, event: Event) -> ChatChunkChoice:
+        if isinstance(event, Finished):
+            choice = ChatChunkChoice(event.choice, ChatDelta(), None, event.finish_reason)
+            if self.body.functions:
+                choice.finish_reason = functions.finish_reason(choice.finish_reason)
+            if event.stop_reason is not None:
+                choice.stop_reason = event.stop_reason
+            return choice
+        choice = ChatChunkChoice(event.choice, _delta(event), self._logprobs(event), None)
+        if self.body.functions:
+            functions.in_delta(choice.delta)
+        if self.body.return_token_ids:
+            choice.token_ids = event.token_ids
+        return choice
+
+    def _envelope(self, kind: str, choices: Any, usage: Any) -> CompletionObject[Any]:
+        tier = self.body.service_tier
+        return CompletionObject(
+            self.reply.request_id,
+            kind,
+            self.created,
+            self.model,
+            choices,
+            usage,
+            service_tier=UNSET if tier is None else "default",
+            system_fingerprint=self.fingerprint,
+        )
+
+    def _logprobs(self, part: Delta | ChatAnswer) -> ChatLogprobs | None:
+        if not self.body.logprobs:
+            return None
+        count = self.body.top_logprobs or 0
+        return ChatLogprobs(chat_logprobs(self.tokenizer, part.token_ids, part.logprobs, count))
+
+
+def _message(answer: ChatAnswer) -> ChatMessage:
+    only_other = not answer.text and (answer.tool_calls or answer.reasoning)
+    message = ChatMessage(None if only_other else answer.text)
+    if answer.reasoning:
+        message.reasoning_content = answer.reasoning
+    if answer.tool_calls:
+        message.tool_calls = [
+            MessageToolCall(call.id, ChatFunctionCall(call.name, call.arguments))
+            for call in answer.tool_calls
+        ]
+    return message
+
+
+def _delta(event: Delta) -> ChatDelta:
+    match event:
+        case TextDelta(text=text):
+            return ChatDelta(content=text) if text else ChatDelta()
+        case ReasoningDelta(text=text):
+            return ChatDelta(reasoning_content=text) if text else ChatDelta()
+        case ToolCallBegin():
+            function = FunctionDelta(event.name)
+            chunk = ToolCallChunk(event.index, function, event.id, "function")
+        case ToolCallDelta():
+            chunk = ToolCallChunk(event.index, FunctionDelta(arguments=event.arguments))
+    return ChatDelta(tool_calls=[chunk])

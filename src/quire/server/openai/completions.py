@@ -1,0 +1,300 @@
+"""`/v1/completions` and `/generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.sampling_params import SamplingParams
+from quire.server.errors import ApiError
+from quire.server.generation.structured import check_structured
+from quire.server.generation.text import Prompt, TextGeneration, TextPiece, collect
+from quire.server.middleware.request_context import RequestContext, context_of
+from quire.server.openai.chunks import ChunkWriter
+from quire.server.openai.convert import (
+    check_fan_out,
+    estimate_tokens,
+    prompt_text,
+    prompts_of,
+    sampling_params,
+    tokenized,
+)
+from quire.server.openai.fim import infill
+from quire.server.openai.logprobs import CompletionLogprobWriter, prompt_logprobs
+from quire.server.openai.objects import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionObject,
+    GenerateAnswer,
+)
+from quire.server.openai.protocol import CompletionRequest, GenerateRequest
+from quire.server.openai.structured import structured_field
+from quire.server.request_body import read_body
+from quire.server.sse import EventStream, json_response, start_stream, unless_disconnected
+from quire.server.state import ServerState, new_id, state_of
+
+
+async def completions(request: Request) -> Response:
+    state = state_of(request)
+    body = await read_body(request, CompletionRequest, state.args.max_body_bytes)
+    state.check_alive()
+    state.check_model(body.model)
+    prompts = prompts_of(body.prompt)
+    check_fan_out(len(prompts), max(body.n or 1, body.best_of or 1))
+    _check(state, body, prompts)
+    params = _params(state, body)
+    await check_structured(state, params, structured_field(body))
+    inputs = await _inputs(state, body.suffix, prompts)
+    context = context_of(request)
+    charge(state, context, inputs, params)
+    generation = TextGeneration(
+        state,
+        context,
+        inputs,
+        params,
+        request_id=new_id("cmpl"),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
+    writer = CompletionWriter(state, body, prompts, generation)
+    if not body.stream:
+        pieces = await unless_disconnected(request.receive, collect(generation))
+        if body.best_of is not None and body.best_of > (body.n or 1):
+            pieces = best_completions(pieces, body.best_of, body.n or 1)
+        choices = [writer.choice(piece) for piece in pieces]
+        return json_response(writer.envelope(choices, usage=writer.usage))
+    await start_stream(request, generation)
+    return EventStream(generation, writer.write, writer.chunks.finish, metrics=state.metrics)
+
+
+def charge(
+    state: ServerState, context: RequestContext, prompts: list[Prompt], params: SamplingParams
+) -> None:
+    """Takes the tokens that the prompts may use from the key's limit. Raises ApiError, 429."""
+    if state.args.log_prompts:
+        context.prompts += [prompt_text(state.client.tokenizer, prompt) for prompt in prompts]
+    most = None if params.max_tokens is None else params.max_tokens * len(prompts)
+    context.take_tokens(sum(map(estimate_tokens, prompts)), most, params.n)
+
+
+async def _inputs(state: ServerState, suffix: str | None, prompts: list[Prompt]) -> list[Prompt]:
+    """Returns the prompts, or with a suffix those that fill in the middle."""
+    if not suffix:
+        most = state.client.config.scheduler.max_model_len
+        return await tokenized(state.client.tokenizer, prompts, most)
+    tokenizer = state.tokenizer("suffix")
+    return await asyncio.to_thread(lambda: [infill(tokenizer, p, suffix) for p in prompts])
+
+
+def best_completions(pieces: list[TextPiece], best_of: int, n: int) -> list[TextPiece]:
+    """Returns the best `n` of each prompt's `best_of` completions, renumbered.
+
+    Completions are ranked by their mean log-probability per token.
+    """
+    best = []
+    for start in range(0, len(pieces), best_of):
+        ranked = sorted(pieces[start : start + best_of], key=_mean_logprob, reverse=True)
+        best += ranked[:n]
+    for choice, piece in enumerate(best):
+        piece.choice = choice
+    return best
+
+
+def _mean_logprob(piece: TextPiece) -> float:
+    values = [
+        entry[token].logprob for token, entry in zip(piece.token_ids, piece.logprobs, strict=True)
+    ]
+    return sum(values) / max(1, len(values))
+
+
+def _check(state: ServerState, body: CompletionRequest, prompts: list[Prompt]) -> None:
+    if any(isinstance(prompt, str) for prompt in prompts):
+        state.tokenizer("prompt")
+    if body.logprobs is not None:
+        state.tokenizer("logprobs")
+    if body.best_of is not None:
+        if body.best_of < (body.n or 1):
+            raise ApiError(400, "'best_of' must not be less than 'n'.", param="best_of")
+        if body.stream and body.best_of > (body.n or 1):
+            raise ApiError(
+                400,
+                "'best_of' is not available with stream=true: what is best shows at the end.",
+                param="best_of",
+            )
+    if body.suffix and body.echo:
+        raise ApiError(400, "'suffix' and 'echo' exclude each other.", param="suffix")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(
+            400, "'stream_options' is only allowed with stream=true.", param="stream_options"
+        )
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(
+            400, "'prompt_logprobs' is not available with stream=true.", param="prompt_logprobs"
+        )
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(
+            400, "'max_tokens' must be at least 1, unless echo is true.", param="max_tokens"
+        )
+
+
+def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:
+    """Returns the sampling parameters.
+
+    With `echo` and `max_tokens` 0, a way to score a prompt, the engine makes one token, which is
+    then left out. Echoed log-probabilities are the engine's prompt log-probabilities. `best_of`
+    ranks by log-probabilities.
+    """
+    if body.echo and body.logprobs is not None:
+        body.prompt_logprobs = max(body.logprobs, body.prompt_logprobs or 0)
+    ranked = body.best_of is not None and body.best_of > (body.n or 1)
+    return sampling_params(
+        body,
+        state.defaults,
+        max_tokens=16 if body.max_tokens is None else body.max_tokens or 1,
+        n=max(body.n or 1, body.best_of or 1),
+        logprobs=0 if ranked and body.logprobs is None else body.logprobs,
+        detokenize=state.client.tokenizer is not None,
+    )
+
+
+class CompletionWriter:
+    """Writes pieces as choices, for whole answers and for chunks."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        body: CompletionRequest,
+        prompts: list[Prompt],
+        generation: TextGeneration,
+    ) -> None:
+        self.body = body
+        self.prompts = prompts
+        self.generation = generation
+        self.n = body.n or 1
+        self.tokenizer = state.client.tokenizer
+        self.model = state.model_name
+        self.fingerprint = state.fingerprint
+        self.created = int(time.time())
+        self.with_prompt_logprobs = body.prompt_logprobs is not None and not body.stream
+        self.chunks = ChunkWriter(body.stream_options, self.envelope, lambda: self.usage)
+        self.begun: set[int] = set()
+        self.logprobs: dict[int, CompletionLogprobWriter] = {}
+
+    @property
+    def usage(self) -> Any:
+        if self.body.max_tokens == 0:
+            self.generation.completion_tokens = 0
+        return self.generation.usage
+
+    def envelope(
+        self, choices: list[CompletionChoice], usage: Any = UNSET
+    ) -> CompletionObject[CompletionChoice]:
+        return CompletionObject(
+            self.generation.request_id,
+            "text_completion",
+            self.created,
+            self.model,
+            choices,
+            usage,
+            system_fingerprint=self.fingerprint,
+        )
+
+    def write(self, buffer: bytearray, pieces: list[TextPiece]) -> None:
+        for piece in pieces:
+            self.chunks.write(buffer, self.choice(piece))
+
+    def choice(self, piece: TextPiece) -> CompletionChoice:
+        info = self.generation.prompts[piece.choice // self.n]
+        first = piece.choice not in self.begun
+        self.begun.add(piece.choice)
+        text, token_ids, entries = piece.text, piece.token_ids, piece.logprobs
+        if self.body.max_tokens == 0:
+            text, token_ids, entries = "", [], []
+        if self.body.echo and first:
+            text = self._prompt_text(piece.choice) + text
+        choice = CompletionChoice(piece.choice, text, None, piece.finish_reason)
+        if piece.stop_reason is not None:
+            choice.stop_reason = piece.stop_reason
+        if self.body.logprobs is not None:
+            if self.body.echo and first:
+                entries = [*(info.logprobs or []), *entries]  # type: ignore[list-item]
+                token_ids = [*info.token_ids, *token_ids]
+            choice.logprobs = self._logprobs(piece.choice, token_ids, entries)
+        if self.body.return_token_ids:
+            choice.token_ids = [] if self.body.max_tokens == 0 else piece.token_ids
+            if first:
+                choice.prompt_token_ids = info.token_ids
+        if self.with_prompt_logprobs and info.logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(info.logprobs) or []
+        return choice
+
+    def _prompt_text(self, choice: int) -> str:
+        prompt = self.prompts[choice // self.n]
+        if isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.decode(
+            prompt, skip_special_tokens=self.generation.params.skip_special_tokens
+        )
+
+    def _logprobs(self, choice: int, token_ids: Any, entries: Any) -> CompletionLogprobs | None:
+        if self.tokenizer is None or self.body.logprobs is None:
+            return None
+        writer = self.logprobs.get(choice)
+        if writer is None:
+            writer = CompletionLogprobWriter(self.tokenizer, self.body.logprobs)
+            self.logprobs[choice] = writer
+        return writer.write(token_ids, entries)
+
+
+async def generate(request: Request) -> Response:
+    """Answers `/generate`: one prompt in, one JSON object out, or with `stream` the bare text."""
+    state = state_of(request)
+    body = await read_body(request, GenerateRequest, state.args.max_body_bytes)
+    state.check_alive()
+    state.check_model(body.model)
+    prompts = prompts_of(body.prompt)
+    if len(prompts) != 1:
+        raise ApiError(400, "/generate takes one prompt.", param="prompt", code="invalid_value")
+    if isinstance(prompts[0], str) or body.stream:
+        state.tokenizer("prompt")
+    if body.prompt_logprobs is not None:
+        raise ApiError(
+            400, "'prompt_logprobs' is not available in /generate.", param="prompt_logprobs"
+        )
+    params = sampling_params(
+        body,
+        state.defaults,
+        max_tokens=body.max_tokens,
+        detokenize=state.client.tokenizer is not None,
+    )
+    await check_structured(state, params, structured_field(body))
+    context = context_of(request)
+    charge(state, context, prompts, params)
+    generation = TextGeneration(
+        state,
+        context,
+        prompts,
+        params,
+        request_id=new_id("gen"),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
+    if not body.stream:
+        (piece,) = await unless_disconnected(request.receive, collect(generation))
+        ids = piece.token_ids if body.return_token_ids else UNSET
+        return json_response(GenerateAnswer(piece.text, piece.finish_reason, generation.usage, ids))
+    await start_stream(request, generation)
+    return EventStream(
+        generation,
+        lambda buffer, pieces: buffer.extend("".join(p.text for p in pieces).encode()),
+        lambda buffer: None,
+        metrics=state.metrics,
+        media_type="text/plain",
+    )

@@ -1,0 +1,170 @@
+"""Conversion of validated requests to prompts and `SamplingParams`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import RequestError
+from quire.sampling_params import SamplingParams
+from quire.server.errors import ApiError
+from quire.server.generation.text import Prompt
+from quire.server.openai.protocol import SamplingFields
+from quire.server.openai.structured import structured_outputs
+
+if TYPE_CHECKING:
+    from quire.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger("quire.server")
+
+MAX_COMPLETIONS = 1024
+"""Most completions of one request: prompts times `n`."""
+_INT32 = 2**31 - 1
+
+_MUCH_TEXT = 4000
+"""Characters of a request's prompts above which they are tokenized off the event loop."""
+
+_USUAL_CHARS = 4
+"""Usual characters per token."""
+
+_COPIED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "prompt_logprobs",
+)
+_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def model_defaults(model_path: str) -> dict[str, float]:
+    """Returns the sampling defaults of the model's `generation_config.json`; empty where there is
+    none."""
+    path = Path(model_path) / "generation_config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    given = {name: raw[name] for name in _FROM_MODEL if raw.get(name) is not None}
+    try:
+        SamplingParams(**given)
+    except (RequestError, TypeError) as error:
+        logger.warning("generation_config.json is ignored: %s", error)
+        return {}
+    return given
+
+
+def sampling_params(
+    request: SamplingFields,
+    defaults: dict[str, Any],
+    *,
+    max_tokens: int | None,
+    n: int | None = None,
+    logprobs: int | None = None,
+    detokenize: bool = True,
+) -> SamplingParams:
+    """Returns the sampling parameters of a request. Raises `RequestError` naming the field."""
+    fields: dict[str, Any] = dict(defaults)
+    for name in _COPIED:
+        value = getattr(request, name)
+        if value is not None:
+            fields[name] = value
+    if request.stop is not None:
+        fields["stop"] = tuple(request.stop)
+    if request.logit_bias:
+        fields["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
+    return SamplingParams(
+        **fields,
+        n=n or 1,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        detokenize=detokenize,
+        structured_outputs=structured_outputs(request),
+    )
+
+
+def prompts_of(value: Any, param: str = "prompt", most: int = MAX_COMPLETIONS) -> list[Prompt]:
+    """Returns the prompts of `prompt` or `input`, which OpenAI's API takes in four shapes.
+
+    Raises:
+        ApiError: the value is none of text, token ids, or a list of either.
+    """
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _is_ids(value):
+            return [value]
+        if len(value) > most:
+            raise ApiError(
+                400,
+                f"At most {most} of '{param}' are allowed, got {len(value)}.",
+                param=param,
+                code="invalid_value",
+            )
+        if all(
+            isinstance(item, str) or (isinstance(item, list) and _is_ids(item)) for item in value
+        ):
+            return value
+    raise ApiError(
+        400,
+        f"Invalid value for '{param}': it must be a string, a list of token ids (integers from 0 "
+        "to 2147483647), or a non-empty list of either.",
+        param=param,
+        code="invalid_value",
+    )
+
+
+async def tokenized(tokenizer: Tokenizer | None, prompts: list[Prompt], most: int) -> list[Prompt]:
+    """Tokenizes many texts, off the event loop. Few or short ones are left to the engine's client.
+
+    Args:
+        most: tokens that a prompt may have.
+    """
+    size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    if tokenizer is None or len(prompts) == 1 or size < _MUCH_TEXT:
+        return prompts
+    encode = tokenizer.encode
+    return await asyncio.to_thread(
+        lambda: [encode(p, most=most).tolist() if isinstance(p, str) else p for p in prompts]
+    )
+
+
+def estimate_tokens(prompt: Prompt) -> int:
+    """Returns the number of a prompt's tokens, estimated for a text."""
+    return len(prompt) // _USUAL_CHARS + 1 if isinstance(prompt, str) else len(prompt)
+
+
+def prompt_text(tokenizer: Tokenizer | None, prompt: Prompt) -> str:
+    """Returns the prompt as a text for the log."""
+    if isinstance(prompt, str):
+        return prompt
+    return str(prompt) if tokenizer is None else tokenizer.decode(prompt, False)
+
+
+def _is_ids(items: list[Any]) -> bool:
+    return bool(items) and all(type(item) is int and 0 <= item <= _INT32 for item in items)
+
+
+def check_fan_out(prompts: int, n: int | None) -> None:
+    total = prompts * (n or 1)
+    if total > MAX_COMPLETIONS:
+        raise ApiError(
+            400,
+            f"{prompts} prompts with n={n or 1} make {total} completions; at most "
+            f"{MAX_COMPLETIONS} are allowed in one request.",
+            param="n",
+            code="invalid_value",
+        )

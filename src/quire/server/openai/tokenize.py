@@ -1,0 +1,150 @@
+"""`/tokenize` and `/detokenize`, as vLLM has them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import RequestError
+from quire.sampling_params import SamplingParams
+from quire.server.errors import ApiError
+from quire.server.generation.dialogue import Dialogue
+from quire.server.generation.prompt import render_prompt
+from quire.server.generation.tools import check_tools
+from quire.server.openai.messages import (
+    ChatMessageParam,
+    ChatToolParam,
+    check_continuation,
+    template_messages,
+)
+from quire.server.openai.protocol import MAX_MESSAGES, MAX_TOOLS
+from quire.server.request_body import read_body
+from quire.server.sse import json_response
+from quire.server.state import state_of
+from quire.server.strict_model import Count, Name, StrictModel, TemplateKwargs
+
+if TYPE_CHECKING:
+    from quire.engine.tokenizer import Tokenizer
+
+_ON_LOOP = 2000
+"""Characters or tokens up to which no thread is used."""
+
+_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+
+
+class TokenizeRequest(StrictModel):
+    """Body of `/tokenize`: a text, or a conversation.
+
+    `add_special_tokens` holds by default for texts only, as templates write special tokens
+    themselves.
+    """
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: (
+        Annotated[list[ChatMessageParam], Field(min_length=1, max_length=MAX_MESSAGES)] | None
+    ) = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    tools: Annotated[list[ChatToolParam], Field(max_length=MAX_TOOLS)] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError(
+                "one of 'prompt' and 'messages' is needed, and not both.", param="prompt"
+            )
+        for name in _OF_MESSAGES:
+            if self.messages is None and getattr(self, name) is not None:
+                raise RequestError(f"'{name}' belongs to 'messages'.", param=name)
+        return self
+
+
+class DetokenizeRequest(StrictModel):
+    model: Name | None = None
+    tokens: list[Count]
+
+
+class Tokenized(msgspec.Struct):
+    """Answer of `/tokenize`. `token_strs`: the tokens as the vocabulary writes them."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str
+
+
+async def tokenize(request: Request) -> Response:
+    state = state_of(request)
+    body = await read_body(request, TokenizeRequest, state.args.max_body_bytes)
+    state.check_model(body.model)
+    tokenizer = state.tokenizer("prompt" if body.messages is None else "messages")
+    if body.messages is None:
+        text, special = body.prompt or "", body.add_special_tokens is not False
+        if len(text) > _ON_LOOP:
+            ids = await asyncio.to_thread(tokenizer.encode, text, special)
+        else:
+            ids = tokenizer.encode(text, special)
+        tokens = ids.tolist()
+    else:
+        check_continuation(body.messages, body.continue_final_message, body.add_generation_prompt)
+        dialogue = _dialogue(body)
+        check_tools(dialogue, state.chat_format)
+        tokens = await asyncio.to_thread(_conversation, tokenizer, dialogue, body)
+    strings = None
+    if body.return_token_strs:
+        strings = [tokenizer.piece(token) or "" for token in tokens]
+    limit = state.client.config.scheduler.max_model_len
+    return json_response(Tokenized(len(tokens), limit, tokens, strings))
+
+
+def _dialogue(body: TokenizeRequest) -> Dialogue:
+    return Dialogue(
+        messages=template_messages(body.messages or []),
+        params=SamplingParams(),
+        tools=[tool.shape for tool in body.tools or ()],
+        template_kwargs=body.chat_template_kwargs or {},
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        request_id="",
+    )
+
+
+def _conversation(tokenizer: Tokenizer, dialogue: Dialogue, body: TokenizeRequest) -> list[int]:
+    prompt = render_prompt(tokenizer, dialogue)
+    if not body.add_special_tokens:
+        return prompt.token_ids
+    ids: list[int] = tokenizer.encode(prompt.text, add_special_tokens=True).tolist()
+    return ids
+
+
+async def detokenize(request: Request) -> Response:
+    state = state_of(request)
+    body = await read_body(request, DetokenizeRequest, state.args.max_body_bytes)
+    state.check_model(body.model)
+    tokenizer = state.tokenizer("tokens")
+    for place, token in enumerate(body.tokens):
+        if tokenizer.piece(token) is None:
+            raise ApiError(
+                400,
+                f"Invalid value for 'tokens[{place}]': the vocabulary has no token {token}.",
+                param=f"tokens[{place}]",
+                code="invalid_value",
+            )
+    if len(body.tokens) > _ON_LOOP:
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
+    else:
+        text = tokenizer.decode(body.tokens, False)
+    return json_response(Detokenized(text))

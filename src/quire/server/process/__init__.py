@@ -1,0 +1,1 @@
+"""Server processes: sockets, uvicorn, workers and their supervisor."""

@@ -1,0 +1,159 @@
+"""Listening sockets: an address and port or a Unix socket, in the clear or with TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError
+from quire.server.args import ServerArgs
+
+logger = logging.getLogger("quire.server")
+
+
+def bind(args: ServerArgs, *, shared: bool = False) -> socket.socket:
+    """Returns a bound socket that does not listen yet, so connections are refused until the engine
+    is ready.
+
+    Args:
+        shared: other processes of this user may bind the same port, and share its connections.
+
+    Raises:
+        ConfigError: naming what is wrong with the address.
+    """
+    if args.uds is not None:
+        return _bind_unix(args.uds)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            args.host, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        message = f"host {args.host!r} is no address: {error.strerror}"
+        raise ConfigError(message, "host") from None
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        message = f"cannot listen on {args.host}:{args.port}: {error.strerror}"
+        raise ConfigError(message, "port") from None
+    return sock
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """Binds a Unix socket that only this user and group may connect to.
+
+    A stale socket of an earlier server is removed, nothing else is.
+    """
+    _remove_stale(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o007)
+    try:
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}", "uds") from None
+    finally:
+        os.umask(before)
+    return sock
+
+
+@contextlib.contextmanager
+def closing(sock: socket.socket, args: ServerArgs) -> Iterator[None]:
+    """Closes the socket in the end, and removes a Unix socket's name."""
+    try:
+        yield
+    finally:
+        sock.close()
+        if args.uds is not None:
+            Path(args.uds).unlink(missing_ok=True)
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise ConfigError(f"cannot listen on {path}: there is a file of that name", "uds")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {path}: {error.strerror}", "uds") from None
+        else:
+            raise ConfigError(f"cannot listen on {path}: a server is there already", "uds")
+
+
+def tls_context(args: ServerArgs) -> ssl.SSLContext | None:
+    """Returns a context for TLS 1.2 or newer, or None without TLS.
+
+    Raises:
+        ConfigError: a file does not hold what it should.
+    """
+    if args.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        # Without a callback a key under a password would ask for it on the terminal.
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, password=_no_password)
+    except (OSError, ValueError) as error:
+        message = f"cannot use {args.ssl_certfile}: {_reason(error)}"
+        raise ConfigError(message, "ssl_certfile") from None
+    if args.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(args.ssl_ca_certs)
+        except (OSError, ValueError) as error:
+            message = f"cannot use {args.ssl_ca_certs}: {_reason(error)}"
+            raise ConfigError(message, "ssl_ca_certs") from None
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key is under a password; the server needs one that is not")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return error.reason or "no certificate and key in PEM that belong together"
+    return getattr(error, "strerror", None) or str(error)
+
+
+def url_of(sock: socket.socket, args: ServerArgs) -> str:
+    """Returns the URL of a bound socket on this machine; `unix:PATH` of a Unix socket."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    scheme = "http" if args.ssl_certfile is None else "https"
+    host, port = sock.getsockname()[:2]
+    address: Any = ipaddress.ip_address(host.partition("%")[0])
+    if address.is_unspecified:
+        host = "localhost"
+    elif address.version == 6:
+        host = f"[{host}]"
+    return f"{scheme}://{host}:{port}"
+
+
+def warn_if_open(args: ServerArgs) -> None:
+    if args.api_key or args.api_key_file or args.ssl_ca_certs or args.uds:
+        return
+    try:
+        local = ipaddress.ip_address(args.host).is_loopback
+    except ValueError:
+        local = args.host == "localhost"
+    if not local:
+        logger.warning("%s can be reached by other machines and no --api-key is set", args.host)

@@ -1,0 +1,85 @@
+"""Entry point of the server: binds, launches the engine, serves, drains and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+
+from quire.config import EngineArgs
+from quire.server.app import build_app
+from quire.server.args import ServerArgs
+from quire.server.process.listen import bind, closing, tls_context, url_of, warn_if_open
+from quire.server.process.uvicorn_server import serve
+
+OnReady = Callable[[str, str], None]
+"""Called with the server's URL and the model's name once requests are answered."""
+
+
+def run_server(
+    engine_args: EngineArgs,
+    server_args: ServerArgs,
+    *,
+    on_ready: OnReady | None = None,
+    on_progress: Callable[..., None] | None = None,
+) -> None:
+    """Serves until SIGINT or SIGTERM.
+
+    It then stops accepting, lets running requests finish for `drain_timeout` seconds, and returns.
+    A second signal does not wait for them.
+
+    Raises:
+        ConfigError: the address cannot be bound, or a setting is wrong.
+        ModelError: the model cannot be loaded.
+    """
+    import uvloop
+
+    # Bound before the model is loaded, which may take minutes: a taken port should say so at once.
+    tls = tls_context(server_args)
+    sock = bind(server_args)
+    if server_args.api_workers > 1 and server_args.uds is None:
+        # Two servers that shared a port by mistake would each get half of the requests.
+        sock.close()
+        sock = bind(server_args, shared=True)
+    with closing(sock, server_args), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(engine_args, server_args, sock, tls, on_ready, on_progress))
+
+
+async def _serve(
+    engine_args: EngineArgs,
+    server_args: ServerArgs,
+    sock: socket.socket,
+    tls: ssl.SSLContext | None,
+    on_ready: OnReady | None,
+    on_progress: Callable[..., None] | None,
+) -> None:
+    from quire.engine.client import EngineClient
+
+    launching = asyncio.ensure_future(
+        EngineClient.launch(engine_args, on_progress, restarts=server_args.engine_restarts)
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, launching.cancel)
+    try:
+        client = await launching
+    except asyncio.CancelledError:
+        return
+    try:
+        app = build_app(client, server_args)
+        warn_if_open(server_args)
+
+        def ready() -> None:
+            if on_ready is not None:
+                on_ready(url_of(sock, server_args), app.state.server.model_name)
+
+        if server_args.api_workers == 1:
+            await serve(app, sock, tls, server_args, ready)
+        else:
+            from quire.server.process.supervisor import Supervisor
+
+            await Supervisor(client, server_args, sock).run(ready)
+    finally:
+        await client.shutdown()

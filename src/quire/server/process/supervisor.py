@@ -1,0 +1,146 @@
+"""Several API processes on one port, and one engine behind them.
+
+Tokenizing, detokenizing and writing events take one core at some thirty thousand tokens a second;
+with `--api-workers` they take several. The supervisor serves nothing itself: it starts the engine
+and the workers, starts again what dies, and passes signals on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+from prometheus_client import multiprocess
+
+from quire.engine.client import EngineClient
+from quire.errors import QuireError
+from quire.server.args import ServerArgs
+from quire.server.process.worker import WorkerConfig
+from quire.server.telemetry.metrics import MULTIPROCESS
+
+logger = logging.getLogger("quire.server")
+
+_PAUSE = 1.0
+"""Seconds before a worker that died is started again."""
+_FORCED_SECONDS = 5.0
+
+
+class Supervisor:
+    """Runs the workers of a launched engine.
+
+    Args:
+        sock: a bound socket. Workers bind theirs to the same port; a Unix socket they share.
+    """
+
+    def __init__(self, client: EngineClient, args: ServerArgs, sock: socket.socket) -> None:
+        if client.host is None:
+            raise QuireError("a supervisor starts the engine itself")
+        folder = client.host.folder
+        self._metrics = folder / "metrics"
+        self._metrics.mkdir()
+        self._sock = sock
+        self._fd: int | None = None
+        if sock.family == socket.AF_UNIX:
+            sock.listen(2048)
+            self._fd = sock.fileno()
+        else:
+            # Where a free port was asked for, all workers are to take the same.
+            args = dataclasses.replace(args, port=sock.getsockname()[1])
+        self._args = args
+        self._config = WorkerConfig(
+            args, client.host.address, self._fd, str(folder / "limits"), os.getpid()
+        )
+        self._workers: set[asyncio.subprocess.Process] = set()
+        self._stopping = asyncio.Event()
+        self._signals = 0
+
+    async def run(self, on_ready: Callable[[], None]) -> None:
+        """Serves until a signal, and until all workers have drained.
+
+        Args:
+            on_ready: called once all workers serve.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop)
+        loop.add_signal_handler(signal.SIGHUP, self._signal_all, signal.SIGHUP)
+        ready = [asyncio.Event() for _ in range(self._args.api_workers)]
+        restarters = [
+            asyncio.create_task(self._keep_running(i, event)) for i, event in enumerate(ready)
+        ]
+        stopped = asyncio.create_task(self._stopping.wait())
+        waiting = asyncio.create_task(_all(ready))
+        await asyncio.wait((waiting, stopped, *restarters), return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            on_ready()
+        waiting.cancel()
+        # A restarter that ends before it is stopped has failed.
+        await asyncio.wait((stopped, *restarters), return_when=asyncio.FIRST_COMPLETED)
+        self._stopping.set()
+        # Workers drain by themselves; one that does not come to an end is ended.
+        with contextlib.suppress(TimeoutError):
+            limit = self._args.drain_timeout + _FORCED_SECONDS
+            await asyncio.wait_for(asyncio.shield(asyncio.gather(*restarters)), limit)
+        for worker in self._workers:
+            worker.kill()
+        await asyncio.gather(*restarters)
+
+    def _stop(self) -> None:
+        self._signals += 1
+        self._stopping.set()
+        self._signal_all(signal.SIGTERM)
+        if self._signals > 1:  # a second signal forces
+            for worker in self._workers:
+                worker.kill()
+
+    def _signal_all(self, number: int) -> None:
+        for worker in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                worker.send_signal(number)
+
+    async def _keep_running(self, number: int, ready: asyncio.Event) -> None:
+        """Runs a worker, and starts the next when it dies."""
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            worker = await self._start(ready)
+            status = await worker.wait()
+            self._workers.discard(worker)
+            multiprocess.mark_process_dead(worker.pid, str(self._metrics))  # type: ignore[no-untyped-call]
+            if self._stopping.is_set():
+                return
+            logger.error("API worker %d ended with status %d; starting another", number, status)
+            if time.monotonic() - began < _PAUSE:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), _PAUSE)
+
+    async def _start(self, ready: asyncio.Event) -> asyncio.subprocess.Process:
+        worker = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "quire.server.process.worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=() if self._fd is None else (self._fd,),
+            start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
+            env={**os.environ, MULTIPROCESS: str(self._metrics)},
+        )
+        self._workers.add(worker)
+        if worker.stdin is not None and worker.stdout is not None:
+            worker.stdin.write(msgspec.json.encode(self._config) + b"\n")
+            if await worker.stdout.readline():
+                ready.set()
+        return worker
+
+
+async def _all(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()

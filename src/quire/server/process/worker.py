@@ -1,0 +1,81 @@
+"""One of several API processes that share a port: `python -m quire.server.process.worker`.
+
+Reads a `WorkerConfig` from standard input, attaches to the engine that the supervisor has started,
+says "ready" on standard output, and serves until it is told to stop or its supervisor is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from quire.server.args import ServerArgs
+
+_ORPHAN_CHECK = 0.5
+
+
+class WorkerConfig(msgspec.Struct):
+    """Configuration of a worker, sent by its supervisor.
+
+    Attributes:
+        engine: address of the engine's socket.
+        fd: a listening socket that all workers share; None binds an own one to the port in `args`.
+        limits: file of the keys' rate limits.
+        owner: process id of the supervisor.
+    """
+
+    args: ServerArgs
+    engine: str
+    fd: int | None
+    limits: str
+    owner: int
+
+
+def main() -> None:
+    import uvloop
+
+    from quire.server.telemetry import logs
+
+    share = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    threading.Thread(target=_exit_with, args=(share.owner,), daemon=True).start()
+    logs.configure(share.args)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_work(share))
+
+
+async def _work(share: WorkerConfig) -> None:
+    from quire.engine.client import EngineClient
+    from quire.server.app import build_app
+    from quire.server.process.listen import bind, tls_context
+    from quire.server.process.uvicorn_server import serve
+
+    client = await EngineClient.attach(share.engine)
+    try:
+        app = build_app(client, share.args, Path(share.limits))
+        tls = tls_context(share.args)
+        sock = bind(share.args, shared=True) if share.fd is None else socket.socket(fileno=share.fd)
+        await serve(app, sock, tls, share.args, _say_ready)
+    finally:
+        await client.shutdown()
+
+
+def _say_ready() -> None:
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+
+
+def _exit_with(owner: int) -> None:
+    while os.getppid() == owner:
+        time.sleep(_ORPHAN_CHECK)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

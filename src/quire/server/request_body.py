@@ -1,0 +1,73 @@
+"""Request bodies: their size, content type, JSON and fields are checked in this order."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from quire.server.errors import ApiError, from_validation
+from quire.server.middleware.request_context import context_of
+
+_OFF_LOOP_BYTES = 64 * 1024
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read_body(request: Request, model: type[Model], limit: int) -> Model:
+    """Returns the validated body. A large one is parsed in a thread, off the event loop.
+
+    Raises:
+        ApiError: 408, 413, 415, or 400 with the field's name.
+    """
+    # Other content types are refused rather than guessed: browsers may send forms and plain text
+    # across sites without asking first, JSON they may not.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            415, "The body must be JSON, sent with the header 'Content-Type: application/json'."
+        )
+    try:
+        async with asyncio.timeout(context_of(request).remaining):
+            data = await _read(request, limit)
+    except TimeoutError:
+        raise ApiError(408, "The body did not arrive in time.", code="timeout") from None
+    if len(data) > _OFF_LOOP_BYTES:
+        return await asyncio.to_thread(parse, data, model)
+    return parse(data, model)
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    too_large = ApiError(413, f"The body is larger than {limit} bytes.", code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:18]) > limit:
+        raise too_large
+    chunks, size = [], 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise too_large
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise ApiError(400, "The client left before its request was read.") from None
+    return b"".join(chunks)
+
+
+def parse(data: bytes, model: type[Model]) -> Model:
+    """Parses a body. msgspec reads standard JSON only: no NaN, no infinities, no lone
+    surrogates."""
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise from_validation(error) from None

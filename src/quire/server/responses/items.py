@@ -1,0 +1,206 @@
+"""Items of the Responses API: a request's `input`, and a conversation's history.
+
+Items that the server sends as `output` are valid input too: clients send them back, and the store
+keeps them as the beginning of the next turn.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, PlainValidator, field_validator, model_validator
+
+from quire.errors import RequestError
+from quire.server.strict_model import Name, StrictModel, drop_unused
+
+MAX_ITEMS = 4096
+MAX_PARTS = 1024
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+_TEXT_PARTS = ("input_text", "output_text", "refusal")
+_UNUSED_IN_PART: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "prompt_cache_breakpoint": (),
+}
+_UNUSED_IN_ITEM: dict[str, tuple[Any, ...]] = {
+    "async": (False,),
+    "caller": ({"type": "direct"},),
+    "created_by": (),
+    "encrypted_content": (),
+    "namespace": (),
+    "phase": (),
+}
+
+
+class ItemText(StrictModel):
+    """A part of an item: `input_text`, `output_text` or `refusal`.
+
+    Log-probabilities may come back as they were sent; they are not used.
+    """
+
+    type: Literal["input_text", "output_text", "refusal"]
+    text: str
+    logprobs: Any = Field(None, exclude=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kind = data.get("type")
+        if isinstance(kind, str) and kind not in _TEXT_PARTS:
+            raise RequestError(
+                f"parts of type {kind[:40]!r} are not supported; known are "
+                f"{', '.join(_TEXT_PARTS)}.",
+                code="unsupported_parameter",
+            )
+        if kind == "refusal" and "text" not in data and "refusal" in data:
+            data = {**data, "text": data["refusal"]}
+            del data["refusal"]
+        return drop_unused(data, _UNUSED_IN_PART)
+
+    def shown(self) -> dict[str, Any]:
+        if self.type == "output_text":
+            return {"type": self.type, "text": self.text, "annotations": []}
+        if self.type == "refusal":
+            return {"type": self.type, "refusal": self.text}
+        return {"type": self.type, "text": self.text}
+
+
+class _Item(StrictModel):
+    id: Name | None = None
+    status: Status | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        return drop_unused(data, _UNUSED_IN_ITEM)
+
+
+Parts = Annotated[list[ItemText], Field(max_length=MAX_PARTS)]
+
+
+def _parts(content: Any, kind: str) -> Any:
+    return [{"type": kind, "text": content}] if isinstance(content, str) else content
+
+
+class MessageItem(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_as_parts(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "content" not in data:
+            return data
+        kind = "output_text" if data.get("role") == "assistant" else "input_text"
+        return {**data, "content": _parts(data["content"], kind)}
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content)
+
+
+class FunctionCallItem(_Item):
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: str
+
+    @property
+    def text(self) -> str:
+        return self.arguments
+
+
+class FunctionCallOutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Parts
+    name: Name | None = None
+
+    @field_validator("output", mode="before", json_schema_input_type=str | Parts)
+    @classmethod
+    def _one_part(cls, output: Any) -> Any:
+        return _parts(output, "input_text")
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.output)
+
+
+class ItemReasoningText(StrictModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    summary: Annotated[list[ItemReasoningText], Field(max_length=MAX_PARTS)]
+    content: Annotated[list[ItemReasoningText], Field(max_length=MAX_PARTS)] | None = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning itself where there is some, else its summary."""
+        return "".join(part.text for part in self.content or self.summary)
+
+
+class ItemReference(StrictModel):
+    type: Literal["item_reference"] | None = None
+    id: Name
+
+
+Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+
+_KINDS: dict[str, type[BaseModel]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionCallOutputItem,
+    "reasoning": ReasoningItem,
+    "item_reference": ItemReference,
+}
+
+
+def parse_item(data: Any) -> Any:
+    """Parses an item of the type that `data` names.
+
+    A message may leave its type out, and a reference may be nothing but an id.
+
+    Raises:
+        RequestError, ValidationError: pydantic puts the place of the item before the field's name.
+    """
+    if isinstance(data, _Item | ItemReference):
+        return data
+    if not isinstance(data, dict):
+        raise RequestError("an item must be an object.")
+    kind = data.get("type")
+    if kind is None:
+        kind = "item_reference" if data.keys() == {"id"} else "message"
+    model = _KINDS.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        raise RequestError(
+            f"items of type {str(kind)[:40]!r} are not supported; known are {', '.join(_KINDS)}.",
+            code="unsupported_parameter",
+        )
+    return model.model_validate(data)
+
+
+InputItem = Annotated[
+    Item | ItemReference, PlainValidator(parse_item, json_schema_input_type=Item | ItemReference)
+]
+
+
+def shown(item: Item) -> dict[str, Any]:
+    """Returns the item as the API lists it; its ids must be set."""
+    out: dict[str, Any] = {"id": item.id, "type": item.type, "status": item.status or "completed"}
+    if isinstance(item, MessageItem):
+        out |= {"role": item.role, "content": [part.shown() for part in item.content]}
+    elif isinstance(item, FunctionCallItem):
+        out |= {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+    elif isinstance(item, FunctionCallOutputItem):
+        out |= {"call_id": item.call_id, "output": [part.shown() for part in item.output]}
+    else:
+        content = [part.model_dump() for part in item.content or ()]
+        out |= {"summary": [part.model_dump() for part in item.summary], "content": content}
+    return out

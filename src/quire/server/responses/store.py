@@ -1,0 +1,158 @@
+"""Responses that can be fetched, continued, watched and cancelled later."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quire.server.errors import ApiError
+from quire.server.responses.events import ResponseEvent, ResponseWriter
+from quire.server.responses.items import Item, parse_item
+from quire.server.responses.objects import Response
+from quire.server.store import BoundedStore
+
+_ITEM_BYTES = 512
+"""Estimate of an item's bytes besides its text."""
+
+
+@dataclass(eq=False)
+class StoredResponse:
+    """A response with the items it answers.
+
+    Attributes:
+        input: items of earlier turns, then the request's own.
+        events: kept where the response runs in the background, for those who watch it.
+        task: set while the response runs in the background.
+    """
+
+    writer: ResponseWriter
+    input: tuple[Item, ...]
+    events: list[ResponseEvent] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def response(self) -> Response:
+        return self.writer.response
+
+    @property
+    def running(self) -> bool:
+        return self.response.status in ("queued", "in_progress")
+
+    @property
+    def output(self) -> tuple[Item, ...]:
+        """The model's items, as input of a later turn."""
+        return tuple(parse_item(msgspec.to_builtins(item)) for item in self.response.output)
+
+    @property
+    def history(self) -> tuple[Item, ...]:
+        """The items that the next turn begins with."""
+        return (*self.input, *self.output)
+
+    def append(self, events: Iterable[ResponseEvent]) -> None:
+        """Adds events and wakes those who watch. No events: the response has ended."""
+        self.events += events
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def watch(self, after: int) -> AsyncIterator[list[ResponseEvent]]:
+        """Yields the events whose sequence number is greater than `after`, until the last."""
+        place = after + 1
+        while True:
+            changed = self._changed
+            if place < len(self.events):
+                events, place = self.events[place:], len(self.events)
+                yield events
+            elif not self.running:
+                return
+            else:
+                await changed.wait()
+
+
+class ResponseStore(BoundedStore[StoredResponse]):
+    """Keeps responses and the items that they put out. Responses that still run stay."""
+
+    def __init__(
+        self,
+        max_items: int,
+        max_bytes: int,
+        max_age: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(max_items, max_bytes, max_age, clock)
+        self._items: dict[str, Item] = {}
+
+    def is_pinned(self, value: StoredResponse) -> bool:
+        return value.running
+
+    def on_remove(self, value: StoredResponse) -> None:
+        for item in value.response.output:
+            self._items.pop(item.id, None)
+
+    def add(self, stored: StoredResponse) -> None:
+        """Keeps a response. Raises ApiError, 429, where running responses leave no room for
+        another."""
+        running = [other for other in self.values() if other.running]
+        size = sum(self.size_of(other.response.id) for other in running)
+        full = len(running) >= self.max_items or size >= self.max_bytes
+        if stored.running and full:
+            raise ApiError(
+                429,
+                f"{len(running)} responses run in the background, which is all that fit.",
+                code="rate_limit_exceeded",
+            )
+        self._index(stored)
+        self.put(stored.response.id, stored, _size_of(stored))
+
+    def grow(self, stored: StoredResponse, events: list[ResponseEvent]) -> None:
+        """Takes in a running response's new events, or its end."""
+        stored.append(events)
+        id = stored.response.id
+        if self.find(id) is stored:
+            self._index(stored)
+            self.resize(id, self.size_of(id) + sum(len(event.data) for event in events))
+
+    def _index(self, stored: StoredResponse) -> None:
+        """Makes the items of a response that has ended known by their ids."""
+        if not stored.running:
+            self._items |= {item.id: item for item in stored.output if item.id is not None}
+
+    def get(self, id: str, param: str) -> StoredResponse:
+        """Returns a stored response. Raises ApiError, 404, naming the id."""
+        stored = self.find(id)
+        if stored is None:
+            raise ApiError(
+                404,
+                f"Response with id '{id[:200]}' not found: it was never stored, or is no longer "
+                f"(see '{param}').",
+                param=param,
+                code="response_not_found",
+            )
+        return stored
+
+    def item(self, id: str) -> Item | None:
+        """Returns an item that a stored response put out, which an `item_reference` may name.
+
+        Items of the input are not found: clients choose their ids, and so could guess them.
+        """
+        self.expire()
+        return self._items.get(id)
+
+    def remove(self, stored: StoredResponse) -> None:
+        """Removes a response, and ends it where it runs."""
+        if stored.task is not None:
+            stored.task.cancel()
+        self.discard(stored.response.id)
+
+
+def _size_of(stored: StoredResponse) -> int:
+    """Estimates the bytes that a response holds.
+
+    Items that turns share are counted with each of them: too much, so that the bound holds.
+    """
+    texts = sum(_ITEM_BYTES + len(item.text) for item in stored.input)
+    return texts + len(msgspec.json.encode(stored.response))

@@ -1,0 +1,106 @@
+"""Base model and field types of request bodies: exact types; unknown fields are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+
+from quire.errors import RequestError
+
+INT32_MAX = 2**31 - 1
+
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Name = Annotated[str, Field(max_length=512)]
+
+
+def _token_ids(bias: dict[str, float]) -> dict[str, float]:
+    for token in bias:
+        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+            raise RequestError(
+                f"it maps token ids to numbers, and {token[:40]!r} is not a token id."
+            )
+    return bias
+
+
+# What the server or the tokenizer passes to the chat template itself.
+_RESERVED_KWARGS = frozenset(
+    {
+        "self",
+        "messages",
+        "add_generation_prompt",
+        "chat_template",
+        "tools",
+        "documents",
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "sep_token",
+        "pad_token",
+    }
+)
+
+
+def _free_names(kwargs: dict[str, Any]) -> dict[str, Any]:
+    for name in kwargs:
+        if name in _RESERVED_KWARGS or not name.isidentifier():
+            raise RequestError(f"'{name[:100]}' cannot be set through 'chat_template_kwargs'.")
+    return kwargs
+
+
+LogitBias = Annotated[dict[str, float], AfterValidator(_token_ids)]
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_free_names)]
+"""Further variables of the chat template."""
+
+
+def _short(metadata: dict[str, str]) -> dict[str, str]:
+    for key, value in metadata.items():
+        if len(key) > 64 or len(value) > 512:
+            raise RequestError("keys have at most 64 characters and values at most 512.")
+    return metadata
+
+
+Metadata = Annotated[dict[str, str], Field(max_length=16), AfterValidator(_short)]
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}}
+TextsOrIds = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {**_IDS, "minItems": 1},
+                {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, _IDS]}},
+            ]
+        }
+    ),
+]
+"""A string, token ids, or a list of either; read by `convert.prompts_of`."""
+
+
+class StrictModel(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+def drop_unused(data: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> Any:
+    """Returns `data` without the fields of an API that are not implemented.
+
+    Args:
+        unsupported: maps each such field to the values that mean "not used". Clients send these
+            unasked, so they are let through. Any other value is an error, as an answer that ignored
+            it would be wrong silently.
+    """
+    if not isinstance(data, dict):
+        return data
+    for name in unsupported.keys() & data.keys():
+        if data[name] is not None and data[name] not in unsupported[name]:
+            raise RequestError(
+                f"'{name}' is not supported by this server.",
+                param=name,
+                code="unsupported_parameter",
+            )
+    return {name: value for name, value in data.items() if name not in unsupported}

@@ -1,0 +1,1 @@
+"""Metrics, traces, logs and live snapshots of the engine."""

@@ -1,0 +1,148 @@
+"""Metrics of the engine's own counts, read at each scrape."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from quire import __version__
+from quire.server.telemetry.metrics import ServerMetrics
+
+if TYPE_CHECKING:
+    from quire.engine.stats import EngineStats
+    from quire.offload import TierStats
+
+_COUNTERS = {
+    "prefix_query_tokens": ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),
+    "prefix_hit_tokens": ("prefix_hit_tokens", "Of them, found."),
+    "evicted_blocks": ("kv_blocks_evicted", "KV blocks that the prefix cache gave up."),
+    "copied_blocks": (
+        "kv_blocks_copied",
+        "KV blocks copied, as they are shared up to their middle.",
+    ),
+    "preemptions": ("preemptions", "Requests set back to make room for others."),
+    "swapped": ("swapped", "Of them, to be brought back rather than computed again."),
+    "steps": ("engine_steps", "Steps launched."),
+    "prompt_tokens": ("engine_prompt_tokens", "Prompt tokens of all requests taken."),
+    "generation_tokens": (
+        "engine_generation_tokens",
+        "Tokens computed, those that nobody waited for any more included.",
+    ),
+}
+"""Maps fields of `EngineStats` to their metrics' names and meanings."""
+
+_TIER_COUNTERS = {
+    "host_hit_tokens": ("host_hit_tokens", "Prompt tokens whose KV came from host memory."),
+    "disk_hit_tokens": ("disk_hit_tokens", "Prompt tokens whose KV came from files."),
+    "host_evictions": ("host_evicted_blocks", "KV blocks that host memory gave up to newcomers."),
+    "disk_writes": ("disk_written_blocks", "KV blocks written to files."),
+    "swapped_out": ("kv_blocks_out", "KV blocks copied from the device to the host."),
+    "swapped_in": ("kv_blocks_in", "KV blocks copied from the host to the device."),
+    "swapped_out_bytes": ("kv_bytes_out", "Bytes of these."),
+    "swapped_in_bytes": ("kv_bytes_in", "Bytes of these."),
+    "transfer_failures": ("kv_transfer_failures", "Moves of KV blocks between tiers that failed."),
+}
+"""Maps fields of `TierStats`, which exists where there are lower tiers, likewise."""
+
+
+_HISTOGRAMS = {
+    "step_seconds": (
+        "engine_step_seconds",
+        "A step's own time, from its launch, or the end of the one before, to its end.",
+    ),
+    "step_device_seconds": ("engine_step_device_seconds", "What the device took of it."),
+    "step_requests": ("engine_step_requests", "Requests in a step."),
+    "step_tokens": ("engine_step_tokens", "Tokens in a step."),
+    "prefill_seconds": ("request_prefill_seconds", "A request's first step to its first token."),
+}
+"""Maps histograms of `EngineStats` likewise."""
+
+
+class EngineMetrics(Collector):
+    """Collects the engine's stats as of its last answer."""
+
+    def __init__(
+        self, metrics: ServerMetrics, model: str, dtype: str = "", kv_cache_dtype: str = ""
+    ) -> None:
+        self.up = False
+        self._stats: EngineStats | None = None
+        self._build = {
+            "version": __version__,
+            "python": platform.python_version(),
+            "torch": importlib.metadata.version("torch"),
+            "model": model,
+            "dtype": dtype,
+            "kv_cache_dtype": kv_cache_dtype,
+        }
+        metrics.collect_from(self)
+
+    def update(self, stats: EngineStats, *, up: bool) -> None:
+        self.up = up
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        yield _gauge("engine_up", "1 while the engine answers.", int(self.up))
+        build = _gauge("build_info", "1; what runs is in its labels.", labels=tuple(self._build))
+        build.add_metric(list(self._build.values()), 1)
+        yield build
+        if self._stats is not None:
+            yield from _gauges(self._stats)
+            yield from _counters(self._stats, _COUNTERS)
+            yield from _histograms(self._stats)
+            if self._stats.tiers is not None:
+                yield from _tiers(self._stats.tiers)
+
+
+def _gauges(stats: EngineStats) -> Iterator[Metric]:
+    yield _gauge("requests_running", "Requests that hold a lane and KV blocks.", stats.running)
+    yield _gauge("requests_waiting", "Requests in the queue.", stats.waiting)
+    yield _gauge(
+        "requests_swapped", "Of those in the queue, preempted after they had run.", stats.set_back
+    )
+    blocks = _gauge("kv_blocks", "KV blocks, by group and state.", labels=("group", "state"))
+    for state in ("used", "cached", "free"):
+        for group, count in enumerate(getattr(stats, f"blocks_{state}")):
+            blocks.add_metric([str(group), state], count)
+    yield blocks
+
+
+def _tiers(tiers: TierStats) -> Iterator[Metric]:
+    blocks = _gauge("tier_blocks", "KV blocks in lower tiers.", labels=("tier",))
+    blocks.add_metric(["host"], tiers.host_blocks_used)
+    blocks.add_metric(["disk"], tiers.disk_blocks)
+    yield blocks
+    yield from _counters(tiers, _TIER_COUNTERS)
+
+
+def _counters(stats: object, names: dict[str, tuple[str, str]]) -> Iterator[Metric]:
+    for field, (name, help) in names.items():
+        yield CounterMetricFamily(f"quire_{name}", help, value=getattr(stats, field))
+
+
+def _histograms(stats: EngineStats) -> Iterator[Metric]:
+    for field, (name, help) in _HISTOGRAMS.items():
+        if field in stats.histograms:
+            found = stats.histograms[field]
+            bounds = [*map(floatToGoString, found.bounds), "+Inf"]
+            buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+            yield HistogramMetricFamily(
+                f"quire_{name}", help, buckets=buckets, sum_value=found.total
+            )
+
+
+def _gauge(
+    name: str, help: str, value: float | None = None, labels: tuple[str, ...] = ()
+) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"quire_{name}", help, value, None if value is not None else labels)

@@ -1,0 +1,150 @@
+"""Prometheus metrics, in a registry of their own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from quire.server.errors import ApiError
+from quire.server.telemetry.request_trace import PromptPhases
+
+if TYPE_CHECKING:
+    from quire.engine.output import StreamUpdate
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable of the folder in which prometheus_client keeps processes' values."""
+
+
+class ServerMetrics:
+    """Metrics of the API process. Collectors add those of the whole server at each scrape.
+
+    Where several processes serve together, a scrape of one gives the sums of all.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.collectors: list[Collector] = []
+        self.ttft = self._histogram("time_to_first_token_seconds", "Request in to first token out.")
+        self.queued = self._histogram(
+            "request_queue_seconds", "Request in to its first step begun."
+        )
+        self.itl = self._histogram("inter_token_latency_seconds", "Between a request's tokens.")
+        self.e2e = self._histogram("request_seconds", "Request in to last token out.")
+        self.prompt_len = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.output_len = self._histogram("request_output_tokens", "Tokens of an answer.", TOKENS)
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of all requests.")
+        self.cached_tokens = self._counter("prompt_cached_tokens", "Of them, found in the cache.")
+        self.output_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.finished = self._counter(
+            "requests_finished", "Completions, by the reason of their end.", ["reason"]
+        )
+        self.errors = self._counter(
+            "errors", "Errors told to clients, in streams too.", ["kind", "status"]
+        )
+        self.http = self._counter(
+            "http_requests", "HTTP requests that ended.", ["route", "method", "status"]
+        )
+        self.http_seconds = self._histogram(
+            "http_request_seconds", "First byte in to last byte out.", labels=["route", "method"]
+        )
+        self.open = Gauge(
+            "quire_open_requests",
+            "Prompts handed to the engine.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
+
+    def _histogram(
+        self,
+        name: str,
+        help: str,
+        buckets: Iterable[float] = SECONDS,
+        labels: Iterable[str] = (),
+    ) -> Histogram:
+        return Histogram(
+            f"quire_{name}", help, tuple(labels), buckets=tuple(buckets), registry=self.registry
+        )
+
+    def _counter(self, name: str, help: str, labels: Iterable[str] = ()) -> Counter:
+        return Counter(f"quire_{name}", help, tuple(labels), registry=self.registry)
+
+    def collect_from(self, collector: Collector) -> None:
+        """Adds a collector of the whole server's numbers, which only the scraped process
+        reports."""
+        self.collectors.append(collector)
+        self.registry.register(collector)
+
+    def count_error(self, error: ApiError) -> None:
+        info = error.body.error
+        self.errors.labels(info.code or info.type, str(error.status)).inc()
+
+    def count_http(self, route: str, method: str, status: int, seconds: float) -> None:
+        self.http.labels(route, method, str(status)).inc()
+        self.http_seconds.labels(route, method).observe(seconds)
+
+    def count_prompt(self, tokens: int, cached: int, queued: float) -> None:
+        """Counts a prompt. `queued`: seconds until its first step."""
+        self.prompt_tokens.inc(tokens)
+        self.prompt_len.observe(tokens)
+        self.cached_tokens.inc(cached)
+        self.queued.observe(queued)
+
+    def text(self) -> bytes:
+        if MULTIPROCESS not in os.environ:
+            return generate_latest(self.registry)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        for collector in self.collectors:
+            registry.register(collector)
+        return generate_latest(registry)
+
+
+class RequestTimer:
+    """Measures one prompt with its `n` completions, update by update."""
+
+    __slots__ = ("about", "first", "last", "metrics", "outputs", "start")
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self.metrics = metrics
+        self.start = time.perf_counter()
+        self.first: float | None = None
+        self.about: tuple[int, int, float] | None = None
+        self.last: dict[int, float] = {}
+        self.outputs: dict[int, int] = {}
+
+    def observe(self, update: StreamUpdate) -> None:
+        now = time.perf_counter()
+        metrics, index, count = self.metrics, update.index, len(update.token_ids)
+        if update.prompt_token_ids is not None:
+            prompt = len(update.prompt_token_ids)
+            self.about = prompt, update.num_cached_tokens, update.queued
+            metrics.count_prompt(*self.about)
+        if count:
+            metrics.output_tokens.inc(count)
+            if index in self.last:
+                metrics.itl.observe((now - self.last[index]) / count)
+            elif not self.last:
+                self.first = now
+                metrics.ttft.observe(now - self.start)
+            self.last[index] = now
+            self.outputs[index] = self.outputs.get(index, 0) + count
+        if update.finish_reason is not None:
+            metrics.finished.labels(str(update.finish_reason)).inc()
+            metrics.output_len.observe(self.outputs.get(index, 0))
+            metrics.e2e.observe(now - self.start)
+
+    def phases(self) -> PromptPhases:
+        """Returns the phases so far."""
+        prompt, cached, queued = self.about or (0, 0, None)
+        outputs = sum(self.outputs.values())
+        now = time.perf_counter()
+        return PromptPhases(self.start, now, queued, self.first, prompt, cached, outputs)

@@ -1,0 +1,71 @@
+"""One worker for each rank: the same plans, the same tokens, the same masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.arrays import int32
+from quire.errors import EngineDeadError
+from quire.plan import HeadInputs, RowFlag
+from quire.sampling_params import SamplingParams
+from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
+
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=12),
+    SamplingParams(temperature=0.9, top_p=0.9, max_tokens=12, n=2),
+    SamplingParams(temperature=0.7, repetition_penalty=1.2, max_tokens=12, min_tokens=3),
+]
+JOBS = [
+    Job(prompt, PARAMS[i % 3], seed=i) for i, prompt in enumerate(random_prompts(6, 40, seed=7))
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return model_folder(tmp_path / "model", TINY)
+
+
+@pytest.fixture
+def pair(folder: Path) -> Iterator[TinyEngine]:
+    engine = TinyEngine(folder, depth=2, budget=64, world=2)
+    yield engine
+    engine.executor.shutdown()
+
+
+def test_two_ranks_give_the_tokens_of_one(folder: Path, pair: TinyEngine) -> None:
+    assert pair.runner.group.world == 2
+    # Each rank holds half of the heads, and so of every block.
+    lone = TinyEngine(folder, depth=2, budget=64)
+    halves, whole = (e.runner.cache.block_tensors(0)[0].numel() for e in (pair, lone))
+    assert 2 * halves == whole
+    assert pair.run(JOBS) == lone.run(JOBS)
+
+
+def test_masks_reach_all_ranks(pair: TinyEngine) -> None:
+    pair.add("a", Job([6, 7, 8], SamplingParams(temperature=0.0, max_tokens=4)))
+    plan = pair.scheduler.plan()
+    assert plan is not None
+    plan.flags = plan.flags | int32([RowFlag.GATED])
+    pair.executor.submit(plan)
+    mask = pair.executor.mask_room(plan.step_id, 1)
+    assert mask.shape == (1, VOCAB // 32)
+    mask[:] = 0
+    mask[0, 2] = 1 << 3  # token 67 alone
+    pair.executor.submit_head(HeadInputs(plan.step_id, mask))
+    result = pair.executor.collect()
+    assert result.tokens[0, 0] == 67
+    # The other rank has drawn the same, or the steps to come would differ.
+    assert np.array_equal(pair.scheduler.update(result).tokens, [[67]])
+    pair.drain()
+
+
+def test_a_rank_that_dies_is_an_error(pair: TinyEngine) -> None:
+    pair.executor._others[0]._process.kill()
+    pair.executor._others[0]._process.wait()
+    pair.add("a", JOBS[0])
+    with pytest.raises(EngineDeadError, match="rank 1"):
+        pair.drain()
