@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -36,7 +37,10 @@ ROWS = [
 ]
 
 
-SAMPLERS = [pytest.param(reference.sample, id="twin"), pytest.param(sample, id="kernel")]
+SAMPLERS = [
+    pytest.param(reference.sample, id="twin"),
+    pytest.param(functools.partial(sample, cap=128), id="kernel"),
+]
 
 
 class Lanes:

@@ -332,10 +332,10 @@ class ModelRunner:
             shape = self._buckets.head(logit_rows, level)
             captured = self._graphs is not None and shape in self._graphs
             # A kernel's first launch waits for the device, which would wait for the masks.
-            if plan.gated and not captured:
-                step.waits = not self.masks.has(plan.step_id, wait=wait)
-                if step.waits:
-                    return
+            waits = plan.gated and not captured
+            step.waits = waits and not self.masks.has(plan.step_id, wait=wait)
+            if step.waits:
+                return
             if captured and self._graphs is not None:
                 self._graphs.replay(shape)
             else:
