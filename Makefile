@@ -1,6 +1,8 @@
 # make serve   try it: sets up .venv, serves the embedded model, prints a request to paste
 # make test    lint and tests
-# make lint    ruff, mypy, import rules
+# make test-all    the same, and the slow tests
+# make lint    ruff, mypy, import rules and other checks
+# make core    counts the core and writes its table into ARCHITECTURE.md
 # make bench   what a step costs the scheduler, and the engine on the embedded model
 # make bench-gpu   all targets of docs/performance.md, on a machine with a GPU (MODELS="folder ...")
 
@@ -9,45 +11,70 @@ VENV ?= .venv
 PORT ?= 8000
 MODELS ?= $(addprefix bench/configs/,qwen3-0.6b qwen2.5-1.5b qwen3-8b llama-2-7b)
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Tests that need a GPU have it to themselves.
+PYTEST_WORKERS ?= $(shell command -v nvidia-smi > /dev/null && echo 0 || \
+	getconf _NPROCESSORS_ONLN | awk '{ print ($$1 < 8 ? $$1 : 8) }')
+# One thread for each of several workers: more would only wait for each other.
+PYTEST = OMP_NUM_THREADS=$(if $(filter 0 1,$(PYTEST_WORKERS)),$${OMP_NUM_THREADS:-2},1) \
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format bench bench-gpu clean
+.PHONY: help serve test test-all lint core format bench bench-gpu clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
-serve: $(STAMP)
+serve: $(VENV)/.serve
 	@exec $(BIN)/quire serve --port $(PORT)
 
 test: lint
-	$(BIN)/pytest
+	$(PYTEST)
 
-lint: $(STAMP)
+test-all: lint
+	$(PYTEST) -m ''
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_feature_names.py
+	$(BIN)/python tools/check_docstrings.py
+	$(BIN)/python tools/check_class_names.py
+	$(BIN)/python tools/check_import_circles.py
 
-format: $(STAMP)
+core: $(VENV)/.serve
+	$(BIN)/python tools/core_lines.py --markdown
+	$(BIN)/python tools/core_lines.py --check 8500
+
+format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)
+bench: $(VENV)/.serve
 	$(BIN)/quire bench scheduler
 	$(BIN)/quire bench throughput --case b1 --case b64 --scale 0.25
 
-bench-gpu: $(STAMP)
+bench-gpu: $(VENV)/.dev
 	$(BIN)/python bench/gpu_table.py $(MODELS)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# The stamp is newer than what it was installed from, so a second make installs nothing.
-$(STAMP): pyproject.toml constraints.txt
+# A stamp is newer than what it was installed from, so a second make installs nothing.
+$(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing Quire and what it needs to serve into $(VENV); PyTorch is most of it."
+	$(PIP) install --progress-bar on -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	@echo "Installing what tests and linters need into $(VENV)."
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Quire needs Python 3.11 or newer; set PYTHON=/path/to/python3.12"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	@touch $@
+	@echo "Creating $(VENV)."
+	$(PYTHON) -m venv $(VENV)

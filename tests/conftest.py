@@ -1,6 +1,7 @@
 """Shared by all tests. Without a GPU, Triton kernels run in Triton's interpreter, which has to be
 asked for before the first kernel is defined, hence at import."""
 
+import gc
 import os
 
 import pytest
@@ -9,6 +10,20 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)
+
+    from tests.interpreter import reuse_what_stays
+
+    reuse_what_stays()
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what importing all tests has made out of later garbage collections."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from quire.ops import KVFormat, KVLayer, reference
 from quire.ops.triton.attention import AttentionTuning, Tiles, paged_attention
 from quire.ops.triton.rope_store import qk_norm_rope_store
 from tests.ops.test_triton_attention import MIXED, SMALL, Case, twin
+from tests.slow import slow
 
 FORMATS = {
     "fp8": KVFormat(torch.float8_e4m3fn, "head"),
@@ -97,13 +98,13 @@ def in_layers(x: Tensor) -> Tensor:
 
 
 @formats
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 1), (16, 8)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [slow(4, 4), (6, 1), slow(16, 8)])
 def test_mixed_batch(kernel_device: str, form: KVFormat, heads: int, kv_heads: int) -> None:
     Stored(form, kernel_device, MIXED, heads, kv_heads).check()
 
 
 @formats
-@pytest.mark.parametrize("dim", [16, 80, 128, 256])
+@pytest.mark.parametrize("dim", [slow(16), 80, slow(128), 256])
 def test_head_sizes(kernel_device: str, form: KVFormat, dim: int) -> None:
     Stored(form, kernel_device, [(1, 33), (20, 45)], 2, 1, dim).check()
 
@@ -120,13 +121,13 @@ def test_half_precision(kernel_device: str, form: KVFormat, dtype: torch.dtype) 
 
 
 @formats
-@pytest.mark.parametrize("page", [1, 32])
+@pytest.mark.parametrize("page", [1, slow(32)])
 def test_block_sizes(kernel_device: str, form: KVFormat, page: int) -> None:
     Stored(form, kernel_device, [(1, 70), (20, 45)], page=page).check()
 
 
 @formats
-@pytest.mark.parametrize("window", [1, 16, 33])
+@pytest.mark.parametrize("window", [slow(1), 16, slow(33)])
 def test_sliding_window(kernel_device: str, form: KVFormat, window: int) -> None:
     Stored(form, kernel_device, MIXED).check(window=window)
 
@@ -137,7 +138,7 @@ def test_soft_cap(kernel_device: str, form: KVFormat) -> None:
 
 
 @formats
-@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("window", [slow(None), 33])
 def test_long_rows_in_parts(kernel_device: str, form: KVFormat, window: int | None) -> None:
     rows = [(20, 300), (1, 77), (16, 32)]
     Stored(form, kernel_device, rows, 6, 1, 80).check(replace(SMALL, spread=100), window=window)

@@ -16,6 +16,7 @@ from quire.ops.triton.attention import (
     paged_attention,
 )
 from quire.ops.triton.attention_schedule import schedule, schedule_long
+from tests.slow import slow
 
 SMALL = AttentionTuning(decode=Tiles(16, 16, 2, 2), prefill=Tiles(32, 16, 4, 2), programs=16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -113,12 +114,12 @@ class Case:
 MIXED = [(1, 1), (1, 77), (40, 40), (3, 20), (17, 90), (1, 16), (9, 9), (2, 130)]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1), (16, 8)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [slow(4, 4), (4, 2), (6, 1), slow(16, 8)])
 def test_mixed_batch(kernel_device: str, heads: int, kv_heads: int) -> None:
     Case(kernel_device, MIXED, heads, kv_heads).check()
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [slow(64), 80, slow(96), 128, 256])
 def test_head_sizes(kernel_device: str, dim: int) -> None:
     Case(kernel_device, [(1, 33), (20, 45)], 2, 1, dim).check()
 
@@ -128,12 +129,12 @@ def test_half_precision(kernel_device: str, dtype: torch.dtype) -> None:
     Case(kernel_device, [(1, 70), (20, 45)], dtype=dtype).check()
 
 
-@pytest.mark.parametrize("page", [1, 4, 32])
+@pytest.mark.parametrize("page", [1, slow(4), 32])
 def test_block_sizes(kernel_device: str, page: int) -> None:
     Case(kernel_device, [(1, 70), (20, 45)], page=page).check()
 
 
-@pytest.mark.parametrize("window", [1, 5, 16, 33, 1000])
+@pytest.mark.parametrize("window", [1, slow(5), 16, slow(33), 1000])
 def test_sliding_window(kernel_device: str, window: int) -> None:
     Case(kernel_device, MIXED).check(window=window)
     Case(kernel_device, MIXED).check(replace(SMALL, programs=1), window=window)
@@ -154,7 +155,7 @@ def test_soft_cap(kernel_device: str) -> None:
 
 
 @pytest.mark.parametrize("programs", [0, 2, 6, 80])
-@pytest.mark.parametrize("min_tiles", [1, 2])
+@pytest.mark.parametrize("min_tiles", [slow(1), 2])
 def test_decode_in_parts(kernel_device: str, programs: int, min_tiles: int) -> None:
     rows = [(1, 1), (1, 300), (1, 16), (1, 129)]
     tuning = replace(SMALL, programs=programs, min_tiles=min_tiles)
@@ -175,7 +176,7 @@ def test_a_schedule_serves_all_layers(kernel_device: str) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("programs", [0, 2, 7, 64, 1000])
+@pytest.mark.parametrize("programs", [0, slow(2), 7, slow(64), 1000])
 def test_schedule_covers_each_short_row_once(
     kernel_device: str, programs: int, window: int | None
 ) -> None:
@@ -216,14 +217,21 @@ BEHIND = [(20, 300), (1, 77), (33, 50), (16, 160), (17, 17), (2, 130), (1, 1)]
 SPREAD = replace(SMALL, spread=100)
 
 
-@pytest.mark.parametrize("spread", [2, 24, 400])
-@pytest.mark.parametrize("window", [None, 1, 20, 140])
+@pytest.mark.parametrize(
+    ("window", "spread"),
+    [
+        *((None, 24), (None, 400), (1, 24), (20, 2), (20, 400), (140, 24)),
+        *(slow(None, 2), slow(1, 2), slow(1, 400), slow(20, 24), slow(140, 2), slow(140, 400)),
+    ],
+)
 def test_long_rows_in_parts(kernel_device: str, spread: int, window: int | None) -> None:
     tuning = replace(SMALL, spread=spread)
     Case(kernel_device, BEHIND, padding=(5, 3)).check(tuning, window=window)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 1, 80), (3, 3, 16), (8, 1, 256)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(6, 1, 80), slow(3, 3, 16), slow(8, 1, 256)]
+)
 def test_long_rows_in_parts_of_other_shapes(
     kernel_device: str, heads: int, kv_heads: int, dim: int
 ) -> None:
@@ -281,7 +289,8 @@ def test_many_long_rows_are_not_spread(kernel_device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("programs", "window", "decodes"), [(1, None, 2), (40, 20, 2), (1000, None, 2), (60, None, 300)]
+    ("programs", "window", "decodes"),
+    [(1, None, 2), (40, 20, 2), (1000, None, 2), slow(60, None, 300)],
 )
 def test_schedule_covers_each_long_tile_once(
     kernel_device: str, programs: int, window: int | None, decodes: int
@@ -347,7 +356,7 @@ def test_more_rows_than_one_lookup_holds(kernel_device: str) -> None:
     Case(kernel_device, [(1, 2)] * 256 + [(40, 50)], 1, 1, 16).check(replace(SMALL, programs=1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)])
 def test_upcast_fallback(kernel_device: str, dtype: torch.dtype) -> None:
     Case(kernel_device, MIXED, dtype=dtype).check(replace(SMALL, upcast=True, pdl=False))
 

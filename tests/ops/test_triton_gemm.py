@@ -140,8 +140,8 @@ def test_int8_weights(name: str, act: str | None, norm: str | None) -> None:
             min(plan.bm, 5), 37, 100, dtype, norm=norm, act=act, bias=True, residual=True,
             quantized=True,
         )  # fmt: skip
-        # Few outputs have most of the result's weight, and with it the error.
-        check(args, plan, 1.5 * TOLERANCE[dtype])
+        # The normed inputs are rounded too, and the gate multiplies their error.
+        check(args, plan, 2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 33), (17, 100), (33, 64)])

@@ -1,15 +1,20 @@
-"""Sampling kernels against the runner's own sampler, noise included."""
+"""Sampling kernels against their twins, noise included."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from quire.ops import LogitRows, reference
+from quire.ops.reference import random, truncate
 from quire.ops.triton.sampling import sample, token_logprobs
-from quire.runner.sampling import random, truncate
+from quire.runner.hooks.logprobs import WIDTH
+from quire.sampling_params import MAX_LOGPROBS
+from tests.slow import slow
 
 VOCAB = 5003
 
@@ -31,6 +36,9 @@ ROWS = [
 ]
 
 
+SAMPLERS = [pytest.param(reference.sample, id="twin"), pytest.param(sample, id="kernel")]
+
+
 class Lanes:
     """Parameters in tables of more lanes than rows, as the runner keeps them."""
 
@@ -44,9 +52,10 @@ class Lanes:
         self.ints[self.lanes, 0] = torch.tensor([r[1] for r in rows]).int().to(device)
         self.ints[:, 3] = self.ints[:, 3] & 127
         self.position = torch.arange(n, dtype=torch.int32, device=device) * 97 + 3
+        self.op: Any = sample
 
     def run(self, logits: Tensor, lanes: Tensor | None = None, **keywords: int | bool) -> Tensor:
-        return sample(
+        return self.op(
             logits, self.lanes if lanes is None else lanes, self.position,
             temperature=self.floats[:, 0], top_p=self.floats[:, 1], min_p=self.floats[:, 2],
             top_k=self.ints[:, 0], seed=self.ints[:, 1:3], sample_index=self.ints[:, 3],
@@ -54,7 +63,7 @@ class Lanes:
         )  # fmt: skip
 
     def scores(self, logits: Tensor) -> Tensor:
-        """What the runner's sampler takes the maximum of; float32 [N, V]."""
+        """What the twin takes the maximum of; float32 [N, V]."""
         floats, ints = self.floats[self.lanes], self.ints[self.lanes]
         greedy = floats[:, 0:1] == 0
         x = logits.float() / torch.where(greedy, 1.0, floats[:, 0:1])
@@ -71,21 +80,30 @@ def check(tokens: Tensor, scores: Tensor) -> None:
     assert ((own == best) | (best - own <= 2e-5 * (1 + best.abs()))).all(), (best - own).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spread", [0.05, 3.0])
+@pytest.mark.parametrize(
+    ("spread", "dtype"),
+    [
+        *((0.05, torch.float32), (3.0, torch.bfloat16)),
+        *(slow(0.05, torch.bfloat16), slow(3.0, torch.float32)),
+    ],
+)
 def test_sample(kernel_device: str, dtype: torch.dtype, spread: float) -> None:
     """A spread near nothing makes rows too flat to collect, which takes the other road."""
     make = torch.Generator().manual_seed(2)
     logits = (spread * torch.randn(len(ROWS), VOCAB, generator=make)).to(dtype).to(kernel_device)
     case = Lanes(ROWS, kernel_device)
     check(case.run(logits, cap=256), case.scores(logits))
+    case.op = reference.sample
+    check(case.run(logits), case.scores(logits))
 
 
 def test_sample_without_truncation(kernel_device: str) -> None:
     rows = ROWS[:3]
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(3)).to(kernel_device)
     case = Lanes(rows, kernel_device)
-    check(case.run(logits, truncate=False), case.scores(logits))
+    check(case.run(logits, truncate_rows=False), case.scores(logits))
+    case.op = reference.sample
+    check(case.run(logits, truncate_rows=False), case.scores(logits))
 
 
 def test_masked_entries_and_padding(kernel_device: str) -> None:
@@ -109,14 +127,105 @@ def test_rows_do_not_depend_on_each_other(kernel_device: str) -> None:
     assert torch.equal(case.run(logits[3:7], cap=128), together[3:7])
 
 
+@pytest.mark.parametrize("op", SAMPLERS)
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("place", [0, VOCAB - 1])
+def test_rows_that_are_not_numbers_give_no_token(
+    kernel_device: str, op: Any, cut: bool, place: int
+) -> None:
+    """However they are drawn; an infinity is a number, and the other rows do not mind."""
+    rows = [ROWS[0], ROWS[1], ROWS[6]] if cut else ROWS[:3]
+    logits = torch.randn(2 * len(rows), VOCAB, generator=torch.Generator().manual_seed(5))
+    logits = logits.to(kernel_device)
+    case = Lanes([*rows, *rows], kernel_device)
+    case.op = op
+    clean = case.run(logits, truncate_rows=cut)
+    logits[: len(rows), place] = math.nan
+    logits[0, :] = math.nan
+    found = case.run(logits, truncate_rows=cut)
+    assert (found[: len(rows)] == -1).all()
+    assert torch.equal(found[len(rows) :], clean[len(rows) :])
+    assert (clean >= 0).all()
+
+
+def logprobs(
+    op: Any, logits: Tensor, tokens: list[int], wanted: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Positions, ranks, ids and values that an op writes, a lane for each row."""
+    count, device = len(logits), logits.device
+    lanes = torch.arange(count, dtype=torch.int32).flip(0)
+    lanes[[i for i, amount in enumerate(wanted) if amount == -2]] = -1
+    amounts = torch.tensor([max(-1, amount) for amount in wanted], dtype=torch.int32).flip(0)
+    lengths = torch.arange(count, dtype=torch.int32, device=device) * 7 + 1
+    rows = LogitRows(lanes.to(device), lengths, lengths, torch.zeros_like(lengths))
+    out = torch.full((count + 2, WIDTH), 99, dtype=torch.int32, device=device)
+    own = torch.tensor(tokens, dtype=torch.int32, device=device)
+    op(logits, rows, own, amounts.to(device), out)
+    assert (out[count:] == 99).all()
+    slots = 1 + MAX_LOGPROBS
+    line = out[:count].cpu()
+    return line[:, 0], line[:, 1], line[:, 2 : 2 + slots], line[:, 2 + slots :].view(torch.float32)
+
+
+def check_logprobs(op: Any, logits: Tensor, tokens: list[int], wanted: list[int]) -> None:
+    """Against float64 and a stable sort."""
+    positions, ranks, ids, values = logprobs(op, logits, tokens, wanted)
+    exact = logits.cpu().double().log_softmax(-1)
+    for row, amount in enumerate(wanted):
+        if amount < 0:
+            assert (ids[row] == 99).all()
+            assert ranks[row] == positions[row] == 99
+            continue
+        token = max(0, tokens[row])
+        raw = logits[row].cpu().float()
+        best = raw.sort(descending=True, stable=True).indices[:amount].tolist()
+        assert positions[row] == row * 7 + 1
+        assert ranks[row] == (raw > raw[token]).sum() + 1
+        named = [token, *best]
+        assert ids[row, : len(named)].tolist() == named
+        found = values[row, : len(named)].double()
+        torch.testing.assert_close(found, exact[row, named], atol=2e-5, rtol=1e-5)
+
+
+LOGPROBS = [
+    pytest.param(reference.token_logprobs, id="twin"),
+    pytest.param(token_logprobs, id="kernel"),
+]
+
+
+@pytest.mark.parametrize("op", LOGPROBS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_token_logprobs(kernel_device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "masked"])
+def test_token_logprobs(kernel_device: str, op: Any, dtype: torch.dtype, kind: str) -> None:
+    """Where 100 are asked for, flat rows have more than the kernel sorts."""
     make = torch.Generator().manual_seed(5)
-    logits = (4 * torch.randn(6, VOCAB, generator=make)).to(dtype).to(kernel_device)
-    logits[3, 100:200] = -math.inf
-    tokens = torch.tensor([0, VOCAB - 1, 77, 5, 2048, -1], dtype=torch.int32, device=kernel_device)
-    values, ranks = token_logprobs(logits, tokens)
-    want = logits.double().log_softmax(-1)
-    own = want.gather(1, tokens.clamp(min=0).long()[:, None])
-    torch.testing.assert_close(values[:5].double(), own[:5, 0], atol=1e-5, rtol=1e-5)
-    assert torch.equal(ranks[:5].long(), ((want > own).sum(-1) + 1)[:5])
+    logits = torch.randn(7, VOCAB, generator=make)
+    logits *= 0.01 if kind == "flat" else 4.0
+    if kind == "ties":
+        logits = logits.round()
+    if kind == "masked":
+        logits[:, 100:5000] = -math.inf
+    tokens = [0, VOCAB - 1, 77, 5, 2048, 3, -1]
+    if kind == "masked":
+        tokens = [0, VOCAB - 1, 77, 5, 20, 3, -1]
+    wanted = [0, 5, 30, -1, 1, -2, 20]
+    if kind in ("flat", "masked"):
+        wanted[1] = 100
+    check_logprobs(op, logits.to(dtype).to(kernel_device), tokens, wanted)
+
+
+@pytest.mark.parametrize("op", LOGPROBS)
+@pytest.mark.parametrize("vocab", [1, 3, 97, 128, 129, 2048, 2049])
+def test_token_logprobs_of_small_vocabularies(kernel_device: str, op: Any, vocab: int) -> None:
+    """An answer names no more tokens than there are."""
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    tokens = [0, vocab - 1, vocab // 2, 0]
+    check_logprobs(op, logits.to(kernel_device), tokens, [0, 1, 100, 5])
+
+
+@pytest.mark.parametrize("op", LOGPROBS)
+def test_token_logprobs_of_a_wider_table(kernel_device: str, op: Any) -> None:
+    """What stands beside the rows does not count."""
+    table = torch.full((3, 700), 50.0, device=kernel_device)
+    table[:, :600] = torch.randn(3, 600, generator=torch.Generator().manual_seed(6))
+    check_logprobs(op, table[:, :600], [1, 599, 300], [5, 100, 0])

@@ -247,7 +247,11 @@ FINISHED: dict[str, tuple[dict[str, Any], list[int], int]] = {
     "stop at the length": ({"lane": 3, "first": 11, "sampled": [7]}, [7], 1),
     "broken": ({"lane": 0, "first": 8, "sampled": [-1]}, [], 3),
     "a broken prompt": ({"lane": 0, "first": 8, "sampled": [-1], "position": 8}, [], 3),
-    "right": ({"lane": 5, "first": 8, "drafts": [1, 2, 3], "sampled": [1, 2, 3, 4]}, [1, 2, 3, 4], 0),
+    "right": (
+        {"lane": 5, "first": 8, "drafts": [1, 2, 3], "sampled": [1, 2, 3, 4]},
+        [1, 2, 3, 4],
+        0,
+    ),
     "wrong": ({"lane": 5, "first": 8, "drafts": [1, 2, 3], "sampled": [9, 2, 3, 4]}, [9], 0),
     "partly": ({"lane": 5, "first": 8, "drafts": [1, 2, 3], "sampled": [1, 9, 3, 4]}, [1, 9], 0),
     "fewer used": (

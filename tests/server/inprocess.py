@@ -27,7 +27,7 @@ async def connect(
 
 
 def run(coroutine: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 def post(path: str, body: Any, client: FakeClient | None = None, **options: Any) -> httpx.Response:

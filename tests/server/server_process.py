@@ -18,6 +18,8 @@ import pytest
 
 READY = re.compile(r"^Serving (\S+) at (\S+)\. ", re.MULTILINE)
 MODEL = "tiny"
+WAIT = 120
+"""Seconds that a state may take to come; the machine may be busy."""
 
 
 @dataclass
@@ -31,12 +33,12 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, timeout=60, **options)  # type: ignore[arg-type]
 
     def metric(self, name: str) -> float:
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=WAIT) as response:
             text = response.read().decode()
         (value,) = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         return float(value)
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = WAIT) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -47,7 +49,7 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(30)
+            return self.process.wait(WAIT)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
@@ -77,7 +79,6 @@ def start_server(*flags: str) -> Server:
         server.wait_for(
             lambda: READY.search("".join(output)) is not None or process.poll() is not None,
             "the server",
-            120,
         )
     except BaseException:
         process.kill()

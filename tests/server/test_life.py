@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.server_process import MODEL, Server
+from tests.server.server_process import MODEL, WAIT, Server
 
 LONG: dict[str, Any] = {
     "model": MODEL,
@@ -53,7 +53,7 @@ def test_a_signal_drains_and_exits_with_0(launch: Callable[..., Server], number:
     server.process.send_signal(number)
     chunks = list(stream)  # what runs may finish
     assert chunks[-1].choices[0].finish_reason == "length"
-    assert server.process.wait(30) == 0
+    assert server.process.wait(WAIT) == 0
     server.wait_for(lambda: not set(below) & set(children(1)), "the engine to end")
     assert "Traceback" not in "".join(server.output)
 
@@ -92,7 +92,7 @@ def test_engine_death(launch: Callable[..., Server]) -> None:
     with pytest.raises(openai.APIError) as error:
         list(stream)
     assert error.value.code == "engine_dead"
-    thread.join(30)
+    thread.join(WAIT)
     assert [getattr(error, "status_code", None) for error in waiting] == [503]
     server.wait_for(lambda: health(server) == 503, "health to say so")
     with pytest.raises(openai.InternalServerError) as later:
@@ -105,7 +105,7 @@ def test_api_death_ends_the_engine(launch: Callable[..., Server]) -> None:
     server = launch()
     below = children(server.process.pid)
     server.process.kill()
-    server.process.wait(10)
+    server.process.wait(WAIT)
 
     def gone() -> bool:
         return not any(_alive(pid) for pid in below)

@@ -180,7 +180,7 @@ def test_there_may_be_so_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(go()) == [200, 200, 503, 200]
 
 
-def test_a_closed_lookout_ends_its_streams() -> None:
+def test_closing_ends_its_streams() -> None:
     async def go() -> int:
         client = LiveClient()
         snapshots = LiveSnapshots(client, False)  # type: ignore[arg-type]

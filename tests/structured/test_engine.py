@@ -19,6 +19,7 @@ from quire.outputs import RequestOutput
 from quire.plan import StepPlan
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.masks import MaskBuilder, MaskRow
+from tests.slow import slow
 
 PERSON = {
     "type": "object",
@@ -95,7 +96,18 @@ def test_outputs_are_valid(llms: dict[int, LLM], depth: int) -> None:
         check(output, SCHEMAS[i % 2])
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+ALONE: dict[tuple[str, str], list[int]] = {}
+"""Tokens of requests that have run alone."""
+
+
+def tokens_alone(llm: LLM, prompt: str, params: SamplingParams) -> list[int]:
+    key = prompt, repr(params)
+    if key not in ALONE:
+        (ALONE[key],) = run(llm, [prompt], [params])
+    return ALONE[key]
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_batch_gives_what_each_request_gives_alone(llms: dict[int, LLM], data: Any) -> None:
     """With and without neighbours, with and without grammars, however many steps are in flight."""
@@ -108,7 +120,7 @@ def test_a_batch_gives_what_each_request_gives_alone(llms: dict[int, LLM], data:
             params = SamplingParams(max_tokens=20, temperature=0.9, seed=seed, ignore_eos=True)
         jobs.append((prompt, params))
     prompts, params = [job[0] for job in jobs], [job[1] for job in jobs]
-    alone = [run(llms[1], [prompt], [p])[0] for prompt, p in jobs]
+    alone = [tokens_alone(llms[1], prompt, p) for prompt, p in jobs]
     for depth in (1, 2, 3):
         assert run(llms[depth], prompts, params) == alone
 
@@ -272,7 +284,7 @@ def test_a_walk_that_fails_ends_its_request(llm: LLM, monkeypatch: Any, panics: 
     assert run(llm, PROMPTS[:2], [asks(PERSON), PLAIN[0]]) == expected
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [slow(1), slow(2), 3])
 def test_abort(llms: dict[int, LLM], depth: int) -> None:
     llm = llms[depth]
     expected = run(llm, ["Once upon a time"] * 2, [asks(PERSON), PLAIN[1]])

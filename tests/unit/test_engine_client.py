@@ -72,7 +72,7 @@ async def tokens_of(updates: AsyncIterator[StreamUpdate]) -> tuple[list[int], st
 
 
 async def until_idle(client: EngineClient) -> None:
-    for _ in range(200):
+    for _ in range(3000):
         stats = await client.stats()
         if stats.running == stats.waiting == 0 and stats.blocks_used == [0]:
             return

@@ -46,6 +46,12 @@ WAYS = [
     pytest.param(False, id="op by op"),
     pytest.param(True, id="graphs", marks=pytest.mark.slow),
 ]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "two": {"depth": 2},
+    "late": {"depth": 3, "late": 0.7, "budget": 20},
+    "preempted": {"depth": 2, "late": 0.5, "blocks": 8, "lanes": 6},
+}
 
 
 def mask_of(name: str, length: int) -> Int32:
@@ -249,16 +255,16 @@ def run(engine: GatedEngine, work: Sequence[Job]) -> tuple[list[list[int]], list
     return [request.output.tolist() for request in requests], sorted(found.items())
 
 
-@pytest.mark.parametrize("graphs", WAYS)
 @pytest.mark.parametrize(
-    "options",
+    ("options", "graphs"),
     [
-        {},
-        {"depth": 2},
-        {"depth": 3, "late": 0.7, "budget": 20},
-        {"depth": 2, "late": 0.5, "blocks": 8, "lanes": 6},
+        *(pytest.param(options, False, id=f"{name}-op by op") for name, options in OPTIONS.items()),
+        pytest.param(OPTIONS["late"], True, id="late-graphs"),
+        *(
+            pytest.param(OPTIONS[name], True, id=f"{name}-graphs", marks=pytest.mark.slow)
+            for name in ("one", "two", "preempted")
+        ),
     ],
-    ids=["one", "two", "late", "preempted"],
 )
 def test_the_same_tokens_however_it_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], graphs: bool

@@ -18,6 +18,7 @@ from quire.models import build_model, head_scales, load_config, load_weights, sp
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.models.test_parallel import Ranked
+from tests.slow import slow
 from tests.unit.tiny_engine import TINY, TINY_WINDOW, model_folder, random_prompts
 
 KINDS = ["fp8", "fp8_dynamic", "int8"]
@@ -81,7 +82,7 @@ def test_completions_part_from_a_shared_block(tmp_path: Path, kind: str) -> None
     assert len({tuple(tokens) for tokens in found[0]}) == 3
 
 
-@kinds
+@pytest.mark.parametrize("kind", [slow("fp8"), "fp8_dynamic", slow("int8")])
 def test_blocks_come_back_from_lower_tiers(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,8 +217,14 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", [(), (1,), (2,), (2, 1, 1)])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (name, shape) if name == NAMES[0] or shape == (2,) else slow(name, shape)
+        for name in NAMES
+        for shape in [(), (1,), (2,), (2, 1, 1)]
+    ],
+)
 def test_scales_of_the_checkpoint(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
     make(tmp_path, "llama")
     layers = layers_of(tmp_path)

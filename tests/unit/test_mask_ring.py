@@ -1,33 +1,93 @@
-"""Masks that other threads bring."""
+"""Masks that other threads bring, in a ring of places."""
 
 from __future__ import annotations
 
 import threading
 
 import numpy as np
+import pytest
+import torch
 
-from quire.runner.gate import HostGate
+from quire.runner.mask_ring import MaskRing
+
+CPU = torch.device("cpu")
 
 
-def test_a_mask_is_taken_once() -> None:
-    gate = HostGate(3)
-    assert gate.take(3, 2, wait=False) is None
-    gate.give(3, np.arange(6, dtype=np.int32).reshape(2, 3))
-    mask = gate.take(3, 2, wait=False)
-    assert mask is not None
-    assert mask.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert gate.take(3, 2, wait=False) is None
+def lines(*values: int) -> np.ndarray:
+    """A mask of one line of two words for each value."""
+    return np.repeat(np.array(values, dtype=np.int32)[:, None], 2, axis=1)
+
+
+def test_a_mask_is_there_once_it_was_brought() -> None:
+    ring = MaskRing(CPU, depth=3, rows=2, words=2)
+    assert not ring.has(3, wait=False)
+    ring.bring(3, lines(4, 5))
+    assert ring.has(3, wait=False)
+    assert not ring.has(4, wait=False)
+    assert not ring.has(6, wait=False)  # the same place, for a later step
+    first = ring.first_line(3)
+    assert ring.masks[first : first + 2].tolist() == [[4, 4], [5, 5]]
+
+
+def test_steps_in_flight_have_places_of_their_own() -> None:
+    ring = MaskRing(CPU, depth=3, rows=2, words=2)
+    for step in (5, 3, 4):
+        ring.bring(step, lines(10 + step, 20 + step))
+    for step in (3, 4, 5):
+        first = ring.first_line(step)
+        assert ring.masks[first : first + 2, 0].tolist() == [10 + step, 20 + step]
+    ring.bring(6, lines(1))
+    assert ring.masks[ring.first_line(6), 0] == 1
+    assert ring.masks[ring.first_line(4), 0] == 14
+    assert ring.has(6, wait=False)
+
+
+def test_a_place_never_goes_back() -> None:
+    """A mask of a step that is over must not close what a later step has opened."""
+    ring = MaskRing(CPU, depth=2, rows=1, words=2)
+    ring.bring(4, lines(1))
+    ring.bring(2, lines(2))
+    assert ring.has(4, wait=False)
+    ring.open()
+    ring.bring(6, lines(3))
+    assert ring.has(10**9, wait=False)
+
+
+def test_a_mask_may_be_built_in_place() -> None:
+    ring = MaskRing(CPU, depth=2, rows=3, words=2)
+    room = ring.room(7, 2)
+    assert room.shape == (2, 2)
+    room[:] = lines(8, 9)
+    assert not ring.has(7, wait=False)
+    ring.bring(7, room)
+    first = ring.first_line(7)
+    assert ring.has(7, wait=False)
+    assert ring.masks[first : first + 3, 1].tolist() == [8, 9, 0]
+
+
+@pytest.mark.parametrize("step", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 3 * 2**40 + 2**31 + 5])
+def test_a_gate_names_place_and_step_in_int32(step: int) -> None:
+    ring = MaskRing(CPU, depth=3, rows=1, words=1)
+    place, low, high = np.array(ring.gate(step), dtype=np.int32).tolist()
+    assert place == step % 3
+    assert (low & 0xFFFFFFFF) + (high << 32) == step
 
 
 def test_waiting_for_another_thread() -> None:
-    gate = HostGate(3)
-    given = threading.Thread(
-        target=lambda: [gate.give(i, np.full((1, 1), i, dtype=np.int32)) for i in (4, 5)]
-    )
-    waiting = threading.Timer(0.05, given.start)
+    ring = MaskRing(CPU, depth=3, rows=1, words=2)
+    brought = threading.Thread(target=lambda: [ring.bring(i, lines(i)) for i in (4, 5)])
+    waiting = threading.Timer(0.05, brought.start)
     waiting.start()
-    mask = gate.take(5, 1, wait=True)
-    assert mask is not None
-    assert mask.tolist() == [[5]]
+    assert ring.has(5, wait=True)
+    assert ring.masks[ring.first_line(5)].tolist() == [5, 5]
     waiting.join()
-    given.join()
+    brought.join()
+
+
+def test_an_open_ring_lets_those_through_who_wait() -> None:
+    ring = MaskRing(CPU, depth=2, rows=1, words=1)
+    opened = threading.Timer(0.05, ring.open)
+    opened.start()
+    assert ring.has(3, wait=True)
+    opened.join()
+    assert all(ring.has(step, wait=False) for step in range(5))

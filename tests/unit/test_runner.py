@@ -46,12 +46,13 @@ WILD = SamplingParams(
 )
 
 
-@pytest.fixture(params=["full", "window"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return model_folder(tmp_path / "model", TINY if request.param == "full" else TINY_WINDOW)
+@pytest.fixture(scope="module", params=["full", "window"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = TINY if request.param == "full" else TINY_WINDOW
+    return model_folder(tmp_path_factory.mktemp(request.param), config)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def jobs() -> list[Job]:
     shared = random_prompts(1, 61, seed=9)[0]
     prompts = random_prompts(6) + [shared + tail for tail in random_prompts(4, 9, seed=4)]
@@ -61,6 +62,11 @@ def jobs() -> list[Job]:
 def alone(folder: Path, jobs: list[Job]) -> list[list[int]]:
     engine = TinyEngine(folder, prefix_caching=False)
     return [tokens for job in jobs for tokens in engine.run([job])]
+
+
+@pytest.fixture(scope="module")
+def each_alone(folder: Path, jobs: list[Job]) -> list[list[int]]:
+    return alone(folder, jobs)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +83,10 @@ def alone(folder: Path, jobs: list[Job]) -> list[list[int]]:
     ids=str,
 )
 def test_outputs_do_not_depend_on_company(
-    folder: Path, jobs: list[Job], settings: dict[str, int]
+    folder: Path, jobs: list[Job], each_alone: list[list[int]], settings: dict[str, int]
 ) -> None:
     engine = TinyEngine(folder, **settings)  # type: ignore[arg-type]
-    assert engine.run(jobs) == alone(folder, jobs)
+    assert engine.run(jobs) == each_alone
     if settings.get("blocks") == 24:
         assert engine.scheduler.stats().preemptions > 0
 

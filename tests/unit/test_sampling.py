@@ -7,41 +7,89 @@ import pytest
 import torch
 
 from quire.arrays import int32
+from quire.ops import LogitRows, StepRows
+from quire.ops.reference import random, token_logprobs, truncate
 from quire.plan import Admit, KVGroup, StepPlan, StopReason
-from quire.runner.batch_state import BatchState
-from quire.runner.sampling import Sampler, random, truncate
-from quire.runner.sampling.logprobs import token_logprobs
-from quire.runner.staging import Staging
+from quire.runner.hooks import HeadContext, Level
+from quire.runner.hooks.acceptance import Acceptance
+from quire.runner.hooks.logprobs import WIDTH, unpack
+from quire.runner.hooks.penalties import Penalties
+from quire.runner.hooks.sampling import Sampling
+from quire.runner.state import BatchState, Limits
+from quire.runner.upload import PinnedRing, Upload
 from quire.sampling_params import SamplingParams
 
 VOCAB = 97
 EOS = 7
 
 
-def make(
-    params: list[SamplingParams], tokens: list[list[int]], prompt_len: int = 2, seed: int = 1
-) -> Sampler:
-    """A sampler whose lane i holds `tokens[i]` under `params[i]`."""
-    device = torch.device("cpu")
-    state = BatchState(len(params), 64, (KVGroup(layers=(0,)),), device)
-    sampler = Sampler(state, VOCAB, (EOS,))
-    none = int32([])
-    admits = [
-        Admit(i, 0, str(i), int32(tokens[i]), prompt_len, 0, 64, p, seed + i)
-        for i, p in enumerate(params)
-    ]
-    plan = StepPlan(0, none, none, none, none, admits=admits)
-    upload = Staging(device, 2).begin()
-    state.stage(plan, upload)
-    sampler.stage(plan, upload)
-    upload.send()
-    return sampler
+class Head:
+    """The sampler's hooks over a state whose lane i holds `tokens[i]` under `params[i]`."""
 
+    def __init__(
+        self,
+        params: list[SamplingParams],
+        tokens: list[list[int]],
+        prompt_len: int = 2,
+        seed: int = 1,
+        rows: int = 0,
+    ) -> None:
+        device = torch.device("cpu")
+        lanes = len(params)
+        limits = Limits(lanes=lanes, tokens=64, logit_rows=max(lanes, rows), length=64)
+        self.penalties = Penalties(VOCAB)
+        self.hooks = (self.penalties, Sampling(), Acceptance((EOS,), self.penalties))
+        columns = [column for hook in self.hooks for column in hook.columns(limits)]
+        self.state = state = BatchState(limits, (KVGroup(layers=(0,)),), device, columns)
+        none = int32([])
+        admits = [
+            Admit(i, 0, str(i), int32(tokens[i]), prompt_len, 0, 64, p, seed + i)
+            for i, p in enumerate(params)
+        ]
+        plan = StepPlan(0, none, none, none, none, admits=admits)
+        upload = Upload(PinnedRing(device, 2), state.memory)
+        for hook in self.hooks:
+            hook.bind(state)
+            hook.stage(plan, admits, upload)
+        upload.send()
+        for lane, admit in enumerate(admits):
+            state.tokens[lane, : len(tokens[lane])] = torch.tensor(tokens[lane]).int()
+            state.min_total[lane] = prompt_len + admit.params.min_tokens
+            state.max_total[lane] = 64
 
-def sample(sampler: Sampler, logits: torch.Tensor, length: int) -> torch.Tensor:
-    lanes = np.arange(len(logits), dtype=np.int32)
-    lengths = torch.full((len(logits),), length, dtype=torch.int32)
-    return sampler.sample(logits.clone(), torch.from_numpy(lanes).long(), lanes, lengths)
+    def context(self, logits: torch.Tensor, lanes: list[int], lengths: list[int]) -> HeadContext:
+        count = len(lanes)
+        own, places = torch.tensor(lanes).int(), torch.tensor(lengths).int()
+        starts = torch.arange(count + 1).int()
+        return HeadContext(
+            level=Level.FULL,
+            state=self.state,
+            rows=StepRows(own, starts, starts, torch.zeros_like(own)),
+            logit_rows=LogitRows(own, starts[:-1], places, torch.zeros_like(own)),
+            raw=logits,
+            logits=logits,
+        )
+
+    def sample(
+        self, logits: torch.Tensor, length: int, lanes: list[int] | None = None
+    ) -> torch.Tensor:
+        """Draws a token for each lane, and finishes their rows."""
+        lanes = list(range(len(logits))) if lanes is None else lanes
+        ctx = self.context(logits, lanes, [length] * len(lanes))
+        for hook in self.hooks:
+            hook.logits(ctx)
+        for hook in self.hooks:
+            hook.tokens(ctx)
+        assert ctx.tokens is not None
+        return ctx.tokens
+
+    def reasons(self, tokens: list[int], length: int) -> list[int]:
+        """Why the rows of the first lanes end after these tokens."""
+        lanes = list(range(len(tokens)))
+        ctx = self.context(torch.empty(0), lanes, [length] * len(lanes))
+        ctx.tokens = torch.tensor(tokens).int()
+        self.hooks[-1].tokens(ctx)
+        return self.state.results[: len(tokens), 1].tolist()
 
 
 def test_philox_known_answers() -> None:
@@ -81,13 +129,13 @@ def test_draws_follow_the_distribution(params: SamplingParams, keep: int | None)
     draws = 20000
     torch.manual_seed(0)
     logits = torch.randn(VOCAB) * 2
-    sampler = make([params], [[1, 2]])
-    lanes = np.zeros(draws, dtype=np.int32)
-    lengths = torch.arange(draws, dtype=torch.int32)  # each draw at a position of its own
-    sampler.state.max_total.fill_(10**6)
-    tokens = sampler.sample(
-        logits.repeat(draws, 1), torch.zeros(draws, dtype=torch.long), lanes, lengths
-    )
+    head = Head([params], [[1, 2]], rows=draws)
+    # Each draw at a position of its own.
+    ctx = head.context(logits.repeat(draws, 1), [0] * draws, list(range(draws)))
+    for hook in head.hooks:
+        hook.logits(ctx)
+    tokens = ctx.tokens
+    assert tokens is not None
     expected = oracle(logits.double().numpy(), params)
     seen = np.bincount(tokens.numpy(), minlength=VOCAB) / draws
     assert (seen[expected == 0] == 0).all()
@@ -122,7 +170,7 @@ def test_penalties_and_bias_match_float64() -> None:
         logit_bias={3: 50.0, 4: -100.0},
     )
     tokens = [1, 2, 5, 5, 6]
-    sampler = make([params, SamplingParams(temperature=0.0)], [tokens, tokens])
+    head = Head([params, SamplingParams(temperature=0.0)], [tokens, tokens])
     torch.manual_seed(1)
     logits = torch.randn(2, VOCAB)
     counts = np.bincount(tokens[2:], minlength=VOCAB)
@@ -130,52 +178,51 @@ def test_penalties_and_bias_match_float64() -> None:
     for token in set(tokens):
         want[token] = want[token] / 1.3 if want[token] > 0 else want[token] * 1.3
     want -= 0.7 * (counts > 0) + 0.4 * counts
-    penalized, first = logits.clone(), torch.tensor([0])
-    sampler.adjust.penalize(penalized, first, first, sampler.floats[:1, 3:6])
-    np.testing.assert_allclose(penalized[0].numpy(), want, atol=1e-5)
-    assert torch.equal(penalized[1], logits[1])
-    assert sample(sampler, logits, 5).tolist() == [3, int(logits[1].argmax())]
+    want[3] += 50.0
+    want[4] -= 100.0
+    ctx = head.context(logits, [0, 1], [5, 5])
+    head.penalties.logits(ctx)
+    np.testing.assert_allclose(ctx.logits[0].numpy(), want, atol=1e-5)
+    assert torch.equal(ctx.logits[1], logits[1])
+    assert ctx.raw is logits
+    assert head.sample(logits, 5).tolist() == [3, int(logits[1].argmax())]
     # What was just sampled counts from now on.
-    assert int(sampler.adjust.counts[0, 3]) >> 1 == 1
+    assert int(head.penalties.counts[0, 3]) >> 1 == 1
 
 
 def test_min_tokens_masks_ends_and_stops_are_seen() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(9,))
-    sampler = make([params], [[1, 2]])
+    head = Head([params], [[1, 2]])
     logits = torch.zeros(1, VOCAB)
     logits[0, EOS], logits[0, 9], logits[0, 11] = 5.0, 4.0, 3.0
-    assert sample(sampler, logits, 4).item() == 11
-    assert sample(sampler, logits, 5).item() == EOS
-    lanes, one = torch.tensor([0]), np.zeros(1, dtype=np.int32)
-
-    def reason(token: int, length: int) -> int:
-        tokens = torch.tensor([token], dtype=torch.int32)
-        return int(sampler.stop_reason(tokens, lanes, one, torch.tensor([length])))
-
-    assert reason(EOS, 5) == StopReason.STOP_TOKEN
-    assert reason(9, 5) == StopReason.STOP_TOKEN
-    assert reason(11, 5) == StopReason.NONE
-    assert reason(11, 63) == StopReason.LENGTH
+    assert head.sample(logits, 4).item() == 11
+    assert head.sample(logits, 5).item() == EOS
+    assert head.reasons([EOS], 5) == [StopReason.STOP_TOKEN]
+    assert head.reasons([9], 5) == [StopReason.STOP_TOKEN]
+    assert head.reasons([11], 5) == [StopReason.NONE]
+    assert head.reasons([11], 63) == [StopReason.LENGTH]
 
 
 def test_ignore_eos() -> None:
-    sampler = make([SamplingParams(temperature=0.0, ignore_eos=True)], [[1, 2]])
-    tokens = torch.tensor([EOS], dtype=torch.int32)
-    one = np.zeros(1, dtype=np.int32)
-    reason = sampler.stop_reason(tokens, torch.tensor([0]), one, torch.tensor([5]))
-    assert reason.item() == StopReason.NONE
+    head = Head([SamplingParams(temperature=0.0, ignore_eos=True)], [[1, 2]])
+    assert head.reasons([EOS], 5) == [StopReason.NONE]
 
 
-def test_more_stop_tokens_than_there_was_room_for() -> None:
+def test_many_stop_tokens() -> None:
     many = tuple(range(20, 60))
-    sampler = make(
+    head = Head(
         [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, stop_token_ids=many)],
         [[1, 2], [1, 2]],
     )
-    lanes, host = torch.arange(2), np.arange(2, dtype=np.int32)
-    tokens = torch.tensor([59, 59], dtype=torch.int32)
-    reason = sampler.stop_reason(tokens, lanes, host, torch.tensor([5, 5]))
-    assert reason.tolist() == [StopReason.NONE, StopReason.STOP_TOKEN]
+    assert head.reasons([59, 59], 5) == [StopReason.NONE, StopReason.STOP_TOKEN]
+
+
+def test_logits_that_are_not_numbers_end_a_row() -> None:
+    head = Head([SamplingParams(temperature=0.0), SamplingParams()], [[1, 2], [1, 2]])
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 40] = torch.nan
+    assert head.sample(logits, 5).tolist() == [-1, -1]
+    assert head.state.results[:, :3].tolist() == [[0, StopReason.BROKEN, -1]] * 2
 
 
 def test_truncation_keeps_at_least_one_token() -> None:
@@ -188,7 +235,15 @@ def test_logprobs_and_ranks() -> None:
     torch.manual_seed(2)
     logits = torch.randn(3, VOCAB)
     tokens = torch.tensor([4, int(logits[1].argmax()), 90])
-    ids, values, ranks = token_logprobs(logits, tokens, 4)
+    lanes = torch.arange(3).int()
+    lines = torch.empty(3, WIDTH, dtype=torch.int32)
+    wanted = torch.tensor([4, 4, 4]).int()
+    rows = LogitRows(lanes, lanes, lanes + 5, torch.zeros_like(lanes))
+    token_logprobs(logits, rows, tokens.int(), wanted, lines)
+    found = unpack(lines.numpy(), lanes.numpy(), wanted.numpy())
+    assert found is not None
+    assert found.positions.tolist() == [5, 6, 7]
+    ids, values, ranks = found.ids, found.values, found.ranks
     want = torch.log_softmax(logits.double(), dim=-1)
     for row in range(3):
         assert ids[row, 0] == tokens[row]
@@ -275,14 +330,8 @@ def test_rows_of_all_kinds_share_a_batch() -> None:
         SamplingParams(top_p=0.5, min_p=0.01),
     ]
     logits = torch.randn(len(params), VOCAB, generator=torch.Generator().manual_seed(7)) * 3
-    sampler = make(params, [[1, 2]] * len(params))
-    together = sample(sampler, logits, 9)
+    head = Head(params, [[1, 2]] * len(params))
+    together = head.sample(logits, 9)
     for lane in range(len(params)):
-        lanes = np.array([lane], dtype=np.int32)
-        alone = sampler.sample(
-            logits[lane : lane + 1].clone(),
-            torch.tensor([lane]),
-            lanes,
-            torch.tensor([9], dtype=torch.int32),
-        )
+        alone = head.sample(logits[lane : lane + 1], 9, [lane])
         assert alone.item() == together[lane]

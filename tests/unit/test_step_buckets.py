@@ -4,8 +4,13 @@ import bisect
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from quire.runner.cuda_graphs import full_step, mixed_buckets
+from quire.runner.graphs import SHORT_ROW, Buckets, full_step, mixed_buckets
+from quire.runner.hooks import Level
+from quire.runner.program import BodyShape, HeadShape
+from quire.runner.state import Limits
 
 
 @pytest.mark.parametrize("most", [8, 100, 512, 700, 2048, 8192])
@@ -18,6 +23,83 @@ def test_mixed_buckets_hold_every_step_with_little_padding(most: int) -> None:
         assert held < 1.5 * tokens or tokens <= 128
         assert held < 1.25 * tokens or tokens <= 512
         assert held < 1.125 * tokens or not 1024 < tokens <= 2048
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> Limits:
+    lanes = draw(st.integers(1, 512))
+    drafts = draw(st.sampled_from([0, 0, 1, 3, 7]))
+    tokens = draw(st.integers(max(2, lanes), 9000))
+    logit_rows = draw(st.integers(lanes, min(tokens, lanes * (1 + drafts))))
+    return Limits(lanes=lanes, tokens=tokens, logit_rows=logit_rows, length=9000, drafts=drafts)
+
+
+@given(st.data())
+def test_every_step_within_limits_has_shapes_that_are_captured(data: st.DataObject) -> None:
+    own = data.draw(limits())
+    buckets = Buckets(own)
+    bodies, heads = set(buckets.bodies()), set(buckets.heads())
+    for _ in range(20):
+        rows = data.draw(st.integers(1, own.lanes))
+        longest = data.draw(st.integers(1, own.tokens - rows + 1))
+        least = rows - 1 + longest
+        tokens = data.draw(st.integers(least, min(own.tokens, rows * longest)))
+        body = buckets.body(tokens, rows, longest)
+        assert body in bodies
+        assert body is not None
+        assert body.tokens >= tokens
+        assert body.rows >= rows
+        assert body.longest >= longest
+        assert body.tokens <= own.tokens
+        assert body.rows <= own.lanes
+        # The kernels for short rows serve where all rows are short.
+        if longest == 1:
+            assert body.longest == 1
+        elif own.drafts and longest <= SHORT_ROW and tokens <= own.logit_rows:
+            assert body.longest == SHORT_ROW
+        count = data.draw(st.integers(1, min(tokens, own.logit_rows)))
+        level = data.draw(st.sampled_from(list(Level)))
+        head = buckets.head(count, level)
+        assert head in heads
+        assert head is not None
+        assert own.logit_rows >= head.logit_rows >= count
+        assert head.level == level
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_steps_beyond_limits_have_none(drafts: int) -> None:
+    own = Limits(lanes=8, tokens=64, logit_rows=8 * (1 + drafts), length=100, drafts=drafts)
+    buckets = Buckets(own)
+    assert buckets.body(9, 9, 1) is None
+    assert buckets.body(65, 2, 64) is None
+    assert buckets.body(0, 0, 1) is None
+    assert buckets.head(own.logit_rows + 1, Level.PLAIN) is None
+
+
+def test_shapes_by_the_longest_row() -> None:
+    own = Limits(lanes=64, tokens=512, logit_rows=256, length=512, drafts=3)
+    buckets = Buckets(own)
+    assert buckets.body(5, 5, 1) == BodyShape(8, 8, 1)
+    assert buckets.body(6, 5, 2) == BodyShape(8, 7, SHORT_ROW)
+    assert buckets.body(128, 64, 4) == BodyShape(128, 64, SHORT_ROW)
+    assert Buckets(Limits(64, 512, 64, 512)).body(6, 5, 2) == BodyShape(16, 8, 16)
+    assert buckets.body(20, 2, 12) == BodyShape(32, 8, 32)
+    assert buckets.body(40, 20, 12) == BodyShape(64, 63, 64)
+    assert buckets.head(5, Level.FULL) == HeadShape(8, Level.FULL)
+    assert buckets.few(20) == BodyShape(32, 8, 32)
+
+
+@pytest.mark.parametrize(("drafts", "logit_rows"), [(0, 256), (3, 512)])
+def test_few_graphs(drafts: int, logit_rows: int) -> None:
+    own = Limits(lanes=256, tokens=8192, logit_rows=logit_rows, length=40960, drafts=drafts)
+    buckets = Buckets(own)
+    bodies, heads = buckets.bodies(), buckets.heads()
+    assert len(set(bodies)) == len(bodies)
+    assert len(set(heads)) == len(heads)
+    assert len(bodies) + len(heads) <= 220
+    # Largest first, so that the others fit into their memory.
+    assert bodies[0].tokens == 8192
+    assert heads[0].logit_rows == logit_rows
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,14 @@ def serve(engine: EngineArgs, server: ServerArgs) -> None:
     def on_ready(url: str, model: str) -> None:
         asks = server.api_key or server.api_key_file
         key = ' -H "Authorization: Bearer $KEY"' if asks else ""
-        body = {"messages": [{"role": "user", "content": "Hello!"}], "stream": True}
-        typer.echo(f"Serving {model} at {url}. Ctrl-C stops it. Try:\n")
+        body = {"prompt": "One day, a little fox", "max_tokens": 100, "stream": True}
+        typer.echo(f"Serving {model} at {url}. Ctrl-C stops it.\n")
         if server.uds is not None:
             url = f"--unix-socket {server.uds} http://localhost"
+        elif server.playground:
+            typer.echo(f"Open {url} in a browser, or in another terminal:\n")
         typer.echo(
-            f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
+            f"  curl -N {url}/generate -H 'Content-Type: application/json'{key} \\\n"
             f"    -d '{json.dumps(body)}'\n"
         )
 

@@ -12,9 +12,9 @@ from quire import ops
 from quire.errors import ConfigError
 from quire.layers.build import Build
 from quire.layers.norm import RMSNorm
-from quire.layers.parameter_slice import ParameterSlice, Range
+from quire.layers.parameter_slice import ParameterSlice
 from quire.layers.residual import Residual
-from quire.quantization import StoredTensor
+from quire.quantization import Range, StoredTensor
 from quire.sharding import REPLICATED, ShardSpec
 
 Activation = ops.Activation

@@ -9,10 +9,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""The dtypes in which a checkpoint may store what is rounded to the model's dtype."""
-
-Range = tuple[int, int]
+from quire.quantization import FLOATS, Range
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.layers.parameter_slice import FLOATS, ParameterSlice, named_slices
+from quire.layers.parameter_slice import ParameterSlice, named_slices
 from quire.models.decoder import Decoder
 from quire.models.dummy import fill_dummy
 from quire.models.families.family import Family, Source
 from quire.models.files import open_file, some, weight_files
 from quire.models.kv_scales import is_scale
 from quire.models.registry import BY_NAME
+from quire.quantization import FLOATS
 
 Progress = Callable[[int, int], None]
 

@@ -3,10 +3,18 @@
 from quire.errors import ConfigError
 from quire.quantization.int8 import Int8
 from quire.quantization.quantization import Quantization
-from quire.quantization.stored_tensor import StoredTensor
+from quire.quantization.stored_tensor import FLOATS, Range, StoredTensor
 from quire.quantization.unquantized import Unquantized
 
-__all__ = ["Int8", "Quantization", "StoredTensor", "Unquantized", "quantization_of"]
+__all__ = [
+    "FLOATS",
+    "Int8",
+    "Quantization",
+    "Range",
+    "StoredTensor",
+    "Unquantized",
+    "quantization_of",
+]
 
 _BY_NAME: dict[str | None, type[Quantization]] = {None: Unquantized, "int8": Int8}
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.ops import Weight, WeightFormat
 from quire.ops.reference.quantized import quantize_rows, row_scales
-from quire.quantization.stored_tensor import Range, StoredTensor
-from quire.quantization.unquantized import FLOATS, Unquantized
+from quire.quantization.stored_tensor import FLOATS, Range, StoredTensor
+from quire.quantization.unquantized import Unquantized
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,9 @@ from quire.ops import Weight
 
 Range = tuple[int, int]
 
+FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""The dtypes in which a checkpoint may store what is rounded to the model's dtype."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:

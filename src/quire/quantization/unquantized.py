@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.ops import Weight, WeightFormat
-from quire.quantization.stored_tensor import StoredTensor
-
-FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+from quire.quantization.stored_tensor import FLOATS, StoredTensor
 
 
 class Unquantized:

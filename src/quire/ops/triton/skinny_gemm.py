@@ -77,10 +77,9 @@ def _product(
             xf = x.to(tl.float32)
             squares += tl.sum(xf * xf, 1)
             x = (xf * norm_weight(g_ptr, k, K, EVEN_K)[None, :]).to(dtype)
-        w = w.to(dtype)  # exact: 8-bit integers fit into any float
         if UPCAST:
             x = x.to(tl.float32)
-            w = w.to(tl.float32)
+        w = w.to(x.dtype)  # exact: 8-bit integers fit into any float
         if SWAP:
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
