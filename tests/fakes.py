@@ -114,7 +114,7 @@ class FakeExecutor:
 
     `salt_of` gives the cache salt of a request id: requests of different salts hash differently, so
     that sharing between them is an error. Drafts come from the columns that plans write, and are
-    verified. verifies, logit_rows: see `Capacity`.
+    verified. drafts, logit_rows: see `Capacity`.
     """
 
     def __init__(
@@ -129,17 +129,17 @@ class FakeExecutor:
         host_blocks: int = 0,
         slowest: int = 3,
         failing: float = 0.0,
-        verifies: bool = True,
+        drafts: int = 8,
         logit_rows: int | None = None,
     ) -> None:
         self.capacity = Capacity(
             tuple(groups),
             tuple(num_blocks),
             host_blocks,
-            verifies=verifies,
+            drafts=drafts,
             logit_rows=logit_rows,
         )
-        self.drafts: dict[int, list[int]] = {}
+        self.draft_ids: dict[int, list[int]] = {}
         self.draft_starts: dict[int, int] = {}
         self.accepted_drafts = 0
         self.dummy_tokens = 0
@@ -295,7 +295,7 @@ class FakeExecutor:
             if at != len(appends.ids):
                 raise StoreError("counts of block appends do not add up")
         for lane, ids in zip(*plan.writes.get(DRAFT_IDS, ([], [])), strict=True):
-            self.drafts[int(lane)] = ids.tolist()
+            self.draft_ids[int(lane)] = ids.tolist()
         for lane, start in zip(*plan.writes.get(DRAFT_START, ([], [])), strict=True):
             self.draft_starts[int(lane)] = int(start)
         self._move(plan, "out")
@@ -347,7 +347,7 @@ class FakeExecutor:
     def _drafts(self, state: Lane, lane: int) -> list[int]:
         """The tokens that the lane's claim has behind the last known one, if it agrees with all
         before."""
-        claim, start = self.drafts.get(lane, []), self.draft_starts.get(lane, 0)
+        claim, start = self.draft_ids.get(lane, []), self.draft_starts.get(lane, 0)
         known = state.tokens[start:] if start >= 0 else []
         if not 0 <= start <= len(state.tokens) or claim[: len(known)] != known:
             return []

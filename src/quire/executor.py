@@ -26,7 +26,7 @@ class Capacity(msgspec.Struct, frozen=True):
     seconds: how long parts of its start took ("weights", "graphs"), as far as it has them.
     full_step: prompt tokens that fill a step: twice as many take about twice as long.
     logit_rows: most rows that a step can sample from, drafts included; None: one per lane.
-    verifies: whether generating rows may carry draft tokens.
+    drafts: the most draft tokens of a generating row.
     """
 
     groups: tuple[KVGroup, ...]
@@ -35,7 +35,7 @@ class Capacity(msgspec.Struct, frozen=True):
     seconds: dict[str, float] = {}
     full_step: int = FULL_STEP
     logit_rows: int | None = None
-    verifies: bool = False
+    drafts: int = 0
 
 
 class Measurement(msgspec.Struct, frozen=True):

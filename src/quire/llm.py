@@ -340,7 +340,9 @@ def _add(output: CompletionOutput, update: StreamUpdate) -> None:
     output.text += update.text
     output.token_ids += update.token_ids
     if update.logprobs is not None:
-        output.logprobs = [*(output.logprobs or ()), *update.logprobs]
+        if output.logprobs is None:
+            output.logprobs = []
+        output.logprobs += update.logprobs
     output.finish_reason = update.finish_reason
     output.stop_reason = update.stop_reason
 

@@ -133,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             salt_of=self.salts.__getitem__,
             host_blocks=self.host_blocks,
             failing=self.failing,
-            verifies=drafts,
+            drafts=8 if drafts else 0,
             logit_rows=None if logit_rows is None else lanes + logit_rows,
         )
         config = SchedulerConfig(

@@ -126,7 +126,7 @@ class ModelRunner:
             seconds=self._seconds,
             full_step=full,
             logit_rows=self.limits.logit_rows,
-            verifies=self.limits.drafts > 0,
+            drafts=self.limits.drafts,
         )
 
     def _load(self) -> None:

@@ -84,7 +84,9 @@ class Scheduler:
         self._waiting = WaitingSet(self._order, self._features.ready)
         self._prompts_planned: list[Request] = []
         lookahead = self._features.lookahead if self._features.looks_ahead else None
-        self._running = RunningSet(config, self.blocks, self._order, lookahead, logit_rows)
+        self._running = RunningSet(
+            config, self.blocks, self._order, lookahead, logit_rows, capacity.drafts
+        )
         self._lanes = self._running.lanes
         self._admission = Admission(
             config,
@@ -420,8 +422,8 @@ class Scheduler:
 
 
 def _logit_rows(config: SchedulerConfig, capacity: Capacity, features: FeatureSet) -> int:
-    """Returns the most rows that a step samples from. Raises ConfigError."""
-    if features.looks_ahead and not capacity.verifies:
+    """Returns the most logit rows of a step. Raises ConfigError."""
+    if features.looks_ahead and not capacity.drafts:
         names = ", ".join(type(feature).__name__ for feature in features.looks_ahead)
         raise ConfigError(f"{names} proposes draft tokens, but the executor verifies none")
     if capacity.logit_rows is None:
