@@ -61,7 +61,7 @@ class Session:
             for place in [] if progress is None else progress.finished:
                 request = progress.requests[place]  # type: ignore[union-attr]
                 document = asked.pop(request.request_id.rpartition("/")[0])
-                times = request.state["times"]
+                times = request.times
                 firsts.append(times.first_token - times.arrival)
                 if args.chats:
                     self._texts[document] = request.tokens.view().tolist()

@@ -51,7 +51,7 @@ def next_token(prefix: int, seed: int, sample_index: int, vocab: int) -> int:
 
 
 def expected_output(request: Request, vocab: int, stop_token: int | None) -> list[int]:
-    """What the request generates when it runs alone, in one piece."""
+    """Returns the tokens that a request generates when it runs alone."""
     state = salt_hash(request.cache_salt)
     for token in request.tokens.view(0, request.prompt_len).tolist():
         state = mix(state, token)
@@ -76,7 +76,7 @@ class Lane:
     admit: Admit
     tokens: list[int]
     prefixes: list[int]
-    """Of every known token: the hash of the tokens up to and including it."""
+    """For every known token, the hash of the tokens up to and including it."""
     position: int
     tables: list[dict[int, int]]
     stopped: bool = False
@@ -249,7 +249,7 @@ class FakeExecutor:
         return finished, failed
 
     def _check_still(self, move: Move) -> None:
-        """Nobody wrote into a slot that was being read."""
+        """Checks that no slot was written while it was read."""
         transfer = move.transfer
         reads_slots = (transfer.place == "host") == (transfer.direction == "in")
         if reads_slots and any(

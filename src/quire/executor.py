@@ -39,8 +39,8 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """What a worker has found once its weights are loaded. groups: of KV, with the bytes that a
-    block takes on one rank. num_blocks: how many of each group's there is room for."""
+    """A worker's memory once its weights are loaded. groups: KV groups, with the bytes that a block
+    takes on one rank. num_blocks: how many blocks of each group there is room for."""
 
     groups: tuple[KVGroup, ...]
     num_blocks: tuple[int, ...]

@@ -90,6 +90,10 @@ class TinyEngine:
         hooks: Sequence[Hook] = (),
         world: int = 1,
         features: Sequence[Feature] = (),
+        dtype: str = "float32",
+        device: str = "cpu",
+        deterministic: bool = False,
+        enforce_eager: bool = False,
     ) -> None:
         scheduler = SchedulerConfig(
             max_num_seqs=lanes,
@@ -100,12 +104,18 @@ class TinyEngine:
             policy=policy,  # type: ignore[arg-type]
         )
         config = EngineConfig(
-            args=EngineArgs(num_kv_blocks=blocks, load_format="dummy", seed=3),
+            args=EngineArgs(
+                num_kv_blocks=blocks,
+                load_format="dummy",
+                seed=3,
+                deterministic=deterministic,
+                enforce_eager=enforce_eager,
+            ),
             model_path=str(folder),
             tokenizer_path=None,
             model_name="tiny",
-            device="cpu",
-            dtype="float32",
+            device=device,
+            dtype=dtype,
             block_size=8,
             scheduler=scheduler,
             eos_token_ids=(5,),

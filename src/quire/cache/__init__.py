@@ -7,13 +7,14 @@ from quire.cache.block_hash import Namespace, next_hash
 from quire.cache.block_manager import BlockManager, DetachedBlocks, Evicted
 from quire.cache.block_pool import BlockPool
 from quire.cache.host_tier import HashList, HostTier
-from quire.cache.inspect import Summary, summarize
+from quire.cache.inspect import CacheSummary, summarize
 from quire.cache.loading import LoadingPrefix, PrefixLoader
 from quire.cache.prefix_tree import Match, PrefixTree
 
 __all__ = [
     "BlockManager",
     "BlockPool",
+    "CacheSummary",
     "DetachedBlocks",
     "Evicted",
     "HashList",
@@ -23,7 +24,6 @@ __all__ = [
     "Namespace",
     "PrefixLoader",
     "PrefixTree",
-    "Summary",
     "next_hash",
     "summarize",
 ]

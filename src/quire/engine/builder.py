@@ -1,4 +1,4 @@
-"""From what a user asked for to an engine that runs it."""
+"""Builds an engine from a user's settings."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def runner_hooks() -> list[Hook]:
 
 
 def build_compiler(config: EngineConfig, *, cached: int | None = None) -> Compiler:
-    """What compiles grammars for the model's vocabulary; begins with what all of them share.
-    cached: of compiled grammars, instead of the setting."""
+    """Builds the compiler of grammars for the model's vocabulary, and begins the part that all
+    grammars share. cached: how many compiled grammars to keep, instead of the setting."""
     if config.tokenizer_path is None:
         raise ConfigError("grammars need a tokenizer", "skip_tokenizer_init")
     file = Path(config.tokenizer_path) / "tokenizer.json"
@@ -217,7 +217,7 @@ def _eos_ids(
 
 
 def _pooling(path: Path) -> Pooling:
-    """As sentence-transformers' configuration says, where there is one."""
+    """Returns the pooling of sentence-transformers' configuration, or "last" without one."""
     try:
         found = json.loads((path / "1_Pooling" / "config.json").read_text("utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a running engine notes of itself: counters, histograms, the times of requests."""
+"""Telemetry of a running engine: counters, histograms, the times of requests."""
 
 from __future__ import annotations
 

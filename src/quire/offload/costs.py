@@ -10,7 +10,7 @@ _LOAD_RATE = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What was measured when the engine started.
+    """Rates measured when the engine started.
 
     prefill: tokens of a prompt that the device computes per second. out, into: bytes per second
     that cross from the device to the host, and back. latency: seconds that the smallest transfer

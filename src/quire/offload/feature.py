@@ -38,7 +38,7 @@ from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 
 _MOST_ATTEMPTS = 4
-"""How often a request is parked for blocks before it computes what is not there."""
+"""Times that a request is parked for blocks before it computes those that are not there."""
 _SPILL_BATCH = 16
 """Blocks of one transfer to or from files: what fails, fails together."""
 _MOST_SPILLS = 16
@@ -104,7 +104,7 @@ class OffloadFeature(Feature):
         self._job_of: dict[bytes, Job] = {}
         """The job that a block_hash's contents arrive by, on the host or on the device."""
         self._leaving, self._places = Job(Kind.OUT, []), list[tuple[int, int]]()
-        """What the next plan moves out: its hashes, and from which block to which slot."""
+        """The blocks that the next plan moves out: a job, and (block, slot) pairs."""
         self._queue: list[Transfer] = []
         self._next_id = 0
         self._spilling = 0

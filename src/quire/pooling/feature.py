@@ -10,7 +10,7 @@ from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 
 COLUMN = "pooled"
-"""What a plan writes for the rows that the runner must look at, a `Share` each."""
+"""The column that a plan writes for rows that are pooled, a `Share` each."""
 
 
 class Share(enum.IntFlag):
@@ -30,7 +30,7 @@ class PoolingFeature(Feature):
         self._active: dict[str, Request] = {}
 
     def reusable(self, request: Request, n: int) -> int:
-        """A mean needs the states of all tokens, which no cache holds."""
+        """Returns 0 for a mean: it needs the states of all tokens, which no cache holds."""
         pooling = request.pooling
         if pooling is None:
             return n

@@ -154,14 +154,14 @@ class Compiler:
             if error is None or isinstance(error, GrammarError):
                 with self._lock:
                     self._verdicts.put(key, (error,))
-            _settle(verdict, error)
+            _resolve(verdict, error)
 
         with self._lock:
             known = self._verdicts.get(key)
         if known is None:
             self.compile(params).add_done_callback(judge)
         else:
-            _settle(verdict, known[0])
+            _resolve(verdict, known[0])
         return verdict
 
     def too_slow(self) -> GrammarError:
@@ -219,7 +219,7 @@ def _key(params: StructuredOutputsParams) -> bytes:
         raise GrammarError("It holds half of a surrogate pair, which is no character.") from None
 
 
-def _settle(verdict: Future[None], error: BaseException | None) -> None:
+def _resolve(verdict: Future[None], error: BaseException | None) -> None:
     if isinstance(error, GrammarError):
         # Anew: a traceback grows with every raise.
         error = GrammarError(str(error), error.param, error.code, error.pointer)

@@ -1,4 +1,4 @@
-"""What a request asks for, as a grammar of llguidance's. Pure: no tokenizer, no model."""
+"""Turns a request's structured output into a grammar for llguidance. Needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.sampling_params import StructuredOutputsParams
 from quire.structured.json_schema import enforceable
 
 MAX_BYTES = 512 * 1024
-"""Of a schema, expression or grammar, or of all choices together."""
+"""Size limit of a schema, expression or grammar, or of all choices together."""
 MAX_REGEX_BYTES = 64 * 1024
 MAX_GBNF_BYTES = 16 * 1024
 MAX_CHOICES = 10_000
