@@ -26,7 +26,7 @@ from quire.runner.graphs import Graphs
 from quire.runner.hooks import Level
 from quire.runner.program import BodyShape, HeadShape
 from quire.sampling_params import SamplingParams
-from quire.scheduler import Feature, PlanBuilder, Scheduler
+from quire.scheduler import Feature, PlanBuilder
 from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
 
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
@@ -109,11 +109,8 @@ class GatedEngine(TinyEngine):
     """Masks come late at random, so that steps are launched before them."""
 
     def __init__(self, folder: Path, *, late: float = 0.0, **options: Any) -> None:
-        super().__init__(folder, **{"budget": 40, **options})
         self.gate = Gate()
-        config = self.runner.config.scheduler
-        capacity = self.runner.start()
-        self.scheduler = Scheduler(config, capacity, [self.gate])
+        super().__init__(folder, features=[self.gate], **{"budget": 40, **options})
         self._late = late
         self._random = random.Random(7)
         self.overtaken = 0
@@ -127,16 +124,16 @@ class GatedEngine(TinyEngine):
                 break
             self.overtaken += any(w.step_id < plan.step_id for w in self.gate.waiting)
             self.plans.append(plan)
-            self.runner.submit(plan)
+            self.executor.submit(plan)
         if self.scheduler.num_in_flight:
             self.release(self.scheduler.oldest_in_flight)
-            self.progress.append(self.scheduler.update(self.runner.collect()))
+            self.progress.append(self.scheduler.update(self.executor.collect()))
 
     def release(self, last: int | None = None) -> None:
         for step in list(self.gate.waiting):
             inputs = self.gate.inputs(step)
             if inputs is not None and (last is None or step.step_id <= last):
-                self.runner.submit_head(inputs)
+                self.executor.submit_head(inputs)
                 self.gate.waiting.remove(step)
 
 
