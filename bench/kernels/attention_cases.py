@@ -57,7 +57,7 @@ class Batch:
         fixed = torch.rand(layers, 2, kv_heads, device=DEVICE) + 0.5
         cache = KVCache(
             [KVGroup(tuple(range(layers)), tokens_per_block=PAGE)], [blocks],
-            layouts=[KVLayout(kv_heads, dim, heads)], form=form, device=torch.device(DEVICE),
+            layouts=[KVLayout(kv_heads, dim, heads)], kv_format=form, device=torch.device(DEVICE),
             head_scales=fixed if form.scales == "head" else None,
         )  # fmt: skip
         fill(cache.block_tensors(0))

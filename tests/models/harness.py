@@ -43,7 +43,7 @@ class Harness:
             self.groups,
             [self.num_blocks] * len(self.groups),
             layouts=model.kv_layouts,
-            form=form,
+            kv_format=form,
             device=model.device,
             head_scales=self.head_scales,
         )

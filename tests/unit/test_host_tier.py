@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from quire.cache import HashList, HostTier
 from quire.cache.block_hash import next_hash, root_hash
-from quire.offload import CostModel, Rates
+from quire.cache.host_tier import HashList, HostTier
+from quire.offload.costs import CostModel, Rates
 
 
 def key(n: int) -> bytes:

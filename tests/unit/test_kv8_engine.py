@@ -14,7 +14,8 @@ from quire import LLM, SamplingParams
 from quire.config import EngineArgs
 from quire.engine.builder import describe, resolve
 from quire.errors import ConfigError, ModelError
-from quire.models import build_model, head_scales, load_config, load_weights, spec_from_config
+from quire.models import build_model, load_config, load_weights, spec_from_config
+from quire.models.kv_scales import head_scales
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.models.test_parallel import Ranked

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from quire.arrays import Int32, int32
 from quire.config import SchedulerConfig
 from quire.errors import RequestError
-from quire.offload import CostModel, OffloadFeature, Rates
+from quire.offload.costs import CostModel, Rates
+from quire.offload.feature import OffloadFeature
 from quire.plan import DRAFT_IDS, DRAFT_START, KVGroup, RowFlag
 from quire.request import Request
 from quire.sampling_params import SamplingParams

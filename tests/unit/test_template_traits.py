@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.chat_template import ChatTemplate
-from quire.engine.template_traits import TemplateTraits, probe
+from quire.engine.chat_template import ChatTemplate, TemplateTraits
+from quire.engine.template_traits import probe
 
 CALLS = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"

@@ -13,7 +13,7 @@ from quire.plan import Admit, Pooled, StepPlan, StopReason
 from quire.pooling.feature import COLUMN, Share
 from quire.runner import Hook
 from quire.runner.readback import Step
-from quire.runner.state import BatchState, ColumnSpec, Limits
+from quire.runner.state import BatchState
 from quire.runner.upload import Upload
 
 
@@ -23,8 +23,7 @@ class Pooler(Hook):
     Hidden states are whole on every rank, and so is what becomes of them.
     """
 
-    def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
-        return (ColumnSpec(COLUMN),)
+    entries = frozenset({COLUMN})
 
     def bind(self, state: BatchState) -> None:
         self._state = state

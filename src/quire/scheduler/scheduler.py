@@ -109,6 +109,17 @@ class Scheduler:
         self._arrivals = 0
         self._prefix_queries = self._prefix_hits = self._preemptions = self._swapped = 0
 
+    def add_feature(self, feature: Feature) -> None:
+        """Adds a feature to a scheduler that runs, from the next request on.
+
+        Raises:
+            ConfigError: the feature proposes drafts.
+        """
+        if type(feature).lookahead is not Feature.lookahead:
+            raise ConfigError(f"{type(feature).__name__} must be known when the scheduler starts")
+        self._features.add(feature)
+        feature.attach(self.blocks, self.wake)
+
     # -- requests ------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:

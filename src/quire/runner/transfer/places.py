@@ -77,6 +77,11 @@ class KVTransfer:
         self._pending: deque[tuple[int, Callable[[], bool]]] = deque()
         self._files: dict[int, list[Future[bool]]] = {}
 
+    @property
+    def slots(self) -> int:
+        """Blocks that the host's pool holds."""
+        return self.pool.slots
+
     def start(self, transfers: Sequence[Transfer], direction: str) -> None:
         """Launches those of one direction."""
         for transfer in transfers:
