@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 
-@dataclass(slots=True)
-class Logprob:
-    """A token's log-probability; `rank` is 1 for the likeliest; `decoded_token` its text."""
+
+class Logprob(msgspec.Struct, gc=False):
+    """A token's log-probability; `rank` is 1 for the likeliest; `decoded_token` its text.
+
+    There may be millions: the garbage collector need not look at what refers to nothing.
+    """
 
     logprob: float
     rank: int | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.plan import Admit, Pooled, StepPlan, StopReason
+from quire.plan import Pooled, StepPlan, StopReason
 from quire.pooling.feature import COLUMN, Share
 from quire.runner import Hook
 from quire.runner.readback import Step
@@ -30,7 +30,7 @@ class Pooler(Hook):
         self._sums: Tensor | None = None
         self._uploaded: tuple[Upload, int] | None = None
 
-    def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
+    def stage(self, plan: StepPlan, upload: Upload) -> None:
         self._uploaded = None
         if COLUMN in plan.writes:
             self._uploaded = upload, upload.add(_shares(plan))

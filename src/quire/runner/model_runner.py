@@ -335,7 +335,7 @@ class ModelRunner:
             kind = np.float32 if column.dtype == torch.float32 else np.int32
             upload.put_lines(column, lanes, values.astype(kind))
         for hook in self.hooks:
-            hook.stage(plan, plan.admits, upload)
+            hook.stage(plan, upload)
         for admit in plan.admits:
             self._levels[admit.lane] = max(hook.lane_level(admit) for hook in self.hooks)
 

@@ -97,7 +97,7 @@ class StepProgram:
         drafts = self._drafts if shape.longest > 1 else None
         if drafts is not None:
             ops.place_drafts(rows, self._position, state.tokens, drafts)
-        logit_rows = state.logit_rows.first(min(shape.tokens, state.limits.logit_rows))
+        logit_rows = state.logit_rows  # all: heads are padded further than bodies
         expanded = ops.expand_rows(
             rows,
             self._position,

@@ -87,7 +87,7 @@ class Hook:
     def bind(self, state: BatchState) -> None:
         """Takes the state that holds its columns. Called once, before anything below."""
 
-    def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
+    def stage(self, plan: StepPlan, upload: Upload) -> None:
         """Adds to the upload what the plan, and requests that take a lane, change for it."""
 
     def pack(self, plan: StepPlan, inputs: Int32) -> None:
