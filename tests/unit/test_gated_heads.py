@@ -56,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def mask_of(name: str, length: int) -> Int32:
-    """Which tokens may follow the first `length`: about one in three."""
+    """Returns the mask of tokens that may follow the first `length`: about one in three."""
     draw = np.random.default_rng(zlib.crc32(f"{name}:{length}".encode()))
     allowed = draw.random(VOCAB) < 0.3
     allowed[7] = True

@@ -1,4 +1,4 @@
-"""What a request gets depends on the request alone: the real decoder, in fp32, token for token."""
+"""Outputs depend on the request alone: the real decoder, in fp32, token for token."""
 
 from __future__ import annotations
 

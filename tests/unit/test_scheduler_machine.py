@@ -28,7 +28,7 @@ from tests.fakes import FakeExecutor, expected_output
 _LONGEST = 48
 _MOST_REQUESTS = 24
 _WIDTH = 12
-"""Of a claim."""
+"""Draft tokens of a claim."""
 _STEMS = [[random.Random(seed).randrange(4) for _ in range(_LONGEST)] for seed in range(2)]
 
 

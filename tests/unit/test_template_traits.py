@@ -1,4 +1,4 @@
-"""How templates want tools and calls is found out by asking them."""
+"""Probing finds out how templates want tools and calls."""
 
 from __future__ import annotations
 

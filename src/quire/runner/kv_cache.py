@@ -13,7 +13,7 @@ from quire.ops import KVFormat, KVLayer
 from quire.plan import KVGroup
 
 _COPY_BYTES = 64 << 20
-"""Of blocks that are copied at once."""
+"""Most bytes of blocks that are copied at once."""
 
 
 class KVCache:

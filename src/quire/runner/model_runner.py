@@ -38,7 +38,7 @@ from quire.runner.state import BatchState, Limits
 from quire.runner.upload import PinnedRing, Upload, ragged
 
 _LOGIT_ROWS = 64
-"""Where rows have drafts, logit rows of a step at least, if all lanes' drafts need them."""
+"""Logit rows that a step has at least, if rows have drafts and all lanes' drafts need them."""
 
 
 class BlockTransfers(Protocol):

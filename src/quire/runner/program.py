@@ -1,4 +1,4 @@
-"""What a step does on the device, once for a CPU, op by op on a GPU, and captured.
+"""The programs of a step on the device: the same for a CPU, op by op on a GPU, and captured.
 
 A body computes the step's tokens and stores their KV; a head turns the hidden states of the logit
 rows into tokens, and moves the lanes on. Neither makes a decision on the host: all they need to

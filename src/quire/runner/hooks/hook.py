@@ -1,4 +1,5 @@
-"""What takes part in a step beside the model. The runner knows all of it by this interface only."""
+"""The interface of hooks, which take part in a step beside the model. The runner knows hooks by it
+only."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ SharedMemory = np.ndarray[tuple[int], np.dtype[np.int8]]
 
 
 class Level(enum.IntEnum):
-    """What a head can do; each level includes those before it. Within one, every choice is made
-    per row, on the device.
+    """The abilities of a head. Each level includes those before it; within one, every choice is
+    made per row, on the device.
 
     PLAIN: greedy choice, or temperature. MASKED: truncation, and masks that the host brings.
     FULL: everything that any hook does.
