@@ -15,7 +15,7 @@ import stress_cache
 from quire import LLM, SamplingParams
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError
-from quire.offload.stats import TierStats
+from quire.offload.tier_stats import TierStats
 from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.metrics import ServerMetrics
 from tests.unit.tiny_engine import TINY, TINY_WINDOW, model_folder, random_prompts

@@ -95,6 +95,7 @@ class TinyEngine:
         device: str = "cpu",
         deterministic: bool = False,
         enforce_eager: bool = False,
+        complete: bool = True,
     ) -> None:
         scheduler = SchedulerConfig(
             max_num_seqs=lanes,
@@ -123,7 +124,7 @@ class TinyEngine:
             vocab_size=VOCAB,
         )
         self.depth = depth
-        entries = features_at_start(config, complete=True)
+        entries = features_at_start(config, complete=complete)
         hooks = [*hooks_of(entries, config), *hooks]
         self.executor: ModelRunner | WorkerExecutor
         if world == 1:

@@ -27,7 +27,7 @@ from quire.cache.host_tier import HashList, HostTier
 from quire.cache.loading import PrefixLoader
 from quire.offload.costs import CostModel
 from quire.offload.jobs import Job, Kind
-from quire.offload.stats import TierStats
+from quire.offload.tier_stats import TierStats
 from quire.plan import Transfer
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
