@@ -68,7 +68,7 @@ class Harness:
         batch = self._batch(rows)
         with torch.inference_mode():
             hidden = self.model(batch, self.kv)
-            logits = self.model.logits_fp32(hidden[: sum(batch.q_lens)])
+            logits = self.model.logits(hidden[: sum(batch.q_lens)]).float()
         for sequence, count in rows:
             sequence.computed += count
         return list(logits.split([count for _, count in rows]))

@@ -128,7 +128,7 @@ class GatedEngine(TinyEngine):
             self.plans.append(plan)
             self.executor.submit(plan)
         if self.scheduler.num_in_flight:
-            self.release(self.scheduler.oldest_in_flight)
+            self.release(self.plans[len(self.progress)].step_id)
             self.progress.append(self.scheduler.update(self.executor.collect()))
 
     def release(self, last: int | None = None) -> None:

@@ -91,7 +91,16 @@ def build_core(
     tenants: requests may name tenants, who share the engine fairly.
     """
     entries = features_at_start(config, complete=complete)
-    runner = ModelRunner(config, progress, hooks_of(entries, config))
+    hooks, ranks = hooks_of(entries, config), config.args.tensor_parallel_size
+    loop_features = [entry.open(config) for entry in entries]
+    order = _order(config.scheduler, tenants)
+    if ranks > 1:
+        # One rank is its own executor.
+        from quire.engine.workers import WorkerExecutor
+
+        executor = WorkerExecutor(config, progress, hooks, ranks)
+        return EngineCore(config, executor, loop_features=loop_features, order=order)
+    runner = ModelRunner(config, progress, hooks)
 
     def on_demand(entry: FeatureEntry) -> LoopFeature:
         for hook in hooks_of([entry], config):
@@ -101,8 +110,8 @@ def build_core(
     return EngineCore(
         config,
         runner,
-        loop_features=[entry.open(config) for entry in entries],
-        order=_order(config.scheduler, tenants),
+        loop_features=loop_features,
+        order=order,
         on_demand=[
             OnDemand(entry.asked, functools.partial(on_demand, entry))
             for entry in FEATURES

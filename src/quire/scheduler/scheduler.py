@@ -400,11 +400,6 @@ class Scheduler:
         """Planned steps whose results have not come."""
         return len(self._in_flight)
 
-    @property
-    def oldest_in_flight(self) -> int:
-        """The step whose result comes next; there must be one."""
-        return self._in_flight[0].step_id
-
     def has_work(self) -> bool:
         """Whether any request is unfinished, or any step or transfer in flight."""
         return bool(self._requests or self._in_flight or self._has_pending())
