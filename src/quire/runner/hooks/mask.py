@@ -21,6 +21,6 @@ class Mask(Hook):
     def logits(self, ctx: HeadContext) -> None:
         if ctx.level < Level.MASKED:
             return
-        ops.wait_for_flag(self._ring.flags, ctx.state.gate)
+        ops.wait_for_flag(ctx.state.gate, self._ring.flags)
         lines = ctx.state.lines[: len(ctx.raw)]
         ctx.logits = ops.mask_logits(ctx.own_logits(), self._ring.masks, lines)
