@@ -78,7 +78,7 @@ def test_a_flag_that_is_there_is_not_waited_for(kernel_device: str, step_id: int
     flags = ring.flags.clone()
     for gate in (ring.gate(step_id), ring.gate(max(0, step_id - 3)), (-1, 0, 0)):
         words = torch.tensor(gate, dtype=torch.int32, device=kernel_device)
-        wait_for_flag(ring.flags, words)
+        wait_for_flag(words, ring.flags)
     assert torch.equal(ring.flags, flags)
 
 
@@ -104,9 +104,9 @@ def test_a_flag_that_comes_late_is_waited_for(
         return found
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_load", watched)
-    wait_for_flag(ring.flags, gate)
+    wait_for_flag(gate, ring.flags)
     assert looks == [before] * 4
     ring.bring(step_id, np.zeros((1, 1), dtype=np.int32))
     looks.clear()
-    wait_for_flag(ring.flags, gate)
+    wait_for_flag(gate, ring.flags)
     assert looks == [int(ring.flags[step_id % 2])]

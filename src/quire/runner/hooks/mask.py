@@ -67,7 +67,7 @@ class Mask(Hook):
     def logits(self, ctx: HeadContext) -> None:
         if ctx.level < Level.MASKED or self.ring is None:
             return
-        ops.wait_for_flag(self.ring.flags, ctx.state.gate)
+        ops.wait_for_flag(ctx.state.gate, self.ring.flags)
         lines = ctx.state.lines[: len(ctx.raw)]
         ctx.logits = ops.mask_logits(ctx.own_logits(), self.ring.masks, lines)
 
