@@ -1,4 +1,4 @@
-"""What the host tier brings when more is worth keeping than the device has room for.
+"""Measures the gain of the host tier when more is worth keeping than the device has room for.
 
     python bench/host_tier.py                                        # the embedded model, on a CPU
     python bench/host_tier.py --model bench/configs/qwen2.5-1.5b --load-format dummy \\

@@ -48,7 +48,7 @@ class Lanes:
         )  # fmt: skip
 
     def error(self, logits: Tensor, cut: bool) -> float:
-        """How much worse the worst token's score is than the best, in units of 2e-5 of it."""
+        """Returns how much worse the worst token's score is than the best, in 2e-5 of that."""
         floats, ints = self.floats[self.lanes], self.ints[self.lanes]
         greedy = floats[:, 0:1] == 0
         x = logits.float() / torch.where(greedy, 1.0, floats[:, 0:1])

@@ -1,4 +1,4 @@
-"""What a finished or growing request looks like to users, offline and in the server."""
+"""Outputs of requests, finished or growing, as users see them, offline and in the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user asks of the sampler. Names and meanings are vLLM's and OpenAI's."""
+"""Parameters of sampling, as users give them. Names and meanings are vLLM's and OpenAI's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INT32_MAX = 2**31 - 1
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a completion's text must match; exactly one field is set. Names are vLLM's.
+    """Says what a completion's text must match; exactly one field is set. Names are vLLM's.
 
     Attributes:
         json: a JSON Schema, as JSON text.

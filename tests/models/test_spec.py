@@ -33,7 +33,7 @@ PARAMETERS = {
     "smollm2-135m": 134_515_008,
     "tinyllama-1.1b": 1_100_048_384,
 }
-"""As published, or counted by transformers."""
+"""Parameters, as published or counted by transformers."""
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

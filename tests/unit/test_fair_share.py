@@ -1,4 +1,4 @@
-"""What tenants get of an engine that they share."""
+"""Shares that tenants get of an engine."""
 
 from __future__ import annotations
 

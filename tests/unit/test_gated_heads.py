@@ -22,9 +22,11 @@ from quire.arrays import Int32, decode_array, encode_array, int32
 from quire.plan import HeadInputs, RowFlag, StepPlan
 from quire.request import Request
 from quire.runner import ModelRunner
-from quire.runner.graphs import Graphs
+from quire.runner.graphs import Buckets, Graphs
 from quire.runner.hooks import Level
+from quire.runner.hooks.mask import Mask
 from quire.runner.program import BodyShape, HeadShape
+from quire.runner.state import Limits
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, PlanBuilder
 from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
@@ -54,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def mask_of(name: str, length: int) -> Int32:
-    """Which tokens may follow the first `length`: about one in three."""
+    """Returns the mask of tokens that may follow the first `length`: about one in three."""
     draw = np.random.default_rng(zlib.crc32(f"{name}:{length}".encode()))
     allowed = draw.random(VOCAB) < 0.3
     allowed[7] = True
@@ -126,7 +128,7 @@ class GatedEngine(TinyEngine):
             self.plans.append(plan)
             self.executor.submit(plan)
         if self.scheduler.num_in_flight:
-            self.release(self.scheduler.oldest_in_flight)
+            self.release(self.plans[len(self.progress)].step_id)
             self.progress.append(self.scheduler.update(self.executor.collect()))
 
     def release(self, last: int | None = None) -> None:
@@ -141,7 +143,10 @@ class Replays(Graphs):
     """On a CPU: a replay runs the program again, at its padded sizes. Nothing can wait behind a
     gate there, so a head whose masks are not there counts as one that was not captured."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, limits: Limits) -> None:
+        self._limits = limits
+        self._buckets = Buckets(limits)
+
         self._works: dict[Any, Callable[[bool], None]] = {}
         self._used: Counter[Any] = Counter()
         self.runner: ModelRunner | None = None
@@ -153,7 +158,8 @@ class Replays(Graphs):
         if isinstance(key, HeadShape) and self.runner is not None:
             place, low, high = self.runner.state.gate.tolist()
             step = (low & 0xFFFFFFFF) + (high << 32)
-            if place >= 0 and self.runner.masks.flags[place] < step:
+            ring = next(hook.ring for hook in self.runner.hooks if isinstance(hook, Mask))
+            if place >= 0 and ring is not None and ring.flags[place] < step:
                 return False
         return key in self._works
 
@@ -175,7 +181,7 @@ class Replays(Graphs):
 
 
 def with_graphs(engine: GatedEngine, monkeypatch: pytest.MonkeyPatch) -> Replays:
-    monkeypatch.setattr("quire.runner.model_runner.Graphs", Replays)
+    monkeypatch.setattr("quire.runner.graphs.Graphs", Replays)
     runner = engine.runner
     runner._capture()
     graphs = runner._graphs

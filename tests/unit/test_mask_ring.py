@@ -80,7 +80,7 @@ def test_a_gate_names_place_and_value_in_int32(step: int) -> None:
 
 
 def test_rings_over_one_memory_are_one() -> None:
-    """Those of several ranks; each looks for itself."""
+    """Several ranks have a ring each over one memory, and each looks for itself."""
     memory = np.zeros(MaskRing.size(3, 2, 2), dtype=np.int8)
     ours, theirs = (MaskRing(CPU, 3, 2, 2, memory) for _ in range(2))
     waiting = threading.Timer(0.05, ours.bring, (4, lines(6, 7)))

@@ -72,7 +72,7 @@ def test_two_models_follow_one_text() -> None:
         groups += own
         form = ops.KVFormat(torch.float32)
         blocks = [8] * len(own)
-        caches.append(KVCache(own, blocks, layouts=model.kv_layouts, form=form, device=CPU))
+        caches.append(KVCache(own, blocks, layouts=model.kv_layouts, kv_format=form, device=CPU))
     limits = Limits(lanes=2, tokens=32, logit_rows=2, length=64)
     state = BatchState(limits, groups, CPU, [ColumnSpec("second_position")])
     second = state.columns["second_position"]

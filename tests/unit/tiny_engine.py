@@ -11,10 +11,11 @@ import numpy as np
 
 from quire.arrays import int32
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
+from quire.engine.features import features_at_start, hooks_of
 from quire.engine.workers import WorkerExecutor
 from quire.plan import StepPlan
 from quire.request import Request
-from quire.runner import Hook
+from quire.runner import Hook, ModelRunner
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler
 from quire.scheduler.progress import StepProgress
@@ -94,6 +95,7 @@ class TinyEngine:
         device: str = "cpu",
         deterministic: bool = False,
         enforce_eager: bool = False,
+        complete: bool = True,
     ) -> None:
         scheduler = SchedulerConfig(
             max_num_seqs=lanes,
@@ -122,8 +124,14 @@ class TinyEngine:
             vocab_size=VOCAB,
         )
         self.depth = depth
-        self.executor = WorkerExecutor(config, hooks=hooks, world=world)
-        self.runner = self.executor.local
+        entries = features_at_start(config, complete=complete)
+        hooks = [*hooks_of(entries, config), *hooks]
+        self.executor: ModelRunner | WorkerExecutor
+        if world == 1:
+            self.executor = self.runner = ModelRunner(config, hooks=hooks)
+        else:
+            self.executor = WorkerExecutor(config, hooks=hooks, world=world)
+            self.runner = self.executor.local
         self.scheduler = Scheduler(scheduler, self.executor.start(), features)
         self.plans: list[StepPlan] = []
         self.progress: list[StepProgress] = []

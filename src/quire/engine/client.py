@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
-from quire.engine.builder import build_compiler
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
 from quire.engine.messages import AbortRequest, AddRequest, GetSnapshot, GetStats
@@ -23,7 +22,7 @@ from quire.errors import EngineDeadError, QuireError, RequestError
 from quire.executor import OnProgress
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
-from quire.structured import Compiler
+from quire.structured import Compiler, build_compiler
 
 __all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
 

@@ -13,8 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
 
 from quire.arrays import Int32
-from quire.engine.chat_template import ChatTemplate, load_templates
-from quire.engine.template_traits import TemplateTraits, probe
+from quire.engine.chat_template import ChatTemplate, TemplateTraits, load_templates
 from quire.errors import ModelError, RequestError
 
 _MAX_COMPILED = 8
@@ -158,6 +157,10 @@ class Tokenizer:
         return self._compile(source)
 
     def traits(self, template: ChatTemplate) -> TemplateTraits:
+        """Returns how one of the model's templates takes tools and calls."""
+        # Only servers show tools to models.
+        from quire.engine.template_traits import probe
+
         if template not in self._traits:
             self._traits[template] = probe(template, self.special_tokens)
         return self._traits[template]

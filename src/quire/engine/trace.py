@@ -35,7 +35,7 @@ class _Track:
 
 
 @dataclass(slots=True)
-class _Launch:
+class _StepLaunch:
     step: int
     at: float
     rows: int
@@ -53,7 +53,7 @@ class StepTrace:
     def __init__(self, files: TraceFiles, scheduler: Scheduler) -> None:
         self._files = files
         self._scheduler = scheduler
-        self._launches: deque[_Launch] = deque()
+        self._launches: deque[_StepLaunch] = deque()
         self._device_end = 0.0
         self._tracks: dict[str, _Track] = {}
         self._prefilling: list[_Track] = []
@@ -77,7 +77,7 @@ class StepTrace:
     ) -> None:
         """Traces a launch; see `Telemetry.launched`."""
         step, rows, tokens = plan.step_id, plan.num_rows, plan.num_tokens
-        self._launches.append(_Launch(step, planned, rows, tokens))
+        self._launches.append(_StepLaunch(step, planned, rows, tokens))
         args = {"step": step, "requests": rows, "tokens": tokens, "admitted": len(admitted)}
         self._span("plan", ENGINE, HOST, begun, planned, args)
         self._span("submit", ENGINE, HOST, planned, now, {"step": step})
@@ -112,7 +112,7 @@ class StepTrace:
         if not scheduler.has_work():
             self._files.flush()  # nothing may come for long
 
-    def _device(self, launch: _Launch, seconds: float, begun: float, collected: float) -> None:
+    def _device(self, launch: _StepLaunch, seconds: float, begun: float, collected: float) -> None:
         """Places a step's device time: it ended with the wait for its result, if there was one, or
         else began when the step before it ended."""
         earliest = max(launch.at, self._device_end)

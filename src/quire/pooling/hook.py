@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from quire.plan import Pooled, StepPlan, StopReason
 from quire.pooling.feature import COLUMN, Share
 from quire.runner import Hook
 from quire.runner.readback import Step
-from quire.runner.state import BatchState, ColumnSpec, Limits
+from quire.runner.state import BatchState
 from quire.runner.upload import Upload
 
 
@@ -23,8 +21,7 @@ class Pooler(Hook):
     Hidden states are whole on every rank, and so is what becomes of them.
     """
 
-    def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
-        return (ColumnSpec(COLUMN),)
+    entries = frozenset({COLUMN})
 
     def bind(self, state: BatchState) -> None:
         self._state = state

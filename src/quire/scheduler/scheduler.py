@@ -109,6 +109,17 @@ class Scheduler:
         self._arrivals = 0
         self._prefix_queries = self._prefix_hits = self._preemptions = self._swapped = 0
 
+    def add_feature(self, feature: Feature) -> None:
+        """Adds a feature to a scheduler that runs, from the next request on.
+
+        Raises:
+            ConfigError: the feature proposes drafts.
+        """
+        if type(feature).lookahead is not Feature.lookahead:
+            raise ConfigError(f"{type(feature).__name__} must be known when the scheduler starts")
+        self._features.add(feature)
+        feature.attach(self.blocks, self.wake)
+
     # -- requests ------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
@@ -388,11 +399,6 @@ class Scheduler:
     def num_in_flight(self) -> int:
         """Planned steps whose results have not come."""
         return len(self._in_flight)
-
-    @property
-    def oldest_in_flight(self) -> int:
-        """The step whose result comes next; there must be one."""
-        return self._in_flight[0].step_id
 
     def has_work(self) -> bool:
         """Whether any request is unfinished, or any step or transfer in flight."""

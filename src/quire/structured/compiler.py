@@ -9,12 +9,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from quire.errors import GrammarError
+from quire.config import EngineConfig
+from quire.errors import ConfigError, GrammarError
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.grammar import compilable
 
@@ -210,6 +212,28 @@ class Compiler:
     def shutdown(self) -> None:
         """Does not wait for what is being compiled. Idempotent."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def build_compiler(config: EngineConfig, *, cached: int | None = None) -> Compiler:
+    """Returns a compiler for the model's vocabulary, which begins with what all grammars share.
+
+    cached: grammars to keep, instead of the setting.
+
+    Raises:
+        ConfigError: the engine has no tokenizer.
+    """
+    if config.tokenizer_path is None:
+        raise ConfigError("grammars need a tokenizer", "skip_tokenizer_init")
+    file = Path(config.tokenizer_path) / "tokenizer.json"
+    limits = CompilerConfig(
+        timeout=config.args.structured_outputs_timeout,
+        cached=cached or config.args.structured_outputs_cache,
+    )
+    compiler = Compiler(
+        lambda: file.read_text("utf-8"), config.vocab_size, config.eos_token_ids, limits
+    )
+    compiler.warm_up()
+    return compiler
 
 
 def _key(params: StructuredOutputsParams) -> bytes:

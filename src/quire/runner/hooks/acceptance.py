@@ -1,4 +1,4 @@
-"""What of the drawn tokens is kept: drafts that agree, up to what ends a row."""
+"""Keeps drawn tokens: drafts that agree and the token after them, up to what ends a row."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class DiskStore:
             ) from error
         self._lock = threading.Lock()
         self._sizes: OrderedDict[Path, int] = OrderedDict()
-        """Of every file, least recently used first."""
+        """Bytes of every file, least recently used first."""
         self._total = 0
         self._told: set[str] = set()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="quire-disk")
@@ -88,7 +88,7 @@ class DiskStore:
             self._shrink()
 
     def keys(self, group: int) -> Int32:
-        """Of the blocks that are there, least recently used first; int32 [n, 4]."""
+        """Returns the keys of a group's blocks, least recently used first, int32 [n, 4]."""
         suffix = f".{group}"
         with self._lock:
             paths = [p for p in self._sizes if p.parent.parent == self._folder]
@@ -169,7 +169,7 @@ class DiskStore:
                 path.unlink()
 
     def _checksum(self, key: bytes, data: memoryview) -> bytes:
-        """Of a block's bytes and of all that they depend on."""
+        """Returns the checksum of a block's bytes and of all that they depend on."""
         return hashlib.blake2b(data, digest_size=16, key=key, salt=self._salt).digest()
 
     def _forget(self, path: Path) -> None:
