@@ -43,6 +43,7 @@ lint: $(VENV)/.dev
 	$(BIN)/python tools/check_docstrings.py
 	$(BIN)/python tools/check_class_names.py
 	$(BIN)/python tools/check_import_circles.py
+	$(BIN)/python bench/report.py --check
 
 core: $(VENV)/.serve
 	$(BIN)/python tools/core_lines.py --markdown
