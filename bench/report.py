@@ -412,13 +412,13 @@ def draw(book: Book) -> None:
     """Draws the pictures that the README and `switches` refer to."""
     from quire.bench import plots
 
+    IMAGES.mkdir(parents=True, exist_ok=True)
     served = [
         (f"{online_report.NAMES[model]}\n{streams} streams", theirs, record.metrics)
         for (model, streams), theirs in online_report.load_peers().items()
         if (record := online_report.load().get((model, f"serve-{streams}")))
     ]
     plots.beside(served, ("vLLM 0.26.0", "Quire"), IMAGES / "serving.png")
-    IMAGES.mkdir(parents=True, exist_ok=True)
     for model, records in book.switches.items():
         if ablation.lines(records):
             plots.switches(records, IMAGES / picture(model))

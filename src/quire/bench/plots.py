@@ -81,7 +81,7 @@ def beside(
     kinds = (("output_tok_s", _RATE), ("ttft_p50_ms", "median ms to the first token"))
     for panel, (metric, unit) in zip(panels, kinds, strict=True):
         for index, (name, color) in enumerate(zip(names, ("#9aa5b1", "#2563eb"), strict=True)):
-            heights = [row[index + 1][metric] for row in rows]
+            heights = [engines[index][metric] for _, *engines in rows]
             at = [place + 0.4 * (index - 0.5) for place in range(len(rows))]
             bars = panel.bar(at, heights, width=0.4, label=name, color=color)
             panel.bar_label(bars, labels=[f"{height:,.0f}" for height in heights], fontsize=7)

@@ -133,6 +133,21 @@ def run_batch(
     run(engine, api, batch, max_concurrency)
 
 
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="A model's folder to look at, too.", show_default=False)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what is wrong with this machine, and what to do about it."""
+    from quire.cli.doctor import doctor as run
+
+    run(model, host=host, port=port, as_json=json)
+
+
 @app.command(cls=SettingsCommand)
 @with_settings(EngineArgs)
 def info(
