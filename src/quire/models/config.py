@@ -33,6 +33,11 @@ def resolve_model_path(model: str | None, revision: str | None = None) -> Path:
     return _download(model, revision)
 
 
+def is_hub_id(model: str) -> bool:
+    """Tells whether `model` names nothing in the file system, and may be a hub id."""
+    return not Path(model).expanduser().exists() and _HUB_ID.fullmatch(model) is not None
+
+
 def _download(model: str, revision: str | None) -> Path:
     # Imported here: it is slow to import, and local models do not need it.
     from huggingface_hub import snapshot_download
