@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.errors import RequestError
+from quire.errors import QuireError
 from quire.executor import Capacity, Executor
 from quire.request import Request
 from quire.scheduler import Feature
 
-Failure = tuple[Request, RequestError]
+Failure = tuple[Request, QuireError]
 
 
 class LoopFeature:
