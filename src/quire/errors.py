@@ -77,5 +77,9 @@ class OverloadedError(QuireError):
     """The queue is full: the request may be sent again later."""
 
 
+class CompilerBusyError(QuireError):
+    """Other grammars are being compiled: the request may be sent again later."""
+
+
 class EngineDeadError(QuireError):
     """The engine stopped; nothing can be served until it is started again."""

@@ -263,16 +263,24 @@ class EngineClient:
         return prompt_ids(prompt, params, self.config, self.tokenizer)
 
     async def check_grammar(self, params: StructuredOutputsParams) -> None:
-        """Compiles a grammar, off the event loop. Raises RequestError where it cannot be
-        enforced."""
+        """Compiles a grammar, off the event loop.
+
+        Raises:
+            RequestError: it cannot be enforced.
+            CompilerBusyError: other grammars took too long.
+        """
         if self._compiler is None:
             raise RequestError(
                 "structured outputs need a tokenizer, which was not loaded", "structured_outputs"
             )
         verdict = asyncio.wrap_future(self._compiler.checked(params))
-        await asyncio.wait((verdict,), timeout=self._compiler.config.timeout)
-        if not verdict.done():
-            raise self._compiler.too_slow()
+        try:
+            await asyncio.wait((verdict,), timeout=self._compiler.config.timeout)
+            if not verdict.done():
+                raise self._compiler.late(params)
+        finally:
+            if not verdict.done():
+                self._compiler.forget(params)
         verdict.result()
 
     def _close(self, request_id: str, handle: int, n: int) -> None:

@@ -105,10 +105,11 @@ class Tokenizer:
                 "context_length_exceeded",
             )
         try:
-            ids = self.hub.encode(text, add_special_tokens=add_special_tokens).ids
+            # `encode` would hold the interpreter's lock all the while.
+            (found,) = self.hub.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except Exception as error:  # lone surrogates, which no file or socket can hold
             raise RequestError(f"the text cannot be tokenized: {error}", "prompt") from error
-        return np.asarray(ids, dtype=np.int32)
+        return np.asarray(found.ids, dtype=np.int32)
 
     def warm_up(self) -> None:
         """Tokenizes and decodes once, so that the first request does not pay for the setup."""
