@@ -18,9 +18,10 @@ from quire.engine.stats import EngineStats
 from quire.engine.streams import RequestStream
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
-from quire.errors import EngineDeadError, QuireError, RequestError
+from quire.errors import BrokenLogitsError, EngineDeadError, QuireError, RequestError
 from quire.executor import OnProgress
 from quire.pooling_params import PoolingParams
+from quire.request import FinishReason
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.structured import Compiler, build_compiler
 
@@ -206,6 +207,10 @@ class EngineClient:
                     update.queued = delta.queued
                     if about_prompt is not None:
                         update.prompt_logprobs = about_prompt.entries
+                if update.finish_reason == FinishReason.ERROR:
+                    update.finish_reason = None
+                    yield update
+                    raise BrokenLogitsError()
                 if reader.finished:
                     open_readers -= 1
                     if reader.ended_by_text and delta.reason is None:

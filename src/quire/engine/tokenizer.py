@@ -45,6 +45,7 @@ class Tokenizer:
         self._traits: weakref.WeakKeyDictionary[ChatTemplate, TemplateTraits] = (
             weakref.WeakKeyDictionary()
         )
+        self._texts: dict[int, str] = {}
         self._byte_level = _is_byte_level(hub)
         added = hub.get_added_tokens_decoder()
         self._added = frozenset(added)
@@ -126,7 +127,10 @@ class Tokenizer:
 
     def token_text(self, id: int) -> str:
         """Returns a token's own text; bytes that are no whole character become U+FFFD."""
-        return str(self.hub.decode([id], skip_special_tokens=False))
+        text = self._texts.get(id)
+        if text is None:
+            text = self._texts[id] = str(self.hub.decode([id], skip_special_tokens=False))
+        return text
 
     def token_bytes(self, id: int) -> bytes:
         """Returns a token's exact bytes for byte-level BPE and byte fallback, else its text in

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelError
+from quire.models.families import unsupported
 from quire.models.registry import ARCHITECTURES, family_named
 from quire.models.spec import ModelSpec
 
@@ -99,6 +100,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
             f"the checkpoint is quantized ({method or 'unknown method'}), which is not supported "
             "yet; use an unquantized one"
         )
+    unsupported.check(config, family.implements)
     return family.spec(config)
 
 

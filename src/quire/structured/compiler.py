@@ -27,9 +27,9 @@ V = TypeVar("V")
 # Work, not time: the same grammar is fit or not on every machine. Some seconds at the very most.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000,
-    step_lexer_fuel=400_000,
+    step_lexer_fuel=1_000_000,
     step_max_items=100_000,
-    max_lexer_states=50_000,
+    max_lexer_states=1_000_000,
     max_grammar_size=250_000,
     verbose_errors=False,
 )
