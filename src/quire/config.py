@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -126,6 +127,9 @@ class EngineArgs:
     skip_tokenizer_init: bool = _setting(False, "Serve token ids only; load no tokenizer.")
 
     def __post_init__(self) -> None:
+        for setting in dataclasses.fields(self):
+            value = _checked(setting.name, getattr(self, setting.name), str(setting.type))
+            object.__setattr__(self, setting.name, value)
         _at_least("max_model_len", self.max_model_len, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
@@ -178,8 +182,8 @@ class EngineArgs:
             ("host_cache_gb", self.host_cache_gb),
             ("disk_cache_gb", self.disk_cache_gb),
         ):
-            if not 0.0 <= value < math.inf:
-                raise ConfigError(f"{name} must be >= 0 and finite, got {value}", name)
+            if value < 0.0:
+                raise ConfigError(f"{name} must be >= 0, got {value}", name)
         if self.host_cache_gb and not self.enable_prefix_caching:
             raise ConfigError("host_cache_gb needs enable_prefix_caching", "host_cache_gb")
         if self.disk_cache is not None and not self.host_cache_gb:
@@ -204,6 +208,49 @@ class EngineArgs:
                     f"unknown setting {name!r}; known are: {', '.join(sorted(known))}", name
                 )
         return cls(**kwargs)
+
+
+_WANTED: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "str": ("a string", str),
+    "int": ("an integer", int),
+    "float": ("a finite number", (int, float)),
+    "bool": ("true or false", bool),
+    "None": ("null", type(None)),
+    "tuple[str, ...]": ("a list of strings", (tuple, list)),
+}
+"""Maps the types that settings are annotated with to their names and Python's types."""
+
+_INTEGERS = {"seed": 2**63}
+"""Bounds of settings that may pass int32's."""
+
+
+def _checked(name: str, value: Any, annotation: str) -> Any:
+    """Returns a setting's value in its type: paths become strings, and lists tuples.
+
+    Raises:
+        ConfigError: its type is wrong, or the number is infinite or too large.
+    """
+    if annotation.startswith("Literal"):
+        annotation = "str"
+    kinds = [_WANTED[kind] for kind in annotation.split(" | ")]
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    fits = any(isinstance(value, types) for _, types in kinds)
+    if isinstance(value, bool) and annotation != "bool":
+        fits = False
+    if isinstance(value, float) and not math.isfinite(value):
+        fits = False
+    if isinstance(value, list | tuple):
+        value = tuple(value)
+        fits = fits and all(isinstance(each, str) for each in value)
+    if not fits:
+        wanted = " or ".join(words for words, _ in kinds)
+        raise ConfigError(f"{name} must be {wanted}, got {value!r}", name)
+    if isinstance(value, int):
+        bound = _INTEGERS.get(name, 2**31)
+        if not -bound <= value < bound:
+            raise ConfigError(f"{name} must be in [{-bound}, {bound}), got {value}", name)
+    return value
 
 
 def _at_least(name: str, value: int | None, low: int) -> None:

@@ -12,7 +12,7 @@ from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.engine.interrupts import interrupts_held
 from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
-from quire.engine.prompt_inputs import Prompt, as_list, one_each, read_prompt
+from quire.engine.prompt_inputs import Prompt, as_conversations, as_list, one_each, read_prompt
 from quire.engine.stats import EngineStats
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
@@ -91,6 +91,8 @@ class LLM:
         many = as_list(prompts)
         params = one_each(sampling_params, len(many), SamplingParams())
         priorities = [0] * len(many) if priority is None else list(priority)
+        if not all(isinstance(each, int) for each in priorities):
+            raise RequestError("priorities are integers", "priority")
         if len(priorities) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(priorities)} priorities", "priority")
         self._core.check(params)
@@ -115,9 +117,7 @@ class LLM:
         """Answers one conversation (a list of {"role", "content"}), or many. The template is shown
         `tools` (in OpenAI's shape); calls are in the text, as the model writes them."""
         tokenizer = self.get_tokenizer()
-        conversations: Sequence[Any] = messages
-        if messages and isinstance(messages[0], Mapping):
-            conversations = [messages]
+        conversations = as_conversations(messages)
         prompts = []
         for conversation in conversations:
             text = tokenizer.apply_chat_template(

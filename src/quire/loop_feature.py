@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.errors import RequestError
+from quire.errors import QuireError
 from quire.executor import Capacity, Executor
 from quire.request import Request, RequestOptions
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature
 
-Failure = tuple[Request, RequestError]
+Failure = tuple[Request, QuireError]
 
 
 class LoopFeature:

@@ -21,7 +21,8 @@ class Logprob(msgspec.Struct, gc=False):
 @dataclass(slots=True)
 class CompletionOutput:
     """One of a request's `n` completions. `finish_reason` is None while it grows; `stop_reason` is
-    the stop string or stop token id that ended it, None for the end-of-sequence token."""
+    the stop string or stop token id that ended it, None for the end-of-sequence token.
+    finish_reason "error": the model's logits were not numbers, or a grammar failed."""
 
     index: int
     text: str = ""

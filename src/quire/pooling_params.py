@@ -30,6 +30,10 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             raise RequestError(
                 f"pooling must be last or mean, got {self.pooling!r}", param="pooling"
             )
+        if not isinstance(self.normalize, bool):
+            raise RequestError(
+                f"normalize must be true or false, got {self.normalize!r}", param="normalize"
+            )
         size = self.dimensions
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise RequestError(

@@ -18,9 +18,10 @@ from quire.engine.stats import EngineStats
 from quire.engine.streams import RequestStream
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
-from quire.errors import EngineDeadError, QuireError, RequestError
+from quire.errors import BrokenLogitsError, EngineDeadError, QuireError, RequestError
 from quire.executor import OnProgress
 from quire.pooling_params import PoolingParams
+from quire.request import FinishReason
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.structured import Compiler, build_compiler
 
@@ -206,6 +207,10 @@ class EngineClient:
                     update.queued = delta.queued
                     if about_prompt is not None:
                         update.prompt_logprobs = about_prompt.entries
+                if update.finish_reason == FinishReason.ERROR:
+                    update.finish_reason = None
+                    yield update
+                    raise BrokenLogitsError()
                 if reader.finished:
                     open_readers -= 1
                     if reader.ended_by_text and delta.reason is None:
@@ -263,16 +268,24 @@ class EngineClient:
         return prompt_ids(prompt, params, self.config, self.tokenizer)
 
     async def check_grammar(self, params: StructuredOutputsParams) -> None:
-        """Compiles a grammar, off the event loop. Raises RequestError where it cannot be
-        enforced."""
+        """Compiles a grammar, off the event loop.
+
+        Raises:
+            RequestError: it cannot be enforced.
+            CompilerBusyError: other grammars took too long.
+        """
         if self._compiler is None:
             raise RequestError(
                 "structured outputs need a tokenizer, which was not loaded", "structured_outputs"
             )
         verdict = asyncio.wrap_future(self._compiler.checked(params))
-        await asyncio.wait((verdict,), timeout=self._compiler.config.timeout)
-        if not verdict.done():
-            raise self._compiler.too_slow()
+        try:
+            await asyncio.wait((verdict,), timeout=self._compiler.config.timeout)
+            if not verdict.done():
+                raise self._compiler.late(params)
+        finally:
+            if not verdict.done():
+                self._compiler.forget(params)
         verdict.result()
 
     def _close(self, request_id: str, handle: int, n: int) -> None:

@@ -248,6 +248,7 @@ class EngineCore:
             steps=self.telemetry.steps,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self.telemetry.generation_tokens,
+            broken_logits=self.telemetry.broken_logits,
             histograms=self.telemetry.histograms,
             **of_features,
         )

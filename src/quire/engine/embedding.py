@@ -10,7 +10,7 @@ import numpy as np
 from quire.arrays import Float32, Int32
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.errors import RequestError
+from quire.errors import BrokenLogitsError, RequestError
 from quire.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from quire.pooling_params import Pooling, PoolingParams
 from quire.sampling_params import SamplingParams
@@ -101,8 +101,14 @@ def embeddings(
 
 
 def finish(pooled: Float32, params: PoolingParams) -> Float32:
-    """Cuts and normalizes a pooled state, float32 [hidden size]; returns float32 [dimensions]."""
+    """Cuts and normalizes a pooled state, float32 [hidden size]; returns float32 [dimensions].
+
+    Raises:
+        BrokenLogitsError: the state is not finite.
+    """
     values = pooled[: params.dimensions]
+    if not np.isfinite(values).all():
+        raise BrokenLogitsError()
     if params.normalize:
         values = values / max(float(np.linalg.norm(values)), 1e-12)
     return np.ascontiguousarray(values, dtype=np.float32)

@@ -12,7 +12,7 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.outputs import RequestTimes
-from quire.plan import StepPlan
+from quire.plan import StepPlan, StopReason
 from quire.request import Request
 from quire.scheduler import Scheduler, StepProgress
 
@@ -78,13 +78,14 @@ class Telemetry:
         step_device_seconds: what the device took of it.
         step_requests, step_tokens: what was launched.
         prefill_seconds: a request's first step to its first token.
+    broken_logits: completions that ended as their logits were not numbers.
     firsts: the last requests to get a first token: their number, and the seconds it took.
     trace: is told as well, where one is written.
     """
 
     def __init__(self, trace: Trace | None = None) -> None:
         self._trace = trace
-        self.steps = self.generation_tokens = 0
+        self.steps = self.generation_tokens = self.broken_logits = 0
         self.histograms = {
             "step_seconds": Histogram.of(STEP_SECONDS),
             "step_device_seconds": Histogram.of(STEP_SECONDS),
@@ -141,6 +142,7 @@ class Telemetry:
                 still.append(request)
         self._tokenless = still
         for place in progress.finished:
+            self.broken_logits += int(progress.stop_reason[place] == StopReason.BROKEN)
             progress.requests[place].times.finished = now
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelError
+from quire.models.families import unsupported
 from quire.models.registry import ARCHITECTURES, family_named
 from quire.models.spec import ModelSpec
 
@@ -31,6 +32,11 @@ def resolve_model_path(model: str | None, revision: str | None = None) -> Path:
     if not _HUB_ID.fullmatch(model):
         raise ModelError(f"no such model folder: {model}")
     return _download(model, revision)
+
+
+def is_hub_id(model: str) -> bool:
+    """Tells whether `model` names nothing in the file system, and may be a hub id."""
+    return not Path(model).expanduser().exists() and _HUB_ID.fullmatch(model) is not None
 
 
 def _download(model: str, revision: str | None) -> Path:
@@ -94,6 +100,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
             f"the checkpoint is quantized ({method or 'unknown method'}), which is not supported "
             "yet; use an unquantized one"
         )
+    unsupported.check(config, family.implements)
     return family.spec(config)
 
 

@@ -24,12 +24,12 @@ from llguidance import LLMatcher
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
-from quire.errors import GrammarError, RequestError
+from quire.errors import GrammarError, QuireError, RequestError
 from quire.executor import Capacity, Executor
 from quire.loop_feature import Failure, LoopFeature
 from quire.plan import DRAFT_IDS, DRAFT_START, HeadInputs, RowFlag, claimed_drafts
 from quire.request import Request
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler import Feature, PlanBuilder
 from quire.structured.compiler import Compiler, build_compiler
 from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
@@ -224,7 +224,8 @@ class GrammarFeature(Feature, LoopFeature):
 
     def finish(self, request: Request) -> None:
         self._states.pop(request.request_id, None)
-        self._parked.pop(request.request_id, None)
+        if self._parked.pop(request.request_id, None) is not None:
+            self._compiler.forget(_grammar_of(request))
 
     # -- the engine loop's part: compiling -----------------------------------------------------
 
@@ -260,7 +261,12 @@ class GrammarFeature(Feature, LoopFeature):
         """Gives up on grammars that took too long to compile."""
         now = time.monotonic()
         late = [name for name, (_, limit) in self._parked.items() if limit < now]
-        return [(self._parked.pop(name)[0], self._compiler.too_slow()) for name in late]
+        return [self._give_up(self._parked.pop(name)[0]) for name in late]
+
+    def _give_up(self, request: Request) -> Failure:
+        error = self._compiler.late(_grammar_of(request))
+        self._compiler.forget(_grammar_of(request))
+        return request, error
 
     # -- the engine loop's part: masks ---------------------------------------------------------
 
@@ -315,3 +321,10 @@ class GrammarFeature(Feature, LoopFeature):
     def close(self, drain: Callable[[], None] | None) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._compiler.shutdown()
+
+
+def _grammar_of(request: Request) -> StructuredOutputsParams:
+    asked = request.params.structured_outputs
+    if asked is None:
+        raise QuireError(f"the request {request.request_id} has no grammar")
+    return asked

@@ -146,7 +146,7 @@ def _checked_lark(text: str) -> str:
             schema, end = decoder.raw_decode(text, start)
         except ValueError as error:
             raise GrammarError(f"The schema after '%json' is not valid JSON: {error}.") from None
-        prepared = json.dumps(_with_options(enforceable(schema, may_be_lenient=True)))
+        prepared = json.dumps(_with_options(enforceable(schema)))
         out += [text[done:start], prepared]
         done = at = end
     return "".join([*out, text[done:]])

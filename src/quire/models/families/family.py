@@ -29,6 +29,7 @@ class Family:
     source: the checkpoint's place of a parameter slice, by the slice's name.
     prefix: of checkpoint names, there or not depending on who saved them.
     ignored: matches checkpoint tensors that hold no weights.
+    implements: keys of `unsupported` that its spec reads.
     """
 
     name: str
@@ -37,3 +38,4 @@ class Family:
     prefix: str = ""
     ignored: re.Pattern[str] | None = None
     head: str = "lm_head.weight"
+    implements: tuple[str, ...] = ()

@@ -34,4 +34,5 @@ FAMILY = Family(
     spec=_spec,
     source=llama.source,
     ignored=llama.IGNORED,
+    implements=("layer_types",),
 )

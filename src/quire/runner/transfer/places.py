@@ -36,6 +36,7 @@ from quire.runner.kv_cache import KVCache
 from quire.runner.memory import GB
 from quire.runner.transfer.disk import DiskStore, identity
 from quire.runner.transfer.host import BlockLayout, HostPool
+from quire.runner.transfer.threads import succeeded
 
 _PATIENCE = 2e-3
 """Seconds for which a step without rows waits for something to arrive."""
@@ -122,10 +123,11 @@ class KVTransfer:
             gone = set(finished)
             self._pending = deque(entry for entry in self._pending if entry[0] not in gone)
         failed: list[int] = []
+        stuck = bool(self._files) and self.disk is not None and self.disk.stuck
         for id, jobs in list(self._files.items()):
-            if all(job.done() for job in jobs):
+            if stuck or all(job.done() for job in jobs):
                 del self._files[id]
-                (finished if all(job.result() for job in jobs) else failed).append(id)
+                (finished if all(map(succeeded, jobs)) else failed).append(id)
         return finished, failed
 
     def disk_keys(self) -> Int32:

@@ -40,6 +40,7 @@ _COUNTERS = {
         "engine_generation_tokens",
         "Tokens computed, those that nobody waited for any more included.",
     ),
+    "broken_logits": ("broken_logits", "Completions that ended as their logits were not numbers."),
 }
 """Maps fields of `EngineStats` to their metrics' names and meanings."""
 
