@@ -26,25 +26,8 @@ from quire.ops.reference.step import (
 )
 
 __all__ = [
-    "adjust",
-    "attention_schedule",
-    "collect_rows",
-    "copy_blocks",
-    "embedding",
-    "expand_rows",
-    "finish_rows",
-    "gelu",
-    "layer_norm",
-    "linear",
-    "mask_logits",
-    "paged_attention",
-    "place_drafts",
-    "pool_rows",
-    "qk_norm_rope_store",
-    "rms_norm",
-    "sample",
-    "scatter",
-    "silu_and_mul",
-    "token_logprobs",
-    "wait_for_flag",
-]
+    "adjust", "attention_schedule", "collect_rows", "copy_blocks", "embedding", "expand_rows",
+    "finish_rows", "gelu", "layer_norm", "linear", "mask_logits", "paged_attention", "place_drafts",
+    "pool_rows", "qk_norm_rope_store", "rms_norm", "sample", "scatter", "silu_and_mul",
+    "token_logprobs", "wait_for_flag",
+]  # fmt: skip
