@@ -7,7 +7,6 @@ from quire.ops.reference.dense import (
     gelu,
     layer_norm,
     linear,
-    mask_logits,
     rms_norm,
     silu_and_mul,
 )
@@ -18,16 +17,13 @@ from quire.ops.reference.step import (
     expand_rows,
     finish_rows,
     place_drafts,
-    pool_rows,
     sample,
     scatter,
     token_logprobs,
-    wait_for_flag,
 )
 
 __all__ = [
     "adjust", "attention_schedule", "collect_rows", "copy_blocks", "embedding", "expand_rows",
-    "finish_rows", "gelu", "layer_norm", "linear", "mask_logits", "paged_attention", "place_drafts",
-    "pool_rows", "qk_norm_rope_store", "rms_norm", "sample", "scatter", "silu_and_mul",
-    "token_logprobs", "wait_for_flag",
+    "finish_rows", "gelu", "layer_norm", "linear", "paged_attention", "place_drafts",
+    "qk_norm_rope_store", "rms_norm", "sample", "scatter", "silu_and_mul", "token_logprobs",
 ]  # fmt: skip
