@@ -1,4 +1,4 @@
-"""What one API key stores, no other sees, continues, changes or ends."""
+"""No API key sees, continues, changes or ends what another one stores."""
 
 from __future__ import annotations
 
