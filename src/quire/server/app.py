@@ -155,7 +155,8 @@ async def show_model(request: Request) -> Response:
 
 
 def _card(state: ServerState) -> ModelCard:
-    return ModelCard(state.model_name, state.created, state.client.config.scheduler.max_model_len)
+    longest = state.client.config.scheduler.max_model_len
+    return ModelCard(state.model_name, state.created, longest, state.defaults)
 
 
 async def health(request: Request) -> Response:

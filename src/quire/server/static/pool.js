@@ -1,5 +1,6 @@
 /* The pools of KV blocks, one cell a block or, in large pools, one for several. The shape tells what a
- * block is (free, cached, in use, shared), the colour only whose it is. */
+ * block is (free, cached, in use, shared), the colour only whose it is. A bar above the cells has the
+ * shares of the whole pool. */
 
 import { laneColour, onResize, prepared } from "./canvas.js";
 import { $, colour, make, number } from "./dom.js";
@@ -9,6 +10,8 @@ const CACHED = -1;
 /** From this many holders on (requests, and one for the prefix tree) requests share a block. */
 const SHARED = 3;
 const HEIGHT = 260;
+/** Parts of a pool, in the order of the bar. */
+const SHARES = { used: "in use", kept: "kept for reuse", free: "free" };
 const LARGEST = 26;
 
 export class Pools {
@@ -67,7 +70,11 @@ class Pool {
     });
     const kind = window === null ? "" : `Layers with a window of ${number(window)}: `;
     const size = perCell > 1 ? `${number(blocks)} blocks, ${perCell} to a cell` : `${number(blocks)} blocks`;
-    this.element = make("figure", {}, this.canvas, make("figcaption", {}, kind + size));
+    this.title = kind + size;
+    this.caption = make("figcaption", {}, this.title);
+    this.shares = new Map(Object.keys(SHARES).map((name) => [name, make("i", { class: `share ${name}` })]));
+    const bar = make("div", { class: "budget shares", "aria-hidden": "true" }, ...this.shares.values());
+    this.element = make("figure", {}, bar, this.canvas, this.caption);
     this.canvas.addEventListener("pointermove", (event) => this.#point(event));
     this.canvas.addEventListener("pointerleave", () => this.#move(null));
     this.canvas.addEventListener("blur", () => this.#move(null));
@@ -78,7 +85,25 @@ class Pool {
   take({ runs }) {
     for (const [first, count, ...value] of runs) this.values.fill(value, first, first + count);
     this.draw();
+    this.#sum();
     if (this.at !== null) this.#tell();
+  }
+
+  /** What the cells come to: blocks in use, kept, and free. */
+  #sum() {
+    const counts = { used: 0, kept: 0, free: this.blocks };
+    for (const [owner, , filled] of this.values) {
+      if (owner === FREE) continue;
+      counts[owner === CACHED ? "kept" : "used"] += filled;
+      counts.free -= filled;
+    }
+    const told = [];
+    for (const [name, share] of this.shares) {
+      const percent = (100 * counts[name]) / Math.max(1, this.blocks);
+      share.style.width = `${percent}%`;
+      told.push(`${number(percent, percent > 0 && percent < 10 ? 1 : 0)} % ${SHARES[name]}`);
+    }
+    this.caption.textContent = `${this.title}: ${told.join(", ")}`;
   }
 
   draw() {
