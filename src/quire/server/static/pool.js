@@ -38,6 +38,7 @@ export class Pools {
       }
       pool.take(change);
     }
+    if (event.stats) for (const [index, pool] of this.pools) pool.sum(event.stats, index);
   }
 
   /** Only this lane's blocks keep their colour; null: all. */
@@ -85,18 +86,12 @@ class Pool {
   take({ runs }) {
     for (const [first, count, ...value] of runs) this.values.fill(value, first, first + count);
     this.draw();
-    this.#sum();
     if (this.at !== null) this.#tell();
   }
 
-  /** What the cells come to: blocks in use, kept, and free. */
-  #sum() {
-    const counts = { used: 0, kept: 0, free: this.blocks };
-    for (const [owner, , filled] of this.values) {
-      if (owner === FREE) continue;
-      counts[owner === CACHED ? "kept" : "used"] += filled;
-      counts.free -= filled;
-    }
+  /** Shows how many of the pool's blocks are in use, kept, and free, by the engine's counts. */
+  sum({ blocks_used: used, blocks_cached: kept, blocks_free: free }, index) {
+    const counts = { used: used[index], kept: kept[index], free: free[index] };
     const told = [];
     for (const [name, share] of this.shares) {
       const percent = (100 * counts[name]) / Math.max(1, this.blocks);
