@@ -48,7 +48,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Book:
-    """What is known of one card. latest: (model in small letters, case) to record. switches: per
+    """The records of one card. latest: (model in small letters, case) to record. switches: per
     model, the records of its latest ablations. deterministic: as `latest`, with that setting on."""
 
     card: str
@@ -178,7 +178,7 @@ def verdict(target: Target, figure: float | None, reach: float | None) -> str:
 
 
 def sources(book: Book) -> str:
-    """Which records the figures come from."""
+    """Names the records that the figures come from."""
     used = [
         record
         for target in TARGETS
@@ -217,7 +217,7 @@ def engines(book: Book) -> str:
 
 _PROFILES = {"b1": "breakdown_1", "b1-256": "breakdown_1", "b64": "breakdown_64"}
 _KERNELS = 6
-"""How many of a profile's kernels are shown."""
+"""Kernels of a profile that are shown."""
 _UTILIZATION = {
     "mean_batch": "mean batch",
     "bandwidth_percent": "bandwidth",
@@ -230,7 +230,7 @@ _UTILIZATION = {
 
 
 def utilization(book: Book) -> str:
-    """How much of the card each case uses; idle time also from profiles, where there are some."""
+    """Tells how much of the card each case uses; idle time also from profiles, if there are any."""
     rows = []
     for target in TARGETS:
         model = target.model.lower()
@@ -297,7 +297,7 @@ def picture(model: str) -> str:
 
 
 def deterministic(book: Book) -> str:
-    """What bit-identical results cost, in every case that was run both ways."""
+    """Tells the cost of bit-identical results, in every case that was run both ways."""
     rows = []
     for target in TARGETS:
         record = book.deterministic.get((target.model.lower(), target.case))

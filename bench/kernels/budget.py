@@ -170,7 +170,7 @@ class Target:
 
 
 def _targets() -> Iterator[Target]:
-    """Those of `bench/targets.py` that a step's kernels decide."""
+    """Yields the targets of `bench/targets.py` that a step's kernels decide."""
     shapes = {shape.name: shape for shape in MODELS}
     for target in targets.TARGETS:
         shape, reach = shapes[target.model], target.reach

@@ -1,4 +1,4 @@
-"""What was measured, out of `bench/results`, for the budget's tables."""
+"""Measurements out of `bench/results`, for the budget's tables."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
+from quire.server.middleware.hosts import is_loopback
 
 logger = logging.getLogger("quire.server")
 
@@ -156,9 +157,5 @@ def url_of(sock: socket.socket, args: ServerArgs) -> str:
 def warn_if_open(args: ServerArgs) -> None:
     if args.api_key or args.api_key_file or args.ssl_ca_certs or args.uds:
         return
-    try:
-        local = ipaddress.ip_address(args.host).is_loopback
-    except ValueError:
-        local = args.host == "localhost"
-    if not local:
+    if not is_loopback(args.host):
         logger.warning("%s can be reached by other machines and no --api-key is set", args.host)
