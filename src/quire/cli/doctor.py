@@ -32,7 +32,7 @@ Status = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check.
+    """Holds the outcome of a check.
 
     Attributes:
         subject: what was checked.

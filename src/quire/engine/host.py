@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from quire.engine.threads import thread_variables
+
 logger = logging.getLogger("quire.engine")
 
 _FIRST_PAUSE = 0.5
@@ -64,6 +66,7 @@ class EngineHost:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "quire.engine.process", self.address, str(os.getpid())],
             stdin=subprocess.DEVNULL,
+            env={**os.environ, **thread_variables(os.environ)},
             process_group=0,  # a terminal's Ctrl-C is for the client alone, from the first moment
         )
         threading.Thread(

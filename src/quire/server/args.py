@@ -128,6 +128,9 @@ class ServerArgs(ApiArgs):
         None, "TOML file of named keys with limits of their own; read again on SIGHUP."
     )
     public_metrics: bool = _setting(False, "Answer /metrics without a key.")
+    vllm_metrics: bool = _setting(
+        False, "Show the metrics under vLLM's names as well, for dashboards made for it."
+    )
     requests_per_minute: int | None = _setting(
         None, "Requests that each key may make in a minute. Default: no limit."
     )
