@@ -54,7 +54,8 @@ class ServerState:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="parse")
     )
     draining: bool = False
-    _full_until: float = 0.0
+    _full_until: dict[str, float] = field(default_factory=dict)
+    """By the name of a key."""
 
     def __post_init__(self) -> None:
         """Sets up the parts. `fingerprint` identifies all that decides about an answer besides the
@@ -101,16 +102,16 @@ class ServerState:
         if not self.client.responsive:
             raise ApiError(503, "The engine does not respond.", code="engine_stuck")
 
-    def note_full(self) -> None:
-        """Notes that the engine has just refused a request because too many wait."""
-        self._full_until = time.monotonic() + _FULL_SECONDS
+    def note_full(self, key: str) -> None:
+        """Notes that the engine has just refused a key's request because too many wait."""
+        self._full_until[key] = time.monotonic() + _FULL_SECONDS
 
-    def check_room(self) -> None:
-        """Raises ApiError, 503, shortly after the engine refused a request.
+    def check_room(self, key: str) -> None:
+        """Raises ApiError, 503, shortly after the engine refused a request of the key.
 
         The next request is not even read then, so that refusing many costs little.
         """
-        if time.monotonic() < self._full_until:
+        if time.monotonic() < self._full_until.get(key, 0.0):
             raise overloaded()
 
     def check_model(self, name: str | None) -> None:

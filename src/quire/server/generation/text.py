@@ -169,7 +169,7 @@ class TextGeneration:
         )
 
     async def _run(self, index: int, prompt: Prompt) -> None:
-        clock = RequestTimer(self.metrics)
+        clock, reason = RequestTimer(self.metrics, self.params.n), "abort"
         updates = cast(
             "AsyncGenerator[StreamUpdate, None]",
             self.state.client.generate(
@@ -192,10 +192,15 @@ class TextGeneration:
                     self._take(index, update)
         except Exception as error:  # handed to whoever reads `batches`
             if isinstance(error, OverloadedError):
-                self.state.note_full()
-            self.context.end = "error"
+                self.state.note_full(self.context.key.name)
+            self.context.end = reason = "error"
             self._error = self._error or error
+        except asyncio.CancelledError:
+            if self.context.end == "timeout":
+                reason = "timeout"
+            raise
         finally:
+            clock.end(reason)
             if self.context.trace is not None:
                 self.context.trace.prompts.append(clock.phases())
             self.metrics.open.dec()

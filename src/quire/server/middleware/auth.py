@@ -77,7 +77,7 @@ class AuthMiddleware:
         if scope["method"] == "POST" and path in COUNTED_PATHS:
             context.take_request()
             if path not in _UNQUEUED_PATHS:
-                self.state.check_room()
+                self.state.check_room(key.name)
         else:
             context.read_limits()
 
