@@ -8,14 +8,14 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from starlette.requests import Request
 
 from quire import __version__
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.server.args import ServerArgs
-from quire.server.errors import ApiError, overloaded
+from quire.server.errors import ApiError, overloaded, stopping
 from quire.server.generation.chat_format import ChatFormat
 from quire.server.middleware.api_keys import ApiKeys
 from quire.server.middleware.rate_limits import RateLimiter
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 _FULL_SECONDS = 0.05
 """Seconds for which a queue that was full is taken to be full still."""
+
+
+class Stoppable(Protocol):
+    """A running generation, which can be ended from outside."""
+
+    def fail(self, error: ApiError) -> None: ...
 
 
 @dataclass(slots=True)
@@ -54,6 +60,8 @@ class ServerState:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="parse")
     )
     draining: bool = False
+    generations: set[Stoppable] = field(default_factory=set)
+    """Those that run."""
     _full_until: dict[str, float] = field(default_factory=dict)
     """By the name of a key."""
 
@@ -98,9 +106,14 @@ class ServerState:
         """Raises ApiError, 503, unless requests would be answered now."""
         self.check_alive()
         if self.draining:
-            raise ApiError(503, "The server is stopping.", code="stopping")
+            raise stopping()
         if not self.client.responsive:
             raise ApiError(503, "The engine does not respond.", code="engine_stuck")
+
+    def stop_generations(self) -> None:
+        """Ends all running generations with an error that tells clients why."""
+        for generation in list(self.generations):
+            generation.fail(stopping())
 
     def note_full(self, key: str) -> None:
         """Notes that the engine has just refused a key's request because too many wait."""
