@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ from quire.server.telemetry.tracing import Tracing
 if TYPE_CHECKING:
     from quire.engine.client import EngineClient
     from quire.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger("quire.server")
 
 _FULL_SECONDS = 0.05
 """Seconds for which a queue that was full is taken to be full still."""
@@ -83,6 +86,13 @@ class ServerState:
                 tokenizer.use_template(Path(file).read_text("utf-8"))
             except (OSError, UnicodeDecodeError, RequestError) as error:
                 raise ConfigError(f"chat_template {file!r}: {error}", "chat_template") from None
+        elif tokenizer is not None and tokenizer.chat_templates:
+            try:
+                tokenizer.template()
+            except RequestError as error:
+                logger.warning(
+                    "chats will be refused: %s; --chat-template takes another one", error
+                )
         self.chat_format = ChatFormat.of(tokenizer, self.args)
         if self.args.otlp_endpoint is not None:
             self.tracing = Tracing(self.args.otlp_endpoint, self.model_name)
