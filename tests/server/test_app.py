@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import BrokenLogitsError, EngineDeadError, QuireError
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from tests.server.fakes import FakeClient, PlainTokenizer
@@ -282,3 +282,18 @@ def test_every_started_completion_ends_for_a_reason() -> None:
     (started,) = re.findall(r"^quire_requests_started_total (\S+)$", text, re.M)
     assert set(found) == {"stop", "abort", "timeout", "error"}
     assert sum(map(float, found.values())) == float(started) == 5.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logits_that_are_not_numbers_are_an_error_that_names_them(stream: bool) -> None:
+    engine = FakeClient(error=BrokenLogitsError())
+    response = post("/v1/completions", {**PROMPT, "stream": stream}, engine)
+    if stream:
+        events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+        error = json.loads(next(event for event in events if '"error"' in event))["error"]
+    else:
+        assert response.status_code == 500
+        assert response.headers["x-should-retry"] == "false"
+        error = response.json()["error"]
+    assert error["code"] == "broken_logits"
+    assert "NaN" in error["message"]

@@ -37,7 +37,7 @@ def test_a_cache_that_no_machine_has_room_for_is_a_typed_error() -> None:
             [KVGroup((0,))],
             [10**12],
             layouts=[layout],
-            form=KVFormat(torch.float32),
+            kv_format=KVFormat(torch.float32),
             device=torch.device("cpu"),
         )
 
@@ -48,7 +48,7 @@ def test_a_cache_on_a_cpu_takes_memory_when_it_is_used(dtype: torch.dtype) -> No
     layout = KVLayout(kv_heads=2, head_dim=64, query_heads=2)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     cache = KVCache(
-        [group], [100_000], layouts=[layout], form=KVFormat(dtype), device=torch.device("cpu")
+        [group], [100_000], layouts=[layout], kv_format=KVFormat(dtype), device=torch.device("cpu")
     )
     pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     (values,) = cache.block_tensors(0)

@@ -257,6 +257,24 @@ def _now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """Says how a chat template takes tools and calls, see `template_traits.probe`.
+
+    Attributes:
+        shows_tools, shows_calls: tools and calls reach the prompt.
+        needs_description: a tool without a description cannot be shown.
+        arguments_as_text: calls' arguments are JSON text, not an object.
+        empty_content: content of a message with calls alone.
+    """
+
+    shows_tools: bool
+    shows_calls: bool
+    needs_description: bool = False
+    arguments_as_text: bool = False
+    empty_content: str | None = ""
+
+
 class ChatTemplate:
     """A compiled template. `render` raises RequestError for any error in the template."""
 

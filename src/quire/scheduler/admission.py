@@ -10,7 +10,7 @@ from quire.config import SchedulerConfig
 from quire.errors import OverloadedError, RefusedError, RequestError
 from quire.request import Request
 from quire.scheduler.lanes import Chunk, wants_prompt_logprobs
-from quire.scheduler.order import TenantPart
+from quire.scheduler.order import QueuePart
 from quire.scheduler.policy import preemption_exhausted
 from quire.scheduler.running import RunningSet
 
@@ -66,7 +66,7 @@ class Admission:
                 )
         self._blocks.check_fits(request.max_total - 1, chunk)
 
-    def check_room(self, requests: int, tokens: int, part: TenantPart) -> None:
+    def check_room(self, requests: int, tokens: int, part: QueuePart) -> None:
         """Refuses a request if the queue is full, and its tenant has its share of it.
 
         A tenant that floods the queue so keeps no other one out.

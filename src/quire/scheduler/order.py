@@ -19,7 +19,7 @@ from quire.scheduler.waiting import WaitingQueue
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-class TenantPart(NamedTuple):
+class QueuePart(NamedTuple):
     """A tenant's part of the queue.
 
     Attributes:
@@ -55,9 +55,9 @@ class Order:
         """Tokens of all waiting requests."""
         return self._queue.tokens
 
-    def tenant_part(self, request: Request) -> TenantPart:
+    def queue_part(self, request: Request) -> QueuePart:
         """Returns what the tenant of a request that arrives holds of the queue, and may hold."""
-        return TenantPart(0, 0, 0.0)
+        return QueuePart(0, 0, 0.0)
 
     def check(self, request: Request) -> None:
         """Refuses a request that this order cannot place. Raises RequestError."""

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from quire.errors import (
+    BrokenLogitsError,
     CompilerBusyError,
     EngineDeadError,
     OverloadedError,
@@ -152,6 +153,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return overloaded()
     if isinstance(error, CompilerBusyError):
         return ApiError(503, str(error), code="grammars_busy", retry_after=_RETRY_SECONDS)
+    if isinstance(error, BrokenLogitsError):
+        return ApiError(500, str(error), code="broken_logits", retry=False)
     if isinstance(error, EngineDeadError):
         return ApiError(
             503,

@@ -64,7 +64,7 @@ class ServerState:
     )
     draining: bool = False
     generations: set[Stoppable] = field(default_factory=set)
-    """Those that run."""
+    """Running generations."""
     _full_until: dict[str, float] = field(default_factory=dict)
     """By the name of a key."""
 

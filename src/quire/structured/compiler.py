@@ -10,12 +10,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from quire.errors import CompilerBusyError, GrammarError
+from quire.config import EngineConfig
+from quire.errors import CompilerBusyError, ConfigError, GrammarError
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.grammar import compilable
 
@@ -25,9 +27,9 @@ V = TypeVar("V")
 # Work, not time: the same grammar is fit or not on every machine. Some seconds at the very most.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000,
-    step_lexer_fuel=400_000,
+    step_lexer_fuel=1_000_000,
     step_max_items=100_000,
-    max_lexer_states=50_000,
+    max_lexer_states=1_000_000,
     max_grammar_size=250_000,
     verbose_errors=False,
 )
@@ -77,7 +79,7 @@ class Cache(Generic[K, V]):
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _Compilation:
     """A grammar that is being compiled, or waits to be.
 
     Attributes:
@@ -116,7 +118,7 @@ class Compiler:
         self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="grammar")
         self._tokenizer: Future[LLTokenizer] | None = None
         self._compiled: Cache[bytes, Future[LLMatcher]] = Cache(self.config.cached)
-        self._jobs: dict[bytes, _Job] = {}
+        self._jobs: dict[bytes, _Compilation] = {}
         self._verdicts: Cache[bytes, tuple[GrammarError | None]] = Cache(_KEPT_VERDICTS)
 
     def warm_up(self) -> None:
@@ -180,14 +182,14 @@ class Compiler:
             if error is None or isinstance(error, GrammarError):
                 with self._lock:
                     self._verdicts.put(key, (error,))
-            _settle(verdict, error)
+            _resolve(verdict, error)
 
         with self._lock:
             known = self._verdicts.get(key)
         if known is None:
             self.compile(params).add_done_callback(judge)
         else:
-            _settle(verdict, known[0])
+            _resolve(verdict, known[0])
         return verdict
 
     def late(self, params: StructuredOutputsParams) -> GrammarError | CompilerBusyError:
@@ -222,7 +224,7 @@ class Compiler:
                 return found
             job = self._jobs.get(key)
             if job is None:
-                job = self._jobs[key] = _Job(self._pool.submit(self._compile, key, params))
+                job = self._jobs[key] = _Compilation(self._pool.submit(self._compile, key, params))
             job.waiters += 1
             return job.future
 
@@ -280,6 +282,28 @@ class Compiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+def build_compiler(config: EngineConfig, *, cached: int | None = None) -> Compiler:
+    """Returns a compiler for the model's vocabulary, which begins with what all grammars share.
+
+    cached: grammars to keep, instead of the setting.
+
+    Raises:
+        ConfigError: the engine has no tokenizer.
+    """
+    if config.tokenizer_path is None:
+        raise ConfigError("grammars need a tokenizer", "skip_tokenizer_init")
+    file = Path(config.tokenizer_path) / "tokenizer.json"
+    limits = CompilerConfig(
+        timeout=config.args.structured_outputs_timeout,
+        cached=cached or config.args.structured_outputs_cache,
+    )
+    compiler = Compiler(
+        lambda: file.read_text("utf-8"), config.vocab_size, config.eos_token_ids, limits
+    )
+    compiler.warm_up()
+    return compiler
+
+
 def _key(params: StructuredOutputsParams) -> bytes:
     try:
         return hashlib.blake2b(msgspec.msgpack.encode(params), digest_size=32).digest()
@@ -287,7 +311,7 @@ def _key(params: StructuredOutputsParams) -> bytes:
         raise GrammarError("It holds half of a surrogate pair, which is no character.") from None
 
 
-def _settle(verdict: Future[None], error: BaseException | None) -> None:
+def _resolve(verdict: Future[None], error: BaseException | None) -> None:
     if isinstance(error, GrammarError):
         # Anew: a traceback grows with every raise.
         error = GrammarError(str(error), error.param, error.code, error.pointer)

@@ -9,6 +9,7 @@ through plans are known here (`StepPlan`).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from quire.arrays import Int32
+from quire.config import EngineConfig
 from quire.errors import GrammarError, QuireError, RequestError
 from quire.executor import Capacity, Executor
 from quire.loop_feature import Failure, LoopFeature
@@ -29,7 +31,7 @@ from quire.plan import DRAFT_IDS, DRAFT_START, HeadInputs, RowFlag, claimed_draf
 from quire.request import Request
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler import Feature, PlanBuilder
-from quire.structured.compiler import Compiler
+from quire.structured.compiler import Compiler, build_compiler
 from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
 
 _FOREVER = 2**31 - 1
@@ -85,13 +87,23 @@ class _GatedStep:
     rows: list[_GatedRow]
 
 
-class NoGrammars(Feature):
+class NoGrammars(Feature, LoopFeature):
     """Refuses requests with a grammar, for an engine that was started without grammars."""
+
+    def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
+        return self
 
     def admit(self, request: Request) -> RequestError | None:
         if request.params.structured_outputs is None:
             return None
         return RequestError("this engine has no grammars", "structured_outputs")
+
+
+def open_grammars(config: EngineConfig) -> LoopFeature:
+    """Returns the feature for an engine, which without a tokenizer has no grammars."""
+    if config.tokenizer_path is None:
+        return NoGrammars()
+    return GrammarFeature(build_compiler(config), config.scheduler.max_num_seqs)
 
 
 class GrammarFeature(Feature, LoopFeature):
@@ -117,6 +129,15 @@ class GrammarFeature(Feature, LoopFeature):
     def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
         self._room, self._submit_head = executor.mask_room, executor.submit_head
         return self
+
+    def check(self, params: Sequence[SamplingParams]) -> None:
+        """Waits until the grammars are compiled, beside each other."""
+        asked = [p.structured_outputs for p in params if p.structured_outputs is not None]
+        for one in asked:
+            with contextlib.suppress(RequestError):
+                self._compiler.checked(one)
+        for one in asked:
+            self._compiler.check(one)
 
     # -- the scheduler's part ------------------------------------------------------------------
 

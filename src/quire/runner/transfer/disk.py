@@ -69,7 +69,7 @@ class DiskStore:
         self._salt = hashlib.blake2b(identity.encode(), digest_size=16).digest()
         self._lock = threading.Lock()
         self._sizes: OrderedDict[Path, int] = OrderedDict()
-        """Of every file, least recently used first."""
+        """Bytes of every file, least recently used first."""
         self._total = 0
         self._told: set[str] = set()
         self._threads = DaemonThreads(_THREADS, "quire-disk")
@@ -132,7 +132,7 @@ class DiskStore:
         return self._threads.abandoned
 
     def keys(self, group: int) -> Int32:
-        """Of the blocks that are there, least recently used first; int32 [n, 4]."""
+        """Returns the keys of a group's blocks, least recently used first, int32 [n, 4]."""
         suffix = f".{group}"
         with self._lock:
             paths = [p for p in self._sizes if p.parent.parent == self._folder]
@@ -215,7 +215,7 @@ class DiskStore:
             _delete(path)
 
     def _checksum(self, key: bytes, data: memoryview) -> bytes:
-        """Of a block's bytes and of all that they depend on."""
+        """Returns the checksum of a block's bytes and of all that they depend on."""
         return hashlib.blake2b(data, digest_size=16, key=key, salt=self._salt).digest()
 
     def _forget(self, path: Path) -> None:

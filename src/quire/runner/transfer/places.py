@@ -44,8 +44,8 @@ _NAP = 5e-5
 
 
 class Copier(Protocol):
-    """How blocks cross between device and host. Both calls return at once, with what tells whether
-    the copy is done."""
+    """Copies blocks between device and host. Both calls return at once, with a function that tells
+    whether the copy is done."""
 
     def out(self, group: int, blocks: Int32, slots: Int32) -> Callable[[], bool]: ...
 
@@ -77,6 +77,11 @@ class KVTransfer:
         self.disk = disk
         self._pending: deque[tuple[int, Callable[[], bool]]] = deque()
         self._files: dict[int, list[Future[bool]]] = {}
+
+    @property
+    def slots(self) -> int:
+        """Blocks that the host's pool holds."""
+        return self.pool.slots
 
     def start(self, transfers: Sequence[Transfer], direction: str) -> None:
         """Launches those of one direction."""
@@ -126,7 +131,8 @@ class KVTransfer:
         return finished, failed
 
     def disk_keys(self) -> Int32:
-        """Of the first group's blocks in files, least recently used first; int32 [n, 4]."""
+        """Returns the keys of the first group's blocks in files, least recently used first, int32
+        [n, 4]."""
         return int32([]).reshape(0, 4) if self.disk is None else self.disk.keys(0)
 
     def close(self) -> None:
@@ -141,7 +147,7 @@ class KVTransfer:
 def open_transfer(
     config: EngineConfig, cache: KVCache, num_blocks: Sequence[int]
 ) -> KVTransfer | None:
-    """What the settings ask for; None without a host cache.
+    """Opens the places that the settings ask for; returns None without a host cache.
 
     Raises:
         ConfigError: the host's memory does not suffice, or the folder cannot be used.
@@ -290,7 +296,7 @@ class Staging:
         return places
 
     def lend(self, places: list[int], until: Any) -> None:
-        """They are read until that event."""
+        """Takes places back that are read until an event."""
         self._lent.append((places, until))
 
     def addresses(self, places: list[int]) -> Any:

@@ -19,7 +19,7 @@ from quire.config import SchedulerConfig
 from quire.request import Request
 from quire.scheduler.fair_share.interactive_burst import InteractiveBurst
 from quire.scheduler.fair_share.tenant import Tenant, fair_parts
-from quire.scheduler.order import Mask, Order, TenantPart
+from quire.scheduler.order import Mask, Order, QueuePart
 from quire.scheduler.policy import Entry, preemption_exhausted
 
 
@@ -54,13 +54,13 @@ class FairShare(Order):
     def tokens(self) -> int:
         return self._tokens
 
-    def tenant_part(self, request: Request) -> TenantPart:
+    def queue_part(self, request: Request) -> QueuePart:
         tenant = self._present.get(request.tenant)
         others = sum(t.share for name, t in self._present.items() if name != request.tenant)
         share = request.share / (request.share + others)
         if tenant is None:
-            return TenantPart(0, 0, share)
-        return TenantPart(tenant.requests - tenant.lanes, tenant.queue.tokens, share)
+            return QueuePart(0, 0, share)
+        return QueuePart(tenant.requests - tenant.lanes, tenant.queue.tokens, share)
 
     def check(self, request: Request) -> None:
         """Accepts every tenant."""

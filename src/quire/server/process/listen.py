@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
@@ -50,6 +51,10 @@ def bind(args: ServerArgs, *, shared: bool = False) -> socket.socket:
     except OSError as error:
         sock.close()
         message = f"cannot listen on {args.host}:{args.port}: {error.strerror}"
+        if error.errno == errno.EADDRINUSE:
+            message += "; choose another port with --port, or --port 0 for a free one"
+        elif error.errno == errno.EACCES:
+            message += "; choose a port from 1024 on with --port"
         raise ConfigError(message, "port") from None
     return sock
 
