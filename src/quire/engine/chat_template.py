@@ -37,7 +37,7 @@ _WIDTH = re.compile(r"[0-9]{7}|\*")
 
 @dataclass(slots=True)
 class _Budget:
-    """What one rendering may still use: time until `deadline`, and `work` characters."""
+    """Holds what one rendering may still use: time until `deadline`, and `work` characters."""
 
     deadline: float
     work: int = MAX_WORK_CHARS

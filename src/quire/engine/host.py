@@ -27,9 +27,9 @@ _HEALTHY = 60.0
 _STOP_SECONDS = 5.0
 _FOLDER = "quire-"
 _MOST_PATH_BYTES = 107
-"""Of a Unix socket."""
+"""Bytes that a Unix socket's path may have."""
 _OWN_PATH_BYTES = 32
-"""Of the folder's and the socket's name, and more."""
+"""Bytes of the folder's and the socket's name, and more."""
 _OWNER = "owner"
 
 
