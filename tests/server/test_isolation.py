@@ -1,4 +1,4 @@
-"""No API key sees, continues, changes or ends what another one stores."""
+"""Tests that no API key sees, continues, changes or ends what another one stored."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ GB = 1_000_000_000
 
 
 def cpu_budget(config: EngineConfig) -> int:
-    """Bytes for the KV cache on a CPU: what was asked, else 4 GB or a quarter of free memory."""
+    """Returns bytes for the KV cache on a CPU: what was asked, else 4 GB or a quarter of the memory
+    that can be had, whichever is less."""
     if config.args.kv_cache_gb is not None:
         return int(config.args.kv_cache_gb * GB)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(_CPU_DEFAULT_GB * GB), free // 4)
+    return min(int(_CPU_DEFAULT_GB * GB), available_memory() // 4)
 
 
 def blocks_per_group(

@@ -20,14 +20,27 @@ _DTYPES = {
 }
 
 
-def integer(config: Config, name: str, default: int | None = None, low: int = 1) -> int:
-    """A whole number of at least `low`; null counts as absent."""
+MOST_LAYERS = 10_000
+MOST_FEATURES = 1 << 22
+MOST_TOKENS = 1 << 24
+
+
+def integer(
+    config: Config,
+    name: str,
+    default: int | None = None,
+    low: int = 1,
+    high: int = 2**31 - 1,
+) -> int:
+    """Returns a whole number from `low` to `high`; null counts as absent. Raises ModelError."""
     value = config.get(name)
     value = default if value is None else value
     if value is None:
         raise ModelError(f"config.json lacks {name!r}")
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ModelError(f"config.json: {name} must be an integer >= {low}, got {value!r}")
+    if value > high:
+        raise ModelError(f"config.json: {name} must be at most {high}, got {str(value)[:40]}")
     return value
 
 
