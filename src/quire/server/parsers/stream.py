@@ -69,8 +69,6 @@ class ToolParser(ABC):
     runs."""
     marks: ClassVar[tuple[str, ...]] = ()
     """Further text of the format that may be special tokens."""
-    in_template: ClassVar[str] = ""
-    """A chat template that contains this teaches the format."""
     by_property: ClassVar[bool] = False
     """Tells that arguments are written one by one; a schema's keywords about all of them are not
     enforced."""
@@ -223,6 +221,16 @@ class ToolParser(ABC):
             if self.char != char:
                 raise NotACallError
             yield
+
+    def one_of(self, *texts: str) -> Generator[None, None, str]:
+        """Reads one of several texts, none of which begins another; returns it."""
+        read = ""
+        while read not in texts:
+            read += self.char
+            if not self.char or not any(text.startswith(read) for text in texts):
+                raise NotACallError
+            yield
+        return read
 
     def new_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
