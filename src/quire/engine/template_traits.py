@@ -35,30 +35,6 @@ PROBED_CALL = {"probed_key": "probed_value"}
 _TEXT = '{"probed_key": "probed_value"}'
 
 
-<<<<<<< HEAD
-=======
-@dataclass(frozen=True, slots=True)
-class TemplateTraits:
-    """The probed traits of a chat template.
-
-    Attributes:
-        shows_tools, shows_calls: tools and calls reach the prompt.
-        needs_description: a tool without a description cannot be shown.
-        arguments_as_text: calls' arguments are JSON text, not an object.
-        empty_content: content of a message with calls alone.
-        call: a message with the probed call alone, as the template writes it; None where it shows
-            no calls.
-    """
-
-    shows_tools: bool
-    shows_calls: bool
-    needs_description: bool = False
-    arguments_as_text: bool = False
-    empty_content: str | None = ""
-    call: str | None = None
-
-
->>>>>>> correct
 def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> TemplateTraits:
     """Renders a few small conversations and looks at the results."""
 

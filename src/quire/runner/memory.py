@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from quire.config import EngineConfig
@@ -18,6 +19,18 @@ def cpu_budget(config: EngineConfig) -> int:
     if config.args.kv_cache_gb is not None:
         return int(config.args.kv_cache_gb * GB)
     return min(int(_CPU_DEFAULT_GB * GB), available_memory() // 4)
+
+
+def available_memory() -> int:
+    """Returns bytes of host memory that can be had without swapping."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def blocks_per_group(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from quire.arrays import Int32
 from quire.errors import ConfigError
+from quire.runner.memory import available_memory
 
 _CHUNK_BYTES = 1 << 30
 """Pinned memory is taken in pieces of this size: one large one would be rounded up to a power of
@@ -99,15 +99,3 @@ class _Slots:
     def addresses(self, slots: Int32) -> Any:
         chunk, at = np.divmod(slots.astype(np.int64), self._each)
         return self._bases[chunk] + at * self._size
-
-
-def available_memory() -> int:
-    """Bytes of host memory that can be had without swapping."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
