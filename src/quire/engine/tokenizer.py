@@ -7,14 +7,16 @@ import json
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
 
 from quire.arrays import Int32
-from quire.engine.chat_template import ChatTemplate, TemplateTraits, load_templates
 from quire.errors import ModelError, RequestError
+
+if TYPE_CHECKING:  # Jinja is needed by those who hold conversations
+    from quire.engine.chat_template import ChatTemplate, TemplateTraits
 
 _MAX_COMPILED = 8
 
@@ -192,6 +194,8 @@ class Tokenizer:
         )
 
     def _compile(self, source: str) -> ChatTemplate:
+        from quire.engine.chat_template import ChatTemplate
+
         template = self._compiled.get(source)
         if template is None:
             if len(self._compiled) >= _MAX_COMPILED:
@@ -245,3 +249,23 @@ def _byte_of() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_of()
+
+
+def load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns a folder's templates by name: "default", and if there is one "tool_use".
+
+    A file `chat_template.jinja` goes before those of tokenizer_config.json; more may be in
+    `additional_chat_templates/`.
+    """
+    found: dict[str, str] = {}
+    template = config.get("chat_template")
+    if isinstance(template, str):
+        found["default"] = template
+    elif isinstance(template, list):
+        found = {entry["name"]: entry["template"] for entry in template}
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        found["default"] = file.read_text("utf-8")
+    for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        found[file.stem] = file.read_text("utf-8")
+    return found
