@@ -59,13 +59,13 @@ def model_section(config: EngineConfig) -> Section:
     """Sizes come from the shapes of a model without weights."""
     import torch
 
-    from quire.models import build_model, load_config, spec_from_config
+    from quire.models import build_model, load_config, model_quantization, spec_from_config
     from quire.ops import kv_format
-    from quire.quantization import quantization_of
 
-    spec = spec_from_config(load_config(config.model_path))
+    hf_config = load_config(config.model_path)
+    spec = spec_from_config(hf_config)
     dtype = getattr(torch, config.dtype)
-    quantization = quantization_of(config.args.quantization)
+    quantization = model_quantization(config.model_path, hf_config, spec, config.args.quantization)
     model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())

@@ -1,28 +1,32 @@
 """Weight formats of linear layers, and the checkpoints' tensors that become them."""
 
 from quire.errors import ConfigError
-from quire.quantization.int8 import Int8
 from quire.quantization.quantization import Quantization
-from quire.quantization.stored_tensor import FLOATS, Range, StoredTensor
+from quire.quantization.scheme import Scheme
+from quire.quantization.stored_tensor import FLOATS, Range, Share, StoredTensor
 from quire.quantization.unquantized import Unquantized
 
 __all__ = [
     "FLOATS",
-    "Int8",
     "Quantization",
     "Range",
+    "Scheme",
+    "Share",
     "StoredTensor",
     "Unquantized",
     "quantization_of",
 ]
 
-_BY_NAME: dict[str | None, type[Quantization]] = {None: Unquantized, "int8": Int8}
-
 
 def quantization_of(name: str | None) -> Quantization:
-    """Returns the quantization that `EngineArgs.quantization` names."""
-    kind = _BY_NAME.get(name)
-    if kind is None:
-        known = ", ".join(key for key in _BY_NAME if key is not None)
+    """Returns the quantization that `EngineArgs.quantization` names, of an unquantized
+    checkpoint."""
+    if name is None:
+        return Unquantized()
+    # Imported here: a model that is served as it is needs no rounding.
+    from quire.quantization.rounding import FORMATS, Rounding
+
+    if name not in FORMATS:
+        known = ", ".join(FORMATS)
         raise ConfigError(f"unknown quantization {name!r}; known are: {known}", "quantization")
-    return kind()
+    return Rounding(FORMATS[name])

@@ -25,11 +25,11 @@ from quire.models import (
     head_scales,
     load_config,
     load_weights,
+    model_quantization,
     spec_from_config,
 )
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.plan import Admit, KVGroup, RowFlag, StepPlan, StepResult
-from quire.quantization import quantization_of
 from quire.runner import memory
 from quire.runner.graphs import Buckets, Graphs, full_step, program_works
 from quire.runner.hooks import Hook, Level
@@ -131,8 +131,9 @@ class ModelRunner:
 
     def _load(self) -> None:
         path = Path(self.config.model_path)
-        spec = spec_from_config(load_config(path))
-        quantization = quantization_of(self.config.args.quantization)
+        config = load_config(path)
+        spec = spec_from_config(config)
+        quantization = model_quantization(path, config, spec, self.config.args.quantization)
         self.model = build_model(
             spec,
             device=self.device,

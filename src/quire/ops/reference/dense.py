@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.arguments import Activation, RmsScale
-from quire.ops.reference.quantized import dequantize, round_rows
+from quire.ops.reference.quantized import dequantize, round_inputs
 from quire.ops.weight import Weight
 
 _WIDE = (torch.float32, torch.float64)
@@ -63,8 +63,7 @@ def linear(
     if weight.format.scales is None:
         out = _product(x, weight.values, bias)
     else:
-        if weight.format.inputs == "token":
-            x = round_rows(x, weight.format)
+        x = round_inputs(x, weight)
         out = _scaled_product(x, weight)
         out = out if bias is None else out.add_(bias)
     if act is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.ops.arguments import Activation, RmsScale
 from quire.ops.choose import current_policy
-from quire.ops.reference.quantized import dequantize, round_rows
+from quire.ops.reference.quantized import dequantize, round_inputs
 from quire.ops.triton.activation import gelu, silu_and_mul
 from quire.ops.triton.gemm import LinearArgs, run_fixed, small_linear
 from quire.ops.triton.gemm_plan import streams
@@ -31,8 +31,7 @@ def linear(
     if weight.scales is not None and not streams(weight.format):
         if norm is not None:
             x, norm = rms_norm(x, *norm), None
-        if weight.format.inputs == "token":
-            x = round_rows(x, weight.format)
+        x = round_inputs(x, weight)
         weight = Weight.plain(dequantize(weight, x.dtype))
     if policy.deterministic:
         return run_fixed(LinearArgs(x, weight, bias, norm, residual, act), rms_norm=_normed)
