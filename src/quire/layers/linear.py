@@ -15,7 +15,7 @@ from quire.layers.build import Build
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
 from quire.layers.residual import Residual
-from quire.quantization import Range, Scheme, Share, StoredTensor
+from quire.quantization import ProjectionShare, Range, Scheme, StoredTensor
 from quire.sharding import REPLICATED, ShardSpec
 
 Activation = ops.Activation
@@ -219,7 +219,7 @@ class Linear(nn.Module):
     def _slice(
         self, output: Output, rows: Range, weight: ops.Weight, stored: StoredTensor
     ) -> ParameterSlice:
-        share = Share(rows, self.columns, output.size, self.inputs)
+        share = ProjectionShare(rows, self.columns, output.size, self.inputs)
 
         def write(part: Tensor, start: int) -> None:
             stored.write(weight, part, start, share)

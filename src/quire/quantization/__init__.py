@@ -3,15 +3,15 @@
 from quire.errors import ConfigError
 from quire.quantization.quantization import Quantization
 from quire.quantization.scheme import Scheme
-from quire.quantization.stored_tensor import FLOATS, Range, Share, StoredTensor
+from quire.quantization.stored_tensor import FLOATS, ProjectionShare, Range, StoredTensor
 from quire.quantization.unquantized import Unquantized
 
 __all__ = [
     "FLOATS",
+    "ProjectionShare",
     "Quantization",
     "Range",
     "Scheme",
-    "Share",
     "StoredTensor",
     "Unquantized",
     "quantization_of",

@@ -17,7 +17,7 @@ from quire.quantization.fields import Settings, Tensors, refused
 from quire.quantization.packed import INT32, GroupIndex, PackedValues, PackedZeros, WeightShape
 from quire.quantization.scheme import Scheme
 from quire.quantization.settings import is_fp8_cache
-from quire.quantization.stored_tensor import FLOATS, FP8, Share, StoredTensor
+from quire.quantization.stored_tensor import FLOATS, FP8, ProjectionShare, StoredTensor
 
 _FORMATS = (
     "pack-quantized", "float-quantized", "int-quantized", "naive-quantized",
@@ -218,7 +218,7 @@ def _per(strategy: str, weights: Settings) -> tuple[int | None, int | None]:
 class _Exponents(StoredTensor):
     """Scales that are powers of two, stored as their exponents + 127."""
 
-    def write(self, weight: Weight, part: Tensor, start: int, share: Share) -> None:
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
         StoredTensor.write(self, weight, part.view(torch.float8_e8m0fnu), start, share)
 
 

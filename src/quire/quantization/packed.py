@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.ops import Weight
-from quire.quantization.stored_tensor import Range, Share, StoredTensor, expect
+from quire.quantization.stored_tensor import ProjectionShare, Range, StoredTensor, expect
 
 INT32 = frozenset({torch.int32})
 IN_ORDER = tuple(range(8))
@@ -75,7 +75,7 @@ class PackedValues(StoredTensor):
         shape = -(-outputs // a), -(-inputs // b)
         return shape[::-1] if self.inputs_first else shape
 
-    def ranges(self, share: Share) -> tuple[Range, ...]:
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
         a, b = self._per()
         ranges = (
             (share.rows[0] // a, -(-share.rows[1] // a)),
@@ -83,7 +83,7 @@ class PackedValues(StoredTensor):
         )
         return ranges[::-1] if self.inputs_first else ranges
 
-    def write(self, weight: Weight, part: Tensor, start: int, share: Share) -> None:
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
         a, b = self._per()
         begin = [
             (share.rows[0] // a) * a - share.rows[0],
@@ -107,12 +107,12 @@ class GroupScales(StoredTensor):
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return (1 if self.inputs_per is None else -(-inputs // self.inputs_per)), outputs
 
-    def ranges(self, share: Share) -> tuple[Range, ...]:
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
         columns = (0, share.inputs) if self.every_group else share.columns
         per = self.inputs_per
         return ((0, 1) if per is None else (columns[0] // per, -(-columns[1] // per))), share.rows
 
-    def write(self, weight: Weight, part: Tensor, start: int, share: Share) -> None:
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
         self.check(part)
         if weight.scales is not None:
             weight.scales[:, start : start + len(part)] = part.t()
@@ -139,13 +139,13 @@ class PackedZeros(GroupScales):
         shape = groups, -(-outputs * self.bits // 32)
         return shape[::-1] if self.outputs_first else shape
 
-    def ranges(self, share: Share) -> tuple[Range, ...]:
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
         groups, _ = GroupScales.ranges(self, share)
         each = 32 // self.bits
         ranges = groups, (share.rows[0] // each, -(-share.rows[1] // each))
         return ranges[::-1] if self.outputs_first else ranges
 
-    def write(self, weight: Weight, part: Tensor, start: int, share: Share) -> None:
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
         each = 32 // self.bits
         words = part.t() if self.outputs_first else part
         zeros = unpack(words, self.bits, self.order).t()
@@ -182,10 +182,10 @@ class GroupIndex(StoredTensor):
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return (inputs,)
 
-    def ranges(self, share: Share) -> tuple[Range, ...]:
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
         return (share.columns,)
 
-    def write(self, weight: Weight, part: Tensor, start: int, share: Share) -> None:
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
         if weight.groups is not None:
             groups = -(-share.inputs // (self.inputs_per or share.inputs))
             inside = ((part >= 0) & (part < groups)).all()
@@ -205,10 +205,10 @@ class WeightShape(StoredTensor):
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return (2,)
 
-    def ranges(self, share: Share) -> tuple[Range, ...]:
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
         return ((0, 2),)
 
-    def write(self, weight: Weight, part: Tensor, start: int, share: Share) -> None:
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
         expected = [share.outputs, share.inputs][start : start + len(part)]
         if part.tolist() != expected:
             raise ModelError(f"holds {part.tolist()}, expected {expected}")
@@ -218,5 +218,5 @@ class WeightShape(StoredTensor):
 class ZeroBias(StoredTensor):
     """A bias of zeros that a checkpoint stores for a layer without one, [outputs]."""
 
-    def write(self, weight: Weight, part: Tensor, start: int, share: Share) -> None:
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
         expect((part == 0).all(), "is a bias that is not zero, of a layer that has none")

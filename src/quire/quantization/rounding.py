@@ -12,7 +12,7 @@ from quire.ops import Weight, WeightFormat
 from quire.ops.reference.quantized import quantize_rows, row_scales
 from quire.quantization.packed import put
 from quire.quantization.scheme import Scheme
-from quire.quantization.stored_tensor import FLOATS, Range, Share, StoredTensor, expect
+from quire.quantization.stored_tensor import FLOATS, ProjectionShare, Range, StoredTensor, expect
 from quire.quantization.unquantized import Unquantized
 
 FORMATS = {
@@ -35,10 +35,10 @@ class _Rounded(StoredTensor):
     and with them the weights, of the whole layer.
     """
 
-    def ranges(self, share: Share) -> tuple[Range, ...]:
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
         return share.rows, (0, share.inputs)
 
-    def write(self, weight: Weight, part: Tensor, start: int, share: Share) -> None:
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
         expect(part.isfinite().all(), "has weights that are not finite numbers")
         own = weight.rows(start, start + len(part))
         if weight.format.bits == 4:

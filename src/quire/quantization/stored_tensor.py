@@ -19,7 +19,7 @@ FP8 = frozenset({torch.float8_e4m3fn})
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ProjectionShare:
     """A rank's part of a projection: the outputs `rows` and the inputs `columns`, of so many."""
 
     rows: Range
@@ -51,13 +51,13 @@ class StoredTensor:
         sizes = ((outputs, self.outputs_per), (inputs, self.inputs_per))
         return tuple(-(-size // per) for size, per in sizes if per is not None)
 
-    def ranges(self, share: Share) -> tuple[Range, ...]:
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
         """Returns what of the tensor a rank reads."""
         columns = (0, share.inputs) if self.every_group else share.columns
         axes = ((share.rows, self.outputs_per), (columns, self.inputs_per))
         return tuple((low // per, -(-high // per)) for (low, high), per in axes if per is not None)
 
-    def write(self, weight: Weight, part: Tensor, start: int, share: Share) -> None:
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
         """Stores rows of the tensor, from row `start` of the rank's part on.
 
         weight: of the rank's share of the projection. An entry that stands for several outputs is

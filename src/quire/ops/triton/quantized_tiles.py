@@ -19,8 +19,8 @@ from quire.ops.weight import Weight
 
 @triton.jit
 def load_tile(w_ptrs, k0, K, BK: tl.constexpr, BITS: tl.constexpr, EVEN_K: tl.constexpr):
-    """Returns stored values of inputs [k0, k0 + BK), 0 from K on: [R, BK], or [R, BK / 8] words of 4
-    bits. w_ptrs: [R, 1], at the rows' starts."""
+    """Returns stored values of inputs [k0, k0 + BK), 0 from K on: [R, BK], or [R, BK / 8] words of
+    4 bits. w_ptrs: [R, 1], at the rows' starts."""
     if BITS == 4:
         words = k0 // 8 + tl.arange(0, BK // 8)[None, :]
         w = load_k(w_ptrs + words, words, K // 8, EVEN_K)
