@@ -89,6 +89,31 @@ def test_weights_are_those_that_the_layout_stands_for(case: str, tmp_path: Path)
     assert (error > 1e-4) == (case in ROUNDS_INPUTS)
 
 
+# Newer releases of the library no longer read the order by groups.
+COMPRESSED = [
+    case
+    for case, (settings, _) in CASES.items()
+    if "config_groups" in settings and case != "w4a16-group-order"
+]
+
+
+@pytest.mark.parametrize("case", COMPRESSED)
+def test_the_layouts_are_those_of_the_library(case: str) -> None:
+    """Where compressed-tensors is installed, it reads the same numbers as the tests wrote."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    settings, maker = CASES[case]
+    rng = np.random.default_rng(0)
+    tensors, expected = maker(rng, rng.normal(size=(32, 64)))
+    scheme = QuantizationScheme.model_validate(settings["config_groups"]["group_0"])
+    compressor = BaseCompressor.get_value_from_registry(settings["format"])
+    weight = compressor.decompress(tensors, scheme)["weight"]
+    # The library rounds to the dtype of the scales.
+    np.testing.assert_allclose(weight.double().numpy(), expected, rtol=4e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world", [2])
 def test_each_rank_holds_its_part_of_the_whole(case: str, world: int, tmp_path: Path) -> None:
@@ -271,6 +296,13 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
     make_quantized(tmp_path, "gptq")
     with pytest.raises(ConfigError, match="quantized already, by gptq"):
         loaded(tmp_path, wanted="int8")
+
+
+def test_random_weights_are_not_made_in_a_checkpoints_format(tmp_path: Path) -> None:
+    make_quantized(tmp_path, "gptq")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="dummy weights are floats, and the checkpoint's layers"):
+        loaded(tmp_path, load_format="dummy")
 
 
 def test_an_engine_serves_a_quantized_checkpoint(tmp_path: Path) -> None:
