@@ -30,8 +30,8 @@ def fill_dummy(model: torch.nn.Module, seed: int) -> None:
     for name, part in named_slices(model):
         if part.dtypes != FLOATS:
             raise ModelError(
-                f"dummy weights are floats, and the checkpoint's layers are quantized ({name}): use "
-                "a folder whose config.json has no quantization_config, and --quantization"
+                f"dummy weights are floats, and the checkpoint's layers are quantized ({name}); "
+                "without its quantization_config, --quantization rounds random weights"
             )
         if part.initial == "random":
             _fill(part, _key(seed, name))
