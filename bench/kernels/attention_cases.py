@@ -57,7 +57,7 @@ class Batch:
         fixed = torch.rand(layers, 2, kv_heads, device=DEVICE) + 0.5
         cache = KVCache(
             [KVGroup(tuple(range(layers)), tokens_per_block=PAGE)], [blocks],
-            layouts=[KVLayout(kv_heads, dim, heads)], form=form, device=torch.device(DEVICE),
+            layouts=[KVLayout(kv_heads, dim, heads)], kv_format=form, device=torch.device(DEVICE),
             head_scales=fixed if form.scales == "head" else None,
         )  # fmt: skip
         fill(cache.block_tensors(0))
@@ -75,7 +75,7 @@ class Batch:
         )
 
     def schedule(self, tuning: AttentionTuning) -> dict[str, object]:
-        """What a step makes once for all its layers."""
+        """Returns the inputs that a step makes once for all its layers."""
         q, kv = self.q[0], self.caches[0]
         made = attention_schedule(
             self.query_start, self.seq_lens, heads=q.shape[1], kv_heads=kv.k.shape[1],
@@ -122,7 +122,7 @@ def fill(tensors: list[Tensor]) -> None:
 
 
 def widened(kv: KVLayer) -> KVLayer:
-    """What is stored, in float64."""
+    """Returns the stored values in float64."""
 
     def values(x: Tensor, scale: Tensor | None) -> Tensor:
         x = x.float().double() - kv.format.offset

@@ -70,7 +70,7 @@ def run_checks(session: Session, until: float) -> None:
 
 @dataclass
 class Line:
-    """Of one case: µs of each trial by format."""
+    """The µs of each trial of one case, by format."""
 
     kernel: str
     model: str

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from quire.llm import LLM
     from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
     from quire.pooling_params import PoolingParams
-    from quire.sampling_params import SamplingParams
+    from quire.sampling_params import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "quire.llm",
     "SamplingParams": "quire.sampling_params",
+    "StructuredOutputsParams": "quire.sampling_params",
     "PoolingParams": "quire.pooling_params",
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
@@ -32,6 +33,7 @@ __all__ = [
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

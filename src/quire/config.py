@@ -5,25 +5,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quire.errors import ConfigError
 
 OPTIMIZATIONS = ("graphs", "overlap", "fusions", "skinny", "pdl")
-"""What `EngineArgs.disable` knows. graphs: CUDA graphs. overlap: launching a step before the last
-one is read. fusions: norms, activations and residuals inside linear layers. skinny: our kernels for
-linear layers of few rows. pdl: programmatic dependent launch."""
+"""The values of `EngineArgs.disable`.
+
+graphs: CUDA graphs. overlap: launching a step before the last one is read. fusions: norms,
+activations and residuals inside linear layers. skinny: our kernels for linear layers of few rows.
+pdl: programmatic dependent launch.
+"""
 
 
 KV_CACHE_DTYPES = (
     "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_dynamic", "int8"
 )  # fmt: skip
-"""What `EngineArgs.kv_cache_dtype` knows. fp8 is fp8_e4m3."""
+"""The values of `EngineArgs.kv_cache_dtype`. fp8 is fp8_e4m3."""
 
 
 QUANTIZATIONS = ("fp8", "int4", "int8", "w8a8")
-"""What `EngineArgs.quantization` knows."""
+"""The values of `EngineArgs.quantization`."""
 
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -32,7 +36,7 @@ def _setting(default: Any, help: str, **metadata: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
-    """What a user may set of an engine. None means: chosen from the model and the device."""
+    """An engine's settings, as users give them. None: chosen from the model and the device."""
 
     model: str | None = _setting(
         None, "Model folder or hub id. Left out: the embedded model.", argument=True
@@ -124,6 +128,9 @@ class EngineArgs:
     skip_tokenizer_init: bool = _setting(False, "Serve token ids only; load no tokenizer.")
 
     def __post_init__(self) -> None:
+        for setting in dataclasses.fields(self):
+            value = _checked(setting.name, getattr(self, setting.name), str(setting.type))
+            object.__setattr__(self, setting.name, value)
         _at_least("max_model_len", self.max_model_len, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
@@ -176,8 +183,8 @@ class EngineArgs:
             ("host_cache_gb", self.host_cache_gb),
             ("disk_cache_gb", self.disk_cache_gb),
         ):
-            if not 0.0 <= value < math.inf:
-                raise ConfigError(f"{name} must be >= 0 and finite, got {value}", name)
+            if value < 0.0:
+                raise ConfigError(f"{name} must be >= 0, got {value}", name)
         if self.host_cache_gb and not self.enable_prefix_caching:
             raise ConfigError("host_cache_gb needs enable_prefix_caching", "host_cache_gb")
         if self.disk_cache is not None and not self.host_cache_gb:
@@ -190,7 +197,11 @@ class EngineArgs:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
-        """As the constructor, but an unknown name is a `ConfigError` that lists the known ones."""
+        """Builds settings by name.
+
+        Raises:
+            ConfigError: a name is unknown, or a value is wrong.
+        """
         known = {f.name for f in dataclasses.fields(cls)}
         for name in kwargs:
             if name not in known:
@@ -198,6 +209,49 @@ class EngineArgs:
                     f"unknown setting {name!r}; known are: {', '.join(sorted(known))}", name
                 )
         return cls(**kwargs)
+
+
+_WANTED: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "str": ("a string", str),
+    "int": ("an integer", int),
+    "float": ("a finite number", (int, float)),
+    "bool": ("true or false", bool),
+    "None": ("null", type(None)),
+    "tuple[str, ...]": ("a list of strings", (tuple, list)),
+}
+"""Maps the types that settings are annotated with to their names and Python's types."""
+
+_INTEGERS = {"seed": 2**63}
+"""Bounds of settings that may pass int32's."""
+
+
+def _checked(name: str, value: Any, annotation: str) -> Any:
+    """Returns a setting's value in its type: paths become strings, and lists tuples.
+
+    Raises:
+        ConfigError: its type is wrong, or the number is infinite or too large.
+    """
+    if annotation.startswith("Literal"):
+        annotation = "str"
+    kinds = [_WANTED[kind] for kind in annotation.split(" | ")]
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    fits = any(isinstance(value, types) for _, types in kinds)
+    if isinstance(value, bool) and annotation != "bool":
+        fits = False
+    if isinstance(value, float) and not math.isfinite(value):
+        fits = False
+    if isinstance(value, list | tuple):
+        value = tuple(value)
+        fits = fits and all(isinstance(each, str) for each in value)
+    if not fits:
+        wanted = " or ".join(words for words, _ in kinds)
+        raise ConfigError(f"{name} must be {wanted}, got {value!r}", name)
+    if isinstance(value, int):
+        bound = _INTEGERS.get(name, 2**31)
+        if not -bound <= value < bound:
+            raise ConfigError(f"{name} must be in [{-bound}, {bound}), got {value}", name)
+    return value
 
 
 def _at_least(name: str, value: int | None, low: int) -> None:
@@ -212,7 +266,7 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What the brain needs to know."""
+    """The settings of the scheduler and the cache."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192

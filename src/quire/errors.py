@@ -77,5 +77,20 @@ class OverloadedError(QuireError):
     """The queue is full: the request may be sent again later."""
 
 
+class CompilerBusyError(QuireError):
+    """Other grammars are being compiled: the request may be sent again later."""
+
+
+class BrokenLogitsError(QuireError):
+    """A completion ended because the model's logits were not numbers: its weights are damaged, or
+    its values passed the range of the dtype."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The model's output was not a number (NaN), so the answer ended: its weights are "
+            "damaged, or its values passed the range of the dtype."
+        )
+
+
 class EngineDeadError(QuireError):
     """The engine stopped; nothing can be served until it is started again."""

@@ -1,4 +1,4 @@
-"""What a user asks of an embedding."""
+"""Parameters of embeddings, as users give them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Pooling = Literal["last", "mean"]
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a text's hidden states become one vector.
+    """Says how a text's hidden states become one vector.
 
     Attributes:
         pooling: the last token's state, or the mean over all; None: the engine's setting.
@@ -29,6 +29,10 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if self.pooling not in (None, "last", "mean"):
             raise RequestError(
                 f"pooling must be last or mean, got {self.pooling!r}", param="pooling"
+            )
+        if not isinstance(self.normalize, bool):
+            raise RequestError(
+                f"normalize must be true or false, got {self.normalize!r}", param="normalize"
             )
         size = self.dimensions
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):

@@ -1,4 +1,4 @@
-"""What a user asks of the sampler. Names and meanings are vLLM's and OpenAI's."""
+"""Parameters of sampling, as users give them. Names and meanings are vLLM's and OpenAI's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,24 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 256
 MAX_BIAS_ENTRIES = 1024
+MIN_TEMPERATURE = 1e-5
+"""Lower temperatures are greedy: logits divided by them might pass the range of float32."""
+
 _INT32_MAX = 2**31 - 1
+_FLAGS = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+)
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a completion's text must match; exactly one field is set. Names are vLLM's.
+    """Says what a completion's text must match; exactly one field is set. Names are vLLM's.
 
     Attributes:
-        json: a JSON Schema, as JSON text.
+        json: a JSON Schema, as JSON text; an object becomes text.
         json_object: any JSON object.
         regex: a regular expression that the whole text matches.
         choice: the text is one of these.
@@ -35,6 +45,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     grammar: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
         given = [self.json, self.json_object or None, self.regex, self.choice or None, self.grammar]
         if sum(value is not None for value in given) != 1:
@@ -43,6 +54,18 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
                 "grammar",
                 param="structured_outputs",
             )
+
+    def _check_types(self) -> None:
+        if isinstance(self.json, dict | bool):
+            msgspec.structs.force_setattr(self, "json", msgspec.json.encode(self.json).decode())
+        for name in ("json", "regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise _wrong_type(name, "a string", value)
+        _flag("json_object", self.json_object)
+        choice: object = self.choice
+        if not isinstance(choice, list | tuple) or not all(isinstance(c, str) for c in choice):
+            raise _wrong_type("choice", "a list of strings", choice)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -53,7 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Attributes:
         n: completions per prompt; they share the prompt's KV blocks.
-        temperature: 0 means greedy.
+        temperature: 0, or less than `MIN_TEMPERATURE`, means greedy.
         top_k: 0 or -1 keeps all tokens.
         top_p, min_p: nucleus and minimum-probability (relative to the likeliest token) truncation.
         presence_penalty, frequency_penalty: OpenAI's, over generated tokens.
@@ -71,7 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         logit_bias: token id to additive bias.
         skip_special_tokens, spaces_between_special_tokens: detokenization.
         detokenize: False leaves `text` empty; stop strings are then refused.
-        structured_outputs: what the text must match.
+        structured_outputs: what the text must match; a dict becomes `StructuredOutputsParams`.
     """
 
     n: int = 1
@@ -108,12 +131,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids"):
             value = getattr(self, name)
+            if value is not None and not isinstance(value, list | tuple | set | frozenset):
+                raise _wrong_type(name, "a list", value)
             if not isinstance(value, tuple):
                 msgspec.structs.force_setattr(self, name, tuple(value or ()))
+        for name in _FLAGS:
+            _flag(name, getattr(self, name))
+        given: object = self.structured_outputs
+        if isinstance(given, dict):
+            params = _structured_outputs(given)
+            msgspec.structs.force_setattr(self, "structured_outputs", params)
+        elif given is not None and not isinstance(given, StructuredOutputsParams):
+            raise _wrong_type("structured_outputs", "StructuredOutputsParams or a dict", given)
 
     def _check_ranges(self) -> None:
         _integer("n", self.n, 1, MAX_N)
         _between("temperature", self.temperature, 0.0, 100.0)
+        if self.temperature < MIN_TEMPERATURE:
+            msgspec.structs.force_setattr(self, "temperature", 0.0)
         _between("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _integer("top_k", self.top_k, -1, _INT32_MAX)
         _between("min_p", self.min_p, 0.0, 1.0)
@@ -154,8 +189,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _integer("stop_token_ids", token, 0, _INT32_MAX)
 
     def _check_bias(self) -> None:
-        if not self.logit_bias:
+        if self.logit_bias is None:
             return
+        if not isinstance(self.logit_bias, dict):
+            raise _wrong_type("logit_bias", "a dict of token ids and numbers", self.logit_bias)
         if len(self.logit_bias) > MAX_BIAS_ENTRIES:
             raise RequestError(
                 f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_BIAS_ENTRIES} are "
@@ -178,6 +215,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+
+def _structured_outputs(given: dict[object, object]) -> StructuredOutputsParams:
+    for name in given:
+        if name not in StructuredOutputsParams.__struct_fields__:
+            raise RequestError(
+                f"structured_outputs has no field {name!r}; known are: "
+                f"{', '.join(StructuredOutputsParams.__struct_fields__)}",
+                param="structured_outputs",
+            )
+    return StructuredOutputsParams(**given)  # type: ignore[arg-type]
+
+
+def _wrong_type(name: str, wanted: str, value: object) -> RequestError:
+    return RequestError(f"{name} must be {wanted}, got {value!r}", param=name)
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise _wrong_type(name, "true or false", value)
 
 
 def _between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

@@ -297,7 +297,7 @@ def test_an_engine_serves_int8() -> None:
     llm = LLM(device="cpu", quantization="int8", num_kv_blocks=64, max_num_batched_tokens=64)
     (output,) = llm.generate(["The river"])
     assert output.outputs[0].text
-    layers = [m for m in llm._core._executor.local.model.modules() if isinstance(m, Linear)]
+    layers = [m for m in llm._core._executor.model.modules() if isinstance(m, Linear)]
     kinds = {layer.weight.format.key for layer in layers}
     assert "int8" in kinds
     assert all(isinstance(layer.weight, Weight) for layer in layers)

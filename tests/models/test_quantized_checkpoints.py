@@ -99,7 +99,7 @@ COMPRESSED = [
 
 @pytest.mark.parametrize("case", COMPRESSED)
 def test_the_layouts_are_those_of_the_library(case: str) -> None:
-    """Where compressed-tensors is installed, it reads the same numbers as the tests wrote."""
+    """The library, if installed, reads the same numbers as the tests wrote."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme

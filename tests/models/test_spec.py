@@ -33,7 +33,7 @@ PARAMETERS = {
     "smollm2-135m": 134_515_008,
     "tinyllama-1.1b": 1_100_048_384,
 }
-"""As published, or counted by transformers."""
+"""Parameters, as published or counted by transformers."""
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -188,3 +188,48 @@ def test_layer_types_must_fit() -> None:
     config["layer_types"] = ["full_attention", "sliding_attention"]
     with pytest.raises(ModelError, match="need a sliding_window"):
         spec_from_config(config)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
+        {"no_rope_layers": [1, 0]},
+        {"attn_logit_softcapping": 50.0},
+        {"final_logit_softcapping": 30.0},
+        {"dual_chunk_attention_config": {"chunk_size": 8}},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {"rope_scaling": {"type": "default", "mrope_section": [2, 2, 4]}},
+        {"attention_chunk_size": 64},
+        {"num_local_experts": 8},
+        {"logits_scaling": 8.0},
+        {"embedding_multiplier": 12.0},
+        {"use_qk_norm": True},
+    ],
+)
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2"])
+def test_keys_that_are_not_implemented_are_refused_by_name(
+    extra: dict[str, Any], family: str
+) -> None:
+    name = next(iter(extra))
+    if name == "layer_types" and family in ("Mistral", "Qwen2", "Qwen3"):
+        pytest.skip("implemented")
+    config = {**LLAMA, "architectures": [f"{family}ForCausalLM"], **extra}
+    if family == "GPT2":
+        gpt2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100}
+        config = {**gpt2, "architectures": ["GPT2LMHeadModel"], **extra}
+    with pytest.raises(ModelError, match=rf"config.json: {name}.*not supported"):
+        spec_from_config(config)
+
+
+def test_keys_that_change_nothing_are_taken() -> None:
+    harmless = {
+        "layer_types": ["full_attention"] * 2,
+        "no_rope_layers": [1, 1],
+        "attn_logit_softcapping": None,
+        "partial_rotary_factor": 1.0,
+        "num_local_experts": 0,
+        "logits_scaling": 1,
+    }
+    assert spec_from_config({**LLAMA, **harmless}) == spec_from_config(LLAMA)

@@ -190,7 +190,7 @@ def test_collect_rows(kernel_device: str, side: Any, dtype: torch.dtype) -> None
 
 
 STOPS = [[5, 6, 9], [5, 5, 5], [5, 5, 5], [5, 6, 7], [5, 6, 9], [0, 0, 0]]
-"""Of which lanes hold 2, 1, 0, 3, 2, 0: what stands behind them says nothing."""
+"""Stop tokens; the lanes hold 2, 1, 0, 3, 2, 0 of them, and what stands behind says nothing."""
 
 
 def finish(side: Any, device: str, runs: list[dict[str, Any]], max_len: int = 24) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def test_finish_rows(kernel_device: str, side: Any, name: str) -> None:
 
 @pytest.mark.parametrize("side", SIDES)
 def test_rows_finish_side_by_side(kernel_device: str, side: Any) -> None:
-    """As they do alone, and rows without logits or lanes give nothing."""
+    """Rows finish as they do alone, and rows without logits or lanes give nothing."""
     names = ["partly", "length within", "one", "stop within, too early"]
     runs = [FINISHED[name][0] for name in names]
     out = finish(side, kernel_device, [*runs, {"lane": 1, "first": 8, "sampled": []}])

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.errors import EngineDeadError
+from quire.errors import BrokenLogitsError, EngineDeadError
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from tests.server.fakes import FakeClient, PlainTokenizer
@@ -255,3 +255,18 @@ def test_metrics_count() -> None:
         "quire_engine_up 0.0",
     ):
         assert line in text, line
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logits_that_are_not_numbers_are_an_error_that_names_them(stream: bool) -> None:
+    engine = FakeClient(error=BrokenLogitsError())
+    response = post("/v1/completions", {**PROMPT, "stream": stream}, engine)
+    if stream:
+        events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+        error = json.loads(next(event for event in events if '"error"' in event))["error"]
+    else:
+        assert response.status_code == 500
+        assert response.headers["x-should-retry"] == "false"
+        error = response.json()["error"]
+    assert error["code"] == "broken_logits"
+    assert "NaN" in error["message"]

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.stats import EngineStats
 from quire.engine.telemetry import Histogram, Telemetry
-from quire.offload import TierStats
+from quire.offload.tier_stats import TierStats
 from quire.server.errors import ApiError
 from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.gpu_metrics import GpuMetrics

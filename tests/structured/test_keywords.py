@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from quire.engine.tokenizer import Tokenizer
 from quire.errors import GrammarError
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured import Compiler
@@ -45,7 +46,7 @@ CASES: list[tuple[str, Any, list[str], list[str]]] = [
     ("type null", {"type": "null"}, ["null"], ["0", '"null"', "false"]),
     ("type boolean", {"type": "boolean"}, ["true", "false"], ["1", '"true"', "True"]),
     ("type integer", INT, ["0", "-3", "120"], ["1.5", "01", "+1", "1e2", '"1"', "--1", "-"]),
-    ("type number", {"type": "number"}, ["0", "-1.5", "2e3"], ["01", ".5", "1.", "NaN", '"1"']),
+    ("type number", {"type": "number"}, ["0", "-1.5", "0.000000001"], ["2e3", "0.0000000001", "01", ".5", "1.", "NaN", '"1"']),
     ("type string", STR, ['""', '"a\\n\\"b"', '"é😀"'], ["a", "'a'", '"\n"', '"\\x"', '"a']),
     ("type array", {"type": "array"}, ["[]", "[1, [2]]"], ["{}", "[1,]", "[,1]", "[1 2]"]),
     ("type object", ANY, ["{}", '{"a": {"b": []}}'], ["[]", '{"a"}', '{"a":1,}', "{a:1}"]),
@@ -89,7 +90,52 @@ CASES: list[tuple[str, Any, list[str], list[str]]] = [
      ["[1, 2]"], ['["a"]']),
     ("minItems", {"type": "array", "items": INT, "minItems": 2}, ["[1, 2]", "[1,2,3]"], ["[]", "[1]"]),
     ("maxItems", {"type": "array", "items": INT, "maxItems": 1}, ["[]", "[1]"], ["[1, 2]"]),
-    ("properties", ANY | {"properties": {"a": INT, "b": STR}},
+    ("properties close an object", ANY | {"properties": {"a": INT}}, ["{}", '{"a": 1}'],
+     ['{"b": 1}', '{"a": 1, "b": 1}', '{"a": 1, "a": 1}']),
+    ("required closes", ANY | {"properties": {"a": INT}, "required": ["z"]}, ['{"z": [1]}'],
+     ['{"z": 1, "y": 1}', "{}"]),
+    ("patterns close", ANY | {"patternProperties": {"^n_": INT}}, ['{"n_1": 1}'], ['{"m": 1}']),
+    ("parts of a whole stay open",
+     {"$defs": {"A": ANY | {"properties": {"a": INT}, "required": ["a"]}, "B": {"$ref": "#/$defs/A"}},
+      "allOf": [{"$ref": "#/$defs/B"}, {"properties": {"b": STR}, "required": ["b"]}]},
+     ['{"a": 1, "b": "x"}'], ['{"a": 1}', '{"b": "x"}']),
+    ("one part alone is closed", {"$defs": {"A": ANY | {"properties": {"a": INT}}},
+                                  "allOf": [{"$ref": "#/$defs/A"}]}, ['{"a": 1}'], ['{"b": 1}']),
+    ("options are closed", {"anyOf": [ANY | {"properties": {"a": INT}}, INT]}, ['{"a": 1}', "1"],
+     ['{"b": 1}']),
+    ("integers are bounded", INT, [str(2**53), str(-(2**53))], [str(2**53 + 1), "1" * 17]),
+    ("numbers are bounded", {"minimum": 0}, ["1.5", '"a"'], ["0." + "1" * 10, "1" * 17, "1e5"]),
+    ("open numbers", {"type": "number", "x-guidance": {"open_numbers": True}},
+     ["1e300", "0." + "1" * 30], ['"a"']),
+    ("any document is bounded", True, ["[[[[[[1]]]]]]", '{"a": {"b": [{}]}}'],
+     ["[[[[[[[1]]]]]]]", "1" * 17, "[1e5]"]),
+    ("any property is bounded", ANY | {"properties": {"a": True}, "required": ["a"]},
+     ['{"a": {"b": [1.5]}}'], ['{"a": 1e5}']),
+    ("any item is bounded", {"type": "array"}, ["[1, [null]]"], ["[1e5]", "[[[[[[[1]]]]]]]"]),
+    ("draft 4 id", INT | {"id": "x", "$schema": "http://json-schema.org/draft-04/schema#"}, ["1"], ["null"]),
+    ("$schema without a draft", {"$schema": "http://json-schema.org/schema#", "prefixItems": [INT]},
+     ["[1]"], ['["a"]']),
+    ("editors' annotations", INT | {"markdownDescription": "x", "externalDocs": {"url": "x"},
+                                    "xml": {}, "enumDescriptions": ["a"]}, ["1"], ["null"]),
+    ("OpenAPI's integers", INT | {"format": "int32"}, ["2147483647", "-2147483648"], ["2147483648"]),
+    ("OpenAPI's long integers", INT | {"format": "int64"}, [str(2**53)], [str(2**53 + 1), "1.5"]),
+    ("OpenAPI's numbers", {"type": "number", "format": "double"}, ["1.5"], ['"a"']),
+    ("OpenAPI's bytes", STR | {"format": "byte"}, ['""', '"YQ=="', '"YWFh"'], ['"Y"', '"YQ="']),
+    ("path and binary", {"anyOf": [STR | {"format": "path"}, STR | {"format": "binary"}]},
+     ['"/a"'], ["1"]),
+    ("1.0 is an integer", INT | {"enum": [1.0, 2]}, ["1", "2"], ["3"]),
+    ("1.0 in a constant", {"const": {"a": [1.0]}}, ['{"a": [1]}'], ['{"a": [2]}']),
+    ("uniqueItems of few", {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b", "c"]}},
+     ["[]", '["b"]', '["c", "a", "b"]'], ['["a", "a"]', '["a", "b", "a"]', '["d"]']),
+    ("uniqueItems and counts", {"uniqueItems": True, "minItems": 2, "maxItems": 2,
+                                "$defs": {"e": {"type": "string", "enum": ["a", "b", "c"]}},
+                                "items": {"$ref": "#/$defs/e"}},
+     ['["c", "b"]', "1"], ['["a", "a"]', '["a"]', '["a", "b", "c"]']),
+    ("uniqueItems of one", {"type": "array", "uniqueItems": True, "maxItems": 1}, ["[]", "[5]"], ["[1, 2]"]),
+    ("lenient", {"x-guidance": {"lenient": True}, "type": "array", "items": INT, "uniqueItems": True,
+                 "not": {"maxItems": 1}}, ["[1, 2]"], ['["a"]']),
+    ("properties of an open object",
+     ANY | {"properties": {"a": INT, "b": STR}, "x-guidance": {"open_objects": True}},
      ["{}", '{"a": 1}', '{"a": 1, "b": "x", "c": []}'],
      ['{"a": "x"}', '{"b": 1}', '{"a": 1, "\\u0061": "x"}', '{"\\u0061": "x"}', '{"a":1,"a":"x"}']),
     ("required", ANY | {"required": ["z"], "properties": {"a": INT}},
@@ -144,13 +190,13 @@ CASES: list[tuple[str, Any, list[str], list[str]]] = [
 ]  # fmt: skip
 
 FORMATS: list[tuple[str, list[str], list[str]]] = [
-    ("date", ["2024-02-29", "2000-02-29", "1999-12-31"],
-     ["2023-02-29", "1900-02-29", "2024-04-31", "2024-13-01", "2024-1-1", "2024-01-01T00:00:00Z"]),
-    ("time", ["00:00:00Z", "23:59:59.123+05:30", "12:00:00z"],
-     ["24:00:00Z", "12:60:00Z", "12:00:60Z", "12:00:00", "12:00:00+24:00", "1:00:00Z"]),
+    ("date", ["2024-02-29", "2000-02-29", "1999-12-31", "0001-01-01", "0400-02-29"],
+     ["0000-01-01", "0000-02-29", "02024-01-01", "2023-02-29", "1900-02-29", "2024-04-31", "2024-13-01", "2024-1-1", "2024-01-01T00:00:00Z"]),
+    ("time", ["00:00:00Z", "23:59:59.123+05:30", "12:00:00z", "12:00:00.123456789Z"],
+     ["12:00:00.1234567890Z", "24:00:00Z", "12:60:00Z", "12:00:60Z", "12:00:00", "12:00:00+24:00", "1:00:00Z"]),
     ("date-time", ["2024-02-29T12:00:00Z", "1985-04-12t23:20:50.52-01:00"],
      ["2023-02-29T12:00:00Z", "2024-01-01", "2024-01-01 00:00:00Z", "2024-01-01T24:00:00Z"]),
-    ("duration", ["P1Y2M3DT4H5M6S", "PT5M", "P4W", "P1M"], ["P", "PT", "P1S", "1Y", "P1W2D", "P1YT"]),
+    ("duration", ["P1Y2M3DT4H5M6S", "PT5M", "P4W", "P1M", "P12345D"], ["P123456D", "PT123456S", "P", "PT", "P1S", "1Y", "P1W2D", "P1YT"]),
     ("email", ["a@b", "a.b+c@x-y.example"],
      ["a", "@b", "a@", "a..b@c", ".a@b", "a@-b", "a@b..c", "a b@c", "a@b-"]),
     ("hostname", ["a", "a-b.example", "a" * 63, "a--b"],
@@ -202,10 +248,16 @@ REFUSED: list[tuple[str, Any, str]] = [
         "format": "regex", "$id": "b", "$schema": "https://json-schema.org/draft/2020-12/schema",
         "x-guidance": {},
     }.items()),
-    ("format of a number", {"type": "integer", "format": "int32"}, "#/format"),
+    ("uniqueItems of many", {"items": {"enum": list("abcdefgh")}, "uniqueItems": True}, "#/uniqueItems"),
+    ("uniqueItems of numbers", {"items": {"enum": [1, 1.0]}, "uniqueItems": True}, "#/uniqueItems"),
+    ("uniqueItems of what else", {"items": {"enum": ["a"], "maxLength": 0}, "uniqueItems": True},
+     "#/uniqueItems"),
+    ("nullable without a type", {"nullable": True, "anyOf": [INT]}, "#/nullable"),
+    ("id of what is no root", {"items": {"id": "a"}}, "#/items/id"),
+    ("id that is no string", {"id": 5}, "#/id"),
+    ("$schema of no draft", {"$schema": "http://json-schema.org/draft-03/schema#"}, "#/$schema"),
     ("format unknown", {"format": "unknown"}, "#/format"),
     ("other dialect", {"$schema": "https://example.com/mine"}, "#/$schema"),
-    ("lenient", {"x-guidance": {"lenient": True}}, "#/x-guidance/lenient"),
     ("coerced", {"x-guidance": {"coerce_one_of": True}}, "#/x-guidance/coerce_one_of"),
     ("separator", {"x-guidance": {"item_separator": ";"}}, "#/x-guidance/item_separator"),
     ("remote $ref", {"$ref": "https://example.com/s"}, "#/$ref"),
@@ -338,3 +390,26 @@ def test_size_limits(schema: Any) -> None:
     with pytest.raises(GrammarError) as caught:
         enforceable(schema)
     assert caught.value.code == "schema_too_large"
+
+
+def test_nullable_allows_null_beside_its_type(accepts: Accepts) -> None:
+    params = of_schema(CLOSED | {"properties": {"%41~/": INT | {"nullable": True}}})
+    assert accepts(params, '{"%41~/": null}')
+    assert not accepts(params, '{"%41~/": "a"}')
+    assert not accepts(of_schema(INT | {"nullable": False}), "null")
+    # As in OpenAPI 3.0.3, an enumeration without null stays one.
+    assert not accepts(of_schema(STR | {"nullable": True, "enum": ["a"]}), "null")
+
+
+def test_a_grammar_with_many_long_strings_lasts(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    """Each position of a string with a length is a state of the lexer."""
+    names = [f"p{i}" for i in range(24)]
+    schema = CLOSED | {
+        "properties": {name: STR | {"maxLength": 3000 + i} for i, name in enumerate(names)},
+        "required": names,
+    }
+    matcher = compiler.compile(of_schema(schema)).result().deep_copy()
+    text = json.dumps(dict.fromkeys(names, "lorem ipsum " * 200))
+    for token in tokenizer.encode(text, add_special_tokens=False).tolist():
+        matcher.compute_bitmask()
+        assert matcher.consume_token(token), matcher.get_error()

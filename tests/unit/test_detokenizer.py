@@ -96,6 +96,91 @@ def test_words_keep_their_spaces(broken: int) -> None:
         assert Detokenizer(tokenizer, prompt).whole(ids) == text
 
 
+def byte_tokens(text: str) -> list[int]:
+    return [3 + byte for byte in text.encode()]
+
+
+@pytest.mark.parametrize("prompt", ["", "a", "😀", "😀😀", "é😀😀", "a漢漢", "😀" * 20])
+@pytest.mark.parametrize("answer", ["😀😀", "😀", "é", "漢字"])
+def test_a_context_of_bytes_begins_with_a_whole_character(prompt: str, answer: str) -> None:
+    """Byte fallback replaces a whole run of bytes in which one is broken."""
+    tokenizer = sentencepiece_like()
+    before = [1, *byte_tokens(prompt)]
+    detokenizer = Detokenizer(tokenizer, before)
+    assert "".join(map(detokenizer.step, byte_tokens(answer))) == answer
+    assert detokenizer.finish() == ""
+    assert Detokenizer(tokenizer, before).whole([*byte_tokens(answer), 2]) == f"{answer} b"
+
+
+@given(
+    prompt=st.text(max_size=8),
+    text=st.text(alphabet="a😀é漢�\n", max_size=8),
+    at=st.integers(0, 40),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_prompt_may_end_inside_a_character(prompt: str, text: str, at: int) -> None:
+    """The character is the completion's, which completes it."""
+    tokenizer = sentencepiece_like()
+    data = [1, *byte_tokens(prompt + text)]
+    size = 1 + len(prompt.encode()) + min(at, len(text.encode()))
+    cut = bytes(id - 3 for id in data[1:size]).decode(errors="ignore")
+    detokenizer = Detokenizer(tokenizer, data[:size])
+    shown = "".join(map(detokenizer.step, data[size:])) + detokenizer.finish()
+    assert shown == (prompt + text)[len(cut) :] if size < len(data) else shown == ""
+
+
+def test_a_prompt_s_broken_bytes_are_not_the_completion_s() -> None:
+    tokenizer = sentencepiece_like()
+    start = byte_tokens("😀")
+    for prompt, want in (
+        ([1, *start[:2]], " a"),  # never completed
+        ([1, start[1]], " a"),  # no character at all
+        ([2, 1, *start[:3], start[0]], " a"),
+    ):
+        detokenizer = Detokenizer(tokenizer, prompt)
+        assert detokenizer.step(1) == want
+        assert Detokenizer(tokenizer, prompt).whole([1]) == want
+    detokenizer = Detokenizer(tokenizer, [1, start[0]])
+    assert detokenizer.step(start[1]) + detokenizer.step(1) == "� a"
+
+
+def test_broken_bytes_do_not_break_the_character_after_them() -> None:
+    tokenizer = sentencepiece_like()
+    ids = [*byte_tokens("😀")[:2], *byte_tokens("😀é"), 3 + 0x80, *byte_tokens("é"), 1]
+    detokenizer = Detokenizer(tokenizer, [1])
+    text = "".join(map(detokenizer.step, ids)) + detokenizer.finish()
+    assert text == "��😀é�é a"
+    assert Detokenizer(tokenizer, [1]).whole(ids) == text
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, sentencepiece_like()])
+def test_a_replacement_character_that_the_model_wrote_is_text(tokenizer: Tokenizer) -> None:
+    text = "a��b�"
+    ids = byte_tokens(text) if tokenizer is not TOKENIZER else tokenizer.encode(text).tolist()
+    detokenizer, shown = Detokenizer(tokenizer, [1]), []
+    for at in range(len(ids)):
+        shown.append(detokenizer.step(ids[at]))
+        known = b"".join(map(tokenizer.token_bytes, ids[: at + 1]))
+        assert "".join(shown) == known.decode(errors="ignore")
+    assert "".join(shown) == text
+
+
+@pytest.mark.parametrize(("text", "cut"), [("ab�", 0), ("ab😀", 1), ("ab😀", 3)])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_may_end_in_a_replacement_character(
+    text: str, cut: int, include: bool
+) -> None:
+    """One that the model wrote, and one for a character that the completion's end cuts."""
+    ids = byte_tokens(text)
+    ids = ids[: len(ids) - cut]
+    params = SamplingParams(stop=("b�",), include_stop_str_in_output=include)
+    reader = CompletionReader(0, [1], params, sentencepiece_like())
+    updates = [reader.feed([id]) for id in ids[:-1]]
+    updates.append(reader.feed(ids[-1:], (), "length"))
+    assert "".join(update.text for update in updates) == ("ab�" if include else "a")
+    assert (updates[-1].finish_reason, updates[-1].stop_reason) == ("stop", "b�")
+
+
 def test_special_tokens() -> None:
     end = TOKENIZER.eos_token_ids[0]
     ids = [*TOKENIZER.encode("Hi").tolist(), end]

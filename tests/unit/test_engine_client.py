@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,8 +29,11 @@ from quire.engine.messages import (
     decode_to_engine,
     encode,
 )
+from quire.engine.output import CompletionReader
 from quire.engine.stats import EngineStats
+from quire.engine.streams import RequestStream
 from quire.errors import (
+    BrokenLogitsError,
     ConfigError,
     EngineDeadError,
     ModelError,
@@ -123,6 +127,24 @@ def test_streams() -> None:
             await anext(client.generate([1] * 5000, params, request_id="long"))
 
     on_engine(work)
+
+
+def test_broken_logits_end_a_stream_with_an_error_after_its_text() -> None:
+    async def go() -> StreamUpdate:
+        stream, params = RequestStream(), SamplingParams(max_tokens=9)
+        client = EngineClient(SimpleNamespace())  # type: ignore[arg-type]
+        client.tokenizer = None
+        delta = stream.delta(0)
+        delta.tokens, delta.reason = [5, 6], "error"
+        readers = [CompletionReader(0, [1], params, None)]
+        updates = client._updates(0, stream, [1], readers, params)
+        first = await anext(updates)
+        with pytest.raises(BrokenLogitsError):
+            await anext(updates)
+        return first
+
+    update = asyncio.run(go())
+    assert (update.token_ids, update.finish_reason) == ([5, 6], None)
 
 
 def test_what_can_never_fit_is_refused_by_the_engine() -> None:

@@ -1,4 +1,4 @@
-"""What tenants get of an engine that they share."""
+"""Shares that tenants get of an engine."""
 
 from __future__ import annotations
 
@@ -116,28 +116,28 @@ def test_who_comes_often_with_little_does_not_shut_others_out() -> None:
     assert done.count("often") >= 6
 
 
-def test_a_guest_has_a_step_to_himself_and_others_the_next_one() -> None:
+def test_an_interactive_tenant_has_a_step_to_itself_and_others_the_next_one() -> None:
     loop = make(fair=True, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=128, blocks=400)
     flood(loop, "flood", 30, prompt=20, output=30)
     for _ in range(40):
         loop.step()
-    guest = request("guest", own(9, 60), 4, tenant="guest")
-    loop.scheduler.add(guest)
+    interactive = request("interactive", own(9, 60), 4, tenant="interactive")
+    loop.scheduler.add(interactive)
     tenants, before = [], len(loop.plans)
-    while "guest" not in loop.finished:
+    while "interactive" not in loop.finished:
         loop.step()
         running = {r.lane: r.tenant for _, _, r in loop.scheduler._running.entries}
         if len(loop.plans) > before:
             before = len(loop.plans)
             tenants.append({running.get(lane) for lane in loop.plans[-1].lanes.tolist()})
-    assert tenants[0] == {"guest"}
+    assert tenants[0] == {"interactive"}
     assert "flood" in tenants[1]
-    assert tenants[2] == {"guest"}
+    assert tenants[2] == {"interactive"}
     loop.drain()
-    check_output(loop, guest)
+    check_output(loop, interactive)
 
 
-def test_after_a_guest_steps_are_short_for_a_while() -> None:
+def test_after_an_interactive_prompt_steps_are_short_for_a_while() -> None:
     loop = make(
         fair=True, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=128, blocks=400
     )
@@ -145,8 +145,8 @@ def test_after_a_guest_steps_are_short_for_a_while() -> None:
     for _ in range(20):
         loop.step()
     longest = max(int(plan.q_len.max()) for plan in loop.plans)
-    loop.scheduler.add(request("guest", own(9, 10), 1, tenant="guest"))
-    while "guest" not in loop.finished:
+    loop.scheduler.add(request("interactive", own(9, 10), 1, tenant="interactive"))
+    while "interactive" not in loop.finished:
         loop.step()
     began = len(loop.plans)
     for _ in range(20):

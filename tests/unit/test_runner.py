@@ -1,4 +1,4 @@
-"""What a request gets depends on the request alone: the real decoder, in fp32, token for token."""
+"""Outputs depend on the request alone: the real decoder, in fp32, token for token."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_blocks_are_copied_in_order(monkeypatch: pytest.MonkeyPatch, form: KVFor
     for most in (1, 3 * 2 * 2 * 2 * 2 * 4 * 4, 1 << 20):
         monkeypatch.setattr("quire.runner.kv_cache._COPY_BYTES", most)
         cache = KVCache(
-            [group], [8], layouts=[KVLayout(2, 4, 2)], form=form, device=torch.device("cpu")
+            [group], [8], layouts=[KVLayout(2, 4, 2)], kv_format=form, device=torch.device("cpu")
         )
         tensors = cache.block_tensors(0)
         assert len(tensors) == 1 + (form.scales == "token")

@@ -50,9 +50,9 @@ def devices() -> Section:
 
 
 def architectures() -> list[str]:
-    from quire.models.registry import BY_ARCHITECTURE
+    from quire.models.registry import ARCHITECTURES
 
-    return sorted(BY_ARCHITECTURE)
+    return sorted(ARCHITECTURES)
 
 
 def model_section(config: EngineConfig) -> Section:

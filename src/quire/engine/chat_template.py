@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,24 @@ def _raise(message: str) -> None:
 
 def _now(format: str) -> str:
     return datetime.now().strftime(format)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """Says how a chat template takes tools and calls, see `template_traits.probe`.
+
+    Attributes:
+        shows_tools, shows_calls: tools and calls reach the prompt.
+        needs_description: a tool without a description cannot be shown.
+        arguments_as_text: calls' arguments are JSON text, not an object.
+        empty_content: content of a message with calls alone.
+    """
+
+    shows_tools: bool
+    shows_calls: bool
+    needs_description: bool = False
+    arguments_as_text: bool = False
+    empty_content: str | None = ""
 
 
 class ChatTemplate:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers.decoders import DecodeStream
-
 from quire.engine.tokenizer import Tokenizer
 
 _CONTEXT = 6
@@ -15,6 +13,9 @@ _CONTEXT = 6
 _LONGEST_CHARACTER = 4
 """Bytes of a UTF-8 character, and so tokens that may be needed to complete one."""
 
+_MOST_EMPTY = 64
+"""Tokens without text that are kept as context: a decoder may treat the first one with text
+specially."""
 
 _BROKEN = "\ufffd"
 """Replacement of bytes that are no character."""
@@ -23,7 +24,10 @@ _BROKEN = "\ufffd"
 class Detokenizer:
     """Detokenizes one completion token by token, in O(1) each.
 
-    Text of incomplete characters is held back until they are complete.
+    Text of incomplete characters is held back until they are complete. A character is judged by
+    the tokens' bytes, not by U+FFFD in the text, which a model may also write. A decoder sees the
+    tokens of whole characters only: byte fallback replaces every byte of a run in which one is
+    broken.
     """
 
     def __init__(
@@ -36,59 +40,122 @@ class Detokenizer:
     ) -> None:
         """Begins after the last tokens of `prompt`.
 
+        A character that the prompt's last tokens leave incomplete is the completion's, where its
+        first tokens complete it.
+
         Args:
         keep: special tokens whose text is not skipped.
         """
-        self._hub = tokenizer.hub
         self._tokenizer = tokenizer
+        self._hub = tokenizer.hub
         self._skip = skip_special_tokens and not keep
         self._skipped = tokenizer.special_ids - keep if skip_special_tokens else frozenset()
-        self._pending: list[int] = []
-        self._context = [int(id) for id in prompt[-_CONTEXT:]]
-        self._stream = self._fresh(self._context)
-
-    def _fresh(self, context: list[int]) -> DecodeStream:
-        if not context:
-            return DecodeStream(skip_special_tokens=self._skip)
-        return DecodeStream(context, self._skip)
+        self._context, self._pending = self._begin(prompt)
+        self._before = self._decode(self._context)
+        self._borrowed = len(self._pending)
+        """Pending tokens that are the prompt's."""
 
     def step(self, token: int) -> str:
         """Returns the text that one more token completes."""
         if token in self._skipped:
             return ""
+        given_up = ""
+        if self._pending and not _may_follow(self._bytes(self._pending), self._bytes([token])):
+            given_up = self._give_up()
         self._pending.append(token)
-        try:
-            text: str | None = self._stream.step(self._hub, token)
-        except Exception:  # the library's word for bytes it cannot place after its context
-            return self._give_up()
-        if text is not None:
-            self._context = self._pending
-            self._pending = []
-            return text
-        if len(self._pending) > _LONGEST_CHARACTER:
-            # No character is so long: these bytes are not UTF-8, and waiting would never end.
-            return self._give_up()
-        return ""
+        text = self._decode([*self._context, *self._pending])
+        if text.endswith(_BROKEN) and _incomplete(self._bytes(self._pending)):
+            return given_up
+        if not text.startswith(self._before):
+            return given_up + self._give_up()
+        return given_up + self._advance(text[len(self._before) :])
 
     def finish(self) -> str:
         """Returns the remaining text: U+FFFD for an incomplete character."""
         return self._give_up()
 
     def whole(self, tokens: Sequence[int]) -> str:
-        """Returns the text of a whole completion, with no state kept."""
-        tokens = [token for token in tokens if token not in self._skipped]
-        before = self._tokenizer.decode(self._context, self._skip)
-        text = self._tokenizer.decode([*self._context, *tokens], self._skip)
-        if text.startswith(before) and not before.endswith(_BROKEN):
-            return text[len(before) :]
+        """Returns the text of a whole completion; none of its tokens were given to `step`."""
+        if not self._pending:
+            kept = [token for token in tokens if token not in self._skipped]
+            text = self._decode([*self._context, *kept])
+            if _BROKEN not in text and text.startswith(self._before):
+                return text[len(self._before) :]
         return "".join(map(self.step, tokens)) + self.finish()
+
+    def _begin(self, prompt: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Returns (tokens of whole characters, tokens of an incomplete one) that end a prompt."""
+        tail = [int(id) for id in prompt[-_CONTEXT - _LONGEST_CHARACTER + 1 :]]
+        if _BROKEN not in self._decode(tail[-_CONTEXT:]):
+            return tail[-_CONTEXT:], []
+        pieces = [self._tokenizer.token_bytes(id) for id in tail]
+        for start in range(len(tail)):
+            data = b"".join(pieces[start:])
+            open_bytes = _incomplete(data)
+            if not _whole(data[: len(data) - open_bytes]):
+                continue
+            end = len(tail)
+            while open_bytes > 0:
+                end -= 1
+                open_bytes -= len(pieces[end])
+            if end > start:
+                return tail[start:end], tail[end:]
+        return [id for id, piece in zip(tail, pieces, strict=True) if _whole(piece)], []
+
+    def _advance(self, text: str) -> str:
+        """Goes on after the pending tokens, whose text is `text`."""
+        if not text:
+            self._context = [*self._context, *self._pending][-_MOST_EMPTY:]
+            self._before = self._decode(self._context)
+        elif _BROKEN not in text or _whole(self._bytes(self._pending)):
+            self._context = self._pending
+            self._before = self._text_of_context()
+        self._pending, self._borrowed = [], 0
+        return text
 
     def _give_up(self) -> str:
         """Returns the pending tokens' text as it is, and goes on after the last whole character."""
-        text = self._tokenizer.decode(self._pending, self._skip) if self._pending else ""
-        self._pending = []
-        self._stream = self._fresh(self._context)
+        text = self._decode(self._pending[self._borrowed :])
+        self._pending, self._borrowed = [], 0
         return text
+
+    def _text_of_context(self) -> str:
+        if len(self._context) == 1 and self._context[0] not in self._tokenizer.special_ids:
+            return self._tokenizer.token_text(self._context[0])
+        return self._decode(self._context)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._hub.decode(tokens, self._skip)) if tokens else ""
+
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(map(self._tokenizer.token_bytes, tokens))
+
+
+def _whole(data: bytes) -> bool:
+    """Returns whether bytes are UTF-8."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _incomplete(data: bytes) -> int:
+    """Returns how many bytes at the end of `data` begin a character of more bytes."""
+    for size in range(1, min(_LONGEST_CHARACTER, len(data) + 1)):
+        try:
+            data[-size:].decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data" and error.start == 0:
+                return size
+    return 0
+
+
+def _may_follow(begun: bytes, data: bytes) -> bool:
+    """Returns whether `data` goes on with the character that ends `begun`."""
+    size = _incomplete(begun) + 1
+    character = (begun + data[:1])[-size:]
+    return not data or _whole(character) or _incomplete(character) == size
 
 
 class StopMatcher:

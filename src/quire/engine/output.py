@@ -101,7 +101,8 @@ class CompletionReader:
             texts.append(self._text(tokens[:shown], whole=finish_reason is not None))
         self._count += len(update.token_ids)
         if update.finish_reason is None and finish_reason is not None:
-            texts.append(self._rest())
+            texts.append(self._rest(update))
+        if update.finish_reason is None and finish_reason is not None:
             update.finish_reason = finish_reason
             if stop_token is not None and stop_token in self._params.stop_token_ids:
                 update.stop_reason = stop_token
@@ -132,6 +133,10 @@ class CompletionReader:
 
     def _searched(self, token: int, count: int, update: StreamUpdate) -> str:
         text = self._detokenizer.step(token) if self._detokenizer is not None else ""
+        return self._shown(text, count, update)
+
+    def _shown(self, text: str, count: int, update: StreamUpdate) -> str:
+        """Returns what may be shown of `text`, the latest of `count` tokens."""
         if self._stops is None or not text or count <= self._params.min_tokens:
             return text
         text, stop = self._stops.feed(text)
@@ -140,11 +145,12 @@ class CompletionReader:
             self.ended_by_text = True
         return text
 
-    def _rest(self) -> str:
+    def _rest(self, update: StreamUpdate) -> str:
+        """Returns the text held back until the end, which may hold a stop string too."""
         if self._detokenizer is None:
             return ""
-        rest = self._detokenizer.finish()
-        return (self._stops.finish() if self._stops else "") + rest
+        rest = self._shown(self._detokenizer.finish(), self._count, update)
+        return rest + (self._stops.finish() if self._stops else "")
 
 
 def logprob_dicts(logprobs: Logprobs, tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,15 +18,35 @@ Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    """Returns one prompt or several as a list."""
+    """Returns one prompt or several as a list. Raises RequestError where they are neither."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype != object:
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise RequestError(
+            f"a prompt is a text, a list of token ids or a dict, not {type(prompts).__name__}",
+            "prompt",
+        )
     many: list[Any] = list(prompts)
     if many and all(isinstance(item, (int, np.integer)) for item in many):
         return [many]
     return many
+
+
+def as_conversations(messages: object) -> list[Sequence[Mapping[str, Any]]]:
+    """Returns one conversation or several as a list. Raises RequestError where they are neither."""
+    if _all(Mapping, messages):
+        return [messages]  # type: ignore[list-item]
+    if isinstance(messages, list | tuple) and all(_all(Mapping, each) for each in messages):
+        return list(messages)
+    raise RequestError("a conversation is a list of dicts with role and content", "messages")
+
+
+def _all(kind: type, items: object) -> bool:
+    return (
+        isinstance(items, list | tuple) and bool(items) and all(isinstance(i, kind) for i in items)
+    )
 
 
 def read_prompt(prompt: Prompt) -> tuple[str | None, str | Sequence[int]]:
@@ -45,6 +65,8 @@ def read_prompt(prompt: Prompt) -> tuple[str | None, str | Sequence[int]]:
             )
         text = prompt.get("prompt")
         ids = prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"a prompt's text is a string, not {type(text).__name__}", "prompt")
         return text, text if ids is None else ids  # type: ignore[return-value]
     return (prompt if isinstance(prompt, str) else None), prompt
 
@@ -53,13 +75,19 @@ def one_each(params: Params | Sequence[Params] | None, count: int, default: Para
     """Returns the parameters of each of `count` prompts.
 
     Raises:
-        RequestError: their number is another.
+        RequestError: their number is another, or they are something else.
     """
     if params is None:
         return [default] * count
-    if isinstance(params, (SamplingParams, PoolingParams)):
+    kind = "sampling" if isinstance(default, SamplingParams) else "pooling"
+    if isinstance(params, type(default)):
         return [params] * count
+    if not isinstance(params, list | tuple) or not all(
+        isinstance(p, type(default)) for p in params
+    ):
+        raise RequestError(
+            f"{kind} parameters are {type(default).__name__} or a list of them", f"{kind}_params"
+        )
     if len(params) != count:
-        kind = "sampling" if isinstance(default, SamplingParams) else "pooling"
         raise RequestError(f"{count} prompts but {len(params)} {kind} parameters", f"{kind}_params")
     return list(params)

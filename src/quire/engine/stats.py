@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from quire.engine.telemetry import Histogram
-from quire.offload import TierStats
+from quire.offload.tier_stats import TierStats
 
 
 class EngineStats(msgspec.Struct):
@@ -13,6 +13,7 @@ class EngineStats(msgspec.Struct):
 
     set_back: waiting requests that ran before.
     prompt_tokens: of requests taken. generation_tokens: read from the device.
+    broken_logits: completions that ended as their logits were not numbers.
     evicted_blocks: evicted from the device's cache. copied_blocks: shared only in part.
     swapped: preemptions after which blocks were to be brought back rather than computed again.
     tiers: None without any. histograms: see `Telemetry`.
@@ -34,5 +35,6 @@ class EngineStats(msgspec.Struct):
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    broken_logits: int = 0
     tiers: TierStats | None = None
     histograms: dict[str, Histogram] = {}

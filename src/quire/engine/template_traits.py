@@ -7,10 +7,9 @@ beside calls, some an empty one; some cannot do without a description.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.chat_template import ChatTemplate
+from quire.engine.chat_template import ChatTemplate, TemplateTraits
 from quire.errors import RequestError
 
 _TOOL: dict[str, Any] = {
@@ -31,24 +30,6 @@ _UNDESCRIBED = {
 }
 _OBJECT = {"probed_key": "probed_value"}
 _TEXT = '{"probed_key": "probed_value"}'
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateTraits:
-    """The probed traits of a chat template.
-
-    Attributes:
-        shows_tools, shows_calls: tools and calls reach the prompt.
-        needs_description: a tool without a description cannot be shown.
-        arguments_as_text: calls' arguments are JSON text, not an object.
-        empty_content: content of a message with calls alone.
-    """
-
-    shows_tools: bool
-    shows_calls: bool
-    needs_description: bool = False
-    arguments_as_text: bool = False
-    empty_content: str | None = ""
 
 
 def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> TemplateTraits:

@@ -57,9 +57,9 @@ def _tokens(prompt: str | Sequence[int] | Int32, tokenizer: Tokenizer | None, mo
         return tokenizer.encode(prompt, most=most)
     try:
         ids = np.asarray(prompt)
-    except (ValueError, OverflowError):
-        ids = np.empty((0, 0))
-    if ids.size == 0:
+    except (ValueError, OverflowError):  # ragged lists
+        ids = np.empty((1, 1))
+    if ids.shape == (0,):
         return np.empty(0, dtype=np.int32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise RequestError("a prompt is a text or a list of token ids (integers)", "prompt")

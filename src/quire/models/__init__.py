@@ -9,7 +9,6 @@ from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.models.config import load_config, resolve_model_path, spec_from_config
 from quire.models.decoder import Decoder
-from quire.models.kv_scales import head_scales
 from quire.models.quantization import model_quantization
 from quire.models.spec import ModelSpec
 from quire.models.weights import load_weights
@@ -23,7 +22,6 @@ __all__ = [
     "KVLayout",
     "ModelSpec",
     "build_model",
-    "head_scales",
     "load_config",
     "load_weights",
     "model_quantization",

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.registry import BY_ARCHITECTURE, BY_NAME
+from quire.models.families import unsupported
+from quire.models.registry import ARCHITECTURES, family_named
 from quire.models.spec import ModelSpec
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -31,6 +32,11 @@ def resolve_model_path(model: str | None, revision: str | None = None) -> Path:
     if not _HUB_ID.fullmatch(model):
         raise ModelError(f"no such model folder: {model}")
     return _download(model, revision)
+
+
+def is_hub_id(model: str) -> bool:
+    """Tells whether `model` names nothing in the file system, and may be a hub id."""
+    return not Path(model).expanduser().exists() and _HUB_ID.fullmatch(model) is not None
 
 
 def _download(model: str, revision: str | None) -> Path:
@@ -80,12 +86,12 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """The architecture that config.json describes. Raises ModelError for one that is unknown, and
     for values that make no sense."""
     names = [str(name) for name in config.get("architectures") or []]
-    family = next((BY_ARCHITECTURE[name] for name in names if name in BY_ARCHITECTURE), None)
-    if family is None and not names:
-        family = BY_NAME.get(str(config.get("model_type")))
+    known = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    family = family_named(known if names else str(config.get("model_type")))
     if family is None:
         found = ", ".join(names) or config.get("model_type") or "none"
         raise ModelError(
-            f"unknown architecture: {found}. Known are: {', '.join(sorted(BY_ARCHITECTURE))}"
+            f"unknown architecture: {found}. Known are: {', '.join(sorted(ARCHITECTURES))}"
         )
+    unsupported.check(config, family.implements)
     return family.spec(config)

@@ -13,7 +13,7 @@ from quire.ops import KVFormat, KVLayer
 from quire.plan import KVGroup
 
 _COPY_BYTES = 64 << 20
-"""Of blocks that are copied at once."""
+"""Most bytes of blocks that are copied at once."""
 
 
 class KVCache:
@@ -34,7 +34,7 @@ class KVCache:
         num_blocks: Sequence[int],
         *,
         layouts: Sequence[KVLayout],
-        form: KVFormat,
+        kv_format: KVFormat,
         device: torch.device,
         head_scales: Tensor | None = None,
     ) -> None:
@@ -43,10 +43,10 @@ class KVCache:
         by_layer: dict[int, KVLayer] = {}
         for group, blocks, layout in zip(groups, num_blocks, layouts, strict=True):
             shape = blocks, len(group.layers), 2, layout.kv_heads, group.tokens_per_block
-            values = torch.zeros((*shape, layout.head_dim), dtype=form.dtype, device=device)
+            values = torch.zeros((*shape, layout.head_dim), dtype=kv_format.dtype, device=device)
             self._tensors.append([values])
             scales = None
-            if form.scales == "token":
+            if kv_format.scales == "token":
                 scales = torch.zeros(shape, dtype=torch.float32, device=device)
                 self._tensors[-1].append(scales)
             for i, layer in enumerate(group.layers):

@@ -1,4 +1,4 @@
-"""How many KV blocks fit."""
+"""Sizes of the KV cache: how many blocks fit into the memory that is left."""
 
 from __future__ import annotations
 

@@ -99,6 +99,12 @@ class ServerArgs(ApiArgs):
     )
     port: int = _setting(8000, "Port to listen on; 0 takes a free one.")
     uds: str | None = _setting(None, "Unix socket to listen on, instead of host and port.")
+    allowed_hosts: tuple[str, ...] = _setting(
+        (),
+        "Name under which clients reach the server (may be repeated; * is any): requests for other "
+        "names are refused. Default: on a loopback address without keys localhost, else any. "
+        "Addresses are always allowed.",
+    )
     root_path: str = _setting("", "Path under which a proxy shows the server, as in /llm.")
     ssl_certfile: str | None = _setting(
         None, "Certificate chain (PEM); with it and its key the server speaks HTTPS."

@@ -12,7 +12,14 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from quire.errors import EngineDeadError, OverloadedError, QuireError, RequestError
+from quire.errors import (
+    BrokenLogitsError,
+    CompilerBusyError,
+    EngineDeadError,
+    OverloadedError,
+    QuireError,
+    RequestError,
+)
 
 logger = logging.getLogger("quire.server")
 
@@ -140,6 +147,10 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, OverloadedError):
         return overloaded()
+    if isinstance(error, CompilerBusyError):
+        return ApiError(503, str(error), code="grammars_busy", retry_after=_RETRY_SECONDS)
+    if isinstance(error, BrokenLogitsError):
+        return ApiError(500, str(error), code="broken_logits", retry=False)
     if isinstance(error, EngineDeadError):
         return ApiError(
             503,

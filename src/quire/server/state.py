@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,13 @@ _FULL_SECONDS = 0.05
 
 @dataclass(slots=True)
 class ServerState:
-    """State at `app.state.server`. `defaults`: the model's own sampling settings."""
+    """State at `app.state.server`.
+
+    Attributes:
+        defaults: the model's own sampling settings.
+        parse_thread: parses large bodies. One thread, as parsers hold the interpreter's lock:
+            several would keep the event loop waiting for each.
+    """
 
     client: EngineClient
     args: ServerArgs
@@ -43,6 +50,9 @@ class ServerState:
     keys: ApiKeys = field(init=False)
     chat_format: ChatFormat = field(init=False)
     tracing: Tracing | None = None
+    parse_thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="parse")
+    )
     draining: bool = False
     _full_until: float = 0.0
 

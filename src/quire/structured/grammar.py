@@ -1,4 +1,4 @@
-"""What a request asks for, as a grammar of llguidance's. Pure: no tokenizer, no model."""
+"""Turns a request's structured output into a grammar for llguidance. Needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.sampling_params import StructuredOutputsParams
 from quire.structured.json_schema import enforceable
 
 MAX_BYTES = 512 * 1024
-"""Of a schema, expression or grammar, or of all choices together."""
+"""Size limit of a schema, expression or grammar, or of all choices together."""
 MAX_REGEX_BYTES = 64 * 1024
 MAX_GBNF_BYTES = 16 * 1024
 MAX_CHOICES = 10_000
@@ -146,7 +146,7 @@ def _checked_lark(text: str) -> str:
             schema, end = decoder.raw_decode(text, start)
         except ValueError as error:
             raise GrammarError(f"The schema after '%json' is not valid JSON: {error}.") from None
-        prepared = json.dumps(_with_options(enforceable(schema, may_be_lenient=True)))
+        prepared = json.dumps(_with_options(enforceable(schema)))
         out += [text[done:start], prepared]
         done = at = end
     return "".join([*out, text[done:]])

@@ -1,4 +1,4 @@
-"""Which JSON Schemas can be enforced, and how they are put to llguidance.
+"""JSON Schemas that can be enforced, and their form for llguidance.
 
 llguidance ignores what it does not know and differs from the standard in a few places, where a
 document that its grammar lets through would be invalid. Here every keyword is either enforced, an
@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 from urllib.parse import unquote
 
 from quire.errors import GrammarError
+from quire.structured.bounded import EXACT, bound, resolve, types_of
 from quire.structured.disjoint import disjoint
-from quire.structured.patterns import FORMATS, translate, unwritable
+from quire.structured.patterns import FORMATS, HARMLESS_FORMATS, translate, unwritable
 
 MAX_DEPTH = 64
 """Schemas within schemas."""
@@ -24,36 +26,51 @@ MAX_PROPERTIES = 5000
 """Properties and pattern properties, in all."""
 MAX_VALUES = 20_000
 """Values of enumerations and names required, in all."""
-EXACT = 2**53
-"""Beyond this not every integer is a double, which is what bounds are compared as."""
 
 Json = Any
-_DRAFTS = ("draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12")
+_DIALECT = re.compile(
+    r"https?://json-schema\.org/(?:(?:draft-0[467]|draft/(?:2019-09|2020-12))/)?schema#?"
+)
+_LATEST = re.compile(r"2020-12|json-schema\.org/schema")
+_MOST_ARRAYS = 2000
+"""Arrays of distinct items that are listed one by one."""
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly",
-     "writeOnly", "$comment", "discriminator"}
+     "writeOnly", "$comment", "discriminator",
+     # OpenAPI's, editors' and generators'
+     "externalDocs", "xml", "propertyOrdering", "markdownDescription", "enumNames",
+     "enumDescriptions", "markdownEnumDescriptions", "deprecationMessage", "errorMessage",
+     "defaultSnippets", "doNotSuggest", "suggestSortText", "tsType"}
 )  # fmt: skip
 _X_GUIDANCE = "x-guidance"
 _SEPARATORS = {
     "item_separator": re.compile("[ \t\r\n]*,[ \t\r\n]*"),
     "key_separator": re.compile("[ \t\r\n]*:[ \t\r\n]*"),
 }
+_SWITCHES = ("whitespace_flexible", "lenient", "open_objects", "open_numbers")
 _UNSUPPORTED = "unsupported_schema"
 
 
-def enforceable(schema: Json, *, may_be_lenient: bool = False) -> dict[str, Json]:
-    """The schema as llguidance enforces it to the letter. may_be_lenient: what cannot be enforced
-    is left out if the schema says so (`"x-guidance": {"lenient": true}`).
+def enforceable(schema: Json) -> dict[str, Json]:
+    """Returns the schema as llguidance enforces it to the letter, with bounds for what it leaves
+    open. What cannot be enforced is left out if the schema says so (`"x-guidance": {"lenient":
+    true}`).
 
     Raises:
         GrammarError: it is malformed, too large, or says what cannot be enforced; with the pointer
             of the keyword.
     """
-    reader = _Reader(schema, may_be_lenient)
-    done = reader.schema(schema, "#", 0)
+    reader = _Reader(schema)
+    done: dict[str, Json] = reader.schema(schema, "#", 0)
     reader.check_references(done)
-    return done if isinstance(done, dict) else ({} if done else {"not": {}})
+    bound(
+        done,
+        reader.places.values(),
+        open_objects=reader.option_of("open_objects"),
+        open_numbers=reader.option_of("open_numbers"),
+    )
+    return done
 
 
 def refuse(pointer: str, why: str, code: str = _UNSUPPORTED) -> GrammarError:
@@ -64,37 +81,33 @@ def _within(pointer: str, name: str | int) -> str:
     return f"{pointer}/{str(name)[:200].replace('~', '~0').replace('/', '~1')}"
 
 
-def _resolve(schema: Json, pointer: str) -> Json:
-    """What a pointer ('#/...') leads to, or None."""
-    for step in pointer.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(schema, dict):
-            schema = schema.get(name)
-        elif isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
-            schema = schema[int(name)]
-        else:
-            return None
-    return schema
-
-
 class _Reader:
-    """One walk over a schema. `places` are all schemas met, in their new words, by their old
-    pointers."""
+    """Walks over a schema once.
 
-    def __init__(self, root: Json, may_be_lenient: bool) -> None:
+    places: all schemas met, in their new words, by their old pointers.
+    beside: the schema whose keyword is read, as it was given.
+    """
+
+    def __init__(self, root: Json) -> None:
         self.root = root
-        self.may_be_lenient = may_be_lenient
-        options = root.get(_X_GUIDANCE) if may_be_lenient and isinstance(root, dict) else None
-        self.lenient = isinstance(options, dict) and options.get("lenient") is True
+        self.lenient = self.option_of("lenient")
         self.places: dict[str, Json] = {}
         self.references: list[tuple[str, str]] = []
         self.properties = self.values = 0
+        self.beside: dict[str, Json] = {}
+
+    def option_of(self, name: str) -> bool:
+        """Returns whether an option of the root is on."""
+        options = self.root.get(_X_GUIDANCE) if isinstance(self.root, dict) else None
+        return isinstance(options, dict) and options.get(name) is True
 
     def schema(self, schema: Json, at: str, depth: int) -> Json:
         """One schema, in its new words."""
-        if isinstance(schema, bool):
+        if schema is True:
+            schema = {}
+        if schema is False:
             self.places[at] = schema
-            if not schema and at == "#":
+            if at == "#":
                 raise refuse(at, "nothing is valid against it", "invalid_schema")
             return schema
         if not isinstance(schema, dict):
@@ -108,6 +121,7 @@ class _Reader:
                 continue
             try:
                 read = _KEYWORDS.get(name, _Reader.unknown)
+                self.beside = schema
                 read(self, out, name, value, at, depth)
             except GrammarError as error:
                 if not self.lenient or error.code != _UNSUPPORTED:
@@ -116,6 +130,9 @@ class _Reader:
         if rest is not None and isinstance(schema.get("items"), list):
             out["items"] = rest
         self._check_min_properties(schema, at)
+        if schema.get("nullable") is True and "type" in out:
+            types = out["type"] if isinstance(out["type"], list) else [out["type"]]
+            out["type"] = list(dict.fromkeys((*types, "null")))
         return out
 
     # -- keywords: each puts into `out` what is to be enforced ---------------------------------
@@ -124,24 +141,21 @@ class _Reader:
         raise refuse(_within(at, name), f"the keyword '{name[:100]}' cannot be enforced")
 
     def dialect(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        known = isinstance(value, str) and any(draft in value for draft in _DRAFTS)
-        if at != "#" or not known or "json-schema.org" not in value:
+        if at != "#" or not isinstance(value, str) or not _DIALECT.fullmatch(value):
             raise refuse(
                 _within(at, name), "it must be draft 4, 6, 7, 2019-09 or 2020-12, at the root"
             )
 
     def identifier(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        if at != "#":
-            raise refuse(_within(at, name), "only the root may have one")
+        if at != "#" or not isinstance(value, str):
+            raise refuse(_within(at, name), "only the root may have one, which is a string")
 
     def option(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         here = _within(at, name)
         if at != "#" or not isinstance(value, dict):
             raise refuse(here, "it is an object of options at the root", "invalid_schema")
         for option, setting in value.items():
-            switch = option == "whitespace_flexible" or (
-                option == "lenient" and self.may_be_lenient
-            )
+            switch = option in _SWITCHES
             separator = _SEPARATORS.get(option)
             fits = isinstance(setting, str) and separator and separator.fullmatch(setting)
             if not (switch and isinstance(setting, bool)) and not fits:
@@ -175,7 +189,7 @@ class _Reader:
         return [self.schema(s, _within(here, i), depth + 1) for i, s in enumerate(value)]
 
     def one_of(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        """Where no document can match two of the options, it is the same as `anyOf`."""
+        """Reads `oneOf` as `anyOf`, if no document can match two of the options."""
         options = self._list(name, value, at, depth)
         if self.lenient or disjoint(value, self.root):
             self.also(out, {"anyOf": options})
@@ -190,7 +204,7 @@ class _Reader:
         out["allOf"] = [*out.get("allOf", ()), more]
 
     def items(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        """As a list it is what became `prefixItems`."""
+        """Reads `items`; a list is the older form of `prefixItems`."""
         if isinstance(value, list):
             if "prefixItems" in out:
                 raise refuse(_within(at, name), "it cannot be a list beside 'prefixItems'")
@@ -200,7 +214,7 @@ class _Reader:
 
     def prefix(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         dialect = self.root.get("$schema", "2020-12") if isinstance(self.root, dict) else ""
-        if name in out or "2020-12" not in dialect:
+        if name in out or not _LATEST.search(dialect):
             raise refuse(_within(at, name), "it needs draft 2020-12, and no list as 'items'")
         out[name] = self._list(name, value, at, depth)
 
@@ -243,11 +257,17 @@ class _Reader:
         out[name] = self._pattern(value, _within(at, name))
 
     def format(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        if isinstance(value, str) and value in HARMLESS_FORMATS:
+            return
+        if isinstance(value, str) and value in _INTEGER_FORMATS:
+            low, high = _INTEGER_FORMATS[value]
+            self.also(out, {"minimum": low, "maximum": high})
+            return
         if not isinstance(value, str) or value not in FORMATS:
             raise refuse(
                 _within(at, name),
                 f"the format {str(value)[:100]!r} cannot be enforced; known are "
-                f"{', '.join(FORMATS)}",
+                f"{', '.join((*FORMATS, *_INTEGER_FORMATS, *HARMLESS_FORMATS))}",
             )
         patterns, longest = FORMATS[value]
         for pattern in patterns:
@@ -273,11 +293,11 @@ class _Reader:
         self._count(len(value), here)
         for i, item in enumerate(value):
             self._check_value(item, _within(here, i), 0)
-        out[name] = value
+        out[name] = _whole_numbers(value)
 
     def constant(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         self._check_value(value, _within(at, name), 0)
-        out[name] = value
+        out[name] = _whole_numbers(value)
 
     def _count(self, values: int, at: str) -> None:
         self.values += values
@@ -316,9 +336,36 @@ class _Reader:
             raise refuse(_within(at, name), "it is too large to be enforced")
         out[name] = int(value)
 
+    def nullable(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        """OpenAPI 3.0's; `schema` adds the type, as it holds for a `type` beside it only."""
+        here = _within(at, name)
+        if not isinstance(value, bool):
+            raise refuse(here, "it must be true or false", "invalid_schema")
+        if value and "type" not in self.beside:
+            raise refuse(here, "it needs a 'type' beside it. Use 'anyOf' with {\"type\": \"null\"}")
+
     def unique(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        if value is not False:
-            raise refuse(_within(at, name), "the keyword 'uniqueItems' cannot be enforced")
+        """Lists the arrays, where they are few."""
+        here = _within(at, name)
+        if not isinstance(value, bool):
+            raise refuse(here, "it must be true or false", "invalid_schema")
+        schema = self.beside
+        most = schema.get("maxItems")
+        if not value or (isinstance(most, int) and most <= 1):
+            return
+        items = schema.get("items")
+        if isinstance(items, dict) and isinstance(items.get("$ref"), str):
+            items = resolve(self.root, unquote(items["$ref"]))
+        arrays = _distinct(items, schema.get("minItems", 0), most)
+        if not arrays:
+            raise refuse(
+                here,
+                "it can be enforced only where 'items' is an 'enum' and there are at most "
+                f"{_MOST_ARRAYS} arrays (which 'maxItems' may bound). "
+                '"x-guidance": {"lenient": true} at the root leaves out what cannot be enforced',
+            )
+        others = [kind for kind in _TYPES if kind != "array"]
+        self.also(out, {"anyOf": [{"enum": arrays}, {"type": others}]})
 
     def reference(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         here = _within(at, name)
@@ -331,11 +378,11 @@ class _Reader:
     # -- afterwards ----------------------------------------------------------------------------
 
     def check_references(self, done: Json) -> None:
-        """What a reference points to must have been read as a schema, and stand there still, so
+        """Checks that each reference's target has been read as a schema and is still there, so
         that nothing is enforced that was not looked at."""
         for target, at in self.references:
             place = self.places.get(target)
-            if place is None or _resolve(done, target) is not place:
+            if place is None or resolve(done, target) is not place:
                 raise refuse(at, f"a reference to '{target[:200]}' cannot be enforced")
 
     def _check_min_properties(self, schema: dict[str, Json], at: str) -> None:
@@ -347,6 +394,43 @@ class _Reader:
                 "more than 1 can be enforced only where as many are 'required'",
             )
 
+
+def _whole_numbers(value: Json) -> Json:
+    """Returns a value with 1.0 as 1: they are equal, and one of them an integer by its looks."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= EXACT:
+        return int(value)
+    if isinstance(value, list):
+        return [_whole_numbers(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _whole_numbers(item) for name, item in value.items()}
+    return value
+
+
+def _distinct(items: Json, least: Json, most: Json) -> list[list[Json]] | None:
+    """Returns the arrays of `least` to `most` distinct values of an enumeration, in every order;
+    None where they cannot be listed, or are too many."""
+    if not isinstance(items, dict) or not items.keys() - _ANNOTATIONS <= {"enum", "type"}:
+        return None
+    values = items.get("enum")
+    if not isinstance(values, list) or not isinstance(least, int | float):
+        return None
+    kinds = types_of(items)
+    simple = all(isinstance(value, str) for value in values) and kinds <= {"string"}
+    unique = list(dict.fromkeys(values)) if simple else []
+    longest = min(len(unique), int(most)) if isinstance(most, int | float) else len(unique)
+    sizes = range(math.ceil(least), longest + 1)
+    if not unique or sum(math.perm(len(unique), size) for size in sizes) > _MOST_ARRAYS:
+        return None
+    return [list(array) for size in sizes for array in permutations(unique, size)]
+
+
+_INTEGER_FORMATS = {
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32)},
+    **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32)},
+    "int64": (-EXACT, EXACT),
+    "uint64": (0, EXACT),
+}
+"""Maps OpenAPI's formats of numbers to bounds within them."""
 
 _KEYWORDS: dict[str, Callable[[_Reader, dict[str, Json], str, Json, str, int], None]] = {
     **dict.fromkeys(("anyOf", "allOf"), _Reader.subschemas),
@@ -360,6 +444,7 @@ _KEYWORDS: dict[str, Callable[[_Reader, dict[str, Json], str, Json, str, int], N
     ),
     "$anchor": _Reader.text,
     "$id": _Reader.identifier,
+    "id": _Reader.identifier,
     "$ref": _Reader.reference,
     "$schema": _Reader.dialect,
     "additionalItems": _Reader.subschema,
@@ -368,6 +453,7 @@ _KEYWORDS: dict[str, Callable[[_Reader, dict[str, Json], str, Json, str, int], N
     "enum": _Reader.enumeration,
     "format": _Reader.format,
     "items": _Reader.items,
+    "nullable": _Reader.nullable,
     "oneOf": _Reader.one_of,
     "pattern": _Reader.pattern,
     "patternProperties": _Reader.by_pattern,
@@ -378,4 +464,4 @@ _KEYWORDS: dict[str, Callable[[_Reader, dict[str, Json], str, Json, str, int], N
     "uniqueItems": _Reader.unique,
     _X_GUIDANCE: _Reader.option,
 }
-"""How each keyword is read."""
+"""The reader of each keyword."""

@@ -47,7 +47,7 @@ def _literal(code: int) -> str:
 
 
 def _member(code: int) -> str:
-    """Of a class."""
+    """Contents of a character class."""
     return f"\\u{{{code:X}}}"
 
 
@@ -117,7 +117,7 @@ class _Translator:
         self.out.append("(?:")
 
     def _escape(self) -> str:
-        """What follows a backslash, outside of a class."""
+        """Reads an escape after its backslash, outside of a class."""
         char = self.text[self.at : self.at + 1]
         if char in _CLASSES:
             self.at += 1
@@ -217,13 +217,14 @@ class _Translator:
 
 # -- formats -----------------------------------------------------------------------------------
 
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _YEAR_MONTH_DAY = (
-    "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    rf"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
     "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-    "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+    "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)"
 )
 _CLOCK = (
-    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?"
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
     r"(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
 # RFC 5321's rule for mailboxes, which JSON Schema names, has no lengths. That is luck: where a
@@ -261,11 +262,13 @@ _URI = (
     rf"[A-Za-z][A-Za-z0-9+.-]*:(?://{_AUTHORITY}(?:/{_PCHAR}*)*|/(?:{_PCHAR}+(?:/{_PCHAR}*)*)?"
     rf"|{_PCHAR}+(?:/{_PCHAR}*)*)?(?:\?(?:{_PCHAR}|[/?])*)?(?:#(?:{_PCHAR}|[/?])*)?"
 )
+_N = "[0-9]{1,5}"
+_DURATION_TIME = f"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
 _DURATION = (
-    "P(?:(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
-    "(?:T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S))?"
-    "|T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)|[0-9]+W)"
+    f"P(?:(?:{_N}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)(?:{_DURATION_TIME})?"
+    f"|{_DURATION_TIME}|{_N}W)"
 )
+_UUID = "[0-9A-Fa-f]{{8}}-[0-9A-Fa-f]{{4}}-{}[0-9A-Fa-f]{{3}}-{}[0-9A-Fa-f]{{3}}-[0-9A-Fa-f]{{12}}"
 
 FORMATS: dict[str, tuple[tuple[str, ...], int | None]] = {
     "date": ((_YEAR_MONTH_DAY,), None),
@@ -277,9 +280,18 @@ FORMATS: dict[str, tuple[tuple[str, ...], int | None]] = {
     "ipv4": ((_IPV4,), None),
     "ipv6": ((_IPV6,), None),
     "uri": ((_URI,), None),
-    "uuid": (("[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}",), None),
+    **dict.fromkeys(("iri", "uri-reference", "url"), ((_URI,), None)),
+    "uuid": ((_UUID.format("[0-9A-Fa-f]", "[0-9A-Fa-f]"),), None),
+    **{f"uuid{n}": ((_UUID.format(n, "[89ABab]"),), None) for n in (1, 3, 4, 5)},
+    "byte": (("(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",), None),
 }
 """Regular expressions (in Rust's syntax) that the whole of a string matches, all of them, and its
 greatest length. They describe a subset of the format: RFC 3339 without leap seconds, RFC 5321's
 mailboxes without quoted local parts and address literals, RFC 1123 without internationalized
 labels, RFC 4291 without embedded IPv4."""
+
+HARMLESS_FORMATS = (
+    "path", "file-path", "directory-path", "binary", "password", "textarea", "float", "double",
+    "decimal",
+)  # fmt: skip
+"""Formats that say how a value is shown or kept; every string or number has them."""

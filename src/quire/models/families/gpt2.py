@@ -87,7 +87,6 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
 
 FAMILY = Family(
     name="gpt2",
-    architectures=("GPT2LMHeadModel",),
     spec=_spec,
     source=_source,
     prefix="transformer.",

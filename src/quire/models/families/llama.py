@@ -106,7 +106,6 @@ IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 FAMILY = Family(
     name="llama",
-    architectures=("LlamaForCausalLM",),
     spec=_spec,
     source=source,
     ignored=IGNORED,

@@ -23,8 +23,8 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
 
 FAMILY = Family(
     name="mistral",
-    architectures=("MistralForCausalLM",),
     spec=_spec,
     source=llama.source,
     ignored=llama.IGNORED,
+    implements=("layer_types",),
 )

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.arguments import Activation, RmsScale
-from quire.ops.reference.quantized import dequantize, round_inputs
 from quire.ops.weight import Weight
 
 _WIDE = (torch.float32, torch.float64)
@@ -63,7 +62,10 @@ def linear(
     if weight.format.scales is None:
         out = _product(x, weight.values, bias)
     else:
-        x = round_inputs(x, weight)
+        # Most weights are stored as they are.
+        from quire.ops.reference import quantized
+
+        x = quantized.round_inputs(x, weight)
         out = _scaled_product(x, weight)
         out = out if bias is None else out.add_(bias)
     if act is not None:
@@ -76,6 +78,8 @@ _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 
 def _scaled_product(x: Tensor, weight: Weight) -> Tensor:
     """Returns x @ weightᵀ, with the scales applied to the products where outputs have one each."""
+    from quire.ops.reference.quantized import dequantize
+
     scales = weight.scales
     if scales is None or weight.format.group or weight.format.zeros or x.dtype not in _WIDE:
         return _product(x, dequantize(weight, x.dtype), None)

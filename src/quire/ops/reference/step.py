@@ -463,7 +463,7 @@ def _ranked(x: Tensor) -> Tensor:
     return (ordered << 32) - torch.arange(x.shape[1], device=x.device)
 
 
-def wait_for_flag(flags: Tensor, gate: Tensor) -> None:
+def wait_for_flag(gate: Tensor, flags: Tensor) -> None:
     """Holds what is queued behind until a flag that the host sets has reached a value.
 
     flags: int64 [n], in memory of the host that the device can read. gate: int32 [3] on the device:

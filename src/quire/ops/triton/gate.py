@@ -26,7 +26,7 @@ def _wait(flags_ptr, gate_ptr, tries):
             tried += 1
 
 
-def wait_for_flag(flags: Tensor, gate: Tensor) -> None:
+def wait_for_flag(gate: Tensor, flags: Tensor) -> None:
     """See `ops.wait_for_flag`. Gives up after some twenty seconds, so that a host that has failed
     does not leave the device busy for ever.
 

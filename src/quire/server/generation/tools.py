@@ -145,10 +145,10 @@ def _schemas(
         if name not in tools:
             continue
         strict = bool(tool["function"].get("strict"))
-        schema = tools[name] if strict else {**tools[name], "x-guidance": {"lenient": True}}
+        schema = tools[name] if strict else _lenient(tools[name])
         param = f"tools[{place}].function.parameters"
         try:
-            enforceable(schema, may_be_lenient=not strict)
+            enforceable(schema)
         except GrammarError as error:
             raise ApiError(
                 400, f"Invalid value for '{param}': {error}", param=param, code=error.code
@@ -162,6 +162,12 @@ def _schemas(
             )
         schemas[name] = schema
     return schemas
+
+
+def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
+    options = schema.get("x-guidance")
+    own = options if isinstance(options, dict) else {}
+    return {**schema, "x-guidance": {**own, "lenient": True}}
 
 
 def _body(rules: Rules, wanted: StructuredOutputsParams | None) -> str:

@@ -22,7 +22,7 @@ from quire.server.telemetry.metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from quire.engine.stats import EngineStats
-    from quire.offload import TierStats
+    from quire.offload.tier_stats import TierStats
 
 _COUNTERS = {
     "prefix_query_tokens": ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),
@@ -40,6 +40,7 @@ _COUNTERS = {
         "engine_generation_tokens",
         "Tokens computed, those that nobody waited for any more included.",
     ),
+    "broken_logits": ("broken_logits", "Completions that ended as their logits were not numbers."),
 }
 """Maps fields of `EngineStats` to their metrics' names and meanings."""
 

@@ -1,0 +1,213 @@
+"""Values of the wrong type, or beyond their bounds, are typed errors that name the field."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quire
+from quire import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
+from quire.config import EngineArgs
+from quire.errors import BrokenLogitsError, ConfigError, RequestError
+from quire.sampling_params import MIN_TEMPERATURE
+
+WRONG: tuple[Any, ...] = (
+    "x",
+    b"x",
+    object(),
+    [[1]],
+    {"a": 1},
+    math.inf,
+    math.nan,
+    2**70,
+    1.5,
+    True,
+)
+SETTINGS = [field.name for field in dataclasses.fields(EngineArgs)]
+
+
+def refusal(call: Callable[[], object]) -> str | None:
+    """Returns the field that a call was refused for, None if it was taken."""
+    try:
+        call()
+    except (ConfigError, RequestError) as error:
+        return error.param
+    return None
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_of_any_value_is_taken_or_refused_by_name(name: str) -> None:
+    for value in (*WRONG, None, Path("x"), ()):
+        blamed = refusal(lambda value=value: EngineArgs(**{name: value}))
+        assert blamed in (None, name) or name == "disk_cache", value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_cache_gb", math.inf),
+        ("kv_cache_gb", "4"),
+        ("max_num_seqs", "x"),
+        ("max_num_seqs", 2.0),
+        ("max_num_seqs", True),
+        ("seed", 2**70),
+        ("seed", None),
+        ("priority_weight", math.inf),
+        ("enforce_eager", "no"),
+        ("disable", ("graphs", 1)),
+        ("model", 5),
+        ("scheduling_policy", ["fcfs"]),
+    ],
+)
+def test_settings_of_the_wrong_type(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} must be") as found:
+        EngineArgs(**{name: value})
+    assert found.value.param == name
+
+
+def test_paths_and_lists_are_settings() -> None:
+    args = EngineArgs(model=Path("/a/b"), disable=["graphs"])  # type: ignore[arg-type]
+    assert (args.model, args.disable) == ("/a/b", ("graphs",))
+    assert EngineArgs(gpu_memory_utilization=1).gpu_memory_utilization == 1
+
+
+@pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
+def test_a_sampling_parameter_of_any_value_is_taken_or_refused_by_name(name: str) -> None:
+    for value in (*WRONG, None, (1,), ["a"], -1):
+        blamed = refusal(lambda value=value: SamplingParams(**{name: value}))
+        assert blamed in (None, name, "stop", "min_tokens"), value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", 5),
+        ("stop_token_ids", "ab"),
+        ("ignore_eos", "no"),
+        ("detokenize", 0),
+        ("logit_bias", [1]),
+        ("logit_bias", {1: "x"}),
+        ("structured_outputs", "json"),
+        ("structured_outputs", {"jsn": "{}"}),
+        ("structured_outputs", {}),
+        ("seed", 2**70),
+        ("max_tokens", 1.0),
+        ("temperature", None),
+    ],
+)
+def test_sampling_parameters_of_the_wrong_type(name: str, value: Any) -> None:
+    with pytest.raises(RequestError) as found:
+        SamplingParams(**{name: value})
+    assert found.value.param == name
+
+
+@pytest.mark.parametrize("name", StructuredOutputsParams.__struct_fields__)
+def test_structured_outputs_of_the_wrong_type(name: str) -> None:
+    for value in (5, b"x", object(), [1], ("a", 1)):
+        with pytest.raises(RequestError):
+            StructuredOutputsParams(**{name: value})
+
+
+def test_structured_outputs_are_taken_as_a_dict() -> None:
+    asked = SamplingParams(structured_outputs={"choice": ["a", "b"]})  # type: ignore[arg-type]
+    assert asked.structured_outputs == quire.StructuredOutputsParams(choice=("a", "b"))
+    schema = SamplingParams(structured_outputs={"json": {"type": "null"}})  # type: ignore[arg-type]
+    assert schema.structured_outputs == StructuredOutputsParams(json='{"type":"null"}')
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -0.0, 1e-38, 1e-45, 9e-6])
+def test_tiny_temperatures_are_greedy(value: float) -> None:
+    assert SamplingParams(temperature=value).greedy
+    assert SamplingParams(temperature=value).temperature == 0.0
+    assert not SamplingParams(temperature=MIN_TEMPERATURE).greedy
+
+
+def test_pooling_parameters_of_the_wrong_type() -> None:
+    for fields in ({"normalize": 1}, {"pooling": ["last"]}, {"dimensions": 1.0}):
+        with pytest.raises(RequestError) as found:
+            PoolingParams(**fields)
+        assert found.value.param in fields
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(device="cpu", kv_cache_gb=0.05, max_model_len=256)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        5,
+        b"text",
+        [None],
+        [1, None],
+        [1.5],
+        {"prompt": 5},
+        {"prompt": None},
+        {"prompt_token_ids": None},
+        {"prompt_token_ids": [[1, 2], [3]]},
+        {"prompt_token_ids": [[1, 2], [3, 4]]},
+        {"prompt_token_ids": ["a"]},
+        {"prompt_token_ids": [True]},
+        {"prompt_token_ids": [2**70]},
+        {"prompt_token_ids": [-1]},
+        {"prompt_token_ids": []},
+        {"text": "a"},
+        object(),
+        np.zeros((2, 2)),
+    ],
+)
+def test_prompts_of_the_wrong_type(llm: LLM, prompt: Any) -> None:
+    calls: tuple[Callable[..., Any], ...] = (llm.generate, llm.embed)
+    for call in calls:
+        with pytest.raises(RequestError) as found:
+            call(prompt, use_tqdm=False)
+        assert found.value.param == "prompt"
+
+
+def test_ragged_ids_are_not_called_empty(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="list of token ids"):
+        llm.generate({"prompt_token_ids": [[1, 2], [3]]}, use_tqdm=False)  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, "x", 5, ["x"], PoolingParams()])
+def test_parameters_that_are_none(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError) as found:
+        llm.generate("a", params, use_tqdm=False)
+    assert found.value.param == "sampling_params"
+
+
+@pytest.mark.parametrize("priority", [["a"], [1, 2], [None]])
+def test_priorities_of_the_wrong_type(llm: LLM, priority: Any) -> None:
+    with pytest.raises(RequestError) as found:
+        llm.generate("a", priority=priority, use_tqdm=False)
+    assert found.value.param == "priority"
+
+
+@pytest.mark.parametrize("messages", [None, 5, "text", [5], [None], [[5]]])
+def test_conversations_of_the_wrong_type(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError) as found:
+        llm.chat(messages, use_tqdm=False)
+    assert found.value.param == "messages"
+
+
+def test_logits_that_are_not_numbers_end_a_request_with_an_error() -> None:
+    llm = LLM(device="cpu", kv_cache_gb=0.05, max_model_len=256)
+    model = llm._core._executor.local.model  # type: ignore[attr-defined]
+    next(iter(model.norm.parameters())).data.fill_(math.nan)
+    outputs = llm.generate(["a", "b c"], SamplingParams(max_tokens=4), use_tqdm=False)
+    for output in outputs:
+        assert output.finished
+        assert output.outputs[0].finish_reason == "error"
+        assert output.outputs[0].token_ids == []
+    assert llm.stats().broken_logits == 2
+    assert llm.stats().running == 0
+    with pytest.raises(BrokenLogitsError):
+        llm.embed("a", use_tqdm=False)
