@@ -75,8 +75,8 @@ def model_section(config: EngineConfig) -> Section:
     weights = [weight for layer in linear if not layer.tied for weight in layer.weights]
     parameters += sum(weight.outputs * weight.inputs for weight in weights)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    form = kv_format(config.kv_cache_dtype, dtype, *spec.head_dims)
-    groups = model.kv_groups(config.block_size, form)
+    stored = kv_format(config.kv_cache_dtype, dtype, *spec.head_dims)
+    groups = model.kv_groups(config.block_size, stored)
     per_token = sum(group.block_bytes // group.tokens_per_block for group in groups)
     capacity = _kv_bytes(config, weight_bytes)
     return {
