@@ -30,7 +30,8 @@ from quire.models import (
 )
 from quire.ops import Weight, WeightFormat
 from quire.ops.reference.quantized import dequantize
-from quire.parallel import ProcessGroup, SingleGroup, TorchGroup
+from quire.parallel import ProcessGroup, SingleGroup
+from quire.parallel.torch_group import TorchGroup
 from quire.quantization import Quantization, Scheme, StoredTensor, Unquantized, quantization_of
 from tests.models.checkpoints import make
 from tests.models.harness import Harness

@@ -16,7 +16,7 @@ from quire.quantization.stored_tensor import ProjectionShare, Range, StoredTenso
 INT32 = frozenset({torch.int32})
 IN_ORDER = tuple(range(8))
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in an int32, in units of 4 bits, AWQ puts each of eight neighbouring outputs."""
+"""The place in an int32, in units of 4 bits, of each of eight neighbouring outputs in AWQ."""
 
 
 def unpack(words: Tensor, bits: int, order: tuple[int, ...] = IN_ORDER) -> Tensor:

@@ -1,4 +1,4 @@
-"""How a projection's weights are stored, in the checkpoint and in memory."""
+"""The storage of a projection's weights, in the checkpoint and in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint says how its weights are quantized."""
+"""The settings of a checkpoint's quantization, as its files have them."""
 
 from __future__ import annotations
 
