@@ -92,7 +92,9 @@ class EngineArgs:
         10.0, "Ageing: one unit of priority is worth this many seconds of waiting."
     )
     max_queue: int | None = _setting(
-        None, "Most requests that may wait; more are refused with 503. Default: no limit."
+        None,
+        "Most requests that may wait; more are refused with 503, unless their key has less than "
+        "its share of the queue. Default: no limit.",
     )
     max_queue_tokens: int | None = _setting(
         None, "Most prompt tokens that may wait, as max_queue. Default: no limit."

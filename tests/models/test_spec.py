@@ -134,6 +134,16 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"]
+)
+@pytest.mark.parametrize("value", [10**9, 10**12, 10**400])
+def test_sizes_that_no_model_has(name: str, value: int) -> None:
+    with pytest.raises(ModelError, match=f"{name} must be at most") as caught:
+        spec_from_config({**LLAMA, name: value})
+    assert len(str(caught.value)) < 200
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_settings_that_make_no_sense(name: str) -> None:
     value, message = BAD[name]

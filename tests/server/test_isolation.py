@@ -1,4 +1,4 @@
-"""What one API key stores, no other sees, continues, changes or ends."""
+"""Tests that no API key sees, continues, changes or ends what another one stored."""
 
 from __future__ import annotations
 

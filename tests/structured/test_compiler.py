@@ -15,7 +15,7 @@ from quire.sampling_params import StructuredOutputsParams
 from quire.server.errors import as_api_error
 from quire.structured import Compiler
 from quire.structured.compiler import CompilerConfig
-from tests.structured.conftest import EOS
+from tests.structured.conftest import EOS, Accepts
 
 
 def choice(word: str) -> StructuredOutputsParams:
@@ -34,7 +34,7 @@ def compiled() -> list[str]:
 
 
 @pytest.fixture
-def compiler(
+def gated(
     tokenizer: Tokenizer, gate: threading.Event, compiled: list[str], monkeypatch: Any
 ) -> Iterator[Compiler]:
     """A compiler with one thread, which waits for the gate where a choice is 'slow'."""
@@ -57,31 +57,50 @@ def compiler(
     made.shutdown()
 
 
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [f"label number {i}" for i in range(10_000)],
+        ["a", "ab", "abc", 'quote "', "back\\slash", "new\nline", "/re(g)+ex|/", "é 日本 😀"],
+        ["", "yes", "no"],
+        [""],
+        ["same", "same"],
+    ],
+    ids=["many", "special", "empty", "only empty", "twice"],
+)
+def test_choices(accepts: Accepts, choices: list[str]) -> None:
+    params = StructuredOutputsParams(choice=choices)
+    for choice in {choices[0], choices[-1], *choices[:8]}:
+        assert accepts(params, choice)
+    for other in ("other", choices[0] + "x", choices[0] + choices[-1], choices[-1][:-1] + "~"):
+        assert other in choices or not accepts(params, other)
+
+
 def test_what_nobody_waits_for_is_not_compiled(
-    compiler: Compiler, gate: threading.Event, compiled: list[str]
+    gated: Compiler, gate: threading.Event, compiled: list[str]
 ) -> None:
-    slow = compiler.compile(choice("slow"))
-    left = [compiler.checked(choice(f"left {i}")) for i in range(20)]
-    wanted = compiler.compile(choice("wanted"))
+    slow = gated.compile(choice("slow"))
+    left = [gated.checked(choice(f"left {i}")) for i in range(20)]
+    wanted = gated.compile(choice("wanted"))
     for i in range(20):
-        compiler.forget(choice(f"left {i}"))
+        gated.forget(choice(f"left {i}"))
     assert all(verdict.cancelled() for verdict in left)
     gate.set()
     wait((slow, wanted), 20)
     assert compiled == ["slow", "wanted"]
-    compiler.check(choice("left 3"))  # nothing bad was noted of it
+    gated.check(choice("left 3"))  # nothing bad was noted of it
     assert compiled == ["slow", "wanted", "left 3"]
 
 
 def test_grammars_are_shared_while_they_wait_and_while_they_run(
-    compiler: Compiler, gate: threading.Event, compiled: list[str]
+    gated: Compiler, gate: threading.Event, compiled: list[str]
 ) -> None:
     """More of them than are kept, and one of two who wait for it leaves."""
-    slow = [compiler.compile(choice("slow")) for _ in range(3)]
-    asked = [[compiler.compile(choice(str(i))) for _ in range(2)] for i in range(5)]
+    slow = [gated.compile(choice("slow")) for _ in range(3)]
+    asked = [[gated.compile(choice(str(i))) for _ in range(2)] for i in range(5)]
     for i in range(5):
-        compiler.forget(choice(str(i)))
-    compiler.forget(choice("slow"))
+        gated.forget(choice(str(i)))
+    gated.forget(choice("slow"))
     assert len(set(slow)) == 1
     gate.set()
     for first, second in asked:
@@ -90,11 +109,11 @@ def test_grammars_are_shared_while_they_wait_and_while_they_run(
     assert compiled == ["slow", *"01234"]
 
 
-def test_the_one_that_is_late_is_blamed(compiler: Compiler, gate: threading.Event) -> None:
+def test_the_one_that_is_late_is_blamed(gated: Compiler, gate: threading.Event) -> None:
     with pytest.raises(GrammarError, match="took longer than"):
-        compiler.check(choice("slow"))
+        gated.check(choice("slow"))
     with pytest.raises(CompilerBusyError) as caught:
-        compiler.check(choice("quick"))
+        gated.check(choice("quick"))
     answer = as_api_error(caught.value)
     assert (answer.status, answer.body.error.code) == (503, "grammars_busy")
     assert "Retry-After" in answer.headers

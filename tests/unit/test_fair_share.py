@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quire.errors import OverloadedError
 from quire.scheduler.fair_share.tenant import fair_parts
 from tests.unit.test_scheduler import Loop, check_output, make, own, request
 
@@ -205,3 +206,33 @@ def test_parts_of_a_budget(
     wants: dict[str, tuple[int, float]], budget: int, parts: dict[str, int]
 ) -> None:
     assert fair_parts(wants, budget) == parts
+
+
+@pytest.mark.parametrize("caps", [{"max_queue": 8}, {"max_queue_tokens": 40}])
+def test_a_full_queue_takes_each_tenants_share(caps: dict[str, int]) -> None:
+    """Prompts have five tokens: both caps are eight requests."""
+    loop = make(fair=True, max_num_seqs=1, **caps)
+    taken: dict[str, int] = {}
+
+    def flood(tenant: str, share: float, first: int = 0) -> None:
+        for i in range(first, first + 30):
+            one = request(f"{tenant}{i}", own(i, 5), tenant=tenant)
+            one.share = share
+            try:
+                loop.scheduler.add(one)
+            except OverloadedError:
+                continue
+            taken[tenant] = taken.get(tenant, 0) + 1
+
+    flood("runs", 1.0)
+    assert 8 <= taken["runs"] <= 9
+    flood("other", 1.0)
+    assert taken["other"] == 4
+    flood("large", 2.0)
+    assert taken["large"] == 4
+    most = taken["runs"]
+    flood("runs", 1.0, 100)
+    flood("other", 1.0, 100)
+    assert (taken["runs"], taken["other"]) == (most, 4)
+    loop.drain()
+    assert len(loop.finished) == sum(taken.values())

@@ -139,7 +139,8 @@ class Scheduler:
         self._admission.check(request)
         if request.leader is None:
             waiting = len(self._waiting) - self._lanes.num_free
-            self._admission.check_room(waiting, self._order.tokens)
+            part = self._order.queue_part(request)
+            self._admission.check_room(waiting, self._order.tokens, part)
         self._features.admit(request)
         self._order.arrive(request)
         self._arrivals += 1

@@ -95,6 +95,10 @@ def unsupported(param: str, why: str = "is not supported by this server") -> Api
     return ApiError(400, f"'{param}' {why}.", param=param, code="unsupported_parameter")
 
 
+def stopping() -> ApiError:
+    return ApiError(503, "The server is stopping.", code="stopping", retry_after=_RESTART_SECONDS)
+
+
 def overloaded() -> ApiError:
     return ApiError(
         503,

@@ -79,7 +79,7 @@ class Cache(Generic[K, V]):
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _Compilation:
     """A grammar that is being compiled, or waits to be.
 
     Attributes:
@@ -118,7 +118,7 @@ class Compiler:
         self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="grammar")
         self._tokenizer: Future[LLTokenizer] | None = None
         self._compiled: Cache[bytes, Future[LLMatcher]] = Cache(self.config.cached)
-        self._jobs: dict[bytes, _Job] = {}
+        self._jobs: dict[bytes, _Compilation] = {}
         self._verdicts: Cache[bytes, tuple[GrammarError | None]] = Cache(_KEPT_VERDICTS)
 
     def warm_up(self) -> None:
@@ -224,7 +224,7 @@ class Compiler:
                 return found
             job = self._jobs.get(key)
             if job is None:
-                job = self._jobs[key] = _Job(self._pool.submit(self._compile, key, params))
+                job = self._jobs[key] = _Compilation(self._pool.submit(self._compile, key, params))
             job.waiters += 1
             return job.future
 

@@ -106,7 +106,11 @@ def _choice(choices: tuple[str, ...]) -> str:
         )
     if any(not isinstance(choice, str) for choice in choices):
         raise GrammarError("The choices must be strings.")
-    lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    # One terminal, an automaton: a rule would have each of its alternatives in the parser's row,
+    # which is limited to 2000. A terminal matches no empty text.
+    texts = [json.dumps(choice, ensure_ascii=False) for choice in choices if choice]
+    start = "start: " + ("CHOICE" if texts else '""') + ("?" if texts and "" in choices else "")
+    lark = start + ("\nCHOICE: " + " | ".join(texts) if texts else "")
     _check_size(lark)
     return LLMatcher.grammar_from_lark(lark)
 

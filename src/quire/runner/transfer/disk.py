@@ -42,7 +42,7 @@ _NAME = re.compile(r"[0-9a-f]{32}\.[0-9]+")
 _PARTIAL = re.compile(r"[0-9a-f]{32}\.[0-9]+-[0-9]+\.part")
 _MARKER = "quire-kv-cache"
 _HARMLESS = frozenset({"lost+found"})
-"""What file systems put into their own empty folders."""
+"""Names that file systems put into their own empty folders."""
 _THREADS = 8
 _OPEN_SECONDS = 60.0
 STUCK_SECONDS = 10.0

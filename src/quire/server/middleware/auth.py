@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server import playground
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, stopping
 from quire.server.middleware.api_keys import ApiKey
 from quire.server.middleware.error_handler import error_response, is_anthropic, route_of
 from quire.server.middleware.hosts import HostCheck
@@ -65,7 +65,7 @@ class AuthMiddleware:
         await self.app(scope, receive, send)
 
     def _authorize(self, scope: Scope) -> None:
-        """Raises ApiError: 401, 403, 429, or 503 while the queue is full."""
+        """Raises ApiError: 401, 403, 429, or 503 while the queue is full or the server stops."""
         self.hosts.check(scope)
         path, context = route_of(scope), context_in(scope)
         if path in self.public:
@@ -75,9 +75,11 @@ class AuthMiddleware:
             raise ApiError(401, "Incorrect or missing API key.", code="invalid_api_key")
         context.key = key
         if scope["method"] == "POST" and path in COUNTED_PATHS:
+            if self.state.draining:  # on a connection that was open before
+                raise stopping()
             context.take_request()
             if path not in _UNQUEUED_PATHS:
-                self.state.check_room()
+                self.state.check_room(key.name)
         else:
             context.read_limits()
 

@@ -20,6 +20,8 @@ from quire.server.middleware.hosts import is_loopback
 
 logger = logging.getLogger("quire.server")
 
+_MOST_PATH_BYTES = 107
+
 
 def bind(args: ServerArgs, *, shared: bool = False) -> socket.socket:
     """Returns a bound socket that does not listen yet, so connections are refused until the engine
@@ -62,6 +64,12 @@ def _bind_unix(path: str) -> socket.socket:
 
     A stale socket of an earlier server is removed, nothing else is.
     """
+    if len(os.fsencode(path)) > _MOST_PATH_BYTES:
+        raise ConfigError(
+            f"uds: a Unix socket's path has at most {_MOST_PATH_BYTES} bytes, got "
+            f"{len(os.fsencode(path))}",
+            "uds",
+        )
     _remove_stale(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o007)

@@ -49,8 +49,12 @@ class ServerMetrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of all requests.")
         self.cached_tokens = self._counter("prompt_cached_tokens", "Of them, found in the cache.")
         self.output_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.started = self._counter("requests_started", "Completions handed to the engine.")
         self.finished = self._counter(
-            "requests_finished", "Completions, by the reason of their end.", ["reason"]
+            "requests_finished",
+            "Completions that ended, by the reason: stop, length, abort (the client left), timeout "
+            "or error.",
+            ["reason"],
         )
         self.errors = self._counter(
             "errors", "Errors told to clients, in streams too.", ["kind", "status"]
@@ -124,10 +128,12 @@ class ServerMetrics:
 class RequestTimer:
     """Measures one prompt with its `n` completions, update by update."""
 
-    __slots__ = ("about", "first", "last", "metrics", "outputs", "start")
+    __slots__ = ("about", "first", "last", "metrics", "open", "outputs", "start")
 
-    def __init__(self, metrics: ServerMetrics) -> None:
+    def __init__(self, metrics: ServerMetrics, n: int) -> None:
         self.metrics = metrics
+        self.open = n
+        metrics.started.inc(n)
         self.start = time.perf_counter()
         self.first: float | None = None
         self.about: tuple[int, int, float] | None = None
@@ -151,9 +157,16 @@ class RequestTimer:
             self.last[index] = now
             self.outputs[index] = self.outputs.get(index, 0) + count
         if update.finish_reason is not None:
+            self.open -= 1
             metrics.finished.labels(str(update.finish_reason)).inc()
             metrics.output_len.observe(self.outputs.get(index, 0))
             metrics.e2e.observe(now - self.start)
+
+    def end(self, reason: str) -> None:
+        """Counts the completions that have not come to an end of their own."""
+        if self.open:
+            self.metrics.finished.labels(reason).inc(self.open)
+        self.open = 0
 
     def phases(self) -> PromptPhases:
         """Returns the phases so far."""
