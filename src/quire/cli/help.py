@@ -40,8 +40,8 @@ SUBJECTS = (
         ("api_key", "api_key_file"),
         (
             "allowed_hosts", "public_metrics", "requests_per_minute", "tokens_per_minute",
-            "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "cors_origins", "cors_methods", "cors_headers",
-            "cors_credentials",
+            "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "cors_origins", "cors_methods",
+            "cors_headers", "cors_credentials",
         ),
     ),
     Subject(
