@@ -18,7 +18,7 @@ from quire.ops.triton.attention import AttentionTuning, Tiles, attention_schedul
 from quire.plan import KVGroup
 from quire.runner.kv_cache import KVCache
 
-PAGE = 16
+BLOCK_SIZE = 16
 
 
 @dataclass
@@ -42,10 +42,10 @@ class Batch:
         dim: int,
         layers: int = 1,
         dtype: torch.dtype = torch.bfloat16,
-        form: KVFormat | None = None,
+        kv_format: KVFormat | None = None,
     ) -> Batch:
-        """rows: (query length, context length). form: how KV is stored, by default in dtype."""
-        widths = [-(-total // PAGE) for _, total in rows]
+        """rows: (query length, context length). kv_format: of stored KV, by default dtype's."""
+        widths = [-(-total // BLOCK_SIZE) for _, total in rows]
         blocks = sum(widths) + 1
         order = torch.randperm(blocks - 1) + 1
         table = torch.full((len(rows), max(widths)), -1, dtype=torch.int32)
@@ -53,12 +53,12 @@ class Batch:
         for row, width in enumerate(widths):
             table[row, :width] = order[at : at + width]
             at += width
-        form = form or KVFormat(dtype)
+        kv_format = kv_format or KVFormat(dtype)
         fixed = torch.rand(layers, 2, kv_heads, device=DEVICE) + 0.5
         cache = KVCache(
-            [KVGroup(tuple(range(layers)), tokens_per_block=PAGE)], [blocks],
-            layouts=[KVLayout(kv_heads, dim, heads)], kv_format=form, device=torch.device(DEVICE),
-            head_scales=fixed if form.scales == "head" else None,
+            [KVGroup(tuple(range(layers)), tokens_per_block=BLOCK_SIZE)], [blocks],
+            layouts=[KVLayout(kv_heads, dim, heads)], kv_format=kv_format,
+            device=torch.device(DEVICE), head_scales=fixed if kv_format.scales == "head" else None,
         )  # fmt: skip
         fill(cache.block_tensors(0))
         tokens = sum(q for q, _ in rows)

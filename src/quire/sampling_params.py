@@ -19,12 +19,9 @@ MIN_TEMPERATURE = 1e-5
 
 _INT32_MAX = 2**31 - 1
 _FLAGS = (
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "detokenize",
-)
+    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+    "spaces_between_special_tokens", "detokenize",
+)  # fmt: skip
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

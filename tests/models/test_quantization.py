@@ -31,7 +31,8 @@ from quire.models import (
 )
 from quire.ops import Weight, WeightFormat
 from quire.ops.reference.quantized import dequantize
-from quire.parallel import ProcessGroup, SingleGroup, TorchGroup
+from quire.parallel import ProcessGroup, SingleGroup
+from quire.parallel.torch_group import TorchGroup
 from quire.quantization import Quantization, StoredTensor, Unquantized, quantization_of
 from quire.quantization.int8 import Int8
 from tests.models.checkpoints import make

@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from quire.ops.reference import mask_logits as reference
+from quire.ops.reference.mask import mask_logits as reference
 from quire.ops.triton import gate as gate_module
 from quire.ops.triton import mask_logits
 from quire.ops.triton.gate import wait_for_flag

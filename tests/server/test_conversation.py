@@ -73,7 +73,20 @@ def test_calls_and_results_belong_together() -> None:
     assert len(turns.finish()) == 2
 
 
-@pytest.mark.parametrize("arguments", [" ", "{", "[1]", "1", '{"a": NaN}'])
-def test_arguments_are_objects(arguments: str) -> None:
-    with pytest.raises(RequestError, match="JSON object"):
-        ConversationBuilder("input").call("c", "look", arguments, "input[0]")
+@pytest.mark.parametrize("arguments", [" ", "{", "[1]", "1", '{"a": NaN}', '{"city": "Os'])
+@pytest.mark.parametrize("answered", [False, True])
+def test_calls_that_were_cut_short_are_text(arguments: str, answered: bool) -> None:
+    turns = ConversationBuilder("input")
+    turns.assistant("I will look.")
+    turns.call("c", "look", arguments, "input[0]")
+    if answered:
+        turns.result("c", "What?", "input[1]")
+        with pytest.raises(RequestError, match="has its result already"):
+            turns.result("c", "What?", "input[2]")
+    first, *rest = turns.finish()
+    text = 'I will look.\n\n{"name": "look", "arguments": ' + arguments
+    assert first == {"role": "assistant", "content": text}
+    assert rest == [
+        {"role": "tool", "tool_call_id": "c", "name": "look", "content": "What?"}
+    ] * len(rest)
+    assert len(rest) == answered

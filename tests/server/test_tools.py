@@ -217,6 +217,39 @@ def test_calls_and_results_go_back_to_the_model() -> None:
     assert "<|im_start|>tool\ngrey<|im_end|>\n<|im_start|>tool\n8<|im_end|>" in prompt
 
 
+def test_what_was_cut_short_goes_back_as_text() -> None:
+    """A call without the end of its arguments, and a result whose call was trimmed."""
+    engine = scripted_engine("Grey.")
+    cut = {"name": "weather", "arguments": '{"city": "Os'}
+    messages = [
+        {"role": "tool", "tool_call_id": "c0", "content": "trimmed"},
+        *ASK,
+        {
+            "role": "assistant",
+            "content": "Wait.",
+            "tool_calls": [{"id": "c1", "type": "function", "function": cut}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "not JSON"},
+        {"role": "assistant", "function_call": cut},
+    ]
+    with serve(engine) as server:
+        ask(server, messages=messages)
+        prompt = prompt_of(engine)
+    text = '{"name": "weather", "arguments": {"city": "Os<|im_end|>'
+    assert f"<|im_start|>assistant\nWait.\n\n{text}\n<|im_start|>tool\nnot JSON" in prompt
+    assert f"<|im_start|>assistant\n{text}" in prompt
+    assert "<|im_start|>tool\ntrimmed" in prompt
+
+
+@pytest.mark.parametrize("cut", ["<tool_call>", '<tool_call>\n{"name": "wea', OSLO[:30], OSLO[:-4]])
+def test_a_call_that_is_cut_shows_no_markup(cut: str) -> None:
+    with serve(scripted_engine(*pieces(f"Well. {cut}"))) as server:
+        choice = ask(server).choices[0]
+    assert choice.message.content == "Well."
+    called = choice.message.tool_calls or []
+    assert [call.function.name for call in called] == ["weather"] * (cut == OSLO[:-4])
+
+
 def test_the_clients_own_stream_reader() -> None:
     with (
         serve(scripted_engine(*pieces(f"Well. {OSLO}"))) as server,
@@ -252,14 +285,9 @@ def test_the_clients_own_stream_reader() -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
-        ({"messages": [{"role": "tool", "tool_call_id": "x", "content": "y"}]},
-         "messages[0].tool_call_id"),
         ({"messages": [*ASK, {"role": "assistant", "content": None}]}, "messages[1].content"),
         ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]},
          "messages[0].reasoning_content"),
-        ({"messages": [*ASK, {"role": "assistant", "tool_calls": [
-            {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[]"}}]}]},
-         "messages[1].tool_calls[0].function.arguments"),
         ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}},
          "chat_template_kwargs"),
         ({"extra_body": {"documents": [{"text": "x"}]}}, "documents"),

@@ -1,4 +1,4 @@
-"""What `quire doctor` finds, and its exit status."""
+"""Findings of `quire doctor`, and its exit status."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.config import EngineArgs
-from quire.engine.builder import describe, resolve
+from quire.engine.builder import resolve
 from quire.errors import ConfigError, ModelError
 from quire.models import build_model, load_config, load_weights, spec_from_config
 from quire.models.kv_scales import head_scales
@@ -173,7 +173,7 @@ def test_what_a_setting_resolves_to(tmp_path: Path) -> None:
 
     def resolved(**settings: Any) -> object:
         args = EngineArgs(model=folder, device="cpu", skip_tokenizer_init=True, **settings)
-        return describe(resolve(args))["kv_cache_dtype"]
+        return resolve(args).kv_cache_dtype
 
     assert resolved() == "float32"
     assert resolved(dtype="bfloat16") == "bfloat16"

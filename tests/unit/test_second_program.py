@@ -70,9 +70,11 @@ def test_two_models_follow_one_text() -> None:
         own = model.kv_groups(BLOCK)
         ranges.append(range(len(groups), len(groups) + len(own)))
         groups += own
-        form = ops.KVFormat(torch.float32)
+        kv_format = ops.KVFormat(torch.float32)
         blocks = [8] * len(own)
-        caches.append(KVCache(own, blocks, layouts=model.kv_layouts, kv_format=form, device=CPU))
+        caches.append(
+            KVCache(own, blocks, layouts=model.kv_layouts, kv_format=kv_format, device=CPU)
+        )
     limits = Limits(lanes=2, tokens=32, logit_rows=2, length=64)
     state = BatchState(limits, groups, CPU, [ColumnSpec("second_position")])
     second = state.columns["second_position"]

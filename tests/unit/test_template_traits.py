@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quire.engine.chat_template import ChatTemplate, TemplateTraits
@@ -36,4 +38,18 @@ ONLY_WITHOUT_CONTENT = (
     ],
 )
 def test_probing(source: str, want: TemplateTraits) -> None:
-    assert probe(ChatTemplate(source), {}) == want
+    found = probe(ChatTemplate(source), {})
+    assert replace(found, call=None) == want
+    assert (found.call is not None) == want.shows_calls
+
+
+def test_a_call_is_what_follows_the_generation_prompt() -> None:
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    assert probe(ChatTemplate(source), {}).call == '{"probed_key": "probed_value"}'
+    # Marks that begin alike are not cut.
+    other = source.replace("<{{ m.role }}>", "<as-{{ m.role }}>")
+    assert str(probe(ChatTemplate(other), {}).call).startswith("<as-assistant>")

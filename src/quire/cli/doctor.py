@@ -32,7 +32,7 @@ Status = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found.
+    """Holds the outcome of a check.
 
     Attributes:
         subject: what was checked.

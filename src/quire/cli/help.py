@@ -80,7 +80,7 @@ SUBJECTS = (
         ("access_log",),
         (
             "playground", "live_prompts", "log_level", "log_json", "log_prompts",
-            "otlp_endpoint", "trace_dir",
+            "vllm_metrics", "otlp_endpoint", "trace_dir",
         ),
     ),
     Subject(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -227,16 +226,3 @@ def _matryoshka(hf_config: dict[str, Any]) -> tuple[int, ...] | None:
     if isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes):
         return tuple(sorted(sizes))
     return () if hf_config.get("is_matryoshka") is True else None
-
-
-def describe(config: EngineConfig) -> dict[str, Any]:
-    """The resolved settings, flat, for people."""
-    return {
-        "model": config.model_name,
-        "device": config.device,
-        "dtype": config.dtype,
-        "kv_cache_dtype": config.kv_cache_dtype,
-        "quantization": config.args.quantization,
-        "block_size": config.block_size,
-        **dataclasses.asdict(config.scheduler),
-    }

@@ -266,6 +266,8 @@ class TemplateTraits:
         needs_description: a tool without a description cannot be shown.
         arguments_as_text: calls' arguments are JSON text, not an object.
         empty_content: content of a message with calls alone.
+        call: a message with the probed call alone, as the template writes it; None where it shows
+            no calls.
     """
 
     shows_tools: bool
@@ -273,6 +275,7 @@ class TemplateTraits:
     needs_description: bool = False
     arguments_as_text: bool = False
     empty_content: str | None = ""
+    call: str | None = None
 
 
 class ChatTemplate:

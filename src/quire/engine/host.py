@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from quire.engine.threads import thread_variables
 from quire.errors import ConfigError
 
 logger = logging.getLogger("quire.engine")
@@ -70,6 +71,7 @@ class EngineHost:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "quire.engine.process", self.address, str(os.getpid())],
             stdin=subprocess.DEVNULL,
+            env={**os.environ, **thread_variables(os.environ)},
             process_group=0,  # a terminal's Ctrl-C is for the client alone, from the first moment
         )
         threading.Thread(

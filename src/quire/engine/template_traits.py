@@ -12,7 +12,7 @@ from typing import Any
 from quire.engine.chat_template import ChatTemplate, TemplateTraits
 from quire.errors import RequestError
 
-_TOOL: dict[str, Any] = {
+PROBED_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "probed_tool",
@@ -26,19 +26,29 @@ _TOOL: dict[str, Any] = {
 }
 _UNDESCRIBED = {
     "type": "function",
-    "function": {name: value for name, value in _TOOL["function"].items() if name != "description"},
+    "function": {
+        name: value for name, value in PROBED_TOOL["function"].items() if name != "description"
+    },
 }
-_OBJECT = {"probed_key": "probed_value"}
+PROBED_CALL = {"probed_key": "probed_value"}
+"""The arguments of the call to `PROBED_TOOL` in the conversations that are rendered."""
 _TEXT = '{"probed_key": "probed_value"}'
 
 
 def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> TemplateTraits:
     """Renders a few small conversations and looks at the results."""
 
-    def rendered(messages: Sequence[Mapping[str, Any]], tool: Mapping[str, Any] = _TOOL) -> str:
+    def rendered(
+        messages: Sequence[Mapping[str, Any]],
+        tool: Mapping[str, Any] = PROBED_TOOL,
+        add_generation_prompt: bool = False,
+    ) -> str:
         try:
             return template.render(
-                messages, tools=[tool], add_generation_prompt=False, **special_tokens
+                messages,
+                tools=[tool],
+                add_generation_prompt=add_generation_prompt,
+                **special_tokens,
             )
         except RequestError:
             return ""
@@ -48,11 +58,25 @@ def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> Template
     needs_description = shows_tools and "probed_tool" not in rendered(hello, _UNDESCRIBED)
     for empty_content in ("", None):
         for as_text in (False, True):
-            text = rendered(_conversation(_TEXT if as_text else _OBJECT, empty_content))
+            conversation = _conversation(_TEXT if as_text else PROBED_CALL, empty_content)
+            text = rendered(conversation)
             # Text that was encoded once more has its quotes escaped.
             if "probed_value" in text and 'probed_key\\"' not in text:
-                return TemplateTraits(shows_tools, True, needs_description, as_text, empty_content)
+                before = rendered(hello, add_generation_prompt=True)
+                shown = rendered(conversation[:2])
+                call = _behind(before, shown)
+                return TemplateTraits(
+                    shows_tools, True, needs_description, as_text, empty_content, call
+                )
     return TemplateTraits(shows_tools, False, needs_description)
+
+
+def _behind(before: str, text: str) -> str:
+    """Returns `text` without the beginning that it shares with `before`, up to a mark."""
+    pairs = enumerate(zip(before, text, strict=False))
+    end = next((i for i, (a, b) in pairs if a != b), min(len(before), len(text)))
+    mark = text.rfind("<", 0, end)
+    return text[mark if mark >= 0 and ">" not in text[mark:end] else end :]
 
 
 def _conversation(arguments: Any, content: str | None) -> list[dict[str, Any]]:

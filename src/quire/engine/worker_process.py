@@ -26,7 +26,7 @@ from quire.engine.workers import (
     share,
 )
 from quire.errors import QuireError
-from quire.parallel import join_group
+from quire.parallel.torch_group import join_group
 from quire.runner import ModelRunner
 
 

@@ -19,7 +19,7 @@ from quire.config import EngineConfig
 from quire.engine.messages import Failure
 from quire.errors import EngineDeadError
 from quire.executor import Capacity, Measurement, OnProgress
-from quire.parallel import join_group, leave_group
+from quire.parallel.torch_group import join_group, leave_group
 from quire.plan import HeadInputs, StepPlan, StepResult
 from quire.runner import Hook, ModelRunner
 from quire.runner.model_runner import limits_of

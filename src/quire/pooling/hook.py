@@ -6,13 +6,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire import ops
+from quire.ops import op
+from quire.ops.reference.pool import pool_rows
 from quire.plan import Pooled, StepPlan, StopReason
 from quire.pooling.feature import COLUMN, Share
 from quire.runner import Hook
 from quire.runner.readback import Step
 from quire.runner.state import BatchState
 from quire.runner.upload import Upload
+
+_pool_rows = op(pool_rows)
 
 
 class Pooler(Hook):
@@ -43,7 +46,7 @@ class Pooler(Hook):
         rows = state.first_rows(step.plan.num_rows)
         lengths = state.position[rows.lanes.long()]
         vectors = torch.zeros(len(rows.lanes), width, device=state.device)
-        ops.pool_rows(hidden, rows, upload[key], self._sums, lengths, vectors)
+        _pool_rows(hidden, rows, upload[key], self._sums, lengths, vectors)
         step.send(COLUMN, vectors)
 
     def read(self, step: Step) -> None:

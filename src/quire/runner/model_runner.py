@@ -234,9 +234,10 @@ class ModelRunner:
     def _cache_budget(self, groups: Sequence[KVGroup]) -> int | None:
         if self.device.type != "cuda":
             return memory.cpu_budget(self.config)
-        reserve = memory.activation_bytes(self.config, self.model)
-        budget = memory.cuda_budget(self.config, self.device, reserve)
-        return budget - memory.staging_bytes(self.config, groups, budget)
+        # A CPU needs none of it.
+        from quire.runner.gpu_memory import cache_budget
+
+        return cache_budget(self.config, self.model, groups, self.device)
 
     # -- a step --------------------------------------------------------------------------------
 

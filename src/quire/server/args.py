@@ -57,11 +57,15 @@ class ApiArgs:
         None, "File with a Jinja chat template to use instead of the model's own."
     )
     tool_call_parser: Literal[
-        "auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_xml"
-    ] = _setting("auto", "How the model writes tool calls. auto: as its chat template says.")
-    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"] = _setting(
-        "auto", "How the model sets its reasoning apart. auto: as its chat template says."
-    )
+        "auto", "none", "apertus", "command", "deepseek_v3", "deepseek_v31", "functionary", "glm45",
+        "granite", "hermes", "kimi_k2", "lfm2", "llama3_json", "minimax_m2", "mistral", "phi4_mini",
+        "pythonic", "qwen3_xml", "seed_oss",
+    ] = _setting(
+        "auto", "How the model writes tool calls. auto: as its chat template writes one."
+    )  # fmt: skip
+    reasoning_parser: Literal[
+        "auto", "none", "apertus", "command", "deepseek_r1", "mistral", "qwen3", "seed_oss"
+    ] = _setting("auto", "How the model sets its reasoning apart. auto: as its chat template says.")
     max_body_mb: float = _setting(16.0, "Largest request body, in MB.")
 
     def __post_init__(self) -> None:
@@ -128,6 +132,9 @@ class ServerArgs(ApiArgs):
         None, "TOML file of named keys with limits of their own; read again on SIGHUP."
     )
     public_metrics: bool = _setting(False, "Answer /metrics without a key.")
+    vllm_metrics: bool = _setting(
+        False, "Show the metrics under vLLM's names as well, for dashboards made for it."
+    )
     requests_per_minute: int | None = _setting(
         None, "Requests that each key may make in a minute. Default: no limit."
     )

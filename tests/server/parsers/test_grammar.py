@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,92 @@ CALLS: dict[str, tuple[str, str, str]] = {
         "<tool_call>\n<function=now>\n</function>\n</tool_call>",
         "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
         "<parameter=days>\nthree\n</parameter>\n</function>\n</tool_call>",
+    ),
+}
+
+OSLO, ROME = '{"city": "Oslo", "days": 3}', '{"city": "Rome"}'
+DS1, DS2, DS3 = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+DS4, DS5 = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+
+
+def seed(*calls: str) -> str:
+    return "\n".join(f"<seed:tool_call>\n{call}\n</seed:tool_call>" for call in calls)
+
+
+def listed(open: str, close: str, entry: str) -> tuple[str, str, str]:
+    """The cases of a list; `entry` has NAME and ARGS."""
+
+    def calls(*pairs: tuple[str, str]) -> str:
+        entries = [entry.replace("NAME", n).replace("ARGS", a) for n, a in pairs]
+        return f"{open}[{', '.join(entries)}]{close}"
+
+    return _three(calls)
+
+
+def _three(calls: Callable[..., str]) -> tuple[str, str, str]:
+    one, now = ("weather", OSLO), ("now", "{}")
+    return calls(one), calls(one, now), calls(("weather", '{"days": 3}'))
+
+
+def kimi(*pairs: tuple[str, str]) -> str:
+    calls = [
+        f"<|tool_call_begin|>functions.{n}:{i}<|tool_call_argument_begin|>{a}<|tool_call_end|>"
+        for i, (n, a) in enumerate(pairs)
+    ]
+    return f"<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
+
+
+def deepseek_v3(*pairs: tuple[str, str]) -> str:
+    calls = [f"{DS2}function{DS3}{n}\n```json\n{a}\n```{DS4}" for n, a in pairs]
+    return DS1 + "\n".join(calls) + DS5
+
+
+def deepseek_v31(*pairs: tuple[str, str]) -> str:
+    return DS1 + "".join(f"{DS2}{n}{DS3}{a}{DS4}" for n, a in pairs) + DS5
+
+
+def functionary(*pairs: tuple[str, str]) -> str:
+    return "".join(f"<function={n}>{a}</function>" for n, a in pairs)
+
+
+NAMED = '{"name": "NAME", "arguments": ARGS}'
+CALLS |= {
+    "granite": listed("<|tool_call|>", "", NAMED),
+    "phi4_mini": listed("<|tool_call|>", "<|/tool_call|>", NAMED),
+    "command": listed(
+        "<|START_ACTION|>", "<|END_ACTION|>", '{"tool_name": "NAME", "parameters": ARGS}'
+    ),
+    "apertus": listed("<|tools_prefix|>", "<|tools_suffix|>", '{"NAME": ARGS}'),
+    "kimi_k2": _three(kimi),
+    "deepseek_v3": _three(deepseek_v3),
+    "deepseek_v31": _three(deepseek_v31),
+    "functionary": _three(functionary),
+    "lfm2": (
+        '<|tool_call_start|>[weather(city="Oslo", days=3)]<|tool_call_end|>',
+        '<|tool_call_start|>[weather(city="Oslo"), now()]<|tool_call_end|>',
+        "<|tool_call_start|>[weather(days=3)]<|tool_call_end|>",
+    ),
+    "seed_oss": (
+        seed("<function=weather>\n<parameter=city>Oslo</parameter>\n</function>"),
+        seed(
+            "<function=weather>\n<parameter=city>Oslo</parameter>\n</function>",
+            "<function=now>\n</function>",
+        ),
+        seed("<function=weather>\n<parameter=days>x</parameter>\n</function>"),
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Oslo</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Oslo</parameter>\n'
+        '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="days">x</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+    ),
+    "glm45": (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>\n"
+        "<tool_call>now\n</tool_call>",
+        "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
     ),
 }
 
@@ -238,9 +324,16 @@ def test_schemas_with_definitions(parser: str) -> None:
         "pythonic": "[f(n=%s)]",
         "qwen3_xml": "<tool_call>\n<function=f>\n<parameter=n>\n%s\n</parameter>\n</function>\n"
         "</tool_call>",
+        "lfm2": "<|tool_call_start|>[f(n=%s)]<|tool_call_end|>",
+        "seed_oss": seed("<function=f>\n<parameter=n>%s</parameter>\n</function>"),
+        "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="n">%s</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+        "glm45": "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
     }
-    assert accepts(params, texts[parser] % 7)
-    assert not accepts(params, texts[parser] % 70)
+    of_json = CALLS[parser][0].replace("weather", "f").replace(OSLO, '{"n": %s}')
+    text = texts.get(parser, of_json)
+    assert accepts(params, text % 7)
+    assert not accepts(params, text % 70)
 
 
 UNENFORCEABLE = {

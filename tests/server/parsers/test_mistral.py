@@ -24,7 +24,7 @@ CASES: list[tuple[str, Expected]] = [
         [("weather", {"city": "Oslo"}), ("now", {})],
     ),
     (f"[TOOL_CALLS][{OSLO}", [("weather", {"city": "Oslo"})]),
-    ("[TOOL_CALLS]", ["[TOOL_CALLS]"]),
+    ("[TOOL_CALLS]", []),
     ("[TOOL_CALLS][]", ["[TOOL_CALLS][]"]),
     ("[TOOL_CALLS]nobody{}", ["[TOOL_CALLS]nobody{}"]),
     ("[TOOL_CALLS]now[ARG]{}", ["[TOOL_CALLS]now[ARG]{}"]),

@@ -47,7 +47,7 @@ CASES: list[tuple[str, Expected]] = [
     (call("<parameter=city>\n</paramete\n</parameter>"), [("weather", {"city": "</paramete"})]),
     (call(OSLO)[: -len("</tool_call>")], [("weather", {"city": "Oslo"})]),
     ("<tool_call> is a tag", ["<tool_call> is a tag"]),
-    ("<tool_call><function=nobody>", ["<tool_call><function=nobody>"]),
+    ("<tool_call><function=nobody>", []),
     (
         "<tool_call>\n<function=weather>\n<parameter=city>\nOs",
         [("weather", '{"city": "Os')],

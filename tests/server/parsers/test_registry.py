@@ -7,24 +7,98 @@ from pathlib import Path
 
 import pytest
 
-from quire.server.parsers.registry import reasoning_format, tool_parser
+from quire.engine.chat_template import ChatTemplate
+from quire.engine.template_traits import probe
+from quire.server.parsers.registry import TOOL_PARSERS, reasoning_format, tool_parser
 
-SNIPPETS = [
-    ("For each call write <tool_call>{...}</tool_call>", "hermes", None),
-    ("<tool_call>\n<function=name>\n<parameter=key>", "qwen3_xml", None),
-    ("{{ '[TOOL_CALLS][' }}", "mistral", None),
-    ("[THINK]...[/THINK] and [TOOL_CALLS]", "mistral", "mistral"),
-    ('{"name": function name, "parameters": dictionary}', "llama3_json", None),
-    ("[func_name1(params_name1=params_value1)]", "pythonic", None),
-    ("content.split('</think>')[-1]", None, "qwen3"),
-    ("{% for message in messages %}{{ message.content }}{% endfor %}", None, None),
-]
+NAME = "{{ c.function.name }}"
+ARGS = "{{ c.function.arguments | tojson }}"
+DS = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+WRITTEN = {
+    "hermes": f'<tool_call>\n{{"name": "{NAME}", "arguments": {ARGS}}}\n</tool_call>',
+    "mistral": f'[TOOL_CALLS][{{"name": "{NAME}", "arguments": {ARGS}, "id": "{{{{ c.id }}}}"}}]',
+    "llama3_json": f'{{"name": "{NAME}", "parameters": {ARGS}}}',
+    "qwen3_xml": f"<tool_call>\n<function={NAME}>\n{{% for k, v in c.function.arguments | items %}}"
+    "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+    "seed_oss": f"<seed:tool_call>\n<function={NAME}>\n"
+    "{% for k, v in c.function.arguments | items %}"
+    "<parameter={{ k }}>{{ v }}</parameter>\n{% endfor %}</function>\n</seed:tool_call>",
+    "minimax_m2": f'<minimax:tool_call>\n<invoke name="{NAME}">\n'
+    "{% for k, v in c.function.arguments | items %}"
+    '<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}</invoke>\n</minimax:tool_call>',
+    "glm45": f"<tool_call>{NAME}\n{{% for k, v in c.function.arguments | items %}}"
+    "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions."
+    f"{NAME}:0<|tool_call_argument_begin|>{ARGS}<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek_v3": f"{DS}function<｜tool▁sep｜>{NAME}\n```json\n{ARGS}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": f"{DS}{NAME}<｜tool▁sep｜>{ARGS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "command": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "'
+    f'{NAME}", "parameters": {ARGS}}}\n]<|END_ACTION|>',
+    "apertus": f'<|tools_prefix|>[{{"{NAME}": {ARGS}}}]<|tools_suffix|>',
+    "granite": f'<|tool_call|>[{{"name": "{NAME}", "arguments": {ARGS}}}]',
+    "phi4_mini": f'<|tool_call|>[{{"name": "{NAME}", "arguments": {ARGS}}}]<|/tool_call|>',
+    "lfm2": f"<|tool_call_start|>[{NAME}({{% for k, v in c.function.arguments | items %}}"
+    "{{ k }}={{ v | tojson }}{% endfor %})]<|tool_call_end|>",
+    "functionary": f"<function={NAME}>{ARGS}</function>",
+    "pythonic": f"[{NAME}({{% for k, v in c.function.arguments | items %}}"
+    "{{ k }}={{ v | tojson }}{% endfor %})]",
+}
+
+
+def template_of(call: str) -> str:
+    """A chat template that writes calls so."""
+    return (
+        "{{ tools[0].function.name if tools }}{% for m in messages %}<|{{ m.role }}|>\n"
+        f"{{{{ m.content or '' }}}}{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}<|end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+
+
+def test_every_format_has_a_template() -> None:
+    assert WRITTEN.keys() == TOOL_PARSERS.keys()
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_auto_takes_the_parser_that_reads_the_templates_call(name: str) -> None:
+    assert detected(template_of(WRITTEN[name])) == (name, None)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<tool_call>{{ c.function.name }}",
+        '<call>{"name": "{{ c.function.name }}"}</call>',
+        f"<tool_call>[{NAME}]</tool_call> not <function=...> nor [TOOL_CALLS] {ARGS}",
+        "",
+    ],
+)
+def test_auto_refuses_parsers_that_do_not_read_the_call(call: str) -> None:
+    assert detected(template_of(call)) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("template", "reasoning"),
+    [
+        ("content.split('</think>')[-1]", "qwen3"),
+        ("[THINK]...[/THINK] and [TOOL_CALLS]", "mistral"),
+        ("<seed:think></seed:think>", "seed_oss"),
+        ("<|START_THINKING|><|END_THINKING|>", "command"),
+        ("<|inner_prefix|><|inner_suffix|>", "apertus"),
+        ("<tool_call> and <function=", None),
+    ],
+)
+def test_auto_reasoning(template: str, reasoning: str | None) -> None:
+    format = reasoning_format("auto", template)
+    assert (format and format.name) == reasoning
+
+
 REAL = {
     "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": ("hermes", None),
     "Qwen-Qwen2.5-7B-Instruct": ("hermes", None),
     "Qwen-Qwen3-0.6B": ("hermes", "qwen3"),
     "Qwen3.5-4B": ("qwen3_xml", "qwen3"),
-    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": (None, "qwen3"),
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ("deepseek_v3", "qwen3"),
     "google-gemma-2-2b-it": (None, None),
     "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
     "meta-llama-Llama-3.2-3B-Instruct": ("llama3_json", None),
@@ -32,14 +106,10 @@ REAL = {
 }
 
 
-def detected(template: str) -> tuple[str | None, str | None]:
-    parser, format = tool_parser("auto", template), reasoning_format("auto", template)
+def detected(source: str) -> tuple[str | None, str | None]:
+    traits = probe(ChatTemplate(source), {"bos_token": "<s>", "eos_token": "</s>"})
+    parser, format = tool_parser("auto", traits.call), reasoning_format("auto", source)
     return parser and parser.name, format and format.name
-
-
-@pytest.mark.parametrize(("template", "parser", "reasoning"), SNIPPETS)
-def test_auto(template: str, parser: str | None, reasoning: str | None) -> None:
-    assert detected(template) == (parser, reasoning)
 
 
 @pytest.mark.parametrize("name", REAL)

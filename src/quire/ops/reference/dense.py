@@ -126,17 +126,3 @@ def embedding(ids: Tensor, table: Tensor, start: int = 0) -> Tensor:
     inside = (local >= 0) & (local < table.shape[0])
     rows = F.embedding(local.clamp(0, table.shape[0] - 1), table)
     return rows.masked_fill_(~inside.unsqueeze(-1), 0.0)
-
-
-def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None = None) -> Tensor:
-    """Sets logits [n, vocab], dense rows, to -inf in place where a bit of the mask is clear.
-
-    mask: int32 [m, at least vocab / 32]; bit i of word w is token 32 w + i. lines: int32 [n], the
-    line of the mask that each row is under, or -1 for none; left out, each row is under its own.
-    Returns `logits`.
-    """
-    if lines is not None:
-        mask = mask[lines.clamp(min=0).long()].masked_fill_((lines < 0).unsqueeze(1), -1)
-    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
-    bits = (mask.unsqueeze(-1) >> shifts) & 1
-    return logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire import ops
 from quire.arrays import Int32
 from quire.config import EngineConfig
+from quire.ops import op
+from quire.ops.reference import mask as twins
 from quire.plan import HeadInputs, StepPlan
 from quire.runner.hooks.hook import HeadContext, Hook, Level, SharedMemory
 from quire.runner.mask_ring import MaskRing
 from quire.runner.readback import in_head
 from quire.runner.state import BatchState, Limits
+
+_mask_logits = op(twins.mask_logits)
+_wait_for_flag = op(twins.wait_for_flag)
 
 
 class Mask(Hook):
@@ -67,9 +71,9 @@ class Mask(Hook):
     def logits(self, ctx: HeadContext) -> None:
         if ctx.level < Level.MASKED or self.ring is None:
             return
-        ops.wait_for_flag(ctx.state.gate, self.ring.flags)
+        _wait_for_flag(ctx.state.gate, self.ring.flags)
         lines = ctx.state.lines[: len(ctx.raw)]
-        ctx.logits = ops.mask_logits(ctx.own_logits(), self.ring.masks, lines)
+        ctx.logits = _mask_logits(ctx.own_logits(), self.ring.masks, lines)
 
     def close(self) -> None:
         if self.ring is not None:

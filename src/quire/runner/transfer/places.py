@@ -31,7 +31,7 @@ from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
 from quire.plan import Transfer
-from quire.runner import memory
+from quire.runner.gpu_memory import staging_bytes
 from quire.runner.kv_cache import KVCache
 from quire.runner.memory import GB
 from quire.runner.transfer.disk import DiskStore, identity
@@ -165,9 +165,7 @@ def open_transfer(
         seed = args.seed if args.load_format == "dummy" else None
         name = identity(Path(config.model_path), args.load_format, seed, config.dtype, shapes)
         disk = DiskStore(Path(args.disk_cache), int(args.disk_cache_gb * GB), name)
-    staging = memory.staging_bytes(
-        config, cache.groups, sum(t.nbytes for group in tensors for t in group)
-    )
+    staging = staging_bytes(config, cache.groups, sum(t.nbytes for group in tensors for t in group))
     return KVTransfer(tensors, slots, staging, disk)
 
 

@@ -35,7 +35,10 @@ class ChatFormat:
         if tokenizer is None:
             return cls(None, None, "", frozenset())
         template = "\n".join(tokenizer.chat_templates.values())
-        parser = tool_parser(args.tool_call_parser, template)
+        written = None
+        if tokenizer.chat_templates:
+            written = tokenizer.traits(tokenizer.template(with_tools=True)).call
+        parser = tool_parser(args.tool_call_parser, written)
         reasoning = reasoning_format(args.reasoning_parser, template)
         marks = () if parser is None else (*parser.starts, *parser.marks)
         if reasoning is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ class ConversationBuilder:
         self.messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
         self._open: dict[str, str] = {}
+        self._cut: set[str] = set()
+        """Calls without whole arguments, which may have results and need none."""
 
     def system(self, text: str) -> None:
         if len(self.messages) == 1 and self.messages[0]["role"] == "system":
@@ -44,20 +47,26 @@ class ConversationBuilder:
         self._add("content", text)
 
     def call(self, id: str, name: str, arguments: str, param: str) -> None:
-        """Adds a tool call. `arguments`: the text of a JSON object; empty is one without
-        members."""
+        """Adds a tool call. `arguments`: the text of a JSON object; empty is one without members.
+
+        A call with other arguments becomes text: an answer that was cut short had no more of it.
+        """
         arguments = arguments or "{}"
-        if not _is_object(arguments):
-            raise RequestError(
-                f"'{param}': its arguments are not the text of a JSON object.", param=param
-            )
         if id in self._names:
             raise RequestError(f"'{param}': there are two calls with the id '{id}'.", param=param)
         self._names[id] = self._open[id] = name
+        if not is_object(arguments):
+            self._open.pop(id)
+            self._cut.add(id)
+            self.assistant(call_text(name, arguments))
+            return
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def result(self, id: str, text: str, param: str) -> None:
+        if id in self._cut:
+            self._cut.remove(id)
+            self._open[id] = self._names[id]
         if id not in self._open:
             what = "has its result already" if id in self._names else "is not in the conversation"
             raise RequestError(f"'{param}': the call '{id}' {what}.", param=param)
@@ -86,7 +95,12 @@ class ConversationBuilder:
         message[name] = before + _BETWEEN + text if before and text else (before or "") + text
 
 
-def _is_object(text: str) -> bool:
+def call_text(name: str, arguments: str) -> str:
+    """Returns a call as text, for arguments that are not the text of a JSON object."""
+    return f'{{"name": {json.dumps(name)}, "arguments": {arguments}'
+
+
+def is_object(text: str) -> bool:
     try:
         return isinstance(msgspec.json.decode(text), dict)
     except (msgspec.DecodeError, RecursionError):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from quire.errors import RequestError
 from quire.server.errors import ApiError, from_validation
+from quire.server.generation.conversation import call_text, is_object
 from quire.server.generation.dialogue import ToolChoice
 from quire.server.strict_model import Name, StrictModel, drop_unused
 
@@ -41,7 +41,10 @@ class TextPartParam(StrictModel):
 
 
 class CalledFunction(StrictModel):
-    """A called function. `arguments`: the text of a JSON object; empty is one without members."""
+    """A called function. `arguments`: the text of a JSON object; empty is one without members.
+
+    Other text is what an answer that was cut short had of it (see `generation.conversation`).
+    """
 
     name: Name
     arguments: str
@@ -49,12 +52,6 @@ class CalledFunction(StrictModel):
     @field_validator("arguments")
     @classmethod
     def _an_object(cls, arguments: str) -> str:
-        try:
-            value = msgspec.json.decode(arguments or "{}")
-        except (msgspec.DecodeError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            raise RequestError("it must be the text of a JSON object.")
         return arguments or "{}"
 
 
@@ -227,8 +224,14 @@ def _read(model: type[Model], value: Any) -> Model:
 
 
 def template_messages(messages: Sequence[ChatMessageParam]) -> list[dict[str, Any]]:
-    """Returns messages as chat templates take them. Raises `RequestError` for a result without a
-    call."""
+    """Returns messages as chat templates take them.
+
+    A call whose arguments were cut short becomes text. A tool's result needs no call, which may
+    have been trimmed.
+
+    Raises:
+        RequestError: a function's result without a call.
+    """
     called: dict[str, str] = {}
     functions: dict[str, str] = {}
     out = []
@@ -240,13 +243,11 @@ def template_messages(messages: Sequence[ChatMessageParam]) -> list[dict[str, An
         if message.reasoning_content:
             entry["reasoning_content"] = message.reasoning_content
         if message.tool_calls:
-            entry["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+            _add_calls(entry, [call.model_dump() for call in message.tool_calls])
             called.update((call.id, call.function.name) for call in message.tool_calls)
         if message.function_call is not None:
             function = message.function_call.model_dump()
-            entry["tool_calls"] = [
-                {"id": f"call_{place}", "type": "function", "function": function}
-            ]
+            _add_calls(entry, [{"id": f"call_{place}", "type": "function", "function": function}])
             functions[message.function_call.name] = f"call_{place}"
         if message.role == "function":
             entry["role"] = "tool"
@@ -255,15 +256,21 @@ def template_messages(messages: Sequence[ChatMessageParam]) -> list[dict[str, An
                 param = f"messages[{place}].name"
                 raise RequestError(f"'{param}': no message before calls this function.", param)
         if message.tool_call_id is not None:
-            if message.tool_call_id not in called:
-                param = f"messages[{place}].tool_call_id"
-                raise RequestError(
-                    f"'{param}': no message before has a tool call with this id.", param
-                )
             entry["tool_call_id"] = message.tool_call_id
-            entry.setdefault("name", called[message.tool_call_id])
+            if message.tool_call_id in called:
+                entry.setdefault("name", called[message.tool_call_id])
         out.append(entry)
     return out
+
+
+def _add_calls(entry: dict[str, Any], calls: list[dict[str, Any]]) -> None:
+    whole = [call for call in calls if is_object(call["function"]["arguments"])]
+    if whole:
+        entry["tool_calls"] = whole
+    for call in calls:
+        if call not in whole:
+            text = call_text(call["function"]["name"], call["function"]["arguments"])
+            entry["content"] = f"{entry['content']}\n\n{text}" if entry["content"] else text
 
 
 def check_continuation(

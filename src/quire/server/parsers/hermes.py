@@ -14,7 +14,6 @@ class HermesParser(JsonToolParser):
     name = "hermes"
     starts = ("<tool_call>",)
     marks = ("</tool_call>",)
-    in_template = "<tool_call>"
 
     def calls(self) -> Reading:
         yield from self.space()

@@ -15,7 +15,7 @@ _WORDS = {"t": "true", "f": "false", "n": "null"}
 _MAX_DEPTH = 100
 
 _ARGUMENTS = ("arguments", "parameters")
-_NAME = ("name", "function")
+_NAME = ("name", "function", "tool_name")
 
 
 class JsonToolParser(ToolParser):
@@ -40,7 +40,7 @@ class JsonToolParser(ToolParser):
         yield from self.expect("{")
         while True:
             yield from self.space()
-            key = yield from self._string()
+            key = yield from self.string()
             yield from self.space()
             yield from self.expect(":")
             yield from self.space()
@@ -52,7 +52,7 @@ class JsonToolParser(ToolParser):
                 else:
                     arguments = _object_text((yield from self.captured(self.value())))
             elif key in _NAME and self.char == '"' and name is None:
-                name = yield from self._string()
+                name = yield from self.string()
                 if name not in self.tools:
                     raise NotACallError
             elif key == "function" and self.char == "{" and not done:
@@ -79,6 +79,13 @@ class JsonToolParser(ToolParser):
             self.end()
         return done
 
+    def arguments(self, name: str) -> Reading:
+        """Begins a call and passes on the object that follows. Raises NotACallError for another."""
+        if self.char != "{":
+            raise NotACallError
+        self.begin(name)
+        yield from self.passed_on(self.value())
+
     # -- JSON ----------------------------------------------------------------------------------
 
     def value(self, depth: int = 0) -> Reading:
@@ -90,7 +97,7 @@ class JsonToolParser(ToolParser):
         if depth > _MAX_DEPTH:
             raise NotACallError
         if char == '"':
-            yield from self._string()
+            yield from self.string()
         elif char == "{":
             yield from self._members(depth, "}")
         elif char == "[":
@@ -108,7 +115,7 @@ class JsonToolParser(ToolParser):
             return
         while True:
             if close == "}":
-                yield from self._string()
+                yield from self.string()
                 yield from self.space()
                 yield from self.expect(":")
                 yield from self.space()
@@ -128,7 +135,7 @@ class JsonToolParser(ToolParser):
         if not _NUMBER.fullmatch("".join(digits)):
             raise NotACallError
 
-    def _string(self) -> Generator[None, None, str]:
+    def string(self) -> Generator[None, None, str]:
         """Reads a string; returns its value."""
         if self.char != '"':
             raise NotACallError

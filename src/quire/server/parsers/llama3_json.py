@@ -17,7 +17,6 @@ class Llama3JsonParser(JsonToolParser):
     name = "llama3_json"
     starts = ("<|python_tag|>",)
     first = "{"
-    in_template = '"name": function name, "parameters"'
     needs_arguments = True
 
     def calls(self) -> Reading:

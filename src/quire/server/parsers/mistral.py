@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.server.parsers.grammar import Rules
 from quire.server.parsers.json_calls import JsonToolParser
-from quire.server.parsers.stream import NotACallError, Reading
+from quire.server.parsers.stream import Reading
 
 _NAME = frozenset(string.ascii_letters + string.digits + "_-.")
 
@@ -18,7 +18,6 @@ class MistralParser(JsonToolParser):
     name = "mistral"
     starts = ("[TOOL_CALLS]",)
     marks = ("[ARGS]", "[CALL_ID]")
-    in_template = "[TOOL_CALLS]"
 
     def calls(self) -> Reading:
         yield from self.space()
@@ -52,10 +51,7 @@ class MistralParser(JsonToolParser):
             while self.char in _NAME:
                 yield
         yield from self.space()
-        if self.char != "{":
-            raise NotACallError
-        self.begin("".join(letters))
-        yield from self.passed_on(self.value())
+        yield from self.arguments("".join(letters))
         self.end()
 
     def new_id(self) -> str:

@@ -7,7 +7,7 @@ import json
 import string
 import warnings
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.server.parsers.grammar import Rules
 from quire.server.parsers.stream import NotACallError, Reading, ToolParser
@@ -26,9 +26,9 @@ class PythonicParser(ToolParser):
     name = "pythonic"
     starts = ("<|python_start|>",)
     first = "["
-    marks = ("<|python_end|>",)
+    close: ClassVar[str] = "<|python_end|>"
+    marks = (close,)
     by_property = True
-    in_template = "func_name1("
 
     def calls(self) -> Reading:
         yield from self.space()
@@ -43,7 +43,7 @@ class PythonicParser(ToolParser):
         yield from self.expect("]")
         yield from self.space()
         if self.char == "<":
-            yield from self.expect("<|python_end|>")
+            yield from self.expect(self.close)
 
     def _call(self) -> Reading:
         name = yield from self._name()
@@ -88,6 +88,8 @@ class PythonicParser(ToolParser):
                 if char == "\\":
                     chars.append(char)
                     yield
+                    if not self.char:
+                        raise NotACallError
                 elif char == quote:
                     quote = ""
             elif char in "'\"":
@@ -107,7 +109,9 @@ class PythonicParser(ToolParser):
             f'{rules.literal(f"{name}(")} {_keywords(rules, schema)} ")"'
             for name, schema in tools.items()
         )
-        return f'"[" {call} (", " {call})* "]"' if parallel else f'"[" {call} "]"'
+        more = f'(", " {call})*' if parallel else ""
+        opened, closed = ("", "") if cls.first else (cls.starts[0], cls.close)
+        return f'{rules.literal(opened)} "[" {call} {more} "]" {rules.literal(closed)}'
 
 
 def _keywords(rules: Rules, schema: Mapping[str, Any]) -> str:
@@ -153,3 +157,13 @@ def _evaluate(node: ast.expr) -> Any:
         case ast.Name(name) if name in _WORDS:
             return _WORDS[name]
     raise ValueError("not a literal")
+
+
+class Lfm2Parser(PythonicParser):
+    """Parses the same between marks: LFM2."""
+
+    name = "lfm2"
+    starts = ("<|tool_call_start|>",)
+    first = ""
+    close = "<|tool_call_end|>"
+    marks = (close,)

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.server.parsers.grammar import Rules
 from quire.server.parsers.stream import NotACallError, Reading, ToolParser, overlap
-
-_END = "</parameter>"
-_ENDS = (f"\n{_END}", _END)
 
 
 class Qwen3XmlParser(ToolParser):
@@ -19,48 +16,71 @@ class Qwen3XmlParser(ToolParser):
 
     A parameter whose schema says so is a string, passed on as it comes. Others are JSON where they
     can be read as such.
+
+    Attributes:
+        function, parameter: before a name, which `bracket` ends.
+        value_end, call_end, block_end: end a value, a call, and what the mark began.
+        line: what stands around a value.
+        several: one mark may begin several calls.
     """
 
     name = "qwen3_xml"
     starts = ("<tool_call>",)
-    marks = ("</tool_call>",)
+    function: ClassVar[str] = "<function="
+    parameter: ClassVar[str] = "<parameter="
+    bracket: ClassVar[str] = ">"
+    value_end: ClassVar[str] = "</parameter>"
+    call_end: ClassVar[str] = "</function>"
+    block_end: ClassVar[str] = "</tool_call>"
+    line: ClassVar[str] = "\n"
+    several: ClassVar[bool] = False
+    marks: ClassVar[tuple[str, ...]] = (block_end,)
     by_property = True
-    in_template = "<function="
 
     def calls(self) -> Reading:
         yield from self.space()
-        yield from self.expect("<function=")
-        name = yield from self._until_bracket()
+        yield from self.expect(self.function)
+        while True:
+            yield from self._call()
+            yield from self.space()
+            if self.char != self.block_end[0]:
+                return
+            if not self.several:
+                yield from self.expect(self.block_end)
+                return
+            if (yield from self.one_of(self.function, self.block_end)) == self.block_end:
+                return
+
+    def _call(self) -> Reading:
+        name = yield from self.until(self.bracket)
         self.begin(name)
-        properties = self.tools[name].get("properties", {})
         keys: set[str] = set()
         while True:
             yield from self.space()
-            yield from self.expect("<")
-            if self.char == "/":
+            if (yield from self.one_of(self.parameter, self.call_end)) == self.call_end:
                 break
-            yield from self.expect("parameter=")
-            key = yield from self._until_bracket()
-            if self.char == "\n":
-                yield
-            if key in keys:
-                raise NotACallError
-            self.give_arguments(f"{', ' if keys else '{'}{json.dumps(key)}: ")
-            keys.add(key)
-            yield from self._value(properties.get(key, {}))
-        yield from self.expect("/function>")
+            key = yield from self.until(self.bracket)
+            yield from self.add(name, key, keys)
         self.give_arguments("}" if keys else "{}")
         self.end()
-        yield from self.space()
-        if self.char == "<":
-            yield from self.expect("</tool_call>")
 
-    def _until_bracket(self) -> Generator[None, None, str]:
+    def add(self, name: str, key: str, keys: set[str]) -> Reading:
+        """Reads the value of a parameter. Raises NotACallError for one that `keys` has."""
+        if self.line and self.char == self.line:
+            yield
+        if key in keys:
+            raise NotACallError
+        self.give_arguments(f"{', ' if keys else '{'}{json.dumps(key)}: ")
+        keys.add(key)
+        yield from self._value(self.tools[name].get("properties", {}).get(key, {}))
+
+    def until(self, end: str) -> Generator[None, None, str]:
+        """Reads a name and the text that ends it; returns the name."""
         letters = []
-        while self.char not in ("", ">", "\n"):
+        while self.char not in ("", end[0], "\n"):
             letters.append(self.char)
             yield
-        yield from self.expect(">")
+        yield from self.expect(end)
         return "".join(letters)
 
     def _value(self, schema: Any) -> Reading:
@@ -81,15 +101,16 @@ class Qwen3XmlParser(ToolParser):
     def _text(self, escape: bool = True) -> Reading:
         """Reads up to the end mark; what belongs to the value is consumed."""
         waiting = ""
+        ends = (f"{self.line}{self.value_end}", self.value_end)
         while True:
             if self.char == "":
                 raise NotACallError
             waiting += self.char
-            ended = waiting.endswith(_END)
+            ended = waiting.endswith(self.value_end)
             if ended:
-                out = waiting[: -len(_END)].removesuffix("\n")
+                out = waiting[: -len(self.value_end)].removesuffix(self.line)
             elif waiting[0] in "\n<":
-                out = waiting[: len(waiting) - overlap(waiting, _ENDS)]
+                out = waiting[: len(waiting) - overlap(waiting, ends)]
                 waiting = waiting[len(out) :]
             else:
                 out, waiting = waiting, ""
@@ -100,32 +121,113 @@ class Qwen3XmlParser(ToolParser):
 
     @classmethod
     def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
+        begin, end = rules.literal(f"{cls.starts[0]}\n"), rules.literal(cls.block_end)
         call = rules.any_of(
             "{} {} {}".format(
-                rules.literal(f"<tool_call>\n<function={name}>\n"),
-                _parameters(rules, schema),
-                rules.literal("</function>\n</tool_call>"),
+                rules.literal(f"{cls.function}{name}{cls.bracket}\n"),
+                cls._parameters(rules, schema),
+                rules.literal(cls.call_end),
             )
             for name, schema in tools.items()
         )
+        if cls.several:
+            more = f'("\\n" {call})*' if parallel else ""
+            return f'{begin} {call} {more} "\\n" {end}'
+        block = f'{begin} {call} "\\n" {end}'
+        return f'{block} ("\\n" {block})*' if parallel else block
+
+    @classmethod
+    def _parameters(cls, rules: Rules, schema: Mapping[str, Any]) -> str:
+        """Returns a rule of the properties in their order, each at most once."""
+        parts = []
+        for key in schema.get("properties", {}):
+            before = rules.literal(f"{cls.parameter}{key}{cls.bracket}{cls.line}")
+            inner = cls.value_rule(rules, rules.property(schema, key))
+            part = f'{before} {inner} "\\n"'
+            parts.append(part if key in schema.get("required", ()) else f"({part})?")
+        return " ".join(parts) or '""'
+
+    @classmethod
+    def value_rule(cls, rules: Rules, schema: Mapping[str, Any]) -> str:
+        """Returns an expression of a value and its end."""
+        end = f"{cls.line}{cls.value_end}"
+        if schema.get("type") != "string":
+            return f"{rules.json(schema)} {rules.literal(end)}"
+        if "enum" in schema:
+            choices = rules.any_of(rules.literal(str(item)) for item in schema["enum"])
+            return f"{choices} {rules.literal(end)}"
+        return rules.add_until(end)
+
+
+class SeedOssParser(Qwen3XmlParser):
+    """<seed:tool_call><function=f><parameter=a>1</parameter></function></seed:tool_call>: Seed
+    OSS."""
+
+    name = "seed_oss"
+    starts = ("<seed:tool_call>",)
+    block_end = "</seed:tool_call>"
+    line = ""
+    marks = (block_end,)
+
+
+class MiniMaxM2Parser(Qwen3XmlParser):
+    """<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke>
+    </minimax:tool_call>: MiniMax M2."""
+
+    name = "minimax_m2"
+    starts = ("<minimax:tool_call>",)
+    function, parameter, bracket = '<invoke name="', '<parameter name="', '">'
+    call_end, block_end = "</invoke>", "</minimax:tool_call>"
+    line = ""
+    several = True
+    marks = (block_end,)
+
+
+class Glm45Parser(Qwen3XmlParser):
+    """<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>: GLM 4.5 and later."""
+
+    name = "glm45"
+    parameter, bracket, value_end = "<arg_key>", "</arg_key>", "</arg_value>"
+    call_end, line = "</tool_call>", ""
+    marks = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+    def calls(self) -> Reading:
+        yield from self.space()
+        letters = []
+        while self.char not in ("", "<", "\n"):
+            letters.append(self.char)
+            if not any(tool.startswith("".join(letters)) for tool in self.tools):
+                raise NotACallError
+            yield
+        name = "".join(letters)
+        if not self.char:
+            raise NotACallError
+        self.begin(name)
+        keys: set[str] = set()
+        while True:
+            yield from self.space()
+            if (yield from self.one_of(self.parameter, self.call_end)) == self.call_end:
+                break
+            key = yield from self.until(self.bracket)
+            yield from self.space()
+            yield from self.expect("<arg_value>")
+            yield from self.add(name, key, keys)
+        self.give_arguments("}" if keys else "{}")
+        self.end()
+
+    @classmethod
+    def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
+        calls = []
+        for name, schema in tools.items():
+            parts = [rules.literal(f"<tool_call>{name}\n")]
+            for key in schema.get("properties", {}):
+                before = rules.literal(f"<arg_key>{key}</arg_key>\n<arg_value>")
+                inner = cls.value_rule(rules, rules.property(schema, key))
+                part = f'{before} {inner} "\\n"'
+                parts.append(part if key in schema.get("required", ()) else f"({part})?")
+            calls.append(f"{' '.join(parts)} {rules.literal('</tool_call>')}")
+        call = rules.any_of(calls)
         return f'{call} ("\\n" {call})*' if parallel else call
-
-
-def _parameters(rules: Rules, schema: Mapping[str, Any]) -> str:
-    """Returns a rule of the properties in their order, each at most once."""
-    parts = []
-    for key in schema.get("properties", {}):
-        whole = rules.property(schema, key)
-        if whole.get("type") != "string":
-            inner = f"{rules.json(whole)} {rules.literal(f'{chr(10)}{_END}')}"
-        elif "enum" in whole:
-            choices = rules.any_of(rules.literal(str(item)) for item in whole["enum"])
-            inner = f"{choices} {rules.literal(f'{chr(10)}{_END}')}"
-        else:
-            inner = rules.add_until(f"\n{_END}")
-        part = f'{rules.literal(f"<parameter={key}>{chr(10)}")} {inner} "\\n"'
-        parts.append(part if key in schema.get("required", ()) else f"({part})?")
-    return " ".join(parts) or '""'
 
 
 def _refuse(constant: str) -> None:

@@ -1,26 +1,62 @@
-"""Registry of the formats by name, and of the templates that teach them."""
+"""Registry of the formats by name, and the choice of the one that a chat template writes."""
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+from quire.engine.template_traits import PROBED_CALL, PROBED_TOOL
 from quire.server.parsers.hermes import HermesParser
+from quire.server.parsers.json_lists import (
+    ApertusParser,
+    CommandParser,
+    GraniteParser,
+    Phi4Parser,
+)
 from quire.server.parsers.llama3_json import Llama3JsonParser
 from quire.server.parsers.mistral import MistralParser
-from quire.server.parsers.pythonic import PythonicParser
-from quire.server.parsers.qwen3_xml import Qwen3XmlParser
-from quire.server.parsers.stream import ToolParser
+from quire.server.parsers.named_json import (
+    DeepSeekV3Parser,
+    DeepSeekV31Parser,
+    FunctionaryParser,
+    KimiK2Parser,
+)
+from quire.server.parsers.pythonic import Lfm2Parser, PythonicParser
+from quire.server.parsers.qwen3_xml import (
+    Glm45Parser,
+    MiniMaxM2Parser,
+    Qwen3XmlParser,
+    SeedOssParser,
+)
+from quire.server.parsers.stream import CallArguments, CallBegin, CallEnd, Text, ToolParser
 from quire.server.parsers.think import ReasoningFormat
 
-# The first whose mark is in the template is taken: XML within <tool_call> before JSON there.
+# Formats with more marks come first: others may read a part of theirs.
 _TOOL_PARSERS: tuple[type[ToolParser], ...] = (
     Qwen3XmlParser,
+    SeedOssParser,
+    MiniMaxM2Parser,
+    Glm45Parser,
     HermesParser,
     MistralParser,
+    KimiK2Parser,
+    DeepSeekV3Parser,
+    DeepSeekV31Parser,
+    CommandParser,
+    ApertusParser,
+    Lfm2Parser,
+    GraniteParser,
+    Phi4Parser,
+    FunctionaryParser,
     PythonicParser,
     Llama3JsonParser,
 )
 _REASONING = (
     ReasoningFormat("qwen3", "<think>", "</think>"),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    ReasoningFormat("command", "<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
     ReasoningFormat("deepseek_r1", "<think>", "</think>", implied=True),
 )
 
@@ -28,12 +64,45 @@ TOOL_PARSERS = {parser.name: parser for parser in _TOOL_PARSERS}
 REASONING_FORMATS = {format.name: format for format in _REASONING}
 
 
-def tool_parser(name: str, template: str) -> type[ToolParser] | None:
-    """Returns the parser of this name; "auto" returns the one that fits the template, if any
-    does."""
+def tool_parser(name: str, written: str | None) -> type[ToolParser] | None:
+    """Returns the parser of this name.
+
+    Args:
+        written: a probed call (`template_traits.PROBED_CALL`) as the chat template writes it, None
+            where it writes none. "auto" returns the first parser that reads that call back; None
+            if none does.
+    """
     if name != "auto":
         return TOOL_PARSERS.get(name)
-    return next((parser for parser in _TOOL_PARSERS if parser.in_template in template), None)
+    if written is None:
+        return None
+    return next((parser for parser in _TOOL_PARSERS if _reads_back(parser, written)), None)
+
+
+def _reads_back(parser: type[ToolParser], written: str) -> bool:
+    """Returns whether a parser reads exactly the probed call, and shows nothing of its marks."""
+    function = PROBED_TOOL["function"]
+    reader = parser({function["name"]: function["parameters"]})
+    parts = reader.feed(written) + reader.finish()
+    names = [part.name for part in parts if isinstance(part, CallBegin)]
+    arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
+    text = "".join(part.text for part in parts if isinstance(part, Text))
+    whole = any(isinstance(part, CallEnd) for part in parts)
+    marks = (*parser.starts, *parser.marks)
+    if names != [function["name"]] or not whole or any(mark in text for mark in marks):
+        return False
+    return _decoded(arguments) == PROBED_CALL and not any(mark in text for mark in _MARKS)
+
+
+_MARKS = ("<|/tool_call|>", "</tool_call>")
+"""End marks that one format has and another, which begins alike, has not."""
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:

@@ -55,10 +55,10 @@ class ToolParser(ABC):
     """Parses the calls in one completion.
 
     Text that turns out to be no call is passed on as text. Once a call's name is known the call has
-    begun, and only text after the last character that fits is passed on. The name must be one of
-    `tools` (names to JSON Schemas of the parameters), so that clients get no other. Space around
-    calls is dropped. Subclasses say where calls begin and read them; `grammar` writes what the
-    parser reads.
+    begun, and only text after the last character that fits is passed on. A call that the text's end
+    cuts before that is dropped, with the mark that began it. The name must be one of `tools` (names
+    to JSON Schemas of the parameters), so that clients get no other. Space around calls is dropped.
+    Subclasses say where calls begin and read them; `grammar` writes what the parser reads.
     """
 
     name: ClassVar[str]
@@ -69,8 +69,6 @@ class ToolParser(ABC):
     runs."""
     marks: ClassVar[tuple[str, ...]] = ()
     """Further text of the format that may be special tokens."""
-    in_template: ClassVar[str] = ""
-    """A chat template that contains this teaches the format."""
     by_property: ClassVar[bool] = False
     """Tells that arguments are written one by one; a schema's keywords about all of them are not
     enforced."""
@@ -85,6 +83,7 @@ class ToolParser(ABC):
         self._arguments: list[str] | None = None  # while they are passed on as they come
         self._at_first = bool(self.first)
         self._behind_call = False
+        self._marked = False  # the call that is read began with a mark
 
     @abstractmethod
     def calls(self) -> Reading:
@@ -137,6 +136,7 @@ class ToolParser(ABC):
                 return ""
             self._at_first = False
             if inner[0] in self.first:
+                self._marked = False
                 return self._open(text[: len(text) - len(inner)], inner)
         place, start = min(
             ((at, start) for start in self.starts if (at := text.find(start)) >= 0),
@@ -145,6 +145,7 @@ class ToolParser(ABC):
         if start:
             plain = text[:place].rstrip()
             self._give(plain)
+            self._marked = True
             return self._open(text[len(plain) : place + len(start)], text[place + len(start) :])
         plain = text[: len(text) - overlap(text, self.starts)].rstrip()
         self._give(plain)
@@ -173,7 +174,8 @@ class ToolParser(ABC):
             if isinstance(end, NotACallError):
                 self._parts = self._take()
                 self._arguments = None
-                self._give("".join(self._held))
+                if char or not self._marked:
+                    self._give("".join(self._held))
             else:
                 self._behind_call = True
             self._held = []
@@ -219,6 +221,16 @@ class ToolParser(ABC):
             if self.char != char:
                 raise NotACallError
             yield
+
+    def one_of(self, *texts: str) -> Generator[None, None, str]:
+        """Reads one of several texts, none of which begins another; returns it."""
+        read = ""
+        while read not in texts:
+            read += self.char
+            if not self.char or not any(text.startswith(read) for text in texts):
+                raise NotACallError
+            yield
+        return read
 
     def new_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"

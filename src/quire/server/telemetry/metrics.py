@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from quire.server.errors import ApiError
 from quire.server.telemetry.request_trace import PromptPhases
+from quire.server.telemetry.vllm_names import VllmNames
 
 if TYPE_CHECKING:
     from quire.engine.output import StreamUpdate
@@ -28,9 +29,13 @@ class ServerMetrics:
     """Metrics of the API process. Collectors add those of the whole server at each scrape.
 
     Where several processes serve together, a scrape of one gives the sums of all.
+
+    Attributes:
+        vllm_model: adds the metrics under vLLM's names, labelled with this model; None adds none.
     """
 
     def __init__(self) -> None:
+        self.vllm_model: str | None = None
         self.registry = CollectorRegistry()
         self.collectors: list[Collector] = []
         self.ttft = self._histogram("time_to_first_token_seconds", "Request in to first token out.")
@@ -103,13 +108,21 @@ class ServerMetrics:
         self.queued.observe(queued)
 
     def text(self) -> bytes:
+        registry = self._collected()
+        if self.vllm_model is None:
+            return generate_latest(registry)
+        also = CollectorRegistry()
+        also.register(VllmNames(registry, self.vllm_model))
+        return generate_latest(registry) + generate_latest(also)
+
+    def _collected(self) -> CollectorRegistry:
         if MULTIPROCESS not in os.environ:
-            return generate_latest(self.registry)
+            return self.registry
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         for collector in self.collectors:
             registry.register(collector)
-        return generate_latest(registry)
+        return registry
 
 
 class RequestTimer:

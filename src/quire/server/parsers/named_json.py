@@ -1,0 +1,130 @@
+"""A name between marks, then its arguments as JSON: Kimi K2, DeepSeek V3 and V3.1, Functionary."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Generator, Mapping
+from typing import Any, ClassVar
+
+from quire.server.parsers.grammar import Rules
+from quire.server.parsers.json_calls import JsonToolParser
+from quire.server.parsers.stream import NotACallError, Reading
+
+_NAME = frozenset(string.ascii_letters + string.digits + "_-.:")
+_INDEX = re.compile(r":[0-9]+$")
+
+
+class NamedJsonParser(JsonToolParser):
+    """Parses calls one after the other, in a section with marks of its own or without.
+
+    Attributes:
+        section, section_end: around all calls; empty where there are none.
+        call_begin: before a name. middle: between the name and its arguments. call_end: after
+            them.
+        between: what the model writes between two calls.
+        numbered: a name ends in a colon and the call's number.
+    """
+
+    section: ClassVar[str] = ""
+    section_end: ClassVar[str] = ""
+    call_begin: ClassVar[str]
+    middle: ClassVar[str]
+    call_end: ClassVar[str]
+    between: ClassVar[str] = ""
+    numbered: ClassVar[bool] = False
+
+    def calls(self) -> Reading:
+        if self.section:
+            yield from self.space()
+            yield from self.expect(self.call_begin)
+        while True:
+            yield from self._one()
+            if not self.section or not self.char:
+                return
+            if (yield from self.one_of(self.call_begin, self.section_end)) == self.section_end:
+                return
+
+    def _one(self) -> Reading:
+        name = yield from self._name()
+        if self.middle[0] not in " \n":
+            yield from self.space()
+        yield from self.expect(self.middle)
+        yield from self.space()
+        yield from self.arguments(name)
+        self.end()
+        yield from self.space()
+        # Models may leave out the end mark.
+        after = self.call_end.lstrip()
+        if self.char == after[0]:
+            yield from self.expect(after)
+        yield from self.space()
+
+    def _name(self) -> Generator[None, None, str]:
+        letters = []
+        while self.char in _NAME:
+            letters.append(self.char)
+            yield
+        name = "".join(letters)
+        if self.numbered:
+            name = _INDEX.sub("", name).removeprefix("functions.")
+        if name not in self.tools:
+            raise NotACallError
+        return name
+
+    @classmethod
+    def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
+        prefix, number = ("functions.", '":" /[0-9]{1,3}/') if cls.numbered else ("", "")
+        calls = []
+        for name, schema in tools.items():
+            begin = rules.literal(cls.call_begin + prefix + name)
+            middle, end = rules.literal(cls.middle), rules.literal(cls.call_end)
+            calls.append(f"{begin} {number} {middle} {rules.json(schema)} {end}")
+        call = rules.any_of(calls)
+        more = f"({rules.literal(cls.between)} {call})*" if parallel else ""
+        return f"{rules.literal(cls.section)} {call} {more} {rules.literal(cls.section_end)}"
+
+
+class KimiK2Parser(NamedJsonParser):
+    """<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|> in a
+    section."""
+
+    name = "kimi_k2"
+    section, section_end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    call_begin, middle = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
+    call_end = "<|tool_call_end|>"
+    numbered = True
+    starts = (section,)
+    marks = (section_end, call_begin, middle, call_end)
+
+
+class DeepSeekV31Parser(NamedJsonParser):
+    """<｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜> in a section: DeepSeek V3.1."""
+
+    name = "deepseek_v31"
+    section, section_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    call_begin, middle = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+    call_end = "<｜tool▁call▁end｜>"
+    starts = (section,)
+    marks = (section_end, call_begin, middle, call_end)
+
+
+class DeepSeekV3Parser(NamedJsonParser):
+    """The same with a type before the name and JSON in a block of code: DeepSeek V3 and R1."""
+
+    name = "deepseek_v3"
+    section, section_end = DeepSeekV31Parser.section, DeepSeekV31Parser.section_end
+    call_begin = f"{DeepSeekV31Parser.call_begin}function{DeepSeekV31Parser.middle}"
+    middle = "\n```json\n"
+    call_end = f"\n```{DeepSeekV31Parser.call_end}"
+    between = "\n"
+    starts = (section,)
+    marks = DeepSeekV31Parser.marks
+
+
+class FunctionaryParser(NamedJsonParser):
+    """<function=f>{...}</function>: Functionary 3.1."""
+
+    name = "functionary"
+    call_begin, middle, call_end = "<function=", ">", "</function>"
+    starts = (call_begin,)
