@@ -105,9 +105,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         _spend(0)
-        owner = getattr(__obj, "__self__", None)
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox's own `format` wraps a text's
+        owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, bytes)):
-            _check_method(owner, __obj.__name__, args, kwargs)
+            _check_method(owner, method.__name__, args, kwargs)
         return _spent(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:

@@ -13,9 +13,10 @@ import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
 
 from quire.arrays import Int32
+from quire.engine.template_files import load_templates
 from quire.errors import ModelError, RequestError
 
-if TYPE_CHECKING:  # Jinja is needed by those who hold conversations
+if TYPE_CHECKING:
     from quire.engine.chat_template import ChatTemplate, TemplateTraits
 
 _MAX_COMPILED = 8
@@ -194,12 +195,12 @@ class Tokenizer:
         )
 
     def _compile(self, source: str) -> ChatTemplate:
-        from quire.engine.chat_template import ChatTemplate
-
         template = self._compiled.get(source)
         if template is None:
             if len(self._compiled) >= _MAX_COMPILED:
                 self._compiled.clear()
+            from quire.engine.chat_template import ChatTemplate
+
             template = self._compiled[source] = ChatTemplate(source)
         return template
 
@@ -249,23 +250,3 @@ def _byte_of() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_of()
-
-
-def load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns a folder's templates by name: "default", and if there is one "tool_use".
-
-    A file `chat_template.jinja` goes before those of tokenizer_config.json; more may be in
-    `additional_chat_templates/`.
-    """
-    found: dict[str, str] = {}
-    template = config.get("chat_template")
-    if isinstance(template, str):
-        found["default"] = template
-    elif isinstance(template, list):
-        found = {entry["name"]: entry["template"] for entry in template}
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        found["default"] = file.read_text("utf-8")
-    for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        found[file.stem] = file.read_text("utf-8")
-    return found
