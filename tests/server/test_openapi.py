@@ -18,7 +18,7 @@ from schemathesis import checks  # noqa: E402
 
 APP = build_app(
     FakeClient(tokenizer=PlainTokenizer()),  # type: ignore[arg-type]
-    ServerArgs(generation_config="none"),
+    ServerArgs(generation_config="none", allowed_hosts=("testserver",)),
 )
 # Not the live view, which never ends: it has tests of its own.
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP).exclude(path="/engine/live")

@@ -11,7 +11,7 @@ from quire.quantization import Quantization, quantization_of
 
 _KEYS = ("quantization_config", "compression_config")
 _FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Where checkpoints say that they are quantized: in config.json, and beside it."""
+"""Finds what checkpoints say of their quantization: in config.json, and beside it."""
 
 
 def model_quantization(

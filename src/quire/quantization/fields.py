@@ -14,7 +14,7 @@ Settings = Mapping[str, Any]
 
 
 class TensorInfo(NamedTuple):
-    """What a file's header says of a tensor. dtype: None where PyTorch has none like it."""
+    """Holds what a file's header says of a tensor. dtype: None where PyTorch has none like it."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
