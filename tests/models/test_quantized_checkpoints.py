@@ -27,7 +27,8 @@ from quire.models import (
     spec_from_config,
 )
 from quire.ops.reference.quantized import dequantize
-from quire.parallel import ProcessGroup, TorchGroup
+from quire.parallel import ProcessGroup
+from quire.parallel.torch_group import TorchGroup
 from tests.models.harness import Harness
 from tests.models.quantized_checkpoints import CASES, make_quantized
 from tests.models.test_parallel import Ranked

@@ -11,7 +11,7 @@ from quire.quantization import Quantization, quantization_of
 
 _KEYS = ("quantization_config", "compression_config")
 _FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Finds what checkpoints say of their quantization: in config.json, and beside it."""
+"""Keys of config.json, and files beside it, by which checkpoints say that they are quantized."""
 
 
 def model_quantization(

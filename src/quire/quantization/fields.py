@@ -14,7 +14,7 @@ Settings = Mapping[str, Any]
 
 
 class TensorInfo(NamedTuple):
-    """Holds what a file's header says of a tensor. dtype: None where PyTorch has none like it."""
+    """A tensor as a file's header describes it. dtype: None where PyTorch has none like it."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
