@@ -1,6 +1,7 @@
 # make serve   try it: sets up .venv, serves the embedded model, prints a request to paste
 # make test    lint and tests
 # make test-all    the same, and the slow tests
+# make test-ops, test-one-rank, test-ranks   the tests of `make test` in parts
 # make lint    ruff, mypy, import rules and other checks
 # make core    counts the core and writes its table into ARCHITECTURE.md
 # make bench   what a step costs the scheduler, and the engine on the embedded model
@@ -9,6 +10,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 8000
+# Tests of several processes that compute together.
+RANK_TESTS := tests/models/test_parallel.py tests/unit/test_workers.py
 MODELS ?= $(addprefix bench/configs/,qwen3-0.6b qwen2.5-1.5b qwen3-8b llama-2-7b)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -20,7 +23,7 @@ PYTEST = OMP_NUM_THREADS=$(if $(filter 0 1,$(PYTEST_WORKERS)),$${OMP_NUM_THREADS
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all lint core format bench bench-gpu clean
+.PHONY: help serve test test-all test-ops test-one-rank test-ranks lint core format bench bench-gpu clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -34,6 +37,15 @@ test: lint
 test-all: lint
 	$(PYTEST) -m ''
 
+test-ops: $(VENV)/.dev
+	$(PYTEST) tests/ops
+
+test-one-rank: $(VENV)/.dev
+	$(PYTEST) tests --ignore=tests/ops $(addprefix --ignore=,$(RANK_TESTS))
+
+test-ranks: $(VENV)/.dev
+	$(PYTEST) $(RANK_TESTS)
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,10 +55,11 @@ lint: $(VENV)/.dev
 	$(BIN)/python tools/check_docstrings.py
 	$(BIN)/python tools/check_class_names.py
 	$(BIN)/python tools/check_import_circles.py
+	$(BIN)/python tools/core_lines.py --check 8500
+	$(BIN)/python bench/report.py --check
 
 core: $(VENV)/.serve
 	$(BIN)/python tools/core_lines.py --markdown
-	$(BIN)/python tools/core_lines.py --check 8500
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""What a second key has to wait under another's flood, as a ratio within one run.
+"""Measures the wait of a second key under another's flood, as a ratio within one run.
 
     python bench/fair_share.py [--flood 500] [--rounds 3] [--out bench/results/fair_share.jsonl]
 

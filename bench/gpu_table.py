@@ -46,7 +46,7 @@ class Part:
 
 
 def parts_of(folder: Path, scratch: Path | None = None) -> list[Part]:
-    """What there is to run for a model: its cases; its start, warm and cold; its switches; what
+    """Returns the parts to run for a model: its cases; its start, warm and cold; its switches; what
     deterministic results cost; a profile; and its start from files, if there is a place for
     them."""
     model = folder.name

@@ -1,4 +1,4 @@
-"""What the host tier brings when more is worth keeping than the device has room for.
+"""Measures the gain of the host tier when more is worth keeping than the device has room for.
 
     python bench/host_tier.py                                        # the embedded model, on a CPU
     python bench/host_tier.py --model bench/configs/qwen2.5-1.5b --load-format dummy \\
@@ -61,7 +61,7 @@ class Session:
             for place in [] if progress is None else progress.finished:
                 request = progress.requests[place]  # type: ignore[union-attr]
                 document = asked.pop(request.request_id.rpartition("/")[0])
-                times = request.state["times"]
+                times = request.times
                 firsts.append(times.first_token - times.arrival)
                 if args.chats:
                     self._texts[document] = request.tokens.view().tolist()

@@ -1,4 +1,4 @@
-"""Where a step's time goes on a GPU: µs by kernel, and the GPU's idle time.
+"""Breaks a step's time on a GPU down: µs by kernel, and the GPU's idle time.
 
     python bench/kernel_breakdown.py MODEL_FOLDER [--rows 1 64] [--steps 200] [--case nano]
 

@@ -1,4 +1,4 @@
-"""How fast KV blocks cross between device and host, against one large pinned copy.
+"""Times the copies of KV blocks between device and host, against one large pinned copy.
 
     python bench/kv_copies.py                       # Qwen2.5-1.5B's blocks in bf16
     python bench/kv_copies.py --layers 36 --kv-heads 8 --out kv_copies.json
@@ -81,7 +81,7 @@ class Blocks:
         self.transfer.start([move], direction)
 
     def check(self) -> bool:
-        """What went out comes back to other blocks as it was, also while others go out."""
+        """Tells whether blocks come back to other places as they went out, also while others go."""
         before = self.tensor.clone()
         self.go("out", self.first, self.first)
         sync()

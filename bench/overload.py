@@ -1,4 +1,4 @@
-"""What a server still answers when four times as much comes as it can take.
+"""Counts the answers of a server to which four times as much comes as it can take.
 
     python bench/overload.py                                    # the embedded model, on a CPU
     python bench/overload.py --flags "MODEL --load-format dummy ..." --streams 256 --device cuda

@@ -1,4 +1,4 @@
-"""What is left of throughput when requests ask for more KV memory than there is.
+"""Measures the throughput that is left when requests ask for more KV memory than there is.
 
     python bench/oversubscribe.py                                    # the embedded model, on a CPU
     python bench/oversubscribe.py --model bench/configs/qwen2.5-1.5b --load-format dummy \\

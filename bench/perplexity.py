@@ -39,7 +39,7 @@ def windows(llm: LLM, text: str, tokens: int, window: int) -> list[list[int]]:
 
 
 def logprobs(llm: LLM, prompts: list[list[int]]) -> Iterator[float]:
-    """Of every token but the prompts' first."""
+    """Yields the log-probability of every token but the prompts' first."""
     for at in range(0, len(prompts), AT_ONCE):
         given = [{"prompt_token_ids": prompt} for prompt in prompts[at : at + AT_ONCE]]
         for output in llm.generate(given, PARAMS, use_tqdm=False):

@@ -1,4 +1,4 @@
-"""What the prefix cache brings, and what it costs where there is nothing to reuse.
+"""Measures the gain of the prefix cache, and its cost if there is nothing to reuse.
 
     python bench/prefix_cache.py FOLDER --part ttft --part chats --part cost --part pool
 

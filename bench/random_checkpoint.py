@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quire.layers.parameter_slice import named_slices
 from quire.models import build_model, load_config, spec_from_config
-from quire.models.registry import BY_NAME
+from quire.models.registry import family_named
 
 SHARD = 5_000_000_000
 """Bytes of a file, at most, as people publish them."""
@@ -30,7 +30,9 @@ SHARD = 5_000_000_000
 def shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], set[str], torch.dtype]:
     """(name to shape of every tensor, those that are ones, their dtype)."""
     spec = spec_from_config(load_config(folder))
-    family = BY_NAME[spec.family]
+    family = family_named(spec.family)
+    if family is None:
+        raise SystemExit(f"there is no family {spec.family!r}")
     model = build_model(spec, device="meta", dtype=spec.dtype)
     found: dict[str, tuple[int, ...]] = {}
     ones = set()

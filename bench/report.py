@@ -1,12 +1,13 @@
 """Tables of the pages, out of the records in `bench/results`.
 
-    python bench/report.py                               # print all tables
-    python bench/report.py --write docs/performance.md   # renew those that a page has markers for
-    python bench/report.py --plots ...                   # draw docs/images first (matplotlib)
+    python bench/report.py            # print all tables
+    python bench/report.py --check    # fail where a page's table differs from the records
+    python bench/report.py --write    # renew the tables of all pages
+    python bench/report.py --plots    # draw the pictures of docs/images (matplotlib)
 
-A page marks the place of a table by `<!-- NAME:begin -->` and `<!-- NAME:end -->`; names are
-cases, engines, utilization, breakdown, ablation, deterministic and start. Of each case, model and
-card the latest record counts, if it was made at full size with the engine's own settings.
+A page marks the place of a table by `<!-- NAME:begin -->` and `<!-- NAME:end -->`; `contents` has
+the names. Of each case, model and card the latest record counts, if it was made at full size, in
+bfloat16, with the engine's own settings.
 """
 
 from __future__ import annotations
@@ -14,22 +15,24 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import online_report
 from quire.bench import ablation, startup
 from quire.bench.record import BenchRecord, read_jsonl
+from tables import DTYPE, PLAIN, RESULTS, content, dtype_of, marked, replace, table
 from targets import CARD, TARGETS, Target
 
-RESULTS = Path(__file__).resolve().parent / "results"
-IMAGES = RESULTS.parents[1] / "docs" / "images"
-_PLAIN = {
-    "model", "load_format", "skip_tokenizer_init", "enable_prefix_caching", "scale", "repeat",
-    "dtype", "ceilings", "sweep", "rows", "input_len",
-}  # fmt: skip
-"""Settings of a record that stands for the engine as it comes."""
+sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
+import budget
+
+ROOT = RESULTS.parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "bench" / "vs_vllm.md")
+"""Pages with marked tables."""
+IMAGES = ROOT / "docs" / "images"
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Book:
-    """What is known of one card. latest: (model in small letters, case) to record. switches: per
+    """The records of one card. latest: (model in small letters, case) to record. switches: per
     model, the records of its latest ablations. deterministic: as `latest`, with that setting on."""
 
     card: str
@@ -87,11 +90,13 @@ def make_book(records: Iterable[BenchRecord], peers: Sequence[Peer], card: str =
         settings, model = record.settings, record.model.lower()
         if record.card != card or settings.get("scale", 1.0) != 1.0 or "engine" in settings:
             continue
+        if dtype_of(record.model, settings) != DTYPE:
+            continue
         if record.case.startswith(ablation.PREFIX):
             off[model, record.case, settings["off"]] = record
-        elif set(settings) <= _PLAIN:
+        elif set(settings) <= PLAIN:
             latest[model, record.case] = record
-        elif set(settings) - _PLAIN == {"deterministic"}:
+        elif set(settings) - PLAIN == {"deterministic"}:
             deterministic[model, record.case] = record
     switches: dict[str, list[BenchRecord]] = {}
     for (model, _, _), record in off.items():
@@ -122,11 +127,6 @@ def load_peers(path: Path = RESULTS / "peers.json") -> list[Peer]:
 
 
 # -- tables ------------------------------------------------------------------------------------
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
 
 def shown(value: float | None, target: Target) -> str:
@@ -178,7 +178,7 @@ def verdict(target: Target, figure: float | None, reach: float | None) -> str:
 
 
 def sources(book: Book) -> str:
-    """Which records the figures come from."""
+    """Names the records that the figures come from."""
     used = [
         record
         for target in TARGETS
@@ -216,9 +216,8 @@ def engines(book: Book) -> str:
 
 
 _PROFILES = {"b1": "breakdown_1", "b1-256": "breakdown_1", "b64": "breakdown_64"}
-_PROFILES = {"b1": "breakdown_1", "b1-256": "breakdown_1", "b64": "breakdown_64"}
 _KERNELS = 6
-"""How many of a profile's kernels are shown."""
+"""Kernels of a profile that are shown."""
 _UTILIZATION = {
     "mean_batch": "mean batch",
     "bandwidth_percent": "bandwidth",
@@ -231,7 +230,7 @@ _UTILIZATION = {
 
 
 def utilization(book: Book) -> str:
-    """How much of the card each case uses; idle time also from profiles, where there are some."""
+    """Tells how much of the card each case uses; idle time also from profiles, if there are any."""
     rows = []
     for target in TARGETS:
         model = target.model.lower()
@@ -298,7 +297,7 @@ def picture(model: str) -> str:
 
 
 def deterministic(book: Book) -> str:
-    """What bit-identical results cost, in every case that was run both ways."""
+    """Tells the cost of bit-identical results, in every case that was run both ways."""
     rows = []
     for target in TARGETS:
         record = book.deterministic.get((target.model.lower(), target.case))
@@ -311,6 +310,39 @@ def deterministic(book: Book) -> str:
         rows.append([target.model, target.label, *both, cost])
     header = ("model", "case", "plain", "deterministic", "speed")
     return table(header, rows) if rows else "Not measured yet.\n"
+
+
+_SUMMARY = (
+    ("Qwen3-0.6B", "b1", "output_tok_s", "Qwen3-0.6B, one stream"),
+    ("Qwen3-0.6B", "nano", "output_tok_s", "Qwen3-0.6B, 256 requests offline"),
+    ("Qwen3-0.6B", "ttft", "ttft_2048_ms", "Qwen3-0.6B, first token of a prompt of 2048"),
+    ("Qwen3-8B", "b64", "output_tok_s", "Qwen3-8B, 64 requests offline"),
+    ("Qwen3-8B", "ttft", "ttft_8192_ms", "Qwen3-8B, first token of a prompt of 8192"),
+    ("Qwen3-0.6B", "startup", "first_token_s", "Qwen3-0.6B, from the command to the first token"),
+)
+"""Rows of the README: model, case, metric, label. The case where Quire is behind is among them."""
+
+
+def summary(book: Book, found: online_report.Latest, peers: online_report.Peers) -> str:
+    """Returns the README's table: vLLM beside Quire, offline and served."""
+    (vllm,) = [peer for peer in book.peers if peer.name == "vLLM"]
+    rows = []
+    for model, case, metric, label in _SUMMARY:
+        target = Target(model, label, case, metric, None)
+        ours = book.figure(model, case, metric)
+        theirs = vllm.figures.get((model.lower(), case, metric))
+        cells = [f"{shown(value, target)} {target.unit}" for value in (theirs, ours)]
+        rows.append([label, *cells])
+    for (model, streams), theirs_served in peers.items():
+        record = found.get((model, f"serve-{streams}"))
+        if record is not None and streams >= 64:
+            cells = [
+                f"{m['output_tok_s']:,.0f} tok/s, {m['ttft_p50_ms']:.0f} ms"
+                for m in (theirs_served, record.metrics)
+            ]
+            label = f"{online_report.NAMES[model]} served to {streams} streams: throughput, "
+            rows.append([label + "median time to first token", *cells])
+    return table(("", f"vLLM {vllm.version}", "Quire"), rows)
 
 
 def starts(book: Book) -> str:
@@ -344,24 +376,49 @@ TABLES = {
 # -- pages -------------------------------------------------------------------------------------
 
 
-def splice(page: str, book: Book) -> str:
-    """The page with each marked table renewed. Raises ValueError if it has none."""
-    found = 0
-    for name, make in TABLES.items():
-        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
-        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        page, count = pattern.subn(lambda _: begin + make(book) + end, page)  # noqa: B023
-        found += count
-    if not found:
-        raise ValueError(f"the page marks no place for any of: {', '.join(TABLES)}")
+def contents(book: Book) -> dict[str, str]:
+    """Returns the text of every place that a page may mark."""
+    found, peers = online_report.load(), online_report.load_peers()
+    return {
+        **{name: make(book) for name, make in TABLES.items()},
+        "summary": summary(book, found, peers),
+        "online": online_report.online(found, peers),
+        "percentiles": online_report.percentiles(found, peers),
+        "users": online_report.users(found),
+        "budget": budget.markdown([(t, *budget.evaluate(t)) for t in budget.TARGETS]),
+    }
+
+
+def splice(page: str, texts: Mapping[str, str]) -> str:
+    """Returns the page with each marked table renewed.
+
+    Raises:
+        ValueError: the page marks no place, or one that nothing fills.
+    """
+    names = marked(page)
+    if not names or not set(names) <= set(texts):
+        raise ValueError(f"a page marks places for some of: {', '.join(texts)}; found {names}")
+    for name in names:
+        page = replace(page, name, texts[name])
     return page
 
 
+def drift(page: str, texts: Mapping[str, str]) -> list[str]:
+    """Returns the names of the page's tables that are not what the records say."""
+    return [name for name in marked(page) if content(page, name) != texts.get(name)]
+
+
 def draw(book: Book) -> None:
-    """The pictures that `switches` refers to."""
+    """Draws the pictures that the README and `switches` refer to."""
     from quire.bench import plots
 
     IMAGES.mkdir(parents=True, exist_ok=True)
+    served = [
+        (f"{online_report.NAMES[model]}\n{streams} streams", theirs, record.metrics)
+        for (model, streams), theirs in online_report.load_peers().items()
+        if (record := online_report.load().get((model, f"serve-{streams}")))
+    ]
+    plots.beside(served, ("vLLM 0.26.0", "Quire"), IMAGES / "serving.png")
     for model, records in book.switches.items():
         if ablation.lines(records):
             plots.switches(records, IMAGES / picture(model))
@@ -369,20 +426,28 @@ def draw(book: Book) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--write", type=Path, action="append", help="a page with markers", default=[]
-    )
+    parser.add_argument("--check", action="store_true", help="compare the pages with the records")
+    parser.add_argument("--write", action="store_true", help="renew the pages")
     parser.add_argument("--plots", action="store_true", help="draw the pictures of docs/images")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a folder of *.jsonl")
     parser.add_argument("--card", default=CARD)
     options = parser.parse_args()
     book = make_book(load(options.results), load_peers(), options.card)
+    texts = contents(book)
     if options.plots:
         draw(book)
-    for path in options.write:
-        path.write_text(splice(path.read_text(), book))
-    if not options.write:
-        print("\n".join(make(book) for make in TABLES.values()))
+    if options.write:
+        for path in PAGES:
+            path.write_text(splice(path.read_text(), texts))
+    if options.check:
+        wrong = [f"{p.name}: {name}" for p in PAGES for name in drift(p.read_text(), texts)]
+        if wrong:
+            sys.exit(
+                "tables that differ from the records (python bench/report.py --write renews "
+                f"them): {'; '.join(wrong)}"
+            )
+    if not (options.plots or options.write or options.check):
+        print("\n".join(texts.values()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a streamed token costs the API process: HTTP, tokenizing, messages, detokenizing, events.
+"""Measures the cost of a streamed token for the API process.
 
     python bench/server_overhead.py                  # the embedded model on a CPU, 64 streams
     python bench/server_overhead.py --streams 256 --endpoint chat

@@ -1,4 +1,4 @@
-"""What structured output costs: 64 streams with 64 schemas, with none, and half and half.
+"""Measures the cost of structured output: 64 streams with 64 schemas, with none, and half and half.
 
     python bench/structured.py                        # a GPU: Qwen3-0.6B's shape, random weights
     python bench/structured.py --tokenizer FOLDER     # with a real vocabulary of its size

@@ -1,4 +1,4 @@
-"""What Quire is to reach on one NVIDIA H200 with bf16 weights, and the bound of the hardware.
+"""Targets of Quire on one NVIDIA H200 with bf16 weights, and the bound of the hardware.
 
 floor: bytes and FLOPs of the case over the card's ceilings (4.25 TB/s, 700 TFLOP/s).
 """
@@ -34,7 +34,7 @@ class Target:
         return "tok/s" if self.higher else self.metric.rpartition("_")[2]
 
     def ratio(self, figure: float, other: float) -> float:
-        """How many times as good `figure` is as `other`."""
+        """Returns how many times as good `figure` is as `other`."""
         return figure / other if self.higher else other / figure
 
 

@@ -111,7 +111,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def first_token(options: argparse.Namespace) -> None:
-    """What a start runs: one token, and the moments on the way to it as JSON."""
+    """Runs a start: one token, and the moments on the way to it as JSON."""
     import vllm  # noqa: F401
 
     imported = time.monotonic()

@@ -1,7 +1,8 @@
 """Calls a tool from a chat with a running server (`make serve`), with the `openai` client.
 
-The embedded model is too small to think of calling anything, so it is made to: its arguments fit
-the schema, but make little sense. With a larger model leave `tool_choice` out.
+The embedded model tells stories and is too small to think of calling anything. `tool_choice` makes
+it call the tool, the schema makes the arguments valid, and a story is what it is then asked for.
+With a larger model leave `tool_choice` out.
 """
 
 import json
@@ -15,37 +16,46 @@ client = OpenAI(base_url=url, api_key="none")
 model = client.models.list().data[0].id
 
 
-def weather(city: str, days: int = 1) -> str:
-    return f"Rain in {city}, for {days} days."
+def hero(kind: str, color: str) -> str:
+    return f"a {color} {kind}"
 
 
 tools: list[Any] = [
     {
         "type": "function",
         "function": {
-            "name": "weather",
-            "description": "Tells the weather of the next days.",
+            "name": "hero",
+            "description": "Chooses whom the story is about.",
             "parameters": {
                 "type": "object",
                 "properties": {
-                    "city": {"type": "string", "enum": ["Oslo", "Rome", "Lima"]},
-                    "days": {"type": "integer", "minimum": 1, "maximum": 7},
+                    "kind": {"type": "string", "enum": ["fox", "dog", "cat"]},
+                    "color": {"type": "string", "enum": ["red", "brown", "white"]},
                 },
-                "required": ["city", "days"],
+                "required": ["kind", "color"],
                 "additionalProperties": False,
             },
         },
     }
 ]
-messages: list[Any] = [{"role": "user", "content": "Do I need an umbrella in Oslo?"}]
+messages: list[Any] = [{"role": "user", "content": "Choose an animal for a story."}]
 answer = client.chat.completions.create(
-    model=model, messages=messages, tools=tools, tool_choice="required", parallel_tool_calls=False
+    model=model,
+    messages=messages,
+    tools=tools,
+    tool_choice="required",
+    parallel_tool_calls=False,
+    temperature=0,
 )
 message = answer.choices[0].message
 messages.append(message.model_dump(exclude_none=True))
+result = ""
 for call in message.tool_calls or ():
-    result = weather(**json.loads(call.function.arguments))
-    print(f"{call.function.name}({call.function.arguments}) -> {result}")
+    result = hero(**json.loads(call.function.arguments))
+    print(f"{call.function.name}({call.function.arguments}) -> {result}\n")
     messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-answer = client.chat.completions.create(model=model, messages=messages, tools=tools, max_tokens=60)
+messages.append({"role": "user", "content": f"Tell me a story about {result}."})
+answer = client.chat.completions.create(
+    model=model, messages=messages, max_tokens=200, temperature=0
+)
 print(answer.choices[0].message.content)

@@ -81,7 +81,7 @@ def check_blocks(
 
 
 def check_node(node: Node, block_size: int) -> None:
-    """Its shape, and that of what hangs on it."""
+    """Checks a node's shape and its children's."""
     stride = 4 * block_size
     assert node.count > 0
     assert len({len(ids) for ids in node.blocks}) == 1

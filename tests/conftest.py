@@ -28,5 +28,5 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def kernel_device() -> str:
-    """Where Triton kernels run: compiled on a GPU, interpreted on CPU tensors elsewhere."""
+    """Returns the device of Triton kernels: a GPU, else CPU tensors for the interpreter."""
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -51,7 +51,7 @@ def next_token(prefix: int, seed: int, sample_index: int, vocab: int) -> int:
 
 
 def expected_output(request: Request, vocab: int, stop_token: int | None) -> list[int]:
-    """What the request generates when it runs alone, in one piece."""
+    """Returns the tokens that a request generates when it runs alone."""
     state = salt_hash(request.cache_salt)
     for token in request.tokens.view(0, request.prompt_len).tolist():
         state = mix(state, token)
@@ -76,7 +76,7 @@ class Lane:
     admit: Admit
     tokens: list[int]
     prefixes: list[int]
-    """Of every known token: the hash of the tokens up to and including it."""
+    """For every known token, the hash of the tokens up to and including it."""
     position: int
     tables: list[dict[int, int]]
     stopped: bool = False
@@ -114,7 +114,7 @@ class FakeExecutor:
 
     `salt_of` gives the cache salt of a request id: requests of different salts hash differently, so
     that sharing between them is an error. Drafts come from the columns that plans write, and are
-    verified. verifies, logit_rows: see `Capacity`.
+    verified. drafts, logit_rows: see `Capacity`.
     """
 
     def __init__(
@@ -129,17 +129,17 @@ class FakeExecutor:
         host_blocks: int = 0,
         slowest: int = 3,
         failing: float = 0.0,
-        verifies: bool = True,
+        drafts: int = 8,
         logit_rows: int | None = None,
     ) -> None:
         self.capacity = Capacity(
             tuple(groups),
             tuple(num_blocks),
             host_blocks,
-            verifies=verifies,
+            drafts=drafts,
             logit_rows=logit_rows,
         )
-        self.drafts: dict[int, list[int]] = {}
+        self.draft_ids: dict[int, list[int]] = {}
         self.draft_starts: dict[int, int] = {}
         self.accepted_drafts = 0
         self.dummy_tokens = 0
@@ -249,7 +249,7 @@ class FakeExecutor:
         return finished, failed
 
     def _check_still(self, move: Move) -> None:
-        """Nobody wrote into a slot that was being read."""
+        """Checks that no slot was written while it was read."""
         transfer = move.transfer
         reads_slots = (transfer.place == "host") == (transfer.direction == "in")
         if reads_slots and any(
@@ -295,7 +295,7 @@ class FakeExecutor:
             if at != len(appends.ids):
                 raise StoreError("counts of block appends do not add up")
         for lane, ids in zip(*plan.writes.get(DRAFT_IDS, ([], [])), strict=True):
-            self.drafts[int(lane)] = ids.tolist()
+            self.draft_ids[int(lane)] = ids.tolist()
         for lane, start in zip(*plan.writes.get(DRAFT_START, ([], [])), strict=True):
             self.draft_starts[int(lane)] = int(start)
         self._move(plan, "out")
@@ -347,7 +347,7 @@ class FakeExecutor:
     def _drafts(self, state: Lane, lane: int) -> list[int]:
         """The tokens that the lane's claim has behind the last known one, if it agrees with all
         before."""
-        claim, start = self.drafts.get(lane, []), self.draft_starts.get(lane, 0)
+        claim, start = self.draft_ids.get(lane, []), self.draft_starts.get(lane, 0)
         known = state.tokens[start:] if start >= 0 else []
         if not 0 <= start <= len(state.tokens) or claim[: len(known)] != known:
             return []

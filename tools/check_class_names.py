@@ -8,19 +8,13 @@ from collections import defaultdict
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "quire"
-OPEN = frozenset({"Step", "_Launch"})
-"""Names that still stand in several files."""
 
 
 def main() -> int:
     repeated = {name: files for name, files in defined().items() if len(files) > 1}
     for name, files in sorted(repeated.items()):
-        if name not in OPEN:
-            print(f"class {name}: {', '.join(files)}")
-    settled = sorted(OPEN - repeated.keys())
-    if settled:
-        print(f"stand in one file only, so remove from OPEN: {', '.join(settled)}")
-    return 1 if settled or repeated.keys() - OPEN else 0
+        print(f"class {name}: {', '.join(files)}")
+    return 1 if repeated else 0
 
 
 def defined() -> dict[str, list[str]]:

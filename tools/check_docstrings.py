@@ -19,30 +19,16 @@ REFUSED = re.compile(
     r"\W*(what|of|as|those|who|whom|whose|where|which|it|its|they|their|how|nobody)\b",
     re.IGNORECASE,
 )
-OPEN = frozenset(
-    {
-        "src/quire", "src/quire/bench", "src/quire/cache", "src/quire/cli", "src/quire/engine",
-        "src/quire/layers", "src/quire/models", "src/quire/offload", "src/quire/ops",
-        "src/quire/parallel", "src/quire/pooling", "src/quire/quantization", "src/quire/runner",
-        "src/quire/scheduler", "src/quire/server", "src/quire/structured",
-        "tests", "tests/gpu", "tests/models", "tests/ops", "tests/server", "tests/unit",
-        "tools/embedded_model", "bench", "bench/baselines", "bench/kernels",
-    }
-)  # fmt: skip
-"""Folders that are not held to the rule yet; see `folder_of`."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="also search the folders in OPEN")
     parser.add_argument("--count", action="store_true", help="print one line per folder")
     options = parser.parse_args()
     counts: dict[str, int] = {}
     for name in SEARCHED:
         for file in sorted((ROOT / name).rglob("*.py")):
             folder = folder_of(file.relative_to(ROOT))
-            if folder in OPEN and not options.all:
-                continue
             for line, start in findings(file):
                 counts[folder] = counts.get(folder, 0) + 1
                 if not options.count:

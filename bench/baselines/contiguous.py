@@ -140,7 +140,7 @@ RUNS = {"contiguous": run_contiguous, "quire": run_quire}
 
 @torch.inference_mode()
 def one(args: argparse.Namespace, kind: str, batch: int) -> dict[str, float]:
-    """What a process of its own measures."""
+    """Measures in a process of its own."""
     seconds = RUNS[kind](args, batch)
     found = {"tok_s": batch * args.output_len / min(seconds[1:])}
     if args.device != "cpu":

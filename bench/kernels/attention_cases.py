@@ -18,7 +18,7 @@ from quire.ops.triton.attention import AttentionTuning, Tiles, attention_schedul
 from quire.plan import KVGroup
 from quire.runner.kv_cache import KVCache
 
-PAGE = 16
+BLOCK_SIZE = 16
 
 
 @dataclass
@@ -42,10 +42,10 @@ class Batch:
         dim: int,
         layers: int = 1,
         dtype: torch.dtype = torch.bfloat16,
-        form: KVFormat | None = None,
+        kv_format: KVFormat | None = None,
     ) -> Batch:
-        """rows: (query length, context length). form: how KV is stored, by default in dtype."""
-        widths = [-(-total // PAGE) for _, total in rows]
+        """rows: (query length, context length). kv_format: of stored KV, by default dtype's."""
+        widths = [-(-total // BLOCK_SIZE) for _, total in rows]
         blocks = sum(widths) + 1
         order = torch.randperm(blocks - 1) + 1
         table = torch.full((len(rows), max(widths)), -1, dtype=torch.int32)
@@ -53,12 +53,12 @@ class Batch:
         for row, width in enumerate(widths):
             table[row, :width] = order[at : at + width]
             at += width
-        form = form or KVFormat(dtype)
+        kv_format = kv_format or KVFormat(dtype)
         fixed = torch.rand(layers, 2, kv_heads, device=DEVICE) + 0.5
         cache = KVCache(
-            [KVGroup(tuple(range(layers)), tokens_per_block=PAGE)], [blocks],
-            layouts=[KVLayout(kv_heads, dim, heads)], form=form, device=torch.device(DEVICE),
-            head_scales=fixed if form.scales == "head" else None,
+            [KVGroup(tuple(range(layers)), tokens_per_block=BLOCK_SIZE)], [blocks],
+            layouts=[KVLayout(kv_heads, dim, heads)], kv_format=kv_format,
+            device=torch.device(DEVICE), head_scales=fixed if kv_format.scales == "head" else None,
         )  # fmt: skip
         fill(cache.block_tensors(0))
         tokens = sum(q for q, _ in rows)
@@ -75,7 +75,7 @@ class Batch:
         )
 
     def schedule(self, tuning: AttentionTuning) -> dict[str, object]:
-        """What a step makes once for all its layers."""
+        """Returns the inputs that a step makes once for all its layers."""
         q, kv = self.q[0], self.caches[0]
         made = attention_schedule(
             self.query_start, self.seq_lens, heads=q.shape[1], kv_heads=kv.k.shape[1],
@@ -122,7 +122,7 @@ def fill(tensors: list[Tensor]) -> None:
 
 
 def widened(kv: KVLayer) -> KVLayer:
-    """What is stored, in float64."""
+    """Returns the stored values in float64."""
 
     def values(x: Tensor, scale: Tensor | None) -> Tensor:
         x = x.float().double() - kv.format.offset

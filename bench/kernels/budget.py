@@ -1,7 +1,6 @@
 """A time budget per kernel for every target of the GPU fast path, as Markdown.
 
-    python bench/kernels/budget.py                          # print the tables
-    python bench/kernels/budget.py --write docs/performance.md   # replace them between the markers
+    python bench/kernels/budget.py    # prints the tables, which bench/report.py puts in place
 
 The costs come from a small model over measured ceilings of one H200 (constants below), not from a
 fit to Quire: the budget is what the kernels must reach, and is compared with what they measure.
@@ -9,12 +8,10 @@ fit to Quire: the budget is what the kernels must reach, and is compared with wh
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -173,7 +170,7 @@ class Target:
 
 
 def _targets() -> Iterator[Target]:
-    """Those of `bench/targets.py` that a step's kernels decide."""
+    """Yields the targets of `bench/targets.py` that a step's kernels decide."""
     shapes = {shape.name: shape for shape in MODELS}
     for target in targets.TARGETS:
         shape, reach = shapes[target.model], target.reach
@@ -256,28 +253,10 @@ def markdown(results: list[tuple[Target, Budget, float]]) -> str:
 
 
 MEASURED = measured.load()
-MARKERS = ("<!-- budget:begin -->\n", "<!-- budget:end -->\n")
-
-
-def splice(page: str, body: str) -> str:
-    """The page with everything between the markers replaced."""
-    pattern = re.compile(re.escape(MARKERS[0]) + ".*?" + re.escape(MARKERS[1]), re.DOTALL)
-    replacement: Callable[[re.Match[str]], str] = lambda _: MARKERS[0] + body + MARKERS[1]  # noqa: E731
-    page, count = pattern.subn(replacement, page)
-    if count != 1:
-        raise SystemExit("the page needs exactly one pair of budget markers")
-    return page
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--write", type=Path, help="a Markdown page with budget markers")
-    options = parser.parse_args()
-    body = markdown([(t, *evaluate(t)) for t in TARGETS])
-    if options.write:
-        options.write.write_text(splice(options.write.read_text(), body))
-    else:
-        print(body)
+    print(markdown([(t, *evaluate(t)) for t in TARGETS]))
 
 
 if __name__ == "__main__":

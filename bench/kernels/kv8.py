@@ -70,7 +70,7 @@ def run_checks(session: Session, until: float) -> None:
 
 @dataclass
 class Line:
-    """Of one case: µs of each trial by format."""
+    """The µs of each trial of one case, by format."""
 
     kernel: str
     model: str
@@ -114,11 +114,11 @@ def tunings(kind: str, rows: int) -> dict[str, AttentionTuning]:
     return found
 
 
-def decode_batch(shape: Shape, rows: int, context: int, form: KVFormat) -> Batch:
-    each = rows * context * 2 * shape.kv_heads * form.bytes_per_head(128)
+def decode_batch(shape: Shape, rows: int, context: int, kv_format: KVFormat) -> Batch:
+    each = rows * context * 2 * shape.kv_heads * kv_format.bytes_per_head(128)
     layers = copies_beyond_l2(each)
     return Batch.make(
-        [(1, context)] * rows, shape.heads, shape.kv_heads, 128, layers, torch.bfloat16, form
+        [(1, context)] * rows, shape.heads, shape.kv_heads, 128, layers, torch.bfloat16, kv_format
     )
 
 
@@ -126,14 +126,16 @@ def compile_all() -> None:
     """Everything that is timed, on all cores at once."""
     with compiling(os.cpu_count() or 4):
         for shape in dict.fromkeys(cell[0] for cell in CELLS):
-            for kind, form in kinds().items():
+            for kind, kv_format in kinds().items():
                 for rows in sorted({cell[1] for cell in CELLS}):
                     batch = Batch.make(
-                        [(1, 64)] * rows, shape.heads, shape.kv_heads, 128, 2, form=form
+                        [(1, 64)] * rows, shape.heads, shape.kv_heads, 128, 2, kv_format=kv_format
                     )
                     for tuning in tunings(kind, rows).values():
                         batch.run(0, tuning)
-                batch = Batch.make([(512, 512)], shape.heads, shape.kv_heads, 128, form=form)
+                batch = Batch.make(
+                    [(512, 512)], shape.heads, shape.kv_heads, 128, kv_format=kv_format
+                )
                 for tiles in PREFILL:
                     batch.run(0, AttentionTuning(prefill=tiles))
 
@@ -148,9 +150,9 @@ def trial(calls: list[Callable[[], object]], at_least: int) -> float | str:
 def time_decode(shape: Shape, rows: int, context: int) -> Line:
     line = Line("attention decode", shape.name, f"{rows} x {context}", {}, {})
     at_least = 32 if rows * context * shape.kv_heads < 1 << 21 else 4
-    for kind, form in kinds().items():
-        batch = decode_batch(shape, rows, context, form)
-        line.bytes[kind] = rows * context * 2 * shape.kv_heads * form.bytes_per_head(128)
+    for kind, kv_format in kinds().items():
+        batch = decode_batch(shape, rows, context, kv_format)
+        line.bytes[kind] = rows * context * 2 * shape.kv_heads * kv_format.bytes_per_head(128)
         line.trials[kind] = {}
         for label, tuning in tunings(kind, rows).items():
             try:
@@ -171,9 +173,11 @@ def time_decode(shape: Shape, rows: int, context: int) -> Line:
 
 def time_prefill(shape: Shape, tokens: int) -> Line:
     line = Line("attention prefill", shape.name, str(tokens), {}, {})
-    for kind, form in kinds().items():
-        batch = Batch.make([(tokens, tokens)], shape.heads, shape.kv_heads, 128, form=form)
-        line.bytes[kind] = tokens * 2 * shape.kv_heads * form.bytes_per_head(128)
+    for kind, kv_format in kinds().items():
+        batch = Batch.make(
+            [(tokens, tokens)], shape.heads, shape.kv_heads, 128, kv_format=kv_format
+        )
+        line.bytes[kind] = tokens * 2 * shape.kv_heads * kv_format.bytes_per_head(128)
         line.trials[kind] = {}
         tried = {"default": AUTO} | {name(t): replace(AUTO, prefill=t) for t in PREFILL}
         for label, tuning in tried.items():
@@ -185,10 +189,10 @@ def time_prefill(shape: Shape, tokens: int) -> Line:
 
 def time_store(shape: Shape, tokens: int) -> Line:
     line = Line("RoPE + store", shape.name, str(tokens), {}, {})
-    for kind, form in kinds().items():
+    for kind, kv_format in kinds().items():
         copies = copies_beyond_l2(tokens * shape.qkv_width * 2, 16)
-        case = Store(shape, tokens, form, copies)
-        line.bytes[kind] = tokens * 2 * shape.kv_heads * form.bytes_per_head(128)
+        case = Store(shape, tokens, kv_format, copies)
+        line.bytes[kind] = tokens * 2 * shape.kv_heads * kv_format.bytes_per_head(128)
         calls: list[Callable[[], object]] = [
             functools.partial(case.run, copy) for copy in range(copies)
         ]

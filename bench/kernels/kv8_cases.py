@@ -27,7 +27,7 @@ def checks() -> Iterator[tuple[str, Callable[[], float]]]:
     """Name, and a function that gives the largest error in units of what bf16 allows."""
 
     def error(
-        form: KVFormat,
+        kv_format: KVFormat,
         rows: list[tuple[int, int]],
         heads: int,
         kv_heads: int,
@@ -36,11 +36,11 @@ def checks() -> Iterator[tuple[str, Callable[[], float]]]:
         dtype: torch.dtype = torch.bfloat16,
         **extra: object,
     ) -> float:
-        batch = Batch.make(rows, heads, kv_heads, dim, dtype=dtype, form=form)
+        batch = Batch.make(rows, heads, kv_heads, dim, dtype=dtype, kv_format=kv_format)
         return batch.error(tuning, **extra)
 
-    for kind, form in FORMATS.items():
-        check = functools.partial(error, form)
+    for kind, kv_format in FORMATS.items():
+        check = functools.partial(error, kv_format)
         for heads, kv_heads, dim in ((12, 2, 128), (16, 8, 128), (4, 4, 64), (8, 1, 256)):
             shape = heads, kv_heads, dim
             yield f"{kind}, mixed {shape}", functools.partial(check, MIXED, *shape)
@@ -54,21 +54,21 @@ def checks() -> Iterator[tuple[str, Callable[[], float]]]:
         yield f"{kind}, window", functools.partial(mixed, window=100)
         yield f"{kind}, soft-cap", functools.partial(mixed, softcap=20.0)
         yield f"{kind}, fixed path", functools.partial(mixed, AttentionTuning(fixed=True))
-        yield f"{kind}, store", functools.partial(store_error, form)
+        yield f"{kind}, store", functools.partial(store_error, kv_format)
 
 
 class Store:
     """Tokens between the projection and an 8-bit cache."""
 
-    def __init__(self, shape: Shape, tokens: int, form: KVFormat, copies: int = 1) -> None:
+    def __init__(self, shape: Shape, tokens: int, kv_format: KVFormat, copies: int = 1) -> None:
         heads = shape.heads + 2 * shape.kv_heads
         self.qkv = torch.randn(copies, tokens, heads, 128, device=DEVICE).bfloat16()
-        self.form = form
+        self.kv_format = kv_format
         blocks = -(-tokens // 16) + 1
         size = blocks, copies, 2, shape.kv_heads, 16
-        self.values = torch.zeros((*size, 128), dtype=form.dtype, device=DEVICE)
+        self.values = torch.zeros((*size, 128), dtype=kv_format.dtype, device=DEVICE)
         self.scales = torch.zeros(size, device=DEVICE)
-        if form.scales == "head":
+        if kv_format.scales == "head":
             self.scales = torch.full((copies, 2, shape.kv_heads), 0.01, device=DEVICE)
         angles = torch.outer(torch.arange(tokens + 1.0), 0.9 ** torch.arange(64.0))
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(DEVICE)
@@ -77,9 +77,9 @@ class Store:
 
     def layer(self, copy: int) -> KVLayer:
         own: tuple[Tensor | None, Tensor | None] = None, None
-        if self.form.scales == "token":
+        if self.kv_format.scales == "token":
             own = self.scales[:, copy, 0], self.scales[:, copy, 1]
-        elif self.form.scales == "head":
+        elif self.kv_format.scales == "head":
             own = self.scales[copy, 0], self.scales[copy, 1]
         return KVLayer(self.values[:, copy, 0], self.values[:, copy, 1], *own)
 
@@ -92,15 +92,17 @@ class Store:
     def stored(self) -> Tensor:
         """k and v of the tokens, [tokens, 2, kv_heads, 128]."""
         slots = self.slots.long()
-        values = self.values[slots // 16, 0, :, :, slots % 16].float() - self.form.offset
-        if self.form.scales == "token":
+        values = self.values[slots // 16, 0, :, :, slots % 16].float() - self.kv_format.offset
+        if self.kv_format.scales == "token":
             return values * self.scales[slots // 16, 0, :, :, slots % 16][..., None]
-        return values * self.scales[0][None, ..., None] if self.form.scales == "head" else values
+        return (
+            values * self.scales[0][None, ..., None] if self.kv_format.scales == "head" else values
+        )
 
 
-def store_error(form: KVFormat) -> float:
+def store_error(kv_format: KVFormat) -> float:
     """In units of half a step between stored numbers, and bf16's error of what is turned."""
-    case = Store(QWEN25_1_5B, 300, form)
+    case = Store(QWEN25_1_5B, 300, kv_format)
     case.run()
     found = case.stored()
     exact = Store(QWEN25_1_5B, 300, KVFormat(torch.float64))
@@ -112,7 +114,7 @@ def store_error(form: KVFormat) -> float:
     slots = exact.slots.long()
     want = exact.values[slots // 16, 0, :, :, slots % 16]
     top = want.abs().amax(-1, keepdim=True)
-    half = top / 254 if form.offset else want.abs() / 16 + top / 448 / 1024
-    limit = 448 * 0.01 if form.scales == "head" else torch.inf
+    half = top / 254 if kv_format.offset else want.abs() / 16 + top / 448 / 1024
+    limit = 448 * 0.01 if kv_format.scales == "head" else torch.inf
     want = want.clamp(-limit, limit)
     return float(((found - want).abs() / (1.01 * half + 1e-5 * top + 1e-6)).max())

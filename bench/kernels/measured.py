@@ -1,15 +1,18 @@
-"""What was measured, out of `bench/results`, for the budget's tables."""
+"""Measurements out of `bench/results`, for the budget's tables."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shapes import Shape
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import DTYPE, PLAIN, RESULTS, dtype_of
+
 _ROWS = {"b1": 1, "b64": 64}
 _KERNELS = {
     "residual + RMSNorm": "norm",
@@ -64,6 +67,9 @@ def load() -> Measured:
     cases: dict[tuple[str, str], float] = {}
     for record in _lines(RESULTS / "h200_throughput.jsonl"):
         model, metrics = record["model"].lower(), record["metrics"]
+        settings = record["settings"]
+        if dtype_of(model, settings) != DTYPE or not set(settings) <= PLAIN:
+            continue
         if "output_tok_s" in metrics:
             cases[model, record["case"]] = metrics["output_tok_s"]
         for name, value in metrics.items():

@@ -111,7 +111,7 @@ def report(failed: list[str], skipped: list[str], rows: list[Row]) -> None:
 
 
 def only(text: str, parts: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """Those whose name has the text in it."""
+    """Yields the parts whose names have the text in them."""
     return ((name, part) for name, part in parts if text in name)
 
 

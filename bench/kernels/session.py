@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 class Session:
-    """What fails is told at the end, not fatal; what there is no time for is named. failed: with
-    reasons."""
+    """Runs parts. Failures are told at the end and are not fatal; parts without time left are
+    named. failed: the failures, with reasons."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -24,7 +24,7 @@ class Session:
         return time.monotonic() - self._began
 
     def each(self, parts: Iterable[tuple[str, Callable[[], T]]], until: float) -> Iterator[T]:
-        """What those give that do not fail. Begins none after `until` seconds."""
+        """Yields the results of parts that do not fail. Begins none after `until` seconds."""
         for name, part in parts:
             if self.seconds > until:
                 self.skipped.append(name)

@@ -45,5 +45,5 @@ def _replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
 
 
 def copies_beyond_l2(bytes_each: int, most: int = 64) -> int:
-    """How many buffers of a size to rotate over."""
+    """Returns how many buffers of a size to rotate over."""
     return max(2, min(most, -(-2 * L2_BYTES // max(bytes_each, 1))))

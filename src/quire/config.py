@@ -12,19 +12,22 @@ from typing import Any, Literal
 from quire.errors import ConfigError
 
 OPTIMIZATIONS = ("graphs", "overlap", "fusions", "skinny", "pdl")
-"""What `EngineArgs.disable` knows. graphs: CUDA graphs. overlap: launching a step before the last
-one is read. fusions: norms, activations and residuals inside linear layers. skinny: our kernels for
-linear layers of few rows. pdl: programmatic dependent launch."""
+"""The values of `EngineArgs.disable`.
+
+graphs: CUDA graphs. overlap: launching a step before the last one is read. fusions: norms,
+activations and residuals inside linear layers. skinny: our kernels for linear layers of few rows.
+pdl: programmatic dependent launch.
+"""
 
 
 KV_CACHE_DTYPES = (
     "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_dynamic", "int8"
 )  # fmt: skip
-"""What `EngineArgs.kv_cache_dtype` knows. fp8 is fp8_e4m3."""
+"""The values of `EngineArgs.kv_cache_dtype`. fp8 is fp8_e4m3."""
 
 
 QUANTIZATIONS = ("int8",)
-"""What `EngineArgs.quantization` knows."""
+"""The values of `EngineArgs.quantization`."""
 
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -33,7 +36,7 @@ def _setting(default: Any, help: str, **metadata: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
-    """What a user may set of an engine. None means: chosen from the model and the device."""
+    """An engine's settings, as users give them. None: chosen from the model and the device."""
 
     model: str | None = _setting(
         None, "Model folder or hub id. Left out: the embedded model.", argument=True
@@ -89,7 +92,9 @@ class EngineArgs:
         10.0, "Ageing: one unit of priority is worth this many seconds of waiting."
     )
     max_queue: int | None = _setting(
-        None, "Most requests that may wait; more are refused with 503. Default: no limit."
+        None,
+        "Most requests that may wait; more are refused with 503, unless their key has less than "
+        "its share of the queue. Default: no limit.",
     )
     max_queue_tokens: int | None = _setting(
         None, "Most prompt tokens that may wait, as max_queue. Default: no limit."
@@ -193,7 +198,11 @@ class EngineArgs:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
-        """As the constructor, but an unknown name is a `ConfigError` that lists the known ones."""
+        """Builds settings by name.
+
+        Raises:
+            ConfigError: a name is unknown, or a value is wrong.
+        """
         known = {f.name for f in dataclasses.fields(cls)}
         for name in kwargs:
             if name not in known:
@@ -258,7 +267,7 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What the brain needs to know."""
+    """The settings of the scheduler and the cache."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192

@@ -77,6 +77,10 @@ class OverloadedError(QuireError):
     """The queue is full: the request may be sent again later."""
 
 
+class CompilerBusyError(QuireError):
+    """Other grammars are being compiled: the request may be sent again later."""
+
+
 class BrokenLogitsError(QuireError):
     """A completion ended because the model's logits were not numbers: its weights are damaged, or
     its values passed the range of the dtype."""

@@ -26,7 +26,7 @@ class Capacity(msgspec.Struct, frozen=True):
     seconds: how long parts of its start took ("weights", "graphs"), as far as it has them.
     full_step: prompt tokens that fill a step: twice as many take about twice as long.
     logit_rows: most rows that a step can sample from, drafts included; None: one per lane.
-    verifies: whether generating rows may carry draft tokens.
+    drafts: the most draft tokens of a generating row.
     """
 
     groups: tuple[KVGroup, ...]
@@ -35,12 +35,12 @@ class Capacity(msgspec.Struct, frozen=True):
     seconds: dict[str, float] = {}
     full_step: int = FULL_STEP
     logit_rows: int | None = None
-    verifies: bool = False
+    drafts: int = 0
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """What a worker has found once its weights are loaded. groups: of KV, with the bytes that a
-    block takes on one rank. num_blocks: how many of each group's there is room for."""
+    """A worker's memory once its weights are loaded. groups: KV groups, with the bytes that a block
+    takes on one rank. num_blocks: how many blocks of each group there is room for."""
 
     groups: tuple[KVGroup, ...]
     num_blocks: tuple[int, ...]

@@ -9,8 +9,7 @@ from typing import Any
 
 from quire.arrays import Int32
 from quire.config import EngineArgs
-from quire.engine.builder import build_compiler, build_core, resolve
-from quire.engine.embedding import NO_TOKENS, finish, pooling_of
+from quire.engine.builder import build_core, resolve
 from quire.engine.interrupts import interrupts_held
 from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.prompt_inputs import Prompt, as_conversations, as_list, one_each, read_prompt
@@ -18,12 +17,7 @@ from quire.engine.stats import EngineStats
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import RequestError
-from quire.outputs import (
-    CompletionOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    RequestOutput,
-)
+from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.request import Request
 from quire.sampling_params import SamplingParams
@@ -69,10 +63,7 @@ class LLM:
         self._tokenizer = None
         if config.tokenizer_path is not None:
             self._tokenizer = Tokenizer.from_path(config.tokenizer_path)
-        self._compiler = None
-        if self._tokenizer is not None:
-            self._compiler = build_compiler(config)
-        self._core = build_core(config, compiler=self._compiler)
+        self._core = build_core(config, complete=False)
         self._count = 0
 
     # -- what users call -----------------------------------------------------------------------
@@ -104,19 +95,12 @@ class LLM:
             raise RequestError("priorities are integers", "priority")
         if len(priorities) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(priorities)} priorities", "priority")
-        self._begin_grammars(params)
+        self._core.check(params)
         jobs = [self._job(prompt, p) for prompt, p in zip(many, params, strict=True)]
-        with interrupts_held() as let_interrupt:
-            try:
-                self._start(jobs, priorities)
-                with _progress_bar(len(jobs), use_tqdm) as advance:
-                    self._run(jobs, advance, let_interrupt)
-            finally:
-                # Nothing is left unless this was interrupted, or a request was refused.
-                if not self._core.failed:
-                    for job in jobs:
-                        self._core.abort(job.output.request_id)
-                    self._drain()
+        with self._requests([job.output.request_id for job in jobs]) as let_interrupt:
+            self._start(jobs, priorities)
+            with _progress_bar(len(jobs), use_tqdm) as advance:
+                self._run(jobs, advance, let_interrupt)
         return [job.output for job in jobs]
 
     def chat(
@@ -161,50 +145,22 @@ class LLM:
             RequestError: a request is invalid. Nothing has run then.
             KeyboardInterrupt, EngineDeadError: as `generate`.
         """
+        # Generation does not need what embeddings do.
+        from quire.engine.embedding import NO_TOKENS, embeddings
+
         many = as_list(prompts)
         params = one_each(pooling_params, len(many), PoolingParams())
-        modes = [pooling_of(each, self.config) for each in params]
         given = [read_prompt(prompt)[1] for prompt in many]
         ids = [prompt_ids(prompt, NO_TOKENS, self.config, self._tokenizer) for prompt in given]
-        found: dict[str, EmbeddingRequestOutput] = {}
         names = [str(self._count + place) for place in range(1, len(many) + 1)]
         self._count += len(many)
-        with interrupts_held() as let_interrupt:
-            try:
-                for name, tokens, mode in zip(names, ids, modes, strict=True):
-                    limit = len(tokens) + 1
-                    self._core.add(name, tokens, NO_TOKENS, max_total=limit, pooling=mode)
-                wanted = dict(zip(names, params, strict=True))
-                with _progress_bar(len(many), use_tqdm) as advance:
-                    while len(found) < len(many):
-                        let_interrupt()
-                        for output in self._embedded(wanted):
-                            found[output.request_id] = output
-                            advance()
-            finally:
-                if not self._core.failed:
-                    for name in names:
-                        self._core.abort(name)
-                    self._drain()
+        wanted = dict(zip(names, zip(ids, params, strict=True), strict=True))
+        found: dict[str, EmbeddingRequestOutput] = {}
+        with self._requests(names) as let_interrupt, _progress_bar(len(many), use_tqdm) as advance:
+            for output in embeddings(self._core, wanted, let_interrupt):
+                found[output.request_id] = output
+                advance()
         return [found[name] for name in names]
-
-    def _embedded(self, wanted: Mapping[str, PoolingParams]) -> Iterator[EmbeddingRequestOutput]:
-        """Those of which the next step completes the vector."""
-        progress = self._core.step()
-        if progress is None:
-            raise RequestError("the engine has requests that it cannot run")
-        for place in progress.finished:
-            item = progress[place]
-            name = item.request.request_id.rpartition("/")[0]
-            if item.pooled is None:
-                raise RequestError("the engine gave no vector")
-            values = finish(item.pooled, wanted[name])
-            yield EmbeddingRequestOutput(
-                name,
-                EmbeddingOutput(values.tolist()),
-                item.request.tokens.view().tolist(),
-                num_cached_tokens=item.request.num_cached_tokens,
-            )
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises RequestError with skip_tokenizer_init."""
@@ -221,18 +177,22 @@ class LLM:
 
     # -- jobs ----------------------------------------------------------------------------------
 
-    def _begin_grammars(self, params: Sequence[SamplingParams]) -> None:
-        """They are compiled beside each other; what is wrong with one shows where it is checked."""
-        for p in params:
-            if p.structured_outputs is not None and self._compiler is not None:
-                with contextlib.suppress(RequestError):
-                    self._compiler.checked(p.structured_outputs)
+    @contextlib.contextmanager
+    def _requests(self, names: Sequence[str]) -> Iterator[Callable[[], None]]:
+        """Ends these requests where a block of code ends before them: by an interrupt, or as one
+        of them was refused. Yields what lets an interrupt through."""
+        with interrupts_held() as let_interrupt:
+            try:
+                yield let_interrupt
+            finally:
+                if not self._core.failed:
+                    for name in names:
+                        self._core.abort(name)
+                    self._drain()
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         text, given = read_prompt(prompt)
         ids = prompt_ids(given, params, self.config, self._tokenizer)
-        if params.structured_outputs is not None and self._compiler is not None:
-            self._compiler.check(params.structured_outputs)
         self._count += 1
         listed = ids.tolist()
         outputs = [CompletionOutput(index) for index in range(params.n)]
@@ -340,7 +300,9 @@ def _add(output: CompletionOutput, update: StreamUpdate) -> None:
     output.text += update.text
     output.token_ids += update.token_ids
     if update.logprobs is not None:
-        output.logprobs = [*(output.logprobs or ()), *update.logprobs]
+        if output.logprobs is None:
+            output.logprobs = []
+        output.logprobs += update.logprobs
     output.finish_reason = update.finish_reason
     output.stop_reason = update.stop_reason
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from quire.errors import RequestError
+from quire.errors import QuireError
 from quire.executor import Capacity, Executor
-from quire.request import Request
+from quire.request import Request, RequestOptions
+from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature
 
-Failure = tuple[Request, RequestError]
+Failure = tuple[Request, QuireError]
 
 
 class LoopFeature:
@@ -20,6 +22,10 @@ class LoopFeature:
         """Begins, once, with an executor that has started and run nothing yet. Returns the
         scheduler's part of the feature; None turns the feature off."""
         return None
+
+    def check(self, params: Sequence[SamplingParams]) -> None:
+        """Raises RequestError if a request may not have one of these. It may wait for long, so the
+        loop does not call it."""
 
     @property
     def waits(self) -> bool:
@@ -54,3 +60,14 @@ class LoopFeature:
 
         drain: runs the engine until it has no work or its time is up; None after a failed step.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class OnDemand:
+    """A feature that the first request to ask for it turns on.
+
+    asked: whether a request does. open: makes the feature.
+    """
+
+    asked: Callable[[SamplingParams, RequestOptions], bool]
+    open: Callable[[], LoopFeature]

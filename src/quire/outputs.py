@@ -1,13 +1,17 @@
-"""What a finished or growing request looks like to users, offline and in the server."""
+"""Outputs of requests, finished or growing, as users see them, offline and in the server."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 
-@dataclass(slots=True)
-class Logprob:
-    """A token's log-probability; `rank` is 1 for the likeliest; `decoded_token` its text."""
+
+class Logprob(msgspec.Struct, gc=False):
+    """A token's log-probability; `rank` is 1 for the likeliest; `decoded_token` its text.
+
+    There may be millions: the garbage collector need not look at what refers to nothing.
+    """
 
     logprob: float
     rank: int | None = None

@@ -199,11 +199,6 @@ class StepPlan(msgspec.Struct):
         masked[ends[waits] - 1] = True
         return int32(np.where(masked, np.cumsum(masked) - 1, -1))
 
-    @property
-    def num_mask_lines(self) -> int:
-        """Number of lines of `HeadInputs.mask`."""
-        return int((self.mask_lines >= 0).sum())
-
 
 def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:
     """Returns the draft tokens that a claim gives to a row, int32 [at most `most`].

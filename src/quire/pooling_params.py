@@ -1,4 +1,4 @@
-"""What a user asks of an embedding."""
+"""Parameters of embeddings, as users give them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Pooling = Literal["last", "mean"]
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a text's hidden states become one vector.
+    """Says how a text's hidden states become one vector.
 
     Attributes:
         pooling: the last token's state, or the mean over all; None: the engine's setting.

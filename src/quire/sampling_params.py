@@ -1,4 +1,4 @@
-"""What a user asks of the sampler. Names and meanings are vLLM's and OpenAI's."""
+"""Parameters of sampling, as users give them. Names and meanings are vLLM's and OpenAI's."""
 
 from __future__ import annotations
 
@@ -19,16 +19,13 @@ MIN_TEMPERATURE = 1e-5
 
 _INT32_MAX = 2**31 - 1
 _FLAGS = (
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "detokenize",
-)
+    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+    "spaces_between_special_tokens", "detokenize",
+)  # fmt: skip
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a completion's text must match; exactly one field is set. Names are vLLM's.
+    """Says what a completion's text must match; exactly one field is set. Names are vLLM's.
 
     Attributes:
         json: a JSON Schema, as JSON text; an object becomes text.

@@ -49,7 +49,7 @@ def exact() -> Answers:
 
 
 def agree(found: Answers, exact: Answers) -> int:
-    """How many tokens were compared: each answer up to its first close choice."""
+    """Returns how many tokens were compared: each answer up to its first close choice."""
     compared = 0
     for (tokens, logprobs), (want, expected) in zip(found, exact, strict=True):
         for token, entry, wanted, there in zip(tokens, logprobs, want, expected, strict=True):

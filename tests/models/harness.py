@@ -43,7 +43,7 @@ class Harness:
             self.groups,
             [self.num_blocks] * len(self.groups),
             layouts=model.kv_layouts,
-            form=form,
+            kv_format=form,
             device=model.device,
             head_scales=self.head_scales,
         )
@@ -68,7 +68,7 @@ class Harness:
         batch = self._batch(rows)
         with torch.inference_mode():
             hidden = self.model(batch, self.kv)
-            logits = self.model.logits_fp32(hidden[: sum(batch.q_lens)])
+            logits = self.model.logits(hidden[: sum(batch.q_lens)]).float()
         for sequence, count in rows:
             sequence.computed += count
         return list(logits.split([count for _, count in rows]))

@@ -69,7 +69,7 @@ def check_logits(
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3-window", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """As far from fp32 as transformers is, about."""
+    """Half precision is about as far from fp32 as transformers is."""
     oracle = make(tmp_path, case)
     sequences = [prompt + prompt for prompt in prompts_of(2)]
     half = oracle.to(dtype)

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from quire.errors import ConfigError
-from quire.models import build_model, head_scales, load_config, load_weights, spec_from_config
-from quire.parallel import ProcessGroup, SingleGroup, TorchGroup
+from quire.models import build_model, load_config, load_weights, spec_from_config
+from quire.models.kv_scales import head_scales
+from quire.parallel import ProcessGroup, SingleGroup
+from quire.parallel.torch_group import TorchGroup
 from quire.sharding import ShardSpec
 from tests.models.checkpoints import make
 from tests.models.harness import Harness

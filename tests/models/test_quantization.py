@@ -31,8 +31,10 @@ from quire.models import (
 )
 from quire.ops import Weight, WeightFormat
 from quire.ops.reference.quantized import dequantize
-from quire.parallel import ProcessGroup, SingleGroup, TorchGroup
-from quire.quantization import Int8, Quantization, StoredTensor, Unquantized, quantization_of
+from quire.parallel import ProcessGroup, SingleGroup
+from quire.parallel.torch_group import TorchGroup
+from quire.quantization import Quantization, StoredTensor, Unquantized, quantization_of
+from quire.quantization.int8 import Int8
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 
@@ -296,7 +298,7 @@ def test_an_engine_serves_int8() -> None:
     llm = LLM(device="cpu", quantization="int8", num_kv_blocks=64, max_num_batched_tokens=64)
     (output,) = llm.generate(["The river"])
     assert output.outputs[0].text
-    layers = [m for m in llm._core._executor.local.model.modules() if isinstance(m, Linear)]
+    layers = [m for m in llm._core._executor.model.modules() if isinstance(m, Linear)]
     kinds = {layer.weight.format.key for layer in layers}
     assert "int8" in kinds
     assert all(isinstance(layer.weight, Weight) for layer in layers)

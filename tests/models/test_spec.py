@@ -33,7 +33,7 @@ PARAMETERS = {
     "smollm2-135m": 134_515_008,
     "tinyllama-1.1b": 1_100_048_384,
 }
-"""As published, or counted by transformers."""
+"""Parameters, as published or counted by transformers."""
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -132,6 +132,16 @@ BAD = {
     "attention_bias": ("yes", "attention_bias must be true or false"),
     "eos_token_id": ("</s>", "eos_token_id must be token ids"),
 }
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"]
+)
+@pytest.mark.parametrize("value", [10**9, 10**12, 10**400])
+def test_sizes_that_no_model_has(name: str, value: int) -> None:
+    with pytest.raises(ModelError, match=f"{name} must be at most") as caught:
+        spec_from_config({**LLAMA, name: value})
+    assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize("name", BAD)

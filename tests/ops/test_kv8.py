@@ -20,43 +20,43 @@ FORMATS = {
     "fp8_dynamic": KVFormat(torch.float8_e4m3fn, "token"),
     "int8": KVFormat(torch.uint8, "token"),
 }
-formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+formats = pytest.mark.parametrize("kv_format", FORMATS.values(), ids=FORMATS)
 
 
-def quantized(x: Tensor, form: KVFormat, head_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """x [blocks, heads, size, dim] stored as `form`, and the scales of its tokens and heads, in
-    float64 but for the last rounding."""
+def quantized(x: Tensor, kv_format: KVFormat, head_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns x [blocks, heads, size, dim] in `kv_format`, and the scales of its tokens and heads,
+    in float64 but for the last rounding."""
     x = x.double()
     scale = head_scale.double()[None, :, None].expand(x.shape[:-1])
-    if form.scales == "token":
-        scale = (x.abs().amax(-1).clamp(min=1e-20) / form.largest).float().double()
-    scaled = (x / scale[..., None]).clamp(-form.largest, form.largest)
-    if form.offset:
+    if kv_format.scales == "token":
+        scale = (x.abs().amax(-1).clamp(min=1e-20) / kv_format.largest).float().double()
+    scaled = (x / scale[..., None]).clamp(-kv_format.largest, kv_format.largest)
+    if kv_format.offset:
         scaled = scaled.round() + 128
-    return scaled.float().to(form.dtype), scale
+    return scaled.float().to(kv_format.dtype), scale
 
 
 class Stored(Case):
     """A mixed batch over a cache in 8 bits; `exact` holds what the bytes stand for."""
 
-    def __init__(self, form: KVFormat, device: str, *args: object, **keywords: object) -> None:
+    def __init__(self, kv_format: KVFormat, device: str, *args: object, **keywords: object) -> None:
         super().__init__(device, *args, **keywords)  # type: ignore[arg-type]
         wide = self.kv
         heads = wide.k.shape[1]
         made, exact, scales = [], [], []
         for i, x in enumerate((wide.k, wide.v)):
             head_scale = torch.linspace(0.01, 0.02, heads, device=device) * (i + 1)
-            values, own = quantized(x.nan_to_num(0.0) * torch.rand(x.shape[:3])[..., None], form,
-                                    head_scale)  # fmt: skip
+            noisy = x.nan_to_num(0.0) * torch.rand(x.shape[:3])[..., None]
+            values, own = quantized(noisy, kv_format, head_scale)
             made.append(values)
-            exact.append((values.double() - form.offset) * own[..., None])
-            scales.append(own.float() if form.scales == "token" else head_scale)
-            if form.scales == "token":
+            exact.append((values.double() - kv_format.offset) * own[..., None])
+            scales.append(own.float() if kv_format.scales == "token" else head_scale)
+            if kv_format.scales == "token":
                 # What no row uses may hold anything that is finite; its scale too, and more.
                 scales[-1][x.isnan().any(-1)] = float("nan")
         # Strided as the engine's: the middle one of three layers.
         self.kv = KVLayer(*(in_layers(x) for x in made), *(
-            in_layers(x) if form.scales == "token" else x for x in scales
+            in_layers(x) if kv_format.scales == "token" else x for x in scales
         ))  # fmt: skip
         self.exact = exact
 
@@ -99,20 +99,20 @@ def in_layers(x: Tensor) -> Tensor:
 
 @formats
 @pytest.mark.parametrize(("heads", "kv_heads"), [slow(4, 4), (6, 1), slow(16, 8)])
-def test_mixed_batch(kernel_device: str, form: KVFormat, heads: int, kv_heads: int) -> None:
-    Stored(form, kernel_device, MIXED, heads, kv_heads).check()
+def test_mixed_batch(kernel_device: str, kv_format: KVFormat, heads: int, kv_heads: int) -> None:
+    Stored(kv_format, kernel_device, MIXED, heads, kv_heads).check()
 
 
 @formats
 @pytest.mark.parametrize("dim", [slow(16), 80, slow(128), 256])
-def test_head_sizes(kernel_device: str, form: KVFormat, dim: int) -> None:
-    Stored(form, kernel_device, [(1, 33), (20, 45)], 2, 1, dim).check()
+def test_head_sizes(kernel_device: str, kv_format: KVFormat, dim: int) -> None:
+    Stored(kv_format, kernel_device, [(1, 33), (20, 45)], 2, 1, dim).check()
 
 
 @formats
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(kernel_device: str, form: KVFormat, dtype: torch.dtype) -> None:
-    case = Stored(form, kernel_device, [(1, 70), (20, 45)], dtype=dtype)
+def test_half_precision(kernel_device: str, kv_format: KVFormat, dtype: torch.dtype) -> None:
+    case = Stored(kv_format, kernel_device, [(1, 70), (20, 45)], dtype=dtype)
     out = case.run()
     starts, lens = case.query_start.tolist(), case.seq_lens.tolist()
     want = twin(case.q, case.exact[0], case.exact[1], starts, lens, case.table, 0.3)
@@ -121,39 +121,41 @@ def test_half_precision(kernel_device: str, form: KVFormat, dtype: torch.dtype) 
 
 
 @formats
-@pytest.mark.parametrize("page", [1, slow(32)])
-def test_block_sizes(kernel_device: str, form: KVFormat, page: int) -> None:
-    Stored(form, kernel_device, [(1, 70), (20, 45)], page=page).check()
+@pytest.mark.parametrize("block_size", [1, slow(32)])
+def test_block_sizes(kernel_device: str, kv_format: KVFormat, block_size: int) -> None:
+    Stored(kv_format, kernel_device, [(1, 70), (20, 45)], block_size=block_size).check()
 
 
 @formats
 @pytest.mark.parametrize("window", [slow(1), 16, slow(33)])
-def test_sliding_window(kernel_device: str, form: KVFormat, window: int) -> None:
-    Stored(form, kernel_device, MIXED).check(window=window)
+def test_sliding_window(kernel_device: str, kv_format: KVFormat, window: int) -> None:
+    Stored(kv_format, kernel_device, MIXED).check(window=window)
 
 
 @formats
-def test_soft_cap(kernel_device: str, form: KVFormat) -> None:
-    Stored(form, kernel_device, MIXED).check(softcap=2.0)
+def test_soft_cap(kernel_device: str, kv_format: KVFormat) -> None:
+    Stored(kv_format, kernel_device, MIXED).check(softcap=2.0)
 
 
 @formats
 @pytest.mark.parametrize("window", [slow(None), 33])
-def test_long_rows_in_parts(kernel_device: str, form: KVFormat, window: int | None) -> None:
+def test_long_rows_in_parts(kernel_device: str, kv_format: KVFormat, window: int | None) -> None:
     rows = [(20, 300), (1, 77), (16, 32)]
-    Stored(form, kernel_device, rows, 6, 1, 80).check(replace(SMALL, spread=100), window=window)
+    Stored(kv_format, kernel_device, rows, 6, 1, 80).check(
+        replace(SMALL, spread=100), window=window
+    )
 
 
 @formats
-def test_decode_in_parts(kernel_device: str, form: KVFormat) -> None:
+def test_decode_in_parts(kernel_device: str, kv_format: KVFormat) -> None:
     rows = [(1, 1), (1, 300), (1, 16), (1, 129)]
     for programs in (2, 80):
-        Stored(form, kernel_device, rows).check(replace(SMALL, programs=programs))
+        Stored(kv_format, kernel_device, rows).check(replace(SMALL, programs=programs))
 
 
 @formats
-def test_default_and_fixed_tuning(kernel_device: str, form: KVFormat) -> None:
-    case = Stored(form, kernel_device, MIXED, 8, 2, 128)
+def test_default_and_fixed_tuning(kernel_device: str, kv_format: KVFormat) -> None:
+    case = Stored(kv_format, kernel_device, MIXED, 8, 2, 128)
     case.check(AttentionTuning())
     together = case.check(replace(SMALL, fixed=True))
     alone = Stored.__new__(Stored)
@@ -170,8 +172,8 @@ def test_default_and_fixed_tuning(kernel_device: str, form: KVFormat) -> None:
 
 
 @formats
-def test_drafts_are_short_rows(kernel_device: str, form: KVFormat) -> None:
-    Stored(form, kernel_device, [(4, 60), (4, 5), (1, 90)], 6, 1).check(
+def test_drafts_are_short_rows(kernel_device: str, kv_format: KVFormat) -> None:
+    Stored(kv_format, kernel_device, [(4, 60), (4, 5), (1, 90)], 6, 1).check(
         replace(SMALL, decode=Tiles(32, 16, 2, 2))
     )
 
@@ -189,11 +191,11 @@ def test_queries_beyond_fp16(kernel_device: str) -> None:
 class Store:
     """Three layers' cache in 8 bits, and tokens that go to the middle one."""
 
-    def __init__(self, form: KVFormat, device: str, dtype: torch.dtype, dim: int) -> None:
+    def __init__(self, kv_format: KVFormat, device: str, dtype: torch.dtype, dim: int) -> None:
         make = torch.Generator().manual_seed(dim)
-        self.form, self.heads, self.dim, self.size = form, 3, dim, 4
+        self.kv_format, self.heads, self.dim, self.size = kv_format, 3, dim, 4
         shape = 5, 3, 2, self.heads, self.size
-        self.values = torch.zeros((*shape, dim), dtype=form.dtype, device=device)
+        self.values = torch.zeros((*shape, dim), dtype=kv_format.dtype, device=device)
         self.scales = torch.full(shape, 9.0, device=device)
         self.fixed = torch.tensor([0.01, 0.02, 0.5], device=device)
         qkv = torch.randn(5, 4 + 2 * self.heads, dim, generator=make)
@@ -209,7 +211,7 @@ class Store:
 
     def layer(self) -> KVLayer:
         own = self.scales[:, 1, 0], self.scales[:, 1, 1]
-        if self.form.scales == "head":
+        if self.kv_format.scales == "head":
             own = self.fixed, 2 * self.fixed
         return KVLayer(self.values[:, 1, 0], self.values[:, 1, 1], *own)
 
@@ -246,9 +248,14 @@ STORES = {"kernel": qk_norm_rope_store, "reference": reference.qk_norm_rope_stor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "normed"), [(64, False), (80, True)])
 def test_what_is_stored(
-    kernel_device: str, form: KVFormat, store: object, dtype: torch.dtype, dim: int, normed: bool
+    kernel_device: str,
+    kv_format: KVFormat,
+    store: object,
+    dtype: torch.dtype,
+    dim: int,
+    normed: bool,
 ) -> None:
-    case = Store(form, kernel_device, dtype, dim)
+    case = Store(kv_format, kernel_device, dtype, dim)
     before = case.values.clone(), case.scales.clone()
     layer = case.layer()
     store(case.qkv, layer, **case.arguments(normed))  # type: ignore[operator]
@@ -260,15 +267,15 @@ def test_what_is_stored(
         cache = (layer.k, layer.v)[kind]
         scale = (layer.k_scale, layer.v_scale)[kind]
         assert scale is not None
-        own = scale[at] if form.scales == "token" else scale.expand(4, -1)
-        found = (cache[at].double().cpu() - form.offset) * own.double().cpu()[..., None]
-        if form.scales == "token":
+        own = scale[at] if kv_format.scales == "token" else scale.expand(4, -1)
+        found = (cache[at].double().cpu() - kv_format.offset) * own.double().cpu()[..., None]
+        if kv_format.scales == "token":
             top = want.abs().amax(-1)
             torch.testing.assert_close(
-                own.double().cpu() * form.largest, top, atol=1e-12, rtol=close
+                own.double().cpu() * kv_format.largest, top, atol=1e-12, rtol=close
             )
-        reach = own.double().cpu()[..., None] * form.largest
-        allowed = rounding(form, want, own) + close * want.abs().amax(-1, keepdim=True)
+        reach = own.double().cpu()[..., None] * kv_format.largest
+        allowed = rounding(kv_format, want, own) + close * want.abs().amax(-1, keepdim=True)
         assert ((found - want.clamp(-reach, reach)).abs() <= allowed + 1e-12).all()
     # Nothing else was touched.
     for tensor, was in zip((case.values, case.scales), before, strict=True):
@@ -277,10 +284,10 @@ def test_what_is_stored(
         assert torch.equal(tensor.float(), was.float())
 
 
-def rounding(form: KVFormat, x: Tensor, scale: Tensor) -> Tensor:
+def rounding(kv_format: KVFormat, x: Tensor, scale: Tensor) -> Tensor:
     """The most that storing may change x, [T, heads, dim], by."""
     scale = scale.double().cpu()[..., None]
-    if form.offset:
+    if kv_format.offset:
         return 0.5001 * scale.expand(x.shape)
     return torch.maximum(x.abs() * (2**-4 + 1e-6), 2**-10 * scale * 1.001)
 
@@ -288,10 +295,10 @@ def rounding(form: KVFormat, x: Tensor, scale: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.uint8])
 def test_bytes_are_rounded_as_pytorch_does(kernel_device: str, kind: torch.dtype) -> None:
     """Ties to even, small numbers, large ones; every byte's own value comes back as that byte."""
-    form = KVFormat(kind, "head")
+    kv_format = KVFormat(kind, "head")
     every = torch.arange(256, dtype=torch.uint8)
-    exact = every.view(kind).float() - form.offset
-    exact = exact[exact.isfinite() & (exact.abs() <= form.largest)]
+    exact = every.view(kind).float() - kv_format.offset
+    exact = exact[exact.isfinite() & (exact.abs() <= kv_format.largest)]
     order = exact.sort().values
     between = (order[1:] + order[:-1]) / 2
     x = torch.cat((exact, between, between * 1.0001, between * 0.9999, exact * 7, exact * 1e-3))
@@ -304,8 +311,8 @@ def test_bytes_are_rounded_as_pytorch_does(kernel_device: str, kind: torch.dtype
     qk_norm_rope_store(
         qkv, KVLayer(cache[:, 0], cache[:, 1], one, one), positions=slots, slots=slots
     )
-    want = x.clamp(-form.largest, form.largest)
-    want = (want.round() + form.offset if form.offset else want).to(kind)
+    want = x.clamp(-kv_format.largest, kv_format.largest)
+    want = (want.round() + kv_format.offset if kv_format.offset else want).to(kind)
     for stored in (cache[:, 0], cache[:, 1]):
         # By value: there are two zeros.
         assert torch.equal(stored[:, 0, 0].float(), want.float())

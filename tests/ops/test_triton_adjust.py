@@ -51,7 +51,7 @@ def admitted(device: str) -> tuple[BatchState, dict[str, Tensor], Tensor]:
     upload = Upload(PinnedRing(own, 2), state.memory)
     for hook in hooks:
         hook.bind(state)
-        hook.stage(plan, admits, upload)
+        hook.stage(plan, upload)
     least = int32([a.prompt_len + a.params.min_tokens for a in admits])
     upload.put_lines(state.min_total, int32(range(len(admits))), least)
     upload.send()

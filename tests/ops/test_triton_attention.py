@@ -35,13 +35,13 @@ def twin(
 ) -> Tensor:
     """Row by row in float64; positions gathered one by one through the block table."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    page, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
+    block_size, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
     for row, total in enumerate(seq_lens):
         start, end = query_start[row], query_start[row + 1]
         position = torch.arange(total, device=q.device)
-        blocks = table[row].long()[position // page]
-        k = k_cache[blocks, :, position % page].double().repeat_interleave(group, 1)
-        v = v_cache[blocks, :, position % page].double().repeat_interleave(group, 1)
+        blocks = table[row].long()[position // block_size]
+        k = k_cache[blocks, :, position % block_size].double().repeat_interleave(group, 1)
+        v = v_cache[blocks, :, position % block_size].double().repeat_interleave(group, 1)
         logits = torch.einsum("qhd,khd->hqk", q[start:end].double(), k) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
@@ -64,7 +64,7 @@ class Case:
         heads: int = 4,
         kv_heads: int = 2,
         dim: int = 64,
-        page: int = 16,
+        block_size: int = 16,
         dtype: torch.dtype = torch.float32,
         padding: tuple[int, int] = (0, 0),
     ) -> None:
@@ -73,14 +73,14 @@ class Case:
         tokens = sum(lengths) + padding[0]
         self.query_start = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
         self.seq_lens = torch.tensor([s for _, s in rows] + [0] * padding[1]).int().to(device)
-        most = -(-max(s for _, s in rows) // page) + 1
+        most = -(-max(s for _, s in rows) // block_size) + 1
         blocks = most * len(rows) + 3
         ids = torch.randperm(blocks, generator=make)[: most * len(rows)].reshape(-1, most)
         for row, (_, total) in enumerate(rows):
-            ids[row, -(-total // page) :] = -1
+            ids[row, -(-total // block_size) :] = -1
         fill = torch.full((padding[1], most), -1)
         self.table = torch.cat([ids, fill]).int().to(device)
-        store = torch.randn(blocks, 3, 2, kv_heads, page, dim, generator=make)
+        store = torch.randn(blocks, 3, 2, kv_heads, block_size, dim, generator=make)
         used = torch.zeros(blocks, dtype=torch.bool)
         used[ids[ids >= 0]] = True
         store[~used] = float("nan")
@@ -129,9 +129,9 @@ def test_half_precision(kernel_device: str, dtype: torch.dtype) -> None:
     Case(kernel_device, [(1, 70), (20, 45)], dtype=dtype).check()
 
 
-@pytest.mark.parametrize("page", [1, slow(4), 32])
-def test_block_sizes(kernel_device: str, page: int) -> None:
-    Case(kernel_device, [(1, 70), (20, 45)], page=page).check()
+@pytest.mark.parametrize("block_size", [1, slow(4), 32])
+def test_block_sizes(kernel_device: str, block_size: int) -> None:
+    Case(kernel_device, [(1, 70), (20, 45)], block_size=block_size).check()
 
 
 @pytest.mark.parametrize("window", [1, slow(5), 16, slow(33), 1000])
@@ -142,10 +142,10 @@ def test_sliding_window(kernel_device: str, window: int) -> None:
 
 def test_blocks_before_the_window_may_be_gone(kernel_device: str) -> None:
     case = Case(kernel_device, MIXED)
-    window, page = 20, case.kv.k.shape[2]
+    window, block_size = 20, case.kv.k.shape[2]
     want = case.check(window=window)
     for row, (length, total) in enumerate(MIXED):
-        gone = max(total - length - window + 1, 0) // page
+        gone = max(total - length - window + 1, 0) // block_size
         case.table[row, :gone] = -1
     assert torch.equal(case.run(window=window), want)
 

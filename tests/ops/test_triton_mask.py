@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from quire.ops.reference import mask_logits as reference
+from quire.ops.reference.mask import mask_logits as reference
 from quire.ops.triton import gate as gate_module
 from quire.ops.triton import mask_logits
 from quire.ops.triton.gate import wait_for_flag
@@ -74,13 +74,11 @@ def test_lines(kernel_device: str) -> None:
 def test_a_flag_that_is_there_is_not_waited_for(kernel_device: str, step_id: int) -> None:
     """Nor one of a later step, nor any where the gate names none."""
     ring = MaskRing(torch.device(kernel_device), depth=3, rows=1, words=1)
-    flags = torch.full((3,), -1, dtype=torch.int64)
-    ring.flags.copy_(flags)
-    ring.flags[step_id % 3] = step_id
+    ring.bring(step_id, np.zeros((1, 1), dtype=np.int32))
+    flags = ring.flags.clone()
     for gate in (ring.gate(step_id), ring.gate(max(0, step_id - 3)), (-1, 0, 0)):
         words = torch.tensor(gate, dtype=torch.int32, device=kernel_device)
-        wait_for_flag(ring.flags, words)
-    flags[step_id % 3] = step_id
+        wait_for_flag(words, ring.flags)
     assert torch.equal(ring.flags, flags)
 
 
@@ -91,7 +89,8 @@ def test_a_flag_that_comes_late_is_waited_for(
     """The kernel looks again until the host has set it, or has failed to for too long."""
     monkeypatch.setattr(gate_module, "_TRIES", 3)
     ring = MaskRing(torch.device("cpu"), depth=2, rows=1, words=1)
-    ring.flags[step_id % 2] = step_id - 2
+    ring.bring(step_id - 2, np.zeros((1, 1), dtype=np.int32))
+    before = int(ring.flags[step_id % 2])
     gate = torch.tensor(ring.gate(step_id), dtype=torch.int32)
     if torch.cuda.is_available():
         pytest.skip("looks are counted in the interpreter")
@@ -105,9 +104,9 @@ def test_a_flag_that_comes_late_is_waited_for(
         return found
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_load", watched)
-    wait_for_flag(ring.flags, gate)
-    assert looks == [step_id - 2] * 4
-    ring.flags[step_id % 2] = step_id
+    wait_for_flag(gate, ring.flags)
+    assert looks == [before] * 4
+    ring.bring(step_id, np.zeros((1, 1), dtype=np.int32))
     looks.clear()
-    wait_for_flag(ring.flags, gate)
-    assert looks == [step_id]
+    wait_for_flag(gate, ring.flags)
+    assert looks == [int(ring.flags[step_id % 2])]

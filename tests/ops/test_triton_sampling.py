@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -36,7 +37,10 @@ ROWS = [
 ]
 
 
-SAMPLERS = [pytest.param(reference.sample, id="twin"), pytest.param(sample, id="kernel")]
+SAMPLERS = [
+    pytest.param(reference.sample, id="twin"),
+    pytest.param(functools.partial(sample, cap=128), id="kernel"),
+]
 
 
 class Lanes:
@@ -63,7 +67,7 @@ class Lanes:
         )  # fmt: skip
 
     def scores(self, logits: Tensor) -> Tensor:
-        """What the twin takes the maximum of; float32 [N, V]."""
+        """Returns the scores of which the twin takes the maximum, float32 [N, V]."""
         floats, ints = self.floats[self.lanes], self.ints[self.lanes]
         greedy = floats[:, 0:1] == 0
         x = logits.float() / torch.where(greedy, 1.0, floats[:, 0:1])
@@ -197,7 +201,7 @@ LOGPROBS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "masked"])
 def test_token_logprobs(kernel_device: str, op: Any, dtype: torch.dtype, kind: str) -> None:
-    """Where 100 are asked for, flat rows have more than the kernel sorts."""
+    """Flat rows have more than the kernel sorts, if 100 are asked for."""
     make = torch.Generator().manual_seed(5)
     logits = torch.randn(7, VOCAB, generator=make)
     logits *= 0.01 if kind == "flat" else 4.0
@@ -225,7 +229,7 @@ def test_token_logprobs_of_small_vocabularies(kernel_device: str, op: Any, vocab
 
 @pytest.mark.parametrize("op", LOGPROBS)
 def test_token_logprobs_of_a_wider_table(kernel_device: str, op: Any) -> None:
-    """What stands beside the rows does not count."""
+    """Entries beside the rows do not count."""
     table = torch.full((3, 700), 50.0, device=kernel_device)
     table[:, :600] = torch.randn(3, 600, generator=torch.Generator().manual_seed(6))
     check_logprobs(op, table[:, :600], [1, 599, 300], [5, 100, 0])

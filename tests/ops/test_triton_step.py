@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.ops import Drafts, Expanded, LogitRows, StepRows, reference
+from quire.ops.reference import pool
 from quire.ops.triton import step
 
 PROMPT = 1
@@ -43,11 +44,12 @@ def expanded(
         "logits": logits,
         "flags": [0, 0, PROMPT, PROMPT, 0],
         "first": {5: 40, 0: 100, 3: 15, 1: 62},
-        "pages": (16, 4),
+        "block_sizes": (16, 4),
         "tokens": torch.randint(0, 1000, (6, 3000), generator=make).int(),
     }
     case["tables"] = [
-        torch.randint(0, 99, (6, 3000 // page), generator=make).int() for page in case["pages"]
+        torch.randint(0, 99, (6, 3000 // block_size), generator=make).int()
+        for block_size in case["block_sizes"]
     ]
     position = torch.full((6,), -9, dtype=torch.int32)
     for lane, first in case["first"].items():
@@ -57,7 +59,10 @@ def expanded(
         step_rows(lanes, q_lens, logits, case["flags"], device),
         position.to(device),
         case["tokens"].to(device),
-        [(t.to(device), page) for t, page in zip(case["tables"], case["pages"], strict=True)],
+        [
+            (t.to(device), block_size)
+            for t, block_size in zip(case["tables"], case["block_sizes"], strict=True)
+        ],
         found,
         num_tokens=1515,
         max_seq_len=2000,
@@ -76,7 +81,7 @@ def test_expand_rows(kernel_device: str, side: Any, used: int | None) -> None:
         drafts = Drafts(torch.empty(6, 4, device=kernel_device), counts, counts)
     out, found, case = expanded(side, kernel_device, drafts)
     ids, positions = [-1] * 1515, [0] * 1515
-    slots = [[-1] * 1515 for _ in case["pages"]]
+    slots = [[-1] * 1515 for _ in case["block_sizes"]]
     wanted_logits: list[tuple[int, ...]] = []
     at = 0
     for lane, length, logits, flags in zip(
@@ -87,9 +92,9 @@ def test_expand_rows(kernel_device: str, side: Any, used: int | None) -> None:
         for i in range(real):
             ids[at + i] = int(case["tokens"][lane, first + i])
             positions[at + i] = first + i
-            for group, page in enumerate(case["pages"]):
-                block = int(case["tables"][group][lane, (first + i) // page])
-                slots[group][at + i] = block * page + (first + i) % page
+            for group, block_size in enumerate(case["block_sizes"]):
+                block = int(case["tables"][group][lane, (first + i) // block_size])
+                slots[group][at + i] = block * block_size + (first + i) % block_size
         for place in range(logits):
             token = length - logits + place
             wanted_logits.append(
@@ -104,10 +109,10 @@ def test_expand_rows(kernel_device: str, side: Any, used: int | None) -> None:
     assert out.ids.tolist() == ids
     assert out.positions.tolist() == positions
     assert out.seq_lens.tolist() == [41, 66, 1600, 22, 0]
-    for group, page in enumerate(case["pages"]):
+    for group, block_size in enumerate(case["block_sizes"]):
         assert out.groups[group].slots.tolist() == slots[group]
         for row, lane in enumerate(case["lanes"][:4]):
-            held = -(-int(out.seq_lens[row]) // page)
+            held = -(-int(out.seq_lens[row]) // block_size)
             table = case["tables"][group][lane, :held]
             assert torch.equal(out.groups[group].block_table[row, :held].cpu(), table)
     got = list(zip(*(part.tolist() for part in found), strict=True))
@@ -190,7 +195,7 @@ def test_collect_rows(kernel_device: str, side: Any, dtype: torch.dtype) -> None
 
 
 STOPS = [[5, 6, 9], [5, 5, 5], [5, 5, 5], [5, 6, 7], [5, 6, 9], [0, 0, 0]]
-"""Of which lanes hold 2, 1, 0, 3, 2, 0: what stands behind them says nothing."""
+"""Stop tokens; the lanes hold 2, 1, 0, 3, 2, 0 of them, and what stands behind says nothing."""
 
 
 def finish(side: Any, device: str, runs: list[dict[str, Any]], max_len: int = 24) -> dict[str, Any]:
@@ -292,7 +297,7 @@ def test_finish_rows(kernel_device: str, side: Any, name: str) -> None:
 
 @pytest.mark.parametrize("side", SIDES)
 def test_rows_finish_side_by_side(kernel_device: str, side: Any) -> None:
-    """As they do alone, and rows without logits or lanes give nothing."""
+    """Rows finish as they do alone, and rows without logits or lanes give nothing."""
     names = ["partly", "length within", "one", "stop within, too early"]
     runs = [FINISHED[name][0] for name in names]
     out = finish(side, kernel_device, [*runs, {"lane": 1, "first": 8, "sampled": []}])
@@ -322,7 +327,7 @@ def test_finish_without_counts_or_sampled_tokens(kernel_device: str) -> None:
         assert position.tolist() == [7, 8]
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", [pool, step])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pool_rows(kernel_device: str, side: Any, dtype: torch.dtype) -> None:
     """Sums in one step and over two, means of several lengths, last states, and no part at all."""

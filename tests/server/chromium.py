@@ -62,5 +62,5 @@ def opened(
 def say(page: Any, text: str) -> None:
     """Sends a message and waits for the whole answer."""
     page.fill("#input", text)
-    page.press("#input", "Control+Enter")
+    page.press("#input", "Enter")
     page.wait_for_selector(".turn:last-child .answer[aria-busy=false] .actions button")

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from quire.engine.chat_template import TemplateTraits
 from quire.engine.embedding import Embedding
-from quire.engine.template_traits import TemplateTraits
 from quire.errors import EngineDeadError, QuireError, RequestError
 from quire.outputs import Logprob
 from quire.pooling_params import PoolingParams

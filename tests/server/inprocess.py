@@ -22,7 +22,9 @@ async def connect(
 ) -> AsyncIterator[httpx.AsyncClient]:
     app = build_app(client, args or ServerArgs())  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://quire", **options) as http:
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://localhost", **options
+    ) as http:
         yield http
 
 

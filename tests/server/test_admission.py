@@ -62,11 +62,22 @@ def test_overload_timeouts_and_leavers(launch: Callable[..., Server]) -> None:
 
 
 @contextlib.contextmanager
-def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The port of a server that waits half a second for a head."""
+def bounded(
+    monkeypatch: pytest.MonkeyPatch, seen: list[dict[str, Any]] | None = None
+) -> Iterator[int]:
+    """The port of a server that waits half a second for a head, or the rest of a refused body.
+
+    Bodies sent to `/read` are read, others are not. `seen`: gets the scope of each request.
+    """
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 0.5)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        message = {"more_body": scope["path"] == "/read"}
+        while message.get("more_body"):
+            message = await receive()
+        if seen is not None:
+            seen.append(scope)
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -112,3 +123,69 @@ def test_heads_are_bounded_in_size_and_time(monkeypatch: pytest.MonkeyPatch) -> 
                 kept.sendall(b"GET / HTTP/1.1\r\nHost: quire\r\n\r\n")
                 assert kept.recv(65536).startswith(b"HTTP/1.1 204")
                 time.sleep(0.7)  # idle between requests is another matter
+
+
+CHUNKED = b"POST /%s HTTP/1.1\r\nHost: quire\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("path", [b"read", b"refused"])
+@pytest.mark.parametrize(
+    ("begin", "part"),
+    [
+        (b"1\r\nx\r\n0\r\n", b"X-Some: trailer\r\n" * 500),
+        (b"1\r\nx\r\n0\r\nX-Endless: ", b"x" * 8192),
+        (b"1;", b"x" * 8192),
+        (b"", b"1;" + b"x" * 8192 + b"\r\nx\r\n"),
+    ],
+    ids=["trailers", "trailer", "extension", "extensions"],
+)
+def test_trailers_and_extensions_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, path: bytes, begin: bytes, part: bytes
+) -> None:
+    sent = 0
+    with (
+        bounded(monkeypatch) as port,
+        socket.create_connection(("127.0.0.1", port)) as client,
+        contextlib.suppress(ConnectionError),
+    ):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
+        client.sendall(CHUNKED % path + begin)
+        while sent < 64_000_000:
+            client.sendall(part)
+            sent += len(part)
+    assert sent < 16_000_000  # what buffers on the way hold, and no more
+
+
+def test_small_chunks_are_within_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        bounded(monkeypatch) as port,
+        socket.create_connection(("127.0.0.1", port)) as client,
+    ):
+        client.sendall(CHUNKED % b"read" + b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 204")
+
+
+def test_trailers_are_no_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    with (
+        bounded(monkeypatch, seen) as port,
+        socket.create_connection(("127.0.0.1", port)) as client,
+    ):
+        client.sendall(CHUNKED % b"read" + b"0\r\nAuthorization: Bearer late\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 204")
+    assert [name for name, _ in seen[0]["headers"]] == [b"host", b"transfer-encoding"]
+
+
+def test_rests_of_refused_bodies_are_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        bounded(monkeypatch) as port,
+        socket.create_connection(("127.0.0.1", port)) as client,
+    ):
+        client.sendall(CHUNKED % b"refused" + b"1\r\nx\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 204")
+        client.settimeout(20)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(2000):  # bytes that drip in keep nothing open
+                client.sendall(b"1\r\nx\r\n")
+                time.sleep(0.01)
+            pytest.fail("the connection stayed open")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 from typing import Any
 
 import httpx
 import pytest
 
-from quire.errors import BrokenLogitsError, EngineDeadError
+from quire.errors import BrokenLogitsError, EngineDeadError, QuireError
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from tests.server.fakes import FakeClient, PlainTokenizer
@@ -255,6 +257,31 @@ def test_metrics_count() -> None:
         "quire_engine_up 0.0",
     ):
         assert line in text, line
+
+
+def test_every_started_completion_ends_for_a_reason() -> None:
+    """Whether its client leaves, its time is over, the engine fails, or it ends by itself."""
+
+    async def go() -> str:
+        engine = FakeClient(free=1)
+        async with connect(engine, ServerArgs(request_timeout=0.3)) as http:
+            ask = dict(PROMPT)
+            assert (await http.post("/v1/completions", json=ask)).status_code == 504
+            with contextlib.suppress(httpx.HTTPError, TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await http.post("/v1/completions", json=ask)
+            engine.gate.set()
+            assert (await http.post("/v1/completions", json=ask)).status_code == 200
+            engine.error = QuireError("broken")
+            assert (await http.post("/v1/completions", json=ask)).status_code == 500
+            assert (await http.post("/v1/embeddings", json={"input": [1]})).status_code == 200
+            return (await http.get("/metrics")).text
+
+    text = run(go())
+    found = dict(re.findall(r'^quire_requests_finished_total{reason="(.*?)"} (\S+)$', text, re.M))
+    (started,) = re.findall(r"^quire_requests_started_total (\S+)$", text, re.M)
+    assert set(found) == {"stop", "abort", "timeout", "error"}
+    assert sum(map(float, found.values())) == float(started) == 5.0
 
 
 @pytest.mark.parametrize("stream", [False, True])

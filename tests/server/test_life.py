@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -12,9 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
+from quire.server.app import build_app
+from quire.server.args import ServerArgs
+from quire.server.process import supervisor
+from quire.server.process.supervisor import Supervisor
+from tests.server.fakes import FakeClient
+from tests.server.inprocess import PROMPT, assert_error, run
 from tests.server.server_process import MODEL, WAIT, Server
 
 LONG: dict[str, Any] = {
@@ -65,8 +73,41 @@ def test_drain_timeout(launch: Callable[..., Server]) -> None:
     )
     next(stream)
     assert server.stop() == 0
-    with pytest.raises(openai.APIError):
+    with pytest.raises(openai.APIError, match="The server is stopping") as caught:
         list(stream)
+    assert caught.value.code == "stopping"
+    assert "Traceback" not in "".join(server.output)
+
+
+def test_a_draining_server_refuses_what_comes_on_open_connections() -> None:
+    async def go() -> None:
+        app = build_app(FakeClient(), ServerArgs())  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            app.state.server.draining = True
+            answer = await http.post("/v1/completions", json=PROMPT)
+            assert_error(answer, 503, None, "stopping")
+            assert "retry-after" in answer.headers
+            assert (await http.get("/health")).status_code == 200
+
+    run(go())
+
+
+def test_a_worker_that_shows_no_life_is_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "SILENCE_SECONDS", 0.2)
+    lines = "import time\nfor _ in range(5): print('alive', flush=True); time.sleep(0.05)\n"
+
+    async def watched(code: str) -> int:
+        worker = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", lines + code, stdout=asyncio.subprocess.PIPE
+        )
+        return await Supervisor._watched(object.__new__(Supervisor), worker, 1)
+
+    assert run(watched("time.sleep(600)")) == -signal.SIGKILL
+    assert "has not responded" in caplog.text
+    assert run(watched("raise SystemExit(3)")) == 3
 
 
 def test_engine_death(launch: Callable[..., Server]) -> None:

@@ -16,11 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.stats import EngineStats
 from quire.engine.telemetry import Histogram, Telemetry
-from quire.offload import TierStats
+from quire.offload.tier_stats import TierStats
 from quire.server.errors import ApiError
 from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.gpu_metrics import GpuMetrics
 from quire.server.telemetry.metrics import ServerMetrics
+from quire.server.telemetry.vllm_names import NAMES
 
 ROOT = Path(__file__).parents[2]
 _SUFFIX = re.compile(r"_(bucket|sum|count)$")
@@ -150,6 +151,28 @@ def test_the_examples(everything: ServerMetrics) -> None:
     for service in services.values():
         for volume in service["volumes"]:
             assert (folder / volume.split(":")[0]).exists(), volume
+
+
+def test_names_of_vllm(everything: ServerMetrics) -> None:
+    everything.ttft.observe(0.02)
+    before = set(families(everything))
+    everything.vllm_model = "a-model"
+    found = families(everything)
+    assert before < set(found)
+    also = {name: family for name, family in found.items() if name.startswith("vllm:")}
+    wanted = {f"vllm:{name}" for names in NAMES.values() for name in names}
+    assert {name.removesuffix("_total") for name in also} == wanted | {"vllm:kv_cache_usage_perc"}
+    assert all(s.labels["model_name"] == "a-model" for f in also.values() for s in f.samples)
+    (running,) = also["vllm:num_requests_running"].samples
+    assert running.value == 1
+    (usage,) = also["vllm:kv_cache_usage_perc"].samples
+    assert usage.value == pytest.approx(1 / 6)
+    (ended,) = also["vllm:request_success_total"].samples
+    assert (ended.labels["finished_reason"], ended.value) == ("stop", 1)
+    counts = [
+        s for s in also["vllm:time_to_first_token_seconds"].samples if s.name.endswith("_count")
+    ]
+    assert [s.value for s in counts] == [1]
 
 
 def test_histograms_of_the_engine() -> None:

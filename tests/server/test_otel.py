@@ -95,7 +95,7 @@ def ask(
 
     async def go() -> int:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://quire") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             answer = await http.post(path, json=body, headers=headers)
             await http.get("/health")
         await asyncio.to_thread(app.state.server.tracing.close)

@@ -122,6 +122,27 @@ def test_two_sides_are_compared(page: Any) -> None:
     assert page.locator(".turn").first.locator(".answer").count() == 2
 
 
+def test_enter_sends_and_shift_breaks_the_line(page: Any) -> None:
+    page.fill("#param-max_tokens", "3")
+    page.fill("#input", "One")
+    page.press("#input", "Shift+Enter")
+    page.keyboard.type("two")
+    assert page.input_value("#input") == "One\ntwo"
+    assert page.locator(".turn").count() == 0
+    page.press("#input", "Enter")
+    page.wait_for_selector(".turn .answer[aria-busy=false] .actions button")
+    assert page.inner_text(".asked").startswith("One\ntwo")
+
+
+def test_empty_fields_show_what_then_holds(page: Any) -> None:
+    page.wait_for_selector("#model:not(:empty)")
+    ask = "async () => (await (await fetch('v1/models')).json()).data[0].sampling_defaults"
+    expected = {"top_p": "1", "seed": "random", "min_tokens": "0"}
+    expected |= {name: str(value) for name, value in page.evaluate(ask).items()}
+    for name, value in expected.items():
+        assert page.get_attribute(f"#param-{name}", "placeholder") == value
+
+
 def test_stop_and_regenerate(page: Any) -> None:
     page.fill("#param-extra", '{"ignore_eos": true}')
     page.fill("#input", "Tell me a very long story.")

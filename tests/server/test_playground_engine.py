@@ -212,6 +212,24 @@ def test_a_key_is_asked_for_and_the_view_goes_on_with_it(
         assert page.is_hidden("#notice")
 
 
+def test_an_overloaded_server_says_so(browser: Any, server: Server) -> None:
+    with opened(browser, f"{server.url}/") as page:
+        body = json.dumps({"error": {"message": "Too many watchers."}})
+        page.route("**/engine/live*", lambda route: route.fulfill(status=503, body=body))
+        page.click("#tab-engine")
+        page.wait_for_selector("#live-state[data-state=overloaded]")
+        assert page.inner_text("#live-state") == "Overloaded"
+        assert "Too many watchers." in page.inner_text("#live-why")
+        assert page.is_visible("#live-retry")
+
+
+def test_counts_read_at_a_glance(browser: Any, server: Server) -> None:
+    with opened(browser, f"{server.url}/#engine") as page, Load(server, 2):
+        page.wait_for_selector("#pools figcaption:has-text('% in use')")
+        page.wait_for_selector("#counters dd:has-text('mean ')")
+        assert "bounds" not in page.inner_text("#counters")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_in_both_themes(browser: Any, server: Server, scheme: str) -> None:
     options = {"width": 360, "height": 740, "color_scheme": scheme, "reduced_motion": "reduce"}

@@ -50,7 +50,7 @@ def response(id: str, status: str = "in_progress") -> Response:
 
 def record(id: str, text: str = "hi", *, done: bool = True) -> StoredResponse:
     item: Any = parse_item({"role": "user", "content": text, "id": f"msg_{id}"})
-    made = StoredResponse(ResponseWriter(response(id)), (item,))
+    made = StoredResponse(ResponseWriter(response(id)), (item,), b"")
     if done:
         made.writer.text("answer", [])
         made.writer.finish(USAGE, cut=False)
@@ -62,10 +62,10 @@ def ids(store: ResponseStore, *names: str) -> list[str]:
     found = []
     for name in names:
         with contextlib.suppress(ApiError):
-            found.append(store.get(name, "id").response.id)
+            found.append(store.get(name, "id", b"").response.id)
     for name in set(names) - set(found):
         with pytest.raises(ApiError, match=name) as error:
-            store.get(name, "id")
+            store.get(name, "id", b"")
         assert error.value.status == 404
     return found
 
@@ -136,10 +136,10 @@ def test_only_output_can_be_referenced() -> None:
     said = one.output[0]
     assert isinstance(said, MessageItem)
     assert said.text == "answer"
-    assert store.item(said.id or "") == said
-    assert store.item("msg_a") is None
+    assert store.item(said.id or "", b"") == said
+    assert store.item("msg_a", b"") is None
     store.remove(one)
-    assert store.item(said.id or "") is None
+    assert store.item(said.id or "", b"") is None
     assert store.size == 0
 
 

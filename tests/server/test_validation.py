@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+import quire
+from quire.engine.tokenizer import Tokenizer
 from quire.server.args import ServerArgs
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import PROMPT, assert_error, connect, post, run
@@ -158,3 +161,16 @@ def test_large_bodies_are_refused_while_they_come() -> None:
             return await http.post("/v1/completions", content=chunks(), headers=headers)
 
     assert_error(run(go()), 413, None, "body_too_large")
+
+
+def test_a_broken_chat_template_is_told_at_the_start_and_to_clients(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = Path(quire.__file__).parent / "embedded" / "quire-tiny"
+    tokenizer = Tokenizer.from_path(folder)
+    tokenizer.chat_templates = {"default": "{% if %}"}
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    answer = post("/v1/chat/completions", chat, FakeClient(tokenizer=tokenizer))
+    assert answer.status_code == 400
+    assert "the chat template is not valid" in answer.json()["error"]["message"]
+    assert "chats will be refused: the chat template is not valid" in caplog.text

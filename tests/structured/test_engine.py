@@ -18,6 +18,7 @@ from quire.errors import GrammarError, RequestError
 from quire.outputs import RequestOutput
 from quire.plan import StepPlan
 from quire.sampling_params import StructuredOutputsParams
+from quire.structured import Compiler
 from quire.structured.masks import MaskBuilder, MaskRow
 from tests.slow import slow
 
@@ -242,7 +243,7 @@ def test_a_grammar_that_takes_too_long(llms: dict[int, LLM], monkeypatch: Any) -
     llm = engine(structured_outputs_timeout=0.02)
     gate = threading.Event()
     monkeypatch.setattr(
-        type(llm._compiler),
+        Compiler,
         "_compiled_now",
         lambda *_: gate.wait(20) and None,  # type: ignore[func-returns-value]
     )

@@ -1,4 +1,4 @@
-"""Where records go, what a start and a switch are made of; and every bench command on a CPU."""
+"""Places of records, parts of a start and of a switch, and every bench command on a CPU."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import gpu_table
+import online_report
 import report
+import tables
 from quire.bench.cases import parse_case
 from quire.bench.record import BenchRecord
 from quire.models import load_config, spec_from_config
@@ -174,20 +176,43 @@ def test_cost_of_deterministic_results() -> None:
     assert made.figure("Qwen3-0.6B", "b1", "output_tok_s") == 1000.0
 
 
+def test_another_dtype_fills_no_row() -> None:
+    later = "2026-03-01T00:00:00+00:00"
+    made = book(
+        record("nano", {"output_tok_s": 1.0}, {"dtype": "bfloat16"}),
+        record("nano", {"output_tok_s": 2.0}, {"dtype": "float16"}, date=later),
+        record("b1", {"output_tok_s": 3.0}, model="a model of unknown dtype"),
+    )
+    assert made.figure("Qwen3-0.6B", "nano", "output_tok_s") == 1.0
+    assert made.figure("a model of unknown dtype", "b1", "output_tok_s") is None
+
+
 def test_only_what_is_between_markers_changes() -> None:
     page = "a\n<!-- start:begin -->\nold\n<!-- start:end -->\nb \\1\n"
-    assert report.splice(page, book()) == page.replace("old", "Not measured yet.")
-    with pytest.raises(ValueError, match="marks no place"):
-        report.splice("nothing", book())
+    texts = {"start": "new \\1\n"}
+    assert report.splice(page, texts) == page.replace("old\n", "new \\1\n")
+    assert report.drift(page, texts) == ["start"]
+    assert report.drift(report.splice(page, texts), texts) == []
+    with pytest.raises(ValueError, match="marks places"):
+        report.splice("nothing", texts)
+    with pytest.raises(ValueError, match="found"):
+        report.splice(page, {})
 
 
-def test_committed_pages_have_a_place_for_every_table() -> None:
-    pages = (ROOT / "docs" / "performance.md", ROOT / "bench" / "vs_vllm.md")
-    text = "".join(page.read_text() for page in pages)
-    made = make_book(report.load(), report.load_peers())
-    for name, table in report.TABLES.items():
-        assert text.count(f"<!-- {name}:begin -->\n") == 1
-        assert table(made) in report.splice(text, made)
+def test_committed_pages_say_what_the_records_say() -> None:
+    texts = report.contents(make_book(report.load(), report.load_peers()))
+    pages = [page.read_text() for page in report.PAGES]
+    assert [name for page in pages for name in report.drift(page, texts)] == []
+    assert sorted(name for page in pages for name in tables.marked(page)) == sorted(texts)
+
+
+def test_percentiles_show_what_the_other_engine_has() -> None:
+    metrics = {f"{kind}_p{p}_ms": float(p) for kind in ("ttft", "itl") for p in (50, 95, 99)}
+    found = {("qwen3-8b", "serve-64"): record("serve-64", metrics, model="qwen3-8b")}
+    made = online_report.percentiles(found, {("qwen3-8b", 64): {"ttft_p50_ms": 520.0}})
+    assert row(made, "Qwen3-8B", "64")[2:] == [
+        *("520 / – / –", "50 / 95 / 99", "– / – / –", "50 / 95 / 99"),
+    ]
 
 
 def test_targets_are_sound() -> None:
@@ -241,7 +266,7 @@ def test_committed_configs_are_the_models(model: str) -> None:
         "qwen3-8b": (36, 4096, 151936),
         "llama-2-7b": (32, 4096, 32000),
     }[model]
-    assert (spec.num_layers, spec.hidden_size, spec.vocab_size) == (layers, hidden, vocab)
+    assert (len(spec.layers), spec.hidden_size, spec.vocab_size) == (layers, hidden, vocab)
     assert str(spec.dtype) == "torch.bfloat16"
 
 

@@ -1,4 +1,4 @@
-"""What the steps of a run add up to: bytes, FLOPs, KV utilization, latencies."""
+"""Sums over the steps of a run: bytes, FLOPs, KV utilization, latencies."""
 
 from __future__ import annotations
 

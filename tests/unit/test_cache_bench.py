@@ -27,6 +27,12 @@ def test_records_and_table() -> None:
     assert "target of match, insert and evict 20 µs" in text
 
 
+def test_few_blocks_lose_no_prefix() -> None:
+    """More requests than the cache holds prompts: those that are asked for again are still in."""
+    ((_, found),) = run((CacheCase("long", 1000),), num_blocks=400, requests=40)
+    assert found["cached_blocks"] > 300
+
+
 def test_the_command_writes_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         "quire.bench.cache.run",

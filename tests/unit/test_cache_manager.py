@@ -213,7 +213,7 @@ def test_nothing_is_kept_of_a_tail_that_is_there_already() -> None:
     check_blocks(manager, [])
 
 
-def test_a_hold_keeps_its_last_block_until_it_is_dropped() -> None:
+def test_detached_blocks_keep_their_tail_until_they_are_freed() -> None:
     manager = make(2)
     begin(manager, 0, [1] * 6)
     detached = manager.detach(0, int32([1] * 6), 6)
@@ -261,7 +261,7 @@ def test_evictions_are_counted_and_told_by_name() -> None:
     assert manager.evicted == 3
 
 
-def test_a_hold_outlives_its_lane() -> None:
+def test_detached_blocks_outlive_their_lane() -> None:
     manager = make(2)
     begin(manager, 0, [1] * 8)
     detached = manager.detach(0)

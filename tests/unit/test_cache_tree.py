@@ -39,7 +39,7 @@ def grow(
 
 
 def ids(blocks: list[int]) -> list[bytes]:
-    """Of one group."""
+    """Returns the ids of one group's blocks."""
     return [int32(blocks).tobytes()]
 
 
@@ -370,7 +370,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.order: list[tuple[int, ...]] = []
 
     def prefixes(self, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Of whole blocks."""
+        """Returns the prefixes of whole blocks."""
         return [tokens[: i + _SIZE] for i in range(0, len(tokens) - _SIZE + 1, _SIZE)]
 
     @rule(tokens=st.lists(st.integers(0, 2), max_size=9), partly=st.booleans())
@@ -396,7 +396,7 @@ class TreeMachine(RuleBasedStateMachine):
                 self.order.append(tuple(tokens))
 
     def drop_tail(self, tokens: tuple[int, ...]) -> None:
-        """What is no whole block, and is covered now."""
+        """Drops a tail that is no whole block, and is covered now."""
         if tokens in self.present and len(tokens) % _SIZE:
             self.present.remove(tokens)
             self.order.remove(tokens)

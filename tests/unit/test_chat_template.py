@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,62 @@ def test_token_bytes_join_to_the_text() -> None:
     text = "héllo 😀 <think>ok"
     ids = tokenizer.encode(text).tolist()
     assert b"".join(tokenizer.token_bytes(id) for id in ids).decode() == text
+
+
+LARGE = 10**9
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set deadline__ = 1e99 %}{% for i in range(9999) %}{% for j in range(9999) %}"
+        "{% for k in range(9999) %}{% endfor %}{% endfor %}{% endfor %}",
+        "{{ 'x'.ljust(1000000000) }}",
+        "{{ 'x'.center(width) }}",
+        "{{ 'x'|center(1000000000) }}",
+        "{{ 'x'|center(width) }}",
+        "{{ 'x'.zfill(1000000000) }}",
+        "{{ 'a\\tb'.expandtabs(1000000000) }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (width, 1) }}",
+        "{{ '%1000000000d'|format(1) }}",
+        "{{ '{:>1000000000}'.format(1) }}",
+        "{{ '{:>{}}'.format(1, width) }}",
+        "{{ [1]|tojson(indent=width) }}",
+        "{{ ('a' * 9999)|replace('a', 'b' * 9999) }}",
+        "{{ ('a' * 9999).replace('a', 'b' * 9999) }}",
+        "{{ ('a' * 9999).replace('', 'b' * 9999) }}",
+        "{{ ('b' * 99999).join(['a'] * 9999) }}",
+        "{{ (['a'] * 9999)|join('b' * 99999) }}",
+        "{{ ('\\n' * 9999)|indent(99999) }}",
+        "{% set ns = namespace(x='x' * 1000) %}{% for i in range(40) %}"
+        "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set big = 'x' * 9999999 %}{% set y %}{% for i in range(9999) %}{{ big }}{% endfor %}"
+        "{% endset %}",
+        "{% macro m() %}{% for i in range(9999) %}{{ 'x' * 9999999 }}{% endfor %}{% endmacro %}"
+        "{% set y = m() %}",
+        "{% set ns = namespace(all=[]) %}{% for i in range(9999) %}"
+        "{% set ns.all = ns.all + [('x' * 9999999) ~ i] %}{% endfor %}",
+    ],
+)
+def test_time_and_memory_are_out_of_a_templates_reach(source: str) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + (2 << 30), limits[1]))
+    try:
+        template = ChatTemplate(source, seconds=2.0)
+        with pytest.raises(RequestError, match="the chat template") as caught:
+            template.render([], width=LARGE)
+        assert "failed: " not in str(caught.value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def test_what_templates_do_still_works() -> None:
+    source = (
+        "{{ 'a' ~ 1 ~ none }}{{ '%s-%05d' % ('b', 7) }}{{ '%s'|format('c') }}{{ 'd'.ljust(3) }}|"
+        "{{ '{:>4}'.format('e') }}{{ ['f', 'g']|join(', ') }}{{ 'h'|replace('h', 'i') }}"
+        "{{ ('j\\nk')|indent(2) }}{{ {'l': 1}|tojson(indent=2) }}{{ messages|length }}"
+    )
+    expected = 'a1Noneb-00007cd  |   ef, gij\n  k{\n  "l": 1\n}0'
+    assert ChatTemplate(source).render([]) == expected

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Generator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,12 @@ from rich.console import Console
 from quire.cli import chat as chat_module
 from quire.cli.backend import ServerBackend
 from quire.cli.chat import Conversation
-from quire.cli.settings import SamplingArgs
+from quire.cli.help import SUBJECTS
+from quire.cli.progress import TimeLeft, duration
+from quire.cli.settings import SCHEMAS, SamplingArgs, settings_of
+from quire.config import EngineArgs
 from quire.errors import ConfigError, RequestError
+from quire.server.args import ServerArgs
 
 
 def quire(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -29,6 +36,77 @@ def test_help(command: list[str]) -> None:
     done = quire(*command, "--help")
     assert done.returncode == 0
     assert "Usage" in done.stdout
+
+
+def test_help_is_short_and_names_no_flag_in_part() -> None:
+    narrow = {**os.environ, "COLUMNS": "80"}
+    short = quire("serve", "--help", env=narrow).stdout
+    assert len(short.splitlines()) < 80
+    assert "…" not in short
+    assert "--port INT" in short
+    assert "--cors-methods" not in short
+
+
+def test_whole_help_has_every_setting() -> None:
+    whole = quire("serve", "--help-all", env={**os.environ, "COLUMNS": "80"}).stdout
+    for setting in (*settings_of(EngineArgs), *settings_of(ServerArgs)):
+        flag = setting.name.replace("_", "-")
+        if setting.argument:
+            assert "MODEL" in whole
+        elif setting.kind is bool:
+            assert f"--[no-]{flag} " in whole
+        else:
+            assert f"--{flag} " in whole
+    assert "…" not in whole
+    assert "[default: 127.0.0.1]" in whole
+
+
+def test_subjects_name_settings_once() -> None:
+    known = {setting.name for schema in SCHEMAS for setting in settings_of(schema)}
+    named = [name for subject in SUBJECTS for name in (*subject.common, *subject.more)]
+    assert len(named) == len(set(named))
+    assert set(named) <= known
+
+
+def test_a_taken_port_says_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = quire("serve", "--port", str(port))
+        assert done.returncode == 2
+        assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+        assert "--port" in done.stderr
+
+        # The model is looked at first: with another port it would still be missing.
+        done = quire("serve", "/no/such/model", "--port", str(port))
+        assert done.returncode == 2
+        assert "no such model folder: /no/such/model" in done.stderr
+
+
+def test_missing_weights_say_what_to_do(tmp_path: Path) -> None:
+    config = resources.files("quire") / "embedded" / "quire-tiny" / "config.json"
+    (tmp_path / "config.json").write_text(config.read_text())
+    done = quire("serve", str(tmp_path), "--port", "0")
+    assert done.returncode == 2
+    assert "--load-format dummy" in done.stderr
+
+
+def test_time_left() -> None:
+    now = [0.0]
+    left = TimeLeft(clock=lambda: now[0])
+    assert left.text(0, 4) == "0 of 4 done"
+    now[0] = 30.0
+    assert left.text(1, 4) == "1 of 4 done, about 2 min left"
+    assert left.text(4, 4) == "4 of 4 done"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.1, "1 s"), (89, "89 s"), (91, "2 min"), (3599, "1 h 0 min"), (7500, "2 h 5 min")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_version() -> None:

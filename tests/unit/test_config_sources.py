@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from quire.cli.settings import SamplingArgs, read_file, settings_of, with_settings
+from quire.cli.settings import SCHEMAS, SamplingArgs, read_file, settings_of, with_settings
 from quire.config import EngineArgs
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
@@ -139,3 +140,16 @@ def test_server_args_are_checked(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
         ServerArgs(**values)
     assert error.value.param == next(iter(values))
+
+
+def test_the_example_file(resolve) -> None:
+    file = Path(__file__).resolve().parents[2] / "examples" / "quire.yaml"
+    got = resolve("--config", str(file))
+    assert got["server"].served_model_name == ("assistant",)
+    assert got["server"].request_timeout == 120.0
+    assert got["engine"].max_num_seqs == 32
+    # What is commented out are settings as well.
+    commented = re.findall(r"^# (\w+): ", file.read_text(), re.MULTILINE)
+    known = {setting.name for schema in SCHEMAS for setting in settings_of(schema)}
+    assert commented
+    assert set(commented) <= known

@@ -1,107 +1,263 @@
-"""Draft tokens: claims that are right, late, and cut where room is short."""
+"""Drafts change how fast tokens come, and never which: whatever is drafted, a run gives the tokens,
+log-probabilities and ends of one without drafts. In float64, so that no rounding turns a choice."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from quire.arrays import Int32, int32
-from quire.config import SchedulerConfig
-from quire.errors import ConfigError
-from quire.executor import Capacity
-from quire.plan import DRAFT_IDS, DRAFT_START, KVGroup, RowFlag
-from quire.request import Request
+from quire.errors import QuireError
+from quire.plan import RowFlag, claim_width
+from quire.runner import Hook
 from quire.sampling_params import SamplingParams
-from quire.scheduler import Feature, PlanBuilder, Scheduler
-from quire.scheduler.running import cut_evenly
-from tests.brain import Loop
-from tests.fakes import FakeExecutor, expected_output
+from quire.scheduler import Feature, PlanBuilder
+from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
 
-_GROUP = KVGroup(layers=(0,), tokens_per_block=4)
-_WIDTH = 40
+DRAFTS = 3
+WIDTH = claim_width(DRAFTS)
 
 
-class Oracle(Feature):
-    """Claims all of a request's text, once, with the step that computes its prompt."""
+class Verifier(Hook):
+    drafts = DRAFTS
 
-    def __init__(self, most: int = 4) -> None:
-        self.most = most
-        self.lanes: list[list[int]] = []
+
+class Script(Feature):
+    """Drafts out of texts that are known from a run before.
+
+    kind: "right" claims what will come; "wrong" something else; "partly" turns wrong at random;
+    "late" repeats the claim of the plan before; "none" asks for drafts and claims nothing; "mixed"
+    any of these for each row. Rows ask for random numbers of drafts.
+    """
+
+    def __init__(self, texts: dict[str, list[int]], kind: str, seed: int = 0) -> None:
+        self._texts = texts
+        self.kind = kind
+        self._draw = np.random.default_rng(seed)
+        self._before: dict[str, tuple[list[int], int]] = {}
 
     def lookahead(self, lanes: Int32, room: Int32) -> Int32:
-        assert len(lanes) == len(room)
-        self.lanes.append(lanes.tolist())
-        return int32([self.most] * len(lanes))
+        return np.minimum(room, int32(self._draw.integers(0, DRAFTS + 1, len(lanes))))
 
     def plan(self, builder: PlanBuilder) -> None:
-        for row, request in enumerate(builder.requests):
-            if builder.flags[row] & RowFlag.PROMPT:
-                text = expected_output(request, 50, None)[:_WIDTH]
-                ids = text + [-1] * (_WIDTH - len(text))
-                lane = builder.lanes[row : row + 1]
-                builder.write(DRAFT_IDS, lane, int32([ids]))
-                builder.write(DRAFT_START, lane, int32([request.prompt_len]))
+        rows = np.flatnonzero((builder.flags & RowFlag.PROMPT) == 0)
+        if not len(rows):
+            return
+        claims = [self._claim(builder.requests[row].request_id) for row in rows.tolist()]
+        for row, claim in zip(rows.tolist(), claims, strict=True):
+            request = builder.requests[row]
+            start = max(0, request.known - 1)
+            self._before[request.request_id] = self._text(request.request_id, start), start
+            if claim is None:
+                claim = self._before[request.request_id]
+            builder.write("draft_ids", builder.lanes[[row]], int32([claim[0]]))
+            builder.write("draft_start", builder.lanes[[row]], int32([claim[1]]))
+
+    def _text(self, name: str, start: int) -> list[int]:
+        text = self._texts[name][start : start + WIDTH]
+        return text + [-1] * (WIDTH - len(text))
+
+    def _claim(self, name: str) -> tuple[list[int], int] | None:
+        """Returns what is claimed of a request, None for what is right."""
+        kinds = ["right", "wrong", "partly", "late", "none"]
+        kind = self._draw.choice(kinds) if self.kind == "mixed" else self.kind
+        if kind == "late":
+            return self._before.get(name, ([-1] * WIDTH, 0))
+        if kind == "none":
+            return [-1] * WIDTH, 0
+        if kind == "right" or name not in self._before:
+            return None
+        text, start = self._before[name]
+        if kind == "wrong":
+            return [self._draw.integers(6, VOCAB).item() for _ in text], start
+        turn = int(self._draw.integers(0, WIDTH))
+        return text[:turn] + [6] * (WIDTH - turn), start
 
 
-def make(feature: Feature, *, logit_rows: int | None = 40, **config: int) -> Loop:
-    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64} | config
-    executor = FakeExecutor([_GROUP], [80], logit_rows=logit_rows)
-    return Loop(Scheduler(SchedulerConfig(**settings), executor.start(), [feature]), executor)
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=20),
+    SamplingParams(temperature=0.9, max_tokens=20, n=2),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, max_tokens=17),
+    SamplingParams(
+        temperature=0.7,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        max_tokens=24,
+    ),
+    SamplingParams(temperature=0.0, logprobs=4, prompt_logprobs=2, max_tokens=15),
+    SamplingParams(temperature=0.9, stop_token_ids=tuple(range(20, 45)), min_tokens=5),
+    SamplingParams(temperature=0.0, logit_bias={9: 2.0, 40: -1.0}, max_tokens=20),
+    SamplingParams(temperature=0.0, ignore_eos=True, repetition_penalty=1.2, max_tokens=40),
+]
 
 
-def request(name: str, output: int = 20) -> Request:
-    return Request(name, int32(range(6)), SamplingParams(), max_total=6 + output)
+def jobs() -> list[Job]:
+    prompts = random_prompts(len(PARAMS), 61, seed=11)
+    prompts[3] = prompts[0] + prompts[3][:5]
+    return [
+        Job(prompt, params, seed=5 + i)
+        for i, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True))
+    ]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_right_drafts_take_fewer_steps(depth: int) -> None:
-    loop = make(Oracle(), steps_in_flight=depth)
-    one = request("one")
-    loop.scheduler.add(one)
-    loop.drain()
-    assert loop.outputs["one"] == expected_output(one, 50, None)
-    assert loop.executor.accepted_drafts >= 12
-    assert len(loop.plans) <= 5 + 2 * depth
+def told(engine: TinyEngine) -> dict[str, list[tuple[object, ...]]]:
+    """Returns each request's log-probabilities, rounded, in the order of their positions."""
+    found: dict[str, list[tuple[object, ...]]] = {}
+    for step in engine.progress:
+        for item in step:
+            if item.logprobs is not None:
+                part = item.logprobs
+                for i, position in enumerate(part.positions.tolist()):
+                    line = part.ids[i].tolist(), part.values[i].round(6).tolist()
+                    entry = position, *line, int(part.ranks[i])
+                    found.setdefault(item.request.request_id, []).append(entry)
+    return found
 
 
-def test_drafts_are_cut_to_the_logit_rows_of_a_step() -> None:
-    loop = make(Oracle(), logit_rows=6)
-    requests = [request(f"r{i}") for i in range(4)]
-    for one in requests:
-        loop.scheduler.add(one)
-    loop.drain()
-    assert loop.executor.accepted_drafts > 0
-    assert max(int(plan.n_logits.sum()) for plan in loop.plans[4:]) == 6
-    for one in requests:
-        assert loop.outputs[one.request_id] == expected_output(one, 50, None)
+Answers = tuple[list[list[int]], list[str | None], dict[str, list[tuple[object, ...]]]]
 
 
-def test_one_logit_row_a_lane_leaves_no_room_for_drafts_in_a_full_batch() -> None:
-    loop = make(Oracle(), logit_rows=None, max_num_seqs=1)
-    loop.scheduler.add(request("one"))
-    loop.drain()
-    assert loop.executor.accepted_drafts == 0
+def answers(engine: TinyEngine) -> Answers:
+    requests = [r for i, job in enumerate(jobs()) for r in engine.add(str(i), job)]
+    engine.drain()
+    ends = [None if r.finish_reason is None else str(r.finish_reason) for r in requests]
+    return [r.output.tolist() for r in requests], ends, told(engine)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("drafts") / "model", TINY)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> tuple[Answers, dict[str, list[int]]]:
+    """The answers without drafts, and all tokens of each request."""
+    engine = TinyEngine(folder, dtype="float64")
+    requests = [r for i, job in enumerate(jobs()) for r in engine.add(str(i), job)]
+    engine.drain()
+    ends = [None if r.finish_reason is None else str(r.finish_reason) for r in requests]
+    texts = {r.request_id: r.tokens.view().tolist() for r in requests}
+    return ([r.output.tolist() for r in requests], ends, told(engine)), texts
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong", "partly", "late", "none", "mixed"])
 @pytest.mark.parametrize(
-    ("counts", "total", "cut"),
+    "settings",
     [
-        ([4, 4, 4], 12, [4, 4, 4]),
-        ([4, 4, 4], 7, [3, 2, 2]),
-        ([1, 4, 0], 3, [1, 2, 0]),
-        ([5], 0, [0]),
-        ([5], -1, [0]),
-        ([], 3, []),
+        {"depth": 1},
+        {"depth": 2, "budget": 48},
+        {"depth": 3, "blocks": 34},
+        {"depth": 2, "lanes": 3, "prefix_caching": False},
     ],
+    ids=str,
 )
-def test_cut_evenly(counts: list[int], total: int, cut: list[int]) -> None:
-    assert cut_evenly(int32(counts), total).tolist() == cut
+def test_drafts_change_nothing_but_speed(
+    folder: Path,
+    plain: tuple[Answers, dict[str, list[int]]],
+    kind: str,
+    settings: dict[str, int],
+) -> None:
+    expected, texts = plain
+    script = Script(texts, kind, seed=len(kind))
+    engine = TinyEngine(
+        folder,
+        hooks=[Verifier()],
+        features=[script],
+        dtype="float64",
+        **settings,  # type: ignore[arg-type]
+    )
+    assert answers(engine) == expected
+    generated = [n for step in engine.progress for n in step.n_tokens.tolist()]
+    if kind == "right":
+        assert max(generated) == 1 + DRAFTS
+    if kind == "none":
+        assert max(generated) == 1
+    if settings.get("blocks") == 34:
+        assert engine.scheduler.stats().preemptions > 0
 
 
-def test_drafts_that_nothing_verifies_are_refused() -> None:
-    with pytest.raises(ConfigError, match="Oracle proposes draft tokens"):
-        Scheduler(SchedulerConfig(), Capacity((_GROUP,), (80,)), [Oracle()])
+def test_masks_hold_for_every_draft(
+    folder: Path, plain: tuple[Answers, dict[str, list[int]]]
+) -> None:
+    """A row under masks that allow one token a position gives these tokens, with their drafts
+    right, and only the first where the mask of the draft's own place bars it."""
+    from quire.plan import HeadInputs
+
+    class Gate(Script):
+        def plan(self, builder: PlanBuilder) -> None:
+            super().plan(builder)
+            builder.gate(np.flatnonzero(builder.flags & RowFlag.SAMPLE).tolist())
+
+    wanted = [70, 71, 72, 73, 74, 75, 76, 77, 78]
+    prompt = [6, 7, 8]
+    for barred in (None, 2):
+        script = Gate({"a-0": prompt + wanted}, "right", seed=1)
+        engine = TinyEngine(folder, hooks=[Verifier()], features=[script])
+        params = SamplingParams(temperature=0.0, max_tokens=len(wanted), ignore_eos=True)
+        (request,) = engine.add("a", Job(prompt, params))
+        while engine.scheduler.has_work():
+            plan = engine.scheduler.plan()
+            assert plan is not None
+            engine.executor.submit(plan)
+            lines = int((plan.mask_lines >= 0).sum())
+            mask = np.zeros((lines, VOCAB // 32), dtype=np.int32)
+            for line in range(lines):
+                place = len(request.output) + line
+                token = wanted[min(place, len(wanted) - 1)]
+                if place == barred:
+                    token = 99
+                mask[line, token // 32] = np.uint32(1 << (token % 32)).view(np.int32)
+            engine.executor.submit_head(HeadInputs(plan.step_id, mask))
+            engine.scheduler.update(engine.executor.collect())
+        expected = [99 if i == barred else token for i, token in enumerate(wanted)]
+        assert request.output.tolist() == expected
 
 
-def test_fewer_logit_rows_than_lanes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="fewer than max_num_seqs=8"):
-        Scheduler(SchedulerConfig(max_num_seqs=8), Capacity((_GROUP,), (80,), logit_rows=7))
+def test_a_feature_with_drafts_needs_a_body_that_verifies(folder: Path) -> None:
+    from quire.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="verif"):
+        TinyEngine(folder, features=[Script({}, "right")])
+
+
+def test_the_runner_refuses_more_drafts_than_it_verifies(folder: Path) -> None:
+    engine = TinyEngine(folder)
+    engine.add("a", Job([6, 7, 8], SamplingParams(temperature=0.0, max_tokens=4)))
+    engine.step()
+    plan = engine.scheduler.plan()
+    assert plan is not None
+    plan.q_len = plan.n_logits = plan.q_len + 1
+    with pytest.raises(QuireError, match="1 draft tokens"):
+        engine.executor.submit(plan)
+
+
+def test_dummy_tokens_run_the_body(folder: Path) -> None:
+    """Ranks keep step with others: the model's collectives are entered."""
+    engine = TinyEngine(folder)
+    engine.add("a", Job([6, 7, 8], SamplingParams(temperature=0.0, max_tokens=3)))
+    expected = TinyEngine(folder).run(
+        [Job([6, 7, 8], SamplingParams(temperature=0.0, max_tokens=3))]
+    )
+    seen: list[int] = []
+    model = engine.runner.model
+    forward = model.forward
+    model.forward = lambda batch, *args, **kw: (  # type: ignore[method-assign, assignment]
+        seen.append(len(batch.input_ids)),
+        forward(batch, *args, **kw),
+    )[1]
+    request = next(iter(engine.scheduler.requests()))
+    while engine.scheduler.has_work():
+        plan = engine.scheduler.plan()
+        assert plan is not None
+        plan.dummy_tokens = 2
+        engine.executor.submit(plan)
+        engine.scheduler.update(engine.executor.collect())
+    assert [request.output.tolist()] == expected
+    assert seen == [5, 3, 3]
+    nothing = int32([])
+    engine.executor.submit(type(plan)(99, nothing, nothing, nothing, nothing, dummy_tokens=4))
+    assert engine.executor.collect().step_id == 99
+    assert seen[-1] == 4

@@ -1,9 +1,10 @@
-"""What tenants get of an engine that they share."""
+"""Shares that tenants get of an engine."""
 
 from __future__ import annotations
 
 import pytest
 
+from quire.errors import OverloadedError
 from quire.scheduler.fair_share.tenant import fair_parts
 from tests.unit.test_scheduler import Loop, check_output, make, own, request
 
@@ -116,28 +117,28 @@ def test_who_comes_often_with_little_does_not_shut_others_out() -> None:
     assert done.count("often") >= 6
 
 
-def test_a_guest_has_a_step_to_himself_and_others_the_next_one() -> None:
+def test_an_interactive_tenant_has_a_step_to_itself_and_others_the_next_one() -> None:
     loop = make(fair=True, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=128, blocks=400)
     flood(loop, "flood", 30, prompt=20, output=30)
     for _ in range(40):
         loop.step()
-    guest = request("guest", own(9, 60), 4, tenant="guest")
-    loop.scheduler.add(guest)
+    interactive = request("interactive", own(9, 60), 4, tenant="interactive")
+    loop.scheduler.add(interactive)
     tenants, before = [], len(loop.plans)
-    while "guest" not in loop.finished:
+    while "interactive" not in loop.finished:
         loop.step()
         running = {r.lane: r.tenant for _, _, r in loop.scheduler._running.entries}
         if len(loop.plans) > before:
             before = len(loop.plans)
             tenants.append({running.get(lane) for lane in loop.plans[-1].lanes.tolist()})
-    assert tenants[0] == {"guest"}
+    assert tenants[0] == {"interactive"}
     assert "flood" in tenants[1]
-    assert tenants[2] == {"guest"}
+    assert tenants[2] == {"interactive"}
     loop.drain()
-    check_output(loop, guest)
+    check_output(loop, interactive)
 
 
-def test_after_a_guest_steps_are_short_for_a_while() -> None:
+def test_after_an_interactive_prompt_steps_are_short_for_a_while() -> None:
     loop = make(
         fair=True, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=128, blocks=400
     )
@@ -145,8 +146,8 @@ def test_after_a_guest_steps_are_short_for_a_while() -> None:
     for _ in range(20):
         loop.step()
     longest = max(int(plan.q_len.max()) for plan in loop.plans)
-    loop.scheduler.add(request("guest", own(9, 10), 1, tenant="guest"))
-    while "guest" not in loop.finished:
+    loop.scheduler.add(request("interactive", own(9, 10), 1, tenant="interactive"))
+    while "interactive" not in loop.finished:
         loop.step()
     began = len(loop.plans)
     for _ in range(20):
@@ -205,3 +206,33 @@ def test_parts_of_a_budget(
     wants: dict[str, tuple[int, float]], budget: int, parts: dict[str, int]
 ) -> None:
     assert fair_parts(wants, budget) == parts
+
+
+@pytest.mark.parametrize("caps", [{"max_queue": 8}, {"max_queue_tokens": 40}])
+def test_a_full_queue_takes_each_tenants_share(caps: dict[str, int]) -> None:
+    """Prompts have five tokens: both caps are eight requests."""
+    loop = make(fair=True, max_num_seqs=1, **caps)
+    taken: dict[str, int] = {}
+
+    def flood(tenant: str, share: float, first: int = 0) -> None:
+        for i in range(first, first + 30):
+            one = request(f"{tenant}{i}", own(i, 5), tenant=tenant)
+            one.share = share
+            try:
+                loop.scheduler.add(one)
+            except OverloadedError:
+                continue
+            taken[tenant] = taken.get(tenant, 0) + 1
+
+    flood("runs", 1.0)
+    assert 8 <= taken["runs"] <= 9
+    flood("other", 1.0)
+    assert taken["other"] == 4
+    flood("large", 2.0)
+    assert taken["large"] == 4
+    most = taken["runs"]
+    flood("runs", 1.0, 100)
+    flood("other", 1.0, 100)
+    assert (taken["runs"], taken["other"]) == (most, 4)
+    loop.drain()
+    assert len(loop.finished) == sum(taken.values())

@@ -6,11 +6,10 @@ requests must give the same tokens.
 
 from __future__ import annotations
 
-import functools
 import random
 import zlib
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from quire.arrays import Int32, decode_array, encode_array, int32
-from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.plan import HeadInputs, RowFlag, StepPlan
 from quire.request import Request
-from quire.runner.cuda_graphs import Head, StepGraphs
-from quire.runner.sampling import HeadKind
+from quire.runner import ModelRunner
+from quire.runner.graphs import Buckets, Graphs
+from quire.runner.hooks import Level
+from quire.runner.hooks.mask import Mask
+from quire.runner.program import BodyShape, HeadShape
+from quire.runner.state import Limits
 from quire.sampling_params import SamplingParams
-from quire.scheduler import Feature, PlanBuilder, Scheduler
+from quire.scheduler import Feature, PlanBuilder
 from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
 
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
@@ -55,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def mask_of(name: str, length: int) -> Int32:
-    """Which tokens may follow the first `length`: about one in three."""
+    """Returns the mask of tokens that may follow the first `length`: about one in three."""
     draw = np.random.default_rng(zlib.crc32(f"{name}:{length}".encode()))
     allowed = draw.random(VOCAB) < 0.3
     allowed[7] = True
@@ -110,11 +111,8 @@ class GatedEngine(TinyEngine):
     """Masks come late at random, so that steps are launched before them."""
 
     def __init__(self, folder: Path, *, late: float = 0.0, **options: Any) -> None:
-        super().__init__(folder, **{"budget": 40, **options})
         self.gate = Gate()
-        config = self.runner.config.scheduler
-        capacity = self.runner.start()
-        self.scheduler = Scheduler(config, capacity, [self.gate])
+        super().__init__(folder, features=[self.gate], **{"budget": 40, **options})
         self._late = late
         self._random = random.Random(7)
         self.overtaken = 0
@@ -128,93 +126,68 @@ class GatedEngine(TinyEngine):
                 break
             self.overtaken += any(w.step_id < plan.step_id for w in self.gate.waiting)
             self.plans.append(plan)
-            self.runner.submit(plan)
+            self.executor.submit(plan)
         if self.scheduler.num_in_flight:
-            self.release(self.scheduler.oldest_in_flight)
-            self.progress.append(self.scheduler.update(self.runner.collect()))
+            self.release(self.plans[len(self.progress)].step_id)
+            self.progress.append(self.scheduler.update(self.executor.collect()))
 
     def release(self, last: int | None = None) -> None:
         for step in list(self.gate.waiting):
             inputs = self.gate.inputs(step)
             if inputs is not None and (last is None or step.step_id <= last):
-                self.runner.submit_head(inputs)
+                self.executor.submit_head(inputs)
                 self.gate.waiting.remove(step)
 
 
-class Replayed:
-    """A graph's double: runs the captured work again, into the tensors that it gave at first."""
+class Replays(Graphs):
+    """On a CPU: a replay runs the program again, at its padded sizes. Nothing can wait behind a
+    gate there, so a head whose masks are not there counts as one that was not captured."""
 
-    def __init__(self, work: Callable[[], Any], out: Any) -> None:
-        self._work, self._out = work, out
+    def __init__(self, device: torch.device, limits: Limits) -> None:
+        self._limits = limits
+        self._buckets = Buckets(limits)
 
-    def replay(self) -> None:
-        refill(self._out, self._work())
+        self._works: dict[Any, Callable[[bool], None]] = {}
+        self._used: Counter[Any] = Counter()
+        self.runner: ModelRunner | None = None
 
+    def __len__(self) -> int:
+        return len(self._works)
 
-def refill(old: Any, new: Any) -> None:
-    if isinstance(old, Tensor):
-        old.copy_(new)
-    elif isinstance(old, (tuple, list)):
-        for a, b in zip(old, new, strict=True):
-            refill(a, b)
-    elif isinstance(old, (ForwardBatch, GroupBatch)):
-        for name in old.__slots__:
-            refill(getattr(old, name), getattr(new, name))
+    def __contains__(self, key: Any) -> bool:
+        if isinstance(key, HeadShape) and self.runner is not None:
+            place, low, high = self.runner.state.gate.tolist()
+            step = (low & 0xFFFFFFFF) + (high << 32)
+            ring = next(hook.ring for hook in self.runner.hooks if isinstance(hook, Mask))
+            if place >= 0 and ring is not None and ring.flags[place] < step:
+                return False
+        return key in self._works
 
+    def capture(self, works: Mapping[Any, Callable[[bool], None]], progress: Any = None) -> None:
+        self._works.update(works)
+        for work in works.values():
+            work(False)
 
-class DoubleGraphs(StepGraphs):
-    """On a CPU. The reference ops know no padding, so the body leaves it out."""
+    def replay(self, key: Any) -> None:
+        self._used[key] += 1
+        self._works[key](False)
 
-    def _capture(self, works: Sequence[Any], progress: Any = None) -> None:
-        self.inputs.copy_(torch.from_numpy(self._idle()))
-        for work in works:
-            out = work.run(shallow=False)
-            work.keep(Replayed(functools.partial(work.run, shallow=False), out), out)
+    def seconds(self, key: Any) -> float:
+        return 1.0
 
-    def head(self, rows: int, kind: HeadKind, *, masked: bool = False) -> Head:
-        """What a GPU would copy to the host before the next replay is, on a CPU, read after it."""
-        head = super().head(rows, kind, masked=masked)
-        return Head(head.graph, head.results.clone(), head.logits)
-
-    def _body(
-        self, tokens: int, rows: int, decode: bool, shallow: bool
-    ) -> tuple[ForwardBatch, Tensor]:
-        model = self._model
-        real = int((self._lanes[:rows] >= 0).sum())
-
-        def without_padding(batch: ForwardBatch, layers: Any, shallow: bool) -> Tensor:
-            hidden = torch.zeros(tokens, model.spec.hidden_size)
-            if real:
-                ends = batch.query_start[: real + 1]
-                count, lengths = int(ends[-1]), (ends[1:] - ends[:-1]).tolist()
-                own = ForwardBatch(
-                    batch.input_ids[:count],
-                    batch.positions[:count],
-                    ends,
-                    batch.seq_lens[:real],
-                    tuple(GroupBatch(g.slots[:count], g.block_table[:real]) for g in batch.groups),
-                    tuple(lengths),
-                    max(lengths),
-                    batch.max_seq_len,
-                )
-                hidden[:count] = model(own, layers)
-            return hidden
-
-        self._model = without_padding  # type: ignore[assignment]
-        try:
-            return super()._body(tokens, rows, decode, shallow)
-        finally:
-            self._model = model
+    def used(self) -> set[Any]:
+        """Returns the keys that were replayed."""
+        return set(self._used)
 
 
-def with_graphs(engine: GatedEngine, monkeypatch: pytest.MonkeyPatch) -> GatedEngine:
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+def with_graphs(engine: GatedEngine, monkeypatch: pytest.MonkeyPatch) -> Replays:
+    monkeypatch.setattr("quire.runner.graphs.Graphs", Replays)
     runner = engine.runner
-    budget = runner.config.scheduler.max_num_batched_tokens
-    runner._graphs = DoubleGraphs(runner.model, runner.cache, runner.state, runner.sampler, budget)
-    runner._graphs.capture()
-    return engine
+    runner._capture()
+    graphs = runner._graphs
+    assert isinstance(graphs, Replays)
+    graphs.runner = runner
+    return graphs
 
 
 def jobs(seed: int) -> list[Job]:
@@ -271,9 +244,13 @@ def test_the_same_tokens_however_it_runs(
 ) -> None:
     expected = run(GatedEngine(folder), jobs(3))
     engine = GatedEngine(folder, **options)
-    if graphs:
-        with_graphs(engine, monkeypatch)
+    replays = with_graphs(engine, monkeypatch) if graphs else None
     assert run(engine, jobs(3)) == expected
+    if replays is not None:
+        used = replays.used()
+        assert {key.level for key in used if isinstance(key, HeadShape)} >= {Level.FULL}
+        assert {key.longest for key in used if isinstance(key, BodyShape)} > {1}
+        assert "prompt_logprobs" in used
     assert any(plan.gated for plan in engine.plans)
     assert bool(engine.overtaken) == bool(options.get("late"))
     if "blocks" in options:

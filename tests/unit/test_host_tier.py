@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
-from quire.cache import HashList, HostTier
 from quire.cache.block_hash import next_hash, root_hash
-from quire.offload import CostModel, Rates
+from quire.cache.host_tier import HashList, HostTier
+from quire.offload.costs import CostModel, Rates
 
 
 def key(n: int) -> bytes:
@@ -115,12 +113,10 @@ def test_copies_pay_from_some_length_on() -> None:
     assert costs.worth_keeping
     assert not costs.fetch_pays(11)
     assert costs.fetch_pays(12)
-    assert costs.break_even == pytest.approx(0.02 / (1e-3 - 2e-4))
     assert not costs.swap_pays(24)
     assert costs.swap_pays(26)
     slow = CostModel(Rates(prefill=1e5, out=1e9, into=1e9, latency=0.01), token_bytes=1e5)
     assert not slow.worth_keeping
-    assert slow.break_even == float("inf")
 
 
 def test_slow_files_are_computed_instead_until_that_is_forgotten() -> None:

@@ -1,4 +1,4 @@
-"""What may be imported when: torch only once an engine is built."""
+"""Imports that wait: torch is imported only once an engine is built."""
 
 from __future__ import annotations
 

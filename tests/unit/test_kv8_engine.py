@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.config import EngineArgs
-from quire.engine.builder import describe, resolve
+from quire.engine.builder import resolve
 from quire.errors import ConfigError, ModelError
-from quire.models import build_model, head_scales, load_config, load_weights, spec_from_config
+from quire.models import build_model, load_config, load_weights, spec_from_config
+from quire.models.kv_scales import head_scales
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.models.test_parallel import Ranked
@@ -86,8 +87,8 @@ def test_completions_part_from_a_shared_block(tmp_path: Path, kind: str) -> None
 def test_blocks_come_back_from_lower_tiers(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.offload.CostModel.fetch_pays", lambda self, *_: True)
-    monkeypatch.setattr("quire.offload.CostModel.worth_keeping", True)
+    monkeypatch.setattr("quire.offload.costs.CostModel.fetch_pays", lambda self, *_: True)
+    monkeypatch.setattr("quire.offload.costs.CostModel.worth_keeping", True)
     folder = model_folder(tmp_path / "model", TINY)
     prompts = [prompt[:56] for prompt in random_prompts(60, 120, seed=7) if len(prompt) >= 56][:8]
     plain = engine(folder, kind, enable_prefix_caching=False)
@@ -172,7 +173,7 @@ def test_what_a_setting_resolves_to(tmp_path: Path) -> None:
 
     def resolved(**settings: Any) -> object:
         args = EngineArgs(model=folder, device="cpu", skip_tokenizer_init=True, **settings)
-        return describe(resolve(args))["kv_cache_dtype"]
+        return resolve(args).kv_cache_dtype
 
     assert resolved() == "float32"
     assert resolved(dtype="bfloat16") == "bfloat16"
@@ -249,7 +250,7 @@ def test_scales_of_the_checkpoint(tmp_path: Path, name: str, shape: tuple[int, .
 
 
 def logits(harness: Harness) -> torch.Tensor:
-    """Of a prompt in two chunks."""
+    """Returns the logits of a prompt in two chunks."""
     row = harness.add([5, 17, 99, 4, 31, 8, 7, 42])
     return torch.cat([harness.step([(row, 4)])[0] for _ in range(2)])
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from quire.arrays import int32
 from quire.config import EngineArgs
 from quire.errors import ConfigError, QuireError
 from quire.plan import Transfer
+from quire.runner.transfer import disk
 from quire.runner.transfer.disk import DiskStore, identity
 from quire.runner.transfer.host import BlockLayout, HostPool
 from quire.runner.transfer.places import KVTransfer
@@ -66,8 +69,8 @@ def test_a_file_brings_a_block_back(tmp_path: Path) -> None:
     groups = tensors()[1:]
     was = [t.clone() for t in groups[0]]
     names = keys(2)
-    disk = DiskStore(tmp_path, 10_000, "a")
-    transfer = KVTransfer(groups, slots=4, disk=disk)
+    store = DiskStore(tmp_path, 10_000, "a")
+    transfer = KVTransfer(groups, slots=4, disk=store)
     transfer.start([Transfer(1, "out", "host", 0, int32([4, 2]), slots=int32([0, 1]))], "out")
     transfer.start(
         [Transfer(2, "out", "disk", 0, int32([]), slots=int32([0, 1]), keys=names)], "out"
@@ -92,10 +95,10 @@ def test_a_file_brings_a_block_back(tmp_path: Path) -> None:
 def test_a_damaged_file_is_a_miss_that_is_told_once(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    disk = DiskStore(tmp_path, 1 << 20, "a")
+    store = DiskStore(tmp_path, 1 << 20, "a")
     names = [key.tobytes() for key in keys(3)]
     for name in names:
-        assert disk.write(name, 0, memoryview(name * 8)).result()
+        assert store.write(name, 0, memoryview(name * 8)).result()
     files = [next(tmp_path.glob(f"a/*/{name.hex()}.0")) for name in names]
     for file, other in itertools.pairwise(files):
         data = bytearray(file.read_bytes())
@@ -112,14 +115,14 @@ def test_a_damaged_file_is_a_miss_that_is_told_once(
             file.unlink()
     into = bytearray(128)
     with caplog.at_level(logging.WARNING):
-        assert not disk.read(names[0], 0, memoryview(into)).result()
-        assert not disk.read(names[1], 0, memoryview(into)).result()
+        assert not store.read(names[0], 0, memoryview(into)).result()
+        assert not store.read(names[1], 0, memoryview(into)).result()
     assert len(caplog.records) == (0 if damage == "delete" else 1)
-    assert disk.read(names[2], 0, memoryview(into)).result()
+    assert store.read(names[2], 0, memoryview(into)).result()
     assert bytes(into) == names[2] * 8
-    assert disk.keys(0).tolist() == [keys(3)[2].tolist()]
-    assert disk.write(names[0], 0, memoryview(names[0] * 8)).result()
-    assert disk.read(names[0], 0, memoryview(into)).result()
+    assert store.keys(0).tolist() == [keys(3)[2].tolist()]
+    assert store.write(names[0], 0, memoryview(names[0] * 8)).result()
+    assert store.read(names[0], 0, memoryview(into)).result()
 
 
 def test_files_of_another_model_are_not_taken_for_ones_own(tmp_path: Path) -> None:
@@ -130,15 +133,15 @@ def test_files_of_another_model_are_not_taken_for_ones_own(tmp_path: Path) -> No
 
 
 def test_the_folder_may_vanish(tmp_path: Path) -> None:
-    disk = DiskStore(tmp_path / "cache", 1 << 20, "a")
+    store = DiskStore(tmp_path / "cache", 1 << 20, "a")
     name = keys(1)[0].tobytes()
-    assert disk.write(name, 0, memoryview(name)).result()
+    assert store.write(name, 0, memoryview(name)).result()
     for file in sorted((tmp_path / "cache").rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
     (tmp_path / "cache").rmdir()
-    assert not disk.read(name, 0, memoryview(bytearray(16))).result()
-    assert disk.write(name, 0, memoryview(name)).result()
-    assert disk.read(name, 0, memoryview(bytearray(16))).result()
+    assert not store.read(name, 0, memoryview(bytearray(16))).result()
+    assert store.write(name, 0, memoryview(name)).result()
+    assert store.read(name, 0, memoryview(bytearray(16))).result()
 
 
 def test_the_folder_stays_within_its_size(tmp_path: Path) -> None:
@@ -146,13 +149,13 @@ def test_the_folder_stays_within_its_size(tmp_path: Path) -> None:
     old = DiskStore(tmp_path, 10_000, "old model")
     old.write(names[5], 0, memoryview(data)).result()
     old.close()
-    disk = DiskStore(tmp_path, 3500, "a")
+    store = DiskStore(tmp_path, 3500, "a")
     for name in names[:3]:
-        assert disk.write(name, 0, memoryview(data)).result()
+        assert store.write(name, 0, memoryview(data)).result()
     assert not list(tmp_path.glob("old model/*/*"))
-    assert disk.read(names[0], 0, memoryview(bytearray(1000))).result()
-    assert disk.write(names[3], 0, memoryview(data)).result()
-    kept = {key.tobytes() for key in disk.keys(0)}
+    assert store.read(names[0], 0, memoryview(bytearray(1000))).result()
+    assert store.write(names[3], 0, memoryview(data)).result()
+    kept = {key.tobytes() for key in store.keys(0)}
     assert kept == {names[0], names[2], names[3]}
     assert not DiskStore(tmp_path / "small", 10, "a").write(names[0], 0, memoryview(data)).result()
     again = DiskStore(tmp_path, 1500, "a")
@@ -160,13 +163,87 @@ def test_the_folder_stays_within_its_size(tmp_path: Path) -> None:
 
 
 def test_what_a_dead_engine_left_unfinished_is_removed(tmp_path: Path) -> None:
+    DiskStore(tmp_path, 1000, "a").close()
     folder = tmp_path / "a" / "00"
     folder.mkdir(parents=True)
-    (folder / "0.1-2.part").write_bytes(b"half")
-    (folder / "not a key.0").write_bytes(b"?")
-    disk = DiskStore(tmp_path, 1000, "a")
-    assert [file.name for file in folder.iterdir()] == ["not a key.0"]
-    assert len(disk.keys(0)) == 0
+    (folder / f"{0:032x}.1-2.part").write_bytes(b"quirekv1 and half a block")
+    (folder / f"{1:032x}.1-2.part").write_bytes(b"")
+    store = DiskStore(tmp_path, 1000, "a")
+    assert list(folder.iterdir()) == []
+    assert len(store.keys(0)) == 0
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """Neither their size nor their names make them the cache's."""
+    store = DiskStore(tmp_path, 3000, "a")
+    name = keys(1)[0].tobytes()
+    folder = tmp_path / "a" / name.hex()[:2]
+    folder.mkdir()
+    inside = tmp_path / "photos" / "2024"
+    inside.mkdir(parents=True)
+    others = [
+        folder / f"{name.hex()}.0",
+        folder / f"{name.hex()}.1-2.part",
+        folder / "video.part",
+        folder / "not a key.0",
+        inside / "party.jpg",
+        inside / "video.part",
+    ]
+    for file in others:
+        file.write_bytes(b"?" * 5000)
+    os.mkfifo(folder / f"{name.hex()}.7")
+    store.close()
+    store = DiskStore(tmp_path, 3000, "a")
+    assert not store.read(name, 0, memoryview(bytearray(16))).result()
+    assert not store.read(name, 7, memoryview(bytearray(16))).result()
+    for other in keys(5)[1:]:
+        store.write(other.tobytes(), 0, memoryview(bytes(1000))).result()
+    assert all(file.read_bytes() == b"?" * 5000 for file in others)
+
+
+def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    with pytest.raises(ConfigError, match="is no cache of Quire's, as it holds 'thesis'"):
+        DiskStore(tmp_path, 1000, "a")
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis"]
+
+
+def test_a_file_system_that_does_not_answer_ends_the_cache_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DiskStore(tmp_path, 1 << 20, "a")
+    answers = threading.Event()
+    read = store._read
+    monkeypatch.setattr(store, "_read", lambda *given: answers.wait() and read(*given))
+    names = keys(9)
+    for name in names:
+        store.write(name.tobytes(), 0, memoryview(bytes(64))).result()
+    groups = tensors()
+    transfer = KVTransfer(groups, slots=9, disk=store)
+    slots, none = int32(range(9)), int32([])
+    transfer.start([Transfer(1, "in", "disk", 0, none, slots=slots, keys=names)], "in")
+    assert transfer.ended(patient=False) == ([], [])
+    monkeypatch.setattr(disk, "STUCK_SECONDS", 0.0)
+    with caplog.at_level(logging.WARNING):
+        assert transfer.ended(patient=True) == ([], [1])
+        transfer.start([Transfer(2, "in", "disk", 0, none, slots=slots, keys=names)], "in")
+        assert transfer.ended(patient=True) == ([], [2])
+    assert len([r for r in caplog.records if "is off" in r.message]) == 1
+    before = bytes(transfer.pool.view(0, 0))
+    answers.set()
+    transfer.close()
+    assert bytes(transfer.pool.view(0, 0)) == before
+
+
+def test_a_folder_that_does_not_answer_is_told_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(disk, "_OPEN_SECONDS", 0.01)
+    monkeypatch.setattr(DiskStore, "_scan", lambda self: answers.wait())
+    with pytest.raises(ConfigError, match="does not answer"):
+        DiskStore(tmp_path, 1000, "a")
+    answers.set()
 
 
 def test_an_unusable_folder_is_told_at_the_start(tmp_path: Path) -> None:

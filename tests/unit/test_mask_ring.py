@@ -66,11 +66,30 @@ def test_a_mask_may_be_built_in_place() -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 3 * 2**40 + 2**31 + 5])
-def test_a_gate_names_place_and_step_in_int32(step: int) -> None:
-    ring = MaskRing(CPU, depth=3, rows=1, words=1)
+def test_a_gate_names_place_and_value_in_int32(step: int) -> None:
+    """The flag has the value from when the mask is there."""
+    ring = MaskRing(CPU, depth=3, rows=1, words=2)
     place, low, high = np.array(ring.gate(step), dtype=np.int32).tolist()
+    value = (low & 0xFFFFFFFF) + (high << 32)
     assert place == step % 3
-    assert (low & 0xFFFFFFFF) + (high << 32) == step
+    if step >= 3:
+        ring.bring(step - 3, lines(1))
+    assert ring.flags[place] < value
+    ring.bring(step, lines(1))
+    assert ring.flags[place] >= value
+
+
+def test_rings_over_one_memory_are_one() -> None:
+    """Several ranks have a ring each over one memory, and each looks for itself."""
+    memory = np.zeros(MaskRing.size(3, 2, 2), dtype=np.int8)
+    ours, theirs = (MaskRing(CPU, 3, 2, 2, memory) for _ in range(2))
+    waiting = threading.Timer(0.05, ours.bring, (4, lines(6, 7)))
+    assert not theirs.has(4, wait=False)
+    waiting.start()
+    assert theirs.has(4, wait=True)
+    first = theirs.first_line(4)
+    assert theirs.masks[first : first + 2, 0].tolist() == [6, 7]
+    waiting.join()
 
 
 def test_waiting_for_another_thread() -> None:

@@ -17,7 +17,6 @@ def test_each_logit_row_of_a_gated_row_has_a_mask_line() -> None:
     plan = StepPlan(0, int32(range(5)), int32([3, 2, 1, 5, 6]), n_logits, int32(flags))
     # Of a prompt's logit rows only the last is sampled from.
     assert plan.mask_lines.tolist() == [0, 1, 2, -1, -1, 3, -1, -1, -1, 4]
-    assert plan.num_mask_lines == 5
 
 
 def test_without_gated_rows_there_are_no_lines() -> None:

@@ -1,4 +1,4 @@
-"""What a request gets depends on the request alone: the real decoder, in fp32, token for token."""
+"""Outputs depend on the request alone: the real decoder, in fp32, token for token."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new(folder: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "form",
+    "kv_format",
     [
         KVFormat(torch.float32),
         KVFormat(torch.float8_e4m3fn, "head"),
@@ -144,16 +144,20 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new(folder: Path) -> None
     ],
     ids=str,
 )
-def test_blocks_are_copied_in_order(monkeypatch: pytest.MonkeyPatch, form: KVFormat) -> None:
+def test_blocks_are_copied_in_order(monkeypatch: pytest.MonkeyPatch, kv_format: KVFormat) -> None:
     """However few at a time: a block may be written once it was read. Scales go along."""
     group = KVGroup(layers=(0, 1), tokens_per_block=2)
     for most in (1, 3 * 2 * 2 * 2 * 2 * 4 * 4, 1 << 20):
         monkeypatch.setattr("quire.runner.kv_cache._COPY_BYTES", most)
         cache = KVCache(
-            [group], [8], layouts=[KVLayout(2, 4, 2)], form=form, device=torch.device("cpu")
+            [group],
+            [8],
+            layouts=[KVLayout(2, 4, 2)],
+            kv_format=kv_format,
+            device=torch.device("cpu"),
         )
         tensors = cache.block_tensors(0)
-        assert len(tensors) == 1 + (form.scales == "token")
+        assert len(tensors) == 1 + (kv_format.scales == "token")
         for tensor in tensors:
             numbers = torch.arange(8.0).to(tensor.dtype)
             tensor.copy_(numbers.view(8, *[1] * (tensor.dim() - 1)).expand_as(tensor))

@@ -50,7 +50,7 @@ class Head:
         upload = Upload(PinnedRing(device, 2), state.memory)
         for hook in self.hooks:
             hook.bind(state)
-            hook.stage(plan, admits, upload)
+            hook.stage(plan, upload)
         upload.send()
         for lane, admit in enumerate(admits):
             state.tokens[lane, : len(tokens[lane])] = torch.tensor(tokens[lane]).int()

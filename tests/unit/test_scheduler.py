@@ -1,4 +1,4 @@
-"""What a step holds, who goes first, and how requests come to their end."""
+"""Contents of steps, the order of requests, and the ways in which requests end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What features hook into the scheduler, and that those which do not cost nothing."""
+"""Features take part in the scheduler, and those that do not cost nothing."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_request_waits_while_a_feature_brings_blocks() -> None:
 
 
 def test_a_request_is_preempted_a_bounded_number_of_times() -> None:
-    """Where it once fell victim to each newcomer's share of the pool, it now takes all it needs."""
+    """After it fell victim to newcomers' shares of the pool, it takes all it needs."""
     loop = make(blocks=12, max_num_seqs=4)
     for i in range(12):
         loop.scheduler.add(request(f"r{i}", 4, 40))

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from quire.arrays import Int32, int32
 from quire.config import SchedulerConfig
 from quire.errors import RequestError
-from quire.offload import CostModel, OffloadFeature, Rates
+from quire.offload.costs import CostModel, Rates
+from quire.offload.feature import OffloadFeature
 from quire.plan import DRAFT_IDS, DRAFT_START, KVGroup, RowFlag
 from quire.request import Request
 from quire.sampling_params import SamplingParams
@@ -27,7 +28,7 @@ from tests.fakes import FakeExecutor, expected_output
 _LONGEST = 48
 _MOST_REQUESTS = 24
 _WIDTH = 12
-"""Of a claim."""
+"""Draft tokens of a claim."""
 _STEMS = [[random.Random(seed).randrange(4) for _ in range(_LONGEST)] for seed in range(2)]
 
 
@@ -133,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             salt_of=self.salts.__getitem__,
             host_blocks=self.host_blocks,
             failing=self.failing,
-            verifies=drafts,
+            drafts=8 if drafts else 0,
             logit_rows=None if logit_rows is None else lanes + logit_rows,
         )
         config = SchedulerConfig(

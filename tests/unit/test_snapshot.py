@@ -1,4 +1,4 @@
-"""What a snapshot of the engine shows, and that it stays small."""
+"""Snapshots show the engine, and stay small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How steps are padded to graphs, and what fills one."""
+"""Steps are padded to graphs; a full step is found by measuring."""
 
 import bisect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a trace holds, and that it can be read whatever happens to its writer."""
+"""Traces hold every step and request, and can be read whatever happens to their writer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COUNTERS = {"batch", "tokens", "queue", "running", "blocks used"}
 
 
 def assert_valid(events: list[dict[str, Any]]) -> None:
-    """As the trace-event format wants them, and without contradictions."""
+    """Checks that events are as the trace-event format wants them, without contradictions."""
     named = set()
     ends: dict[tuple[int, int], float] = {}
     spans = [event for event in events if event["ph"] == "X"]

@@ -101,7 +101,7 @@ VARIABLES: list[dict[str, Any]] = [
 
 
 def expected(source: str, messages: Any, **variables: Any) -> str | None:
-    """What transformers makes of it; None: it refuses."""
+    """Returns the rendering by transformers; None: it refuses."""
     transformers = pytest.importorskip("transformers.utils.chat_template_utils")
     try:
         rendered = transformers.render_jinja_template(

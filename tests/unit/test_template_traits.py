@@ -1,4 +1,4 @@
-"""How templates want tools and calls is found out by asking them."""
+"""Probing finds out how templates want tools and calls."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from quire.engine.chat_template import ChatTemplate
-from quire.engine.template_traits import TemplateTraits, probe
+from quire.engine.chat_template import ChatTemplate, TemplateTraits
+from quire.engine.template_traits import probe
 
 CALLS = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"

@@ -15,7 +15,7 @@ import stress_cache
 from quire import LLM, SamplingParams
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError
-from quire.offload import TierStats
+from quire.offload.tier_stats import TierStats
 from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.metrics import ServerMetrics
 from tests.unit.tiny_engine import TINY, TINY_WINDOW, model_folder, random_prompts
@@ -23,7 +23,7 @@ from tests.unit.tiny_engine import TINY, TINY_WINDOW, model_folder, random_promp
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 STEMS = [prompt[:56] for prompt in random_prompts(40, 300, seed=7) if len(prompt) >= 56][:6]
 BLOCK_GB = 3 * 2 * 2 * 8 * 16 * 4 / 1e9
-"""Of `TINY`: layers, K and V, heads, tokens, head size, bytes."""
+"""Gigabytes of a block of `TINY`: layers, K and V, heads, tokens, head size, bytes."""
 
 
 @pytest.fixture
@@ -46,10 +46,10 @@ def engine(folder: Path, **settings: Any) -> LLM:
 
 @pytest.fixture(autouse=True)
 def copying_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a tiny model on a busy machine measures is of no use to a test."""
-    monkeypatch.setattr("quire.offload.CostModel.fetch_pays", lambda self, *_: True)
-    monkeypatch.setattr("quire.offload.CostModel.swap_pays", lambda self, *_: True)
-    monkeypatch.setattr("quire.offload.CostModel.worth_keeping", True)
+    """Replaces measured rates: those of a tiny model on a busy machine are of no use to a test."""
+    monkeypatch.setattr("quire.offload.costs.CostModel.fetch_pays", lambda self, *_: True)
+    monkeypatch.setattr("quire.offload.costs.CostModel.swap_pays", lambda self, *_: True)
+    monkeypatch.setattr("quire.offload.costs.CostModel.worth_keeping", True)
 
 
 def answers(llm: LLM, tail: int = 0) -> list[list[int]]:
@@ -106,7 +106,7 @@ def test_damaged_files_are_computed_again(
         answers(first, tail)
     first.shutdown()
     again = engine(folder, **disk)
-    files = [path for path in (tmp_path / "kv").rglob("*") if path.is_file()]
+    files = [path for path in (tmp_path / "kv").rglob("*.0") if path.is_file()]
     assert files
     for file in files:
         data = bytearray(file.read_bytes())

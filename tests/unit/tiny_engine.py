@@ -11,10 +11,11 @@ import numpy as np
 
 from quire.arrays import int32
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
+from quire.engine.features import features_at_start, hooks_of
 from quire.engine.workers import WorkerExecutor
 from quire.plan import StepPlan
 from quire.request import Request
-from quire.runner import Hook
+from quire.runner import Hook, ModelRunner
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler
 from quire.scheduler.progress import StepProgress
@@ -90,6 +91,11 @@ class TinyEngine:
         hooks: Sequence[Hook] = (),
         world: int = 1,
         features: Sequence[Feature] = (),
+        dtype: str = "float32",
+        device: str = "cpu",
+        deterministic: bool = False,
+        enforce_eager: bool = False,
+        complete: bool = True,
     ) -> None:
         scheduler = SchedulerConfig(
             max_num_seqs=lanes,
@@ -100,20 +106,32 @@ class TinyEngine:
             policy=policy,  # type: ignore[arg-type]
         )
         config = EngineConfig(
-            args=EngineArgs(num_kv_blocks=blocks, load_format="dummy", seed=3),
+            args=EngineArgs(
+                num_kv_blocks=blocks,
+                load_format="dummy",
+                seed=3,
+                deterministic=deterministic,
+                enforce_eager=enforce_eager,
+            ),
             model_path=str(folder),
             tokenizer_path=None,
             model_name="tiny",
-            device="cpu",
-            dtype="float32",
+            device=device,
+            dtype=dtype,
             block_size=8,
             scheduler=scheduler,
             eos_token_ids=(5,),
             vocab_size=VOCAB,
         )
         self.depth = depth
-        self.executor = WorkerExecutor(config, hooks=hooks, world=world)
-        self.runner = self.executor.local
+        entries = features_at_start(config, complete=complete)
+        hooks = [*hooks_of(entries, config), *hooks]
+        self.executor: ModelRunner | WorkerExecutor
+        if world == 1:
+            self.executor = self.runner = ModelRunner(config, hooks=hooks)
+        else:
+            self.executor = WorkerExecutor(config, hooks=hooks, world=world)
+            self.runner = self.executor.local
         self.scheduler = Scheduler(scheduler, self.executor.start(), features)
         self.plans: list[StepPlan] = []
         self.progress: list[StepProgress] = []

@@ -1,4 +1,4 @@
-"""How often a draft's greedy choice is the model's own, on the model's greedy answers.
+"""Counts how often a draft's greedy choice is the model's own, on the model's greedy answers.
 
     python agreement.py MODEL_DIR DRAFT_DIR held_out.json [--device cuda]
 

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 @dataclass
 class Plan:
-    """What one training run does; `steps` are optimizer steps of batch x length tokens."""
+    """A training run; `steps` are optimizer steps of batch x length tokens."""
 
     steps: int
     chat_steps: int  # the last of `steps`, on conversations only

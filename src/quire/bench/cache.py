@@ -61,8 +61,8 @@ class _CacheBench:
         self._prompts: deque[Int32] = deque()
         while not self.manager.evicted:
             self.new()
-        for _ in range(len(self._prompts) // 2):
-            self._prompts.popleft()  # leaves those that will not be pushed out
+        # Of the newest half nothing is evicted, whatever the number of requests.
+        self._prompts = deque(self._prompts, maxlen=max(1, len(self._prompts) // 2))
 
     def _draw(self, count: int) -> Int32:
         return self._random.integers(0, 32_000, count, dtype=np.int32)

@@ -90,6 +90,7 @@ NAMED = {
     for case in (
         Case("nano", 256, 1024, 1024, 100, {"temperature": 0.6}),
         Case("nano-penalized", 256, 1024, 1024, 100, {"temperature": 0.6, **_PENALIZED}),
+        Case("nano-logprobs", 256, 1024, 1024, 100, {"temperature": 0.6, "logprobs": 5}),
         Case("b64", 64, 512, 256),
         Case("b1", 1, 128, 512),
         Case("b1-256", 1, 128, 256),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,31 @@ def online(records: Sequence[BenchRecord], path: Path) -> None:
     for panel in panels:
         panel.set_xlabel("streams")
         _from_zero(panel)
+    _save(figure, path)
+
+
+def beside(
+    rows: Sequence[tuple[str, Mapping[str, float], Mapping[str, float]]],
+    names: tuple[str, str],
+    path: Path,
+) -> None:
+    """Two engines under the same loads: throughput, and median time to the first token.
+
+    Args:
+        rows: of each load its label, the one engine's metrics and the other's.
+        names: of the engines.
+    """
+    figure, panels = _panels(2, "One NVIDIA H200, prompts of 512 tokens, 256 out, streamed")
+    kinds = (("output_tok_s", _RATE), ("ttft_p50_ms", "median ms to the first token"))
+    for panel, (metric, unit) in zip(panels, kinds, strict=True):
+        for index, (name, color) in enumerate(zip(names, ("#9aa5b1", "#2563eb"), strict=True)):
+            heights = [engines[index][metric] for _, *engines in rows]
+            at = [place + 0.4 * (index - 0.5) for place in range(len(rows))]
+            bars = panel.bar(at, heights, width=0.4, label=name, color=color)
+            panel.bar_label(bars, labels=[f"{height:,.0f}" for height in heights], fontsize=7)
+        panel.set_xticks(range(len(rows)), [label for label, *_ in rows], fontsize=7)
+        panel.set_ylabel(unit)
+        panel.legend()
     _save(figure, path)
 
 

@@ -59,7 +59,7 @@ class TreeRun:
 
 
 @dataclass(slots=True)
-class Summary:
+class CacheSummary:
     """pools: one per KV group. runs: the top of the prefix tree, parents before children, newest
     children first. num_nodes: nodes in the whole tree."""
 
@@ -68,10 +68,10 @@ class Summary:
     num_nodes: int
 
 
-def summarize(manager: BlockManager, cells: int, runs: int, shown: int) -> Summary:
+def summarize(manager: BlockManager, cells: int, runs: int, shown: int) -> CacheSummary:
     """Summarizes all pools in at most `cells` cells each, and the tree in at most `runs` runs with
     their first `shown` tokens."""
-    return Summary(
+    return CacheSummary(
         [summarize_pool(tables, cells) for tables in manager.groups],
         summarize_tree(manager.tree, runs, shown),
         manager.tree.num_nodes,

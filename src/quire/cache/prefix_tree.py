@@ -59,14 +59,15 @@ class PrefixTree:
     uses that and its ancestors to their ends: where a match ends inside a node, the part before is
     split off as a new node above, and the old one stays the last of those that it was the last of.
     A node that one request uses, and nothing hangs on, grows in place with that request. Where all
-    but one child of a node are gone, it becomes one with that again when somebody uses both.
+    but one child of a node are gone, it merges with that again when a request uses both.
 
     **Eviction.** `_idle` lists the nodes without users in the order in which their last user left.
-    Leaving happens from the last node up to the root, and whoever uses a node uses its ancestors,
-    so a node always comes after all of its descendants: the first of the list is a leaf, and the
-    least recently used one, which loses as many blocks from its end as are wanted. `OrderedDict` is
-    a hash table with a doubly linked list through it, so adding, removing and taking the first are
-    O(1). A split node above is made for somebody who uses it, so it joins the list after the rest.
+    Leaving happens from the last node up to the root, and a request that uses a node uses its
+    ancestors, so a node always comes after all of its descendants: the first of the list is a leaf,
+    and the least recently used one, which loses as many blocks from its end as are wanted.
+    `OrderedDict` is a hash table with a doubly linked list through it, so adding, removing and
+    taking the first are O(1). A split node above is made for a request that uses it, so it joins
+    the list after the rest.
 
     **Tails.** What a request leaves in a partly filled block becomes a child of its last node with
     fewer tokens than a block, unless another child begins with them. Such a child goes when one

@@ -15,6 +15,7 @@ from quire.bench.cases import Case, check_lengths, check_scale, parse_case
 from quire.bench.ceilings import ceilings
 from quire.bench.outputs import OutputFiles
 from quire.bench.record import BenchRecord, card_name, format_table, make_record
+from quire.cli.progress import TimeLeft
 from quire.config import EngineArgs, EngineConfig
 
 if TYPE_CHECKING:
@@ -62,10 +63,11 @@ def throughput(
     config = _resolve(_given(engine))
     check_lengths([case for case, _ in work], config.scheduler.max_model_len, scale)
     outputs.check()
-    records = []
+    records: list[BenchRecord] = []
     with _started(_given(engine)) as running:
+        left = TimeLeft()
         for case, about in work:
-            typer.echo(f"running {case.name} ...", err=True)
+            _say(case.name, left.text(len(records), len(work)))
             metrics = measure(running, case, scale=scale, repeat=repeat)
             settings = {"scale": scale, "repeat": repeat, **about}
             records.append(_record(case.name, metrics, running.config, settings))
@@ -88,12 +90,13 @@ def latency(
     config = _resolve(_given(engine))
     bench.check_lengths(input_lens, output_lens, config.scheduler.max_model_len)
     outputs.check()
-    records = []
+    records: list[BenchRecord] = []
     with _started(_given(engine)) as running:
+        left, total = TimeLeft(), len(input_lens) * len(output_lens)
         for input_len in input_lens:
             for output_len in output_lens:
                 name = bench.case_name(input_len, output_len)
-                typer.echo(f"running {name} ...", err=True)
+                _say(name, left.text(len(records), total))
                 metrics = bench.measure(running, input_len, output_len, requests=requests)
                 settings = {"input_len": input_len, "output_len": output_len}
                 records.append(_record(name, metrics, running.config, settings))
@@ -140,10 +143,12 @@ def ablation(
     check_lengths(work, config.scheduler.max_model_len, scale)
     outputs.check()
     records: list[BenchRecord] = []
+    left, total = TimeLeft(), len(variants) * len(work)
     for name, changed in variants:
-        typer.echo(f"without {name} ..." if name else "with everything on ...", err=True)
+        how = f"without {name}" if name else "with everything on"
         with _started(changed) as running:
             for case in work:
+                _say(f"{case.name} {how}", left.text(len(records), total))
                 metrics = measure(running, case, scale=scale, repeat=repeat)
                 settings = {"scale": scale, "repeat": repeat, "off": name}
                 record = _record(switches.PREFIX + case.name, metrics, running.config, settings)
@@ -189,6 +194,10 @@ def _started(fields: dict[str, Any]) -> Iterator[QuireEngine]:
         yield QuireEngine(llm, ceilings(card_name(config.device), config.dtype))
     finally:
         llm.shutdown()
+
+
+def _say(what: str, progress: str) -> None:
+    typer.echo(f"running {what} ({progress}) ...", err=True)
 
 
 def _resolve(fields: dict[str, Any]) -> EngineConfig:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quire.cli.help import SettingsCommand
 from quire.cli.settings import with_settings
 from quire.config import OPTIMIZATIONS, EngineArgs
 from quire.errors import ConfigError
@@ -14,12 +15,18 @@ from quire.errors import ConfigError
 app = typer.Typer(help="Measure Quire.", no_args_is_help=True)
 
 Output = Annotated[
-    Path | None, typer.Option(help="Append the records to this file, one JSON object per line.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Append the records to this file, one JSON object per line."),
 ]
-Csv = Annotated[Path | None, typer.Option(help="Write the records to this file as CSV.")]
-Markdown = Annotated[Path | None, typer.Option(help="Write a table to this file as Markdown.")]
+Csv = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the records to this file as CSV.")
+]
+Markdown = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a table to this file as Markdown.")
+]
 Png = Annotated[
-    Path | None, typer.Option(help="Write a picture to this file (needs the extra `plots`).")
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a picture to this file (needs the extra `plots`)."),
 ]
 Cases = Annotated[
     list[str] | None,
@@ -36,7 +43,7 @@ Repeat = Annotated[int, typer.Option(min=1, max=100, help="Runs per case; the be
 _DEFAULT_CASES = ("b1", "b64")
 
 
-@app.command("throughput")
+@app.command("throughput", cls=SettingsCommand)
 @with_settings(EngineArgs)
 def throughput(
     *,
@@ -85,7 +92,7 @@ def throughput(
     )
 
 
-@app.command("latency")
+@app.command("latency", cls=SettingsCommand)
 @with_settings(EngineArgs)
 def latency(
     *,
@@ -114,7 +121,7 @@ def latency(
     )
 
 
-@app.command("startup")
+@app.command("startup", cls=SettingsCommand)
 @with_settings(EngineArgs)
 def startup(
     *,
@@ -144,7 +151,7 @@ def startup(
     )
 
 
-@app.command("ablation")
+@app.command("ablation", cls=SettingsCommand)
 @with_settings(EngineArgs)
 def ablation(
     *,

@@ -50,9 +50,9 @@ def devices() -> Section:
 
 
 def architectures() -> list[str]:
-    from quire.models.registry import BY_ARCHITECTURE
+    from quire.models.registry import ARCHITECTURES
 
-    return sorted(BY_ARCHITECTURE)
+    return sorted(ARCHITECTURES)
 
 
 def model_section(config: EngineConfig) -> Section:
@@ -69,8 +69,8 @@ def model_section(config: EngineConfig) -> Section:
     model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    form = kv_format(config.kv_cache_dtype, dtype, *spec.head_dims)
-    groups = model.kv_groups(config.block_size, form)
+    stored = kv_format(config.kv_cache_dtype, dtype, *spec.head_dims)
+    groups = model.kv_groups(config.block_size, stored)
     per_token = sum(group.block_bytes // group.tokens_per_block for group in groups)
     capacity = _kv_bytes(config, weight_bytes)
     return {

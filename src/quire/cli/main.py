@@ -10,6 +10,7 @@ import typer
 
 from quire import __version__
 from quire.cli.bench_commands import app as bench
+from quire.cli.help import SettingsCommand
 from quire.cli.settings import SamplingArgs, with_settings
 from quire.config import EngineArgs
 from quire.errors import ConfigError, EngineDeadError, ModelError, QuireError, RequestError
@@ -52,7 +53,7 @@ def _quire(
         raise typer.Exit
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @with_settings(EngineArgs, ServerArgs)
 def serve(*, engine: EngineArgs, server: ServerArgs) -> None:
     """Serve a model over HTTP with OpenAI's API."""
@@ -61,7 +62,7 @@ def serve(*, engine: EngineArgs, server: ServerArgs) -> None:
     run(engine, server)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @with_settings(EngineArgs, SamplingArgs)
 def chat(
     *,
@@ -81,10 +82,12 @@ def chat(
     run(engine, sampling, url=url, api_key=api_key, system=system)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @with_settings(EngineArgs, SamplingArgs, positional=False)
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.")
+    ],
     *,
     engine: EngineArgs,
     sampling: SamplingArgs,
@@ -98,7 +101,7 @@ def generate(
     run(prompt, engine, sampling, as_chat=as_chat)
 
 
-@app.command("run-batch")
+@app.command("run-batch", cls=SettingsCommand)
 @with_settings(EngineArgs, ApiArgs, positional=False)
 def run_batch(
     source: Annotated[
@@ -131,6 +134,21 @@ def run_batch(
 
 
 @app.command()
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="A model's folder to look at, too.", show_default=False)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what is wrong with this machine, and what to do about it."""
+    from quire.cli.doctor import doctor as run
+
+    run(model, host=host, port=port, as_json=json)
+
+
+@app.command(cls=SettingsCommand)
 @with_settings(EngineArgs)
 def info(
     *,
@@ -143,7 +161,7 @@ def info(
     run(engine, as_json=json)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @with_settings(EngineArgs, positional=False)
 def trace(
     output: Annotated[

@@ -1,9 +1,10 @@
-"""A progress bar of the engine's start."""
+"""Progress on the terminal: a bar of the engine's start, and the time that work has left."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -41,3 +42,27 @@ def progress_bar(console: Console) -> Iterator[OnProgress]:
         yield update
     finally:
         progress.stop()
+
+
+class TimeLeft:
+    """Estimates the rest of work from the parts that are done, each taken for equally long."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+
+    def text(self, done: int, total: int) -> str:
+        """Returns "3 of 12 done", and behind it the time left once there is something to go by."""
+        position = f"{done} of {total} done"
+        if not 0 < done < total:
+            return position
+        seconds = (self._clock() - self._began) / done * (total - done)
+        return f"{position}, about {duration(seconds)} left"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time for people: "40 s", "3 min", "2 h 5 min"."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from quire.cli.progress import progress_bar
+from quire.cli.progress import TimeLeft, progress_bar
 from quire.config import EngineArgs
 from quire.server.args import ApiArgs, ServerArgs
 from quire.server.batch.run import Batch, Counts
@@ -69,7 +69,10 @@ async def _run(
 
 @contextlib.contextmanager
 def _bar(console: Console) -> Iterator[Callable[[Counts], None]]:
-    """Shows a bar on a terminal, nothing elsewhere."""
+    """Shows a bar on a terminal, and elsewhere a line for every tenth of the requests."""
+    if not console.is_terminal:
+        yield _lines()
+        return
     progress = Progress(
         TextColumn("Requests"),
         BarColumn(),
@@ -78,10 +81,24 @@ def _bar(console: Console) -> Iterator[Callable[[Counts], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal,
     )
     task = progress.add_task("", total=None, failed=0)
     with progress:
         yield lambda counts: progress.update(
             task, completed=counts.done, total=counts.total, failed=counts.failed
         )
+
+
+def _lines() -> Callable[[Counts], None]:
+    left, shown = TimeLeft(), 0
+
+    def on_count(counts: Counts) -> None:
+        nonlocal shown
+        total = counts.total - counts.before
+        done = counts.done - counts.before
+        tenth = 10 * done // max(1, total)
+        if tenth > shown:
+            shown = tenth
+            typer.echo(f"{left.text(done, total)}, {counts.failed} failed", err=True)
+
+    return on_count

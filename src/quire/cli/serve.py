@@ -9,14 +9,22 @@ from rich.console import Console
 
 from quire.cli.progress import progress_bar
 from quire.config import EngineArgs
+from quire.models.config import is_hub_id, load_config, resolve_model_path, spec_from_config
+from quire.models.files import weight_files
 from quire.server.args import ServerArgs
 from quire.server.process.server import run_server
 from quire.server.telemetry import logs
 
 
 def serve(engine: EngineArgs, server: ServerArgs) -> None:
-    """Runs the server; once it is ready, prints its address and how to try it."""
+    """Runs the server; once it is ready, prints its address and how to try it.
+
+    Raises:
+        ModelError: before the port is taken, if the model is a folder that cannot be served.
+        ConfigError: the address is taken, or a setting is wrong.
+    """
     logs.configure(server)
+    check_folder(engine)
 
     def on_ready(url: str, model: str) -> None:
         asks = server.api_key or server.api_key_file
@@ -34,3 +42,17 @@ def serve(engine: EngineArgs, server: ServerArgs) -> None:
 
     with progress_bar(Console(stderr=True)) as on_progress:
         run_server(engine, server, on_ready=on_ready, on_progress=on_progress)
+    typer.echo("Stopped. Goodbye.", err=True)
+
+
+def check_folder(engine: EngineArgs) -> None:
+    """Raises ModelError for a model's folder that lacks what the engine would load.
+
+    A hub id passes: the engine fetches it.
+    """
+    if engine.model is None or is_hub_id(engine.model):
+        return
+    path = resolve_model_path(engine.model)
+    spec_from_config(load_config(path))
+    if engine.load_format != "dummy":
+        weight_files(path)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 
 import typer
 
+from quire.cli.help import show_all
 from quire.config import EngineArgs
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
@@ -92,7 +93,9 @@ def settings_of(schema: type[Any]) -> Iterator[Setting]:
 def with_settings(
     *schemas: type[Any], positional: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command the options of the schemas, and `--config`.
+    """Gives a command the options of the schemas, `--config` and `--help-all`.
+
+    The command's class is `SettingsCommand`.
 
     The command declares one keyword parameter per schema, named as in `parameter_name`; its other
     parameters stay its own options. Unless `positional`, the model is an option too.
@@ -103,11 +106,13 @@ def with_settings(
         signature = inspect.signature(command, eval_str=True)
         own = [p for name, p in signature.parameters.items() if name not in names]
         settings = [setting for schema in schemas for setting in settings_of(schema)]
-        options = [_parameter(setting, positional) for setting in settings] + [_config_parameter()]
+        options = [_parameter(setting, positional) for setting in settings]
+        options += [_config_parameter(), _help_all_parameter()]
 
         @functools.wraps(command)
         def run(**values: Any) -> Any:
             flags = {setting.name: values.pop(setting.name) for setting in settings}
+            values.pop("help_all")
             file = read_file(values.pop("config"))
             built = {parameter_name(s): build(s, flags, file) for s in schemas}
             return command(**values, **built)
@@ -117,6 +122,7 @@ def with_settings(
         parameters.sort(key=lambda p: not _is_argument(p))
         run.__dict__["__signature__"] = inspect.Signature(parameters)
         run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__dict__["settings"] = frozenset(setting.name for setting in settings)
         del run.__dict__["__wrapped__"]
         return run
 
@@ -141,13 +147,21 @@ def _parameter(setting: Setting, positional: bool) -> inspect.Parameter:
     """
     flag = setting.name.replace("_", "-")
     shown = _shown_default(setting)
-    help = setting.help + (f" [default: {shown}]" if shown is not None else "")
+    help = setting.help + _choices(setting) + (f" [default: {shown}]" if shown is not None else "")
     info: Any
     if setting.argument and positional:
-        info = typer.Argument(help=help, envvar=setting.variable, show_default=False)
+        info = typer.Argument(
+            help=help, envvar=setting.variable, show_default=False, metavar=setting.name.upper()
+        )
     else:
         name = f"--{flag}/--no-{flag}" if setting.kind is bool else f"--{flag}"
-        info = typer.Option(name, help=help, envvar=setting.variable, show_default=False)
+        info = typer.Option(
+            name,
+            help=help,
+            envvar=setting.variable,
+            show_default=False,
+            metavar=None if setting.kind is bool else _metavar(setting.kind),
+        )
     kind: Any = types.GenericAlias(list, (setting.kind,)) if setting.repeated else setting.kind
     return inspect.Parameter(
         setting.name,
@@ -155,6 +169,22 @@ def _parameter(setting: Setting, positional: bool) -> inspect.Parameter:
         default=None,
         annotation=Annotated[kind | None, info],
     )
+
+
+def _metavar(kind: Any) -> str:
+    return {int: "INT", float: "NUMBER"}.get(kind, "NAME" if _is_literal(kind) else "TEXT")
+
+
+def _is_literal(kind: Any) -> bool:
+    return typing.get_origin(kind) is Literal
+
+
+def _choices(setting: Setting) -> str:
+    """Returns a sentence with the values that the help does not mention; "" if it has them all."""
+    names = [str(name) for name in typing.get_args(setting.kind)]
+    if not _is_literal(setting.kind) or all(name in setting.help for name in names):
+        return ""
+    return f" One of {', '.join(names)}."
 
 
 def _shown_default(setting: Setting) -> str | None:
@@ -165,14 +195,14 @@ def _shown_default(setting: Setting) -> str | None:
     if setting.default == "":
         return None
     if setting.kind is bool:
-        flag = setting.name.replace("_", "-")
-        return flag if setting.default else f"no-{flag}"
+        return "on" if setting.default else "off"
     return str(setting.default)
 
 
 def _config_parameter() -> inspect.Parameter:
     info = typer.Option(
         "--config",
+        metavar="FILE",
         help="YAML file of settings, named as the flags.",
         envvar="QUIRE_CONFIG",
         show_default=False,
@@ -182,6 +212,22 @@ def _config_parameter() -> inspect.Parameter:
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[Path | None, info],
+    )
+
+
+def _help_all_parameter() -> inspect.Parameter:
+    info = typer.Option(
+        "--help-all",
+        help="Show this with every setting, and exit.",
+        callback=show_all,
+        is_eager=True,
+        show_default=False,
+    )
+    return inspect.Parameter(
+        "help_all",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[bool, info],
     )
 
 
@@ -247,7 +293,7 @@ def _from_file(setting: Setting, value: Any) -> Any:
 def _scalar(setting: Setting, value: Any) -> Any:
     """Checks a value of the file against its type. Only an integer for a float is converted."""
     kind = setting.kind
-    if typing.get_origin(kind) is Literal:
+    if _is_literal(kind):
         if value in typing.get_args(kind):
             return value
         expected = "one of " + ", ".join(map(str, typing.get_args(kind)))

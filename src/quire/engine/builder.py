@@ -1,25 +1,20 @@
-"""From what a user asked for to an engine that runs it."""
+"""Builds an engine from a user's settings."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.engine.workers import WorkerExecutor
+from quire.engine.features import FEATURES, FeatureEntry, features_at_start, hooks_of
 from quire.errors import ConfigError, ModelError
 from quire.executor import OnProgress
-from quire.loop_feature import LoopFeature
-from quire.offload import OffloadLoop
-from quire.pooling import PoolingFeature
-from quire.pooling.hook import Pooler
-from quire.pooling_params import Pooling
-from quire.runner import Hook
-from quire.scheduler import Feature, Order
-from quire.structured import Compiler, CompilerConfig, GrammarFeature, NoGrammars
+from quire.loop_feature import LoopFeature, OnDemand
+from quire.runner import ModelRunner
+from quire.scheduler import Order
 
 _GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "steps_in_flight": 2}
 _CPU_DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "steps_in_flight": 1}
@@ -84,22 +79,44 @@ def resolve(args: EngineArgs) -> EngineConfig:
 def build_core(
     config: EngineConfig,
     progress: OnProgress | None = None,
-    compiler: Compiler | None = None,
     *,
+    complete: bool = True,
     tenants: bool = False,
 ) -> EngineCore:
-    """Builds an engine in this process and loads its weights. compiler: one to share with it.
-    tenants: requests may name tenants, who share the engine fairly."""
-    executor = WorkerExecutor(config, progress, runner_hooks())
-    features: list[Feature] = [PoolingFeature()]
-    loop_features: list[LoopFeature] = [OffloadLoop(config)]
-    if config.tokenizer_path is None:
-        features.append(NoGrammars())
-    else:
-        compiler = compiler or build_compiler(config)
-        # The last: masks of draft positions need the drafts that others have written.
-        loop_features.append(GrammarFeature(compiler, config.scheduler.max_num_seqs))
-    return EngineCore(config, executor, features, loop_features, _order(config.scheduler, tenants))
+    """Builds an engine in this process and loads its weights.
+
+    complete: every feature that requests may ask for is ready from the start; else the first such
+        request turns it on, where the device allows that.
+    tenants: requests may name tenants, who share the engine fairly.
+    """
+    entries = features_at_start(config, complete=complete)
+    hooks, ranks = hooks_of(entries, config), config.args.tensor_parallel_size
+    loop_features = [entry.open(config) for entry in entries]
+    order = _order(config.scheduler, tenants)
+    if ranks > 1:
+        # One rank is its own executor.
+        from quire.engine.workers import WorkerExecutor
+
+        executor = WorkerExecutor(config, progress, hooks, ranks)
+        return EngineCore(config, executor, loop_features=loop_features, order=order)
+    runner = ModelRunner(config, progress, hooks)
+
+    def on_demand(entry: FeatureEntry) -> LoopFeature:
+        for hook in hooks_of([entry], config):
+            runner.add_hook(hook)
+        return entry.open(config)
+
+    return EngineCore(
+        config,
+        runner,
+        loop_features=loop_features,
+        order=order,
+        on_demand=[
+            OnDemand(entry.asked, functools.partial(on_demand, entry))
+            for entry in FEATURES
+            if entry.asked is not None and entry not in entries
+        ],
+    )
 
 
 def _order(config: SchedulerConfig, tenants: bool) -> Order:
@@ -108,28 +125,6 @@ def _order(config: SchedulerConfig, tenants: bool) -> Order:
     from quire.scheduler.fair_share import FairShare
 
     return FairShare(config)
-
-
-def runner_hooks() -> list[Hook]:
-    """Returns the features' hooks of a worker, the same on every rank."""
-    return [Pooler()]
-
-
-def build_compiler(config: EngineConfig, *, cached: int | None = None) -> Compiler:
-    """What compiles grammars for the model's vocabulary; begins with what all of them share.
-    cached: of compiled grammars, instead of the setting."""
-    if config.tokenizer_path is None:
-        raise ConfigError("grammars need a tokenizer", "skip_tokenizer_init")
-    file = Path(config.tokenizer_path) / "tokenizer.json"
-    limits = CompilerConfig(
-        timeout=config.args.structured_outputs_timeout,
-        cached=cached or config.args.structured_outputs_cache,
-    )
-    compiler = Compiler(
-        lambda: file.read_text("utf-8"), config.vocab_size, config.eos_token_ids, limits
-    )
-    compiler.warm_up()
-    return compiler
 
 
 def _or(value: int | None, default: int) -> int:
@@ -216,8 +211,8 @@ def _eos_ids(
     return tuple(dict.fromkeys(int(id) for id in ids if 0 <= int(id) < vocab_size))
 
 
-def _pooling(path: Path) -> Pooling:
-    """As sentence-transformers' configuration says, where there is one."""
+def _pooling(path: Path) -> Literal["last", "mean"]:
+    """Returns the pooling of sentence-transformers' configuration, or "last" without one."""
     try:
         found = json.loads((path / "1_Pooling" / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
@@ -231,16 +226,3 @@ def _matryoshka(hf_config: dict[str, Any]) -> tuple[int, ...] | None:
     if isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes):
         return tuple(sorted(sizes))
     return () if hf_config.get("is_matryoshka") is True else None
-
-
-def describe(config: EngineConfig) -> dict[str, Any]:
-    """The resolved settings, flat, for people."""
-    return {
-        "model": config.model_name,
-        "device": config.device,
-        "dtype": config.dtype,
-        "kv_cache_dtype": config.kv_cache_dtype,
-        "quantization": config.args.quantization,
-        "block_size": config.block_size,
-        **dataclasses.asdict(config.scheduler),
-    }

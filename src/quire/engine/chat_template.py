@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,18 +19,50 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from quire.errors import RequestError
 
 MAX_TEMPLATE_CHARS = 1_000_000
 MAX_OUTPUT_CHARS = 64_000_000
 MAX_SECONDS = 10.0
+MAX_WORK_CHARS = 1_000_000_000
+"""Characters and items of all values that one rendering makes."""
 _MAX_EXPONENT = 64
-_DEADLINE = "deadline__"
-"""Variable of a rendering that holds the moment at which it must be done."""
+_MAX_NUMBER = 1_000_000
+"""Largest number that a filter or a text's method takes: a width, an indent or a count."""
+_WIDTH = re.compile(r"[0-9]{7}|\*")
+"""A width above `_MAX_NUMBER`, or one that is an argument."""
 
 
-_FAILURES = (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError)
+@dataclass(slots=True)
+class _Budget:
+    """Holds what one rendering may still use: time until `deadline`, and `work` characters."""
+
+    deadline: float
+    work: int = MAX_WORK_CHARS
+
+    def spend(self, size: int) -> None:
+        self.work -= size
+        if self.work < 0:
+            raise jinja2.TemplateError("it makes too much text")
+        if time.monotonic() > self.deadline:
+            raise jinja2.TemplateError("it took too long")
+
+
+_budget: ContextVar[_Budget | None] = ContextVar("budget", default=None)
+"""The budget of the rendering in this thread, out of a template's reach."""
+
+
+_FAILURES = (
+    TypeError,
+    ValueError,
+    KeyError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+)
 """Errors of templates, which index, add and call any value."""
 
 
@@ -52,7 +88,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     ones.
     """
 
-    intercepted_binops = frozenset({"+", "*", "**"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Parses a template; every round of a loop begins with a call, and so with a check of the
@@ -61,19 +97,26 @@ class _Environment(ImmutableSandboxedEnvironment):
         for loop in template.find_all(nodes.For):
             tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
             loop.body.insert(0, nodes.ExprStmt(tick).set_lineno(loop.lineno))
-        return template
+        result: nodes.Template = _ConcatCalls().visit(template)
+        return result
 
     @staticmethod
     def tick() -> None:
         """Does nothing; calling it checks the time."""
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        _check_time(__context)
-        return super().call(__context, __obj, *args, **kwargs)
+        _spend(0)
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, (str, bytes)):
+            _check_method(owner, __obj.__name__, args, kwargs)
+        return _spent(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _check_time(context)
-        if operator == "+":
+        _spend(0)
+        if operator == "%":
+            if isinstance(left, (str, bytes)):
+                _check_width(left)
+        elif operator == "+":
             if _size(left) + _size(right) > MAX_OUTPUT_CHARS:
                 raise jinja2.TemplateError("a sum is too large")
         elif operator == "**":
@@ -81,12 +124,108 @@ class _Environment(ImmutableSandboxedEnvironment):
                 raise jinja2.TemplateError(f"an exponent may be at most {_MAX_EXPONENT}")
         elif max(_size(left) * _factor(right), _size(right) * _factor(left)) > MAX_OUTPUT_CHARS:
             raise jinja2.TemplateError("a repeated value is too large")
-        return super().call_binop(context, operator, left, right)
+        return _spent(super().call_binop(context, operator, left, right))
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """Joins what a block, a macro or `~` puts out."""
+        joined = list(parts)
+        size = sum(map(len, joined))
+        if size > MAX_OUTPUT_CHARS:
+            raise jinja2.TemplateError("a text is too large")
+        _spend(size)
+        return "".join(joined)
+
+    @staticmethod
+    def concat_values(*values: Any) -> str:
+        """Computes the operator `~`."""
+        return _Environment.concat(map(str, values))
 
 
-def _check_time(context: Context) -> None:
-    if time.monotonic() > context.get(_DEADLINE, float("inf")):
-        raise jinja2.TemplateError("it took too long")
+class _ConcatCalls(NodeTransformer):
+    """Makes the operator `~`, which a sandbox cannot intercept, a call."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802  (the name is Jinja's)
+        self.generic_visit(node)
+        join = nodes.EnvironmentAttribute("concat_values")
+        return nodes.Call(join, node.nodes, [], None, None).set_lineno(node.lineno)
+
+
+def _spend(size: int) -> None:
+    budget = _budget.get()
+    if budget is not None:
+        budget.spend(size)
+
+
+def _spent(value: Any) -> Any:
+    _spend(_size(value))
+    return value
+
+
+def _check_numbers(values: Iterable[Any]) -> None:
+    if any(isinstance(value, int) and abs(value) > _MAX_NUMBER for value in values):
+        raise jinja2.TemplateError(f"a number may be at most {_MAX_NUMBER} there")
+
+
+def _check_width(format: str | bytes) -> None:
+    text = format if isinstance(format, str) else format.decode("latin-1")
+    if _WIDTH.search(text):
+        raise jinja2.TemplateError("a width is too large, or an argument")
+
+
+def _check_method(
+    owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuses a text's method that would make a large value of small ones."""
+    given = [*args, *kwargs.values()]
+    _check_numbers(given)
+    if name in ("format", "format_map"):
+        if isinstance(owner, str) and (_WIDTH.search(owner) or re.search(r":[^{}]*\{", owner)):
+            raise jinja2.TemplateError("a width is too large, or an argument")
+    elif name == "replace":
+        _check_replace(owner, given)
+    elif name == "join" and given and isinstance(given[0], (list, tuple)):
+        _check_join(given[0], len(owner))
+    elif name == "translate":
+        raise jinja2.TemplateError("translate is not supported")
+
+
+def _check_replace(text: Any, given: Sequence[Any]) -> None:
+    """Refuses a replacement, in which each place of `text` may become the new part."""
+    if len(given) > 1 and (_size(text) + 1) * max(1, _size(given[1])) > MAX_OUTPUT_CHARS:
+        old, new = given[0], given[1]
+        if not isinstance(text, str) or not isinstance(old, str) or not isinstance(new, str):
+            raise jinja2.TemplateError("a replaced text is too large")
+        if len(text) + text.count(old) * max(0, len(new) - len(old)) > MAX_OUTPUT_CHARS:
+            raise jinja2.TemplateError("a replaced text is too large")
+
+
+def _check_join(parts: Sequence[Any], between: int) -> None:
+    if sum(map(_size, parts)) + between * len(parts) > MAX_OUTPUT_CHARS:
+        raise jinja2.TemplateError("a joined text is too large")
+
+
+def _bounded(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a filter that refuses to make a large value of small ones."""
+    skipped = 1 if hasattr(filter, "jinja_pass_arg") else 0
+
+    @functools.wraps(filter)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        value, *given = [*args[skipped:], *kwargs.values()] or [None]
+        _check_numbers(given)
+        if name == "format" and isinstance(value, (str, bytes)):
+            _check_width(value)
+        elif name == "replace":
+            _check_replace(value, given)
+        elif name == "join" and isinstance(value, (list, tuple)):
+            _check_join(value, _size(given[0]) if given else 0)
+        elif name == "indent" and isinstance(value, str) and given:
+            width = given[0] if isinstance(given[0], int) else _size(given[0])
+            if (value.count("\n") + 1) * width > MAX_OUTPUT_CHARS:
+                raise jinja2.TemplateError("an indented text is too large")
+        return _spent(filter(*args, **kwargs))
+
+    return call
 
 
 def _size(value: Any) -> int:
@@ -118,6 +257,27 @@ def _now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """Says how a chat template takes tools and calls, see `template_traits.probe`.
+
+    Attributes:
+        shows_tools, shows_calls: tools and calls reach the prompt.
+        needs_description: a tool without a description cannot be shown.
+        arguments_as_text: calls' arguments are JSON text, not an object.
+        empty_content: content of a message with calls alone.
+        call: a message with the probed call alone, as the template writes it; None where it shows
+            no calls.
+    """
+
+    shows_tools: bool
+    shows_calls: bool
+    needs_description: bool = False
+    arguments_as_text: bool = False
+    empty_content: str | None = ""
+    call: str | None = None
+
+
 class ChatTemplate:
     """A compiled template. `render` raises RequestError for any error in the template."""
 
@@ -129,6 +289,8 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
+        for name, filter in environment.filters.items():
+            environment.filters[name] = _bounded(name, filter)
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
         try:
@@ -144,20 +306,22 @@ class ChatTemplate:
         expect."""
         named = [_with_thinking(message) for message in messages]
         context = {"tools": None, "documents": None, **variables, "messages": named}
-        context[_DEADLINE] = deadline = time.monotonic() + self._seconds
+        budget = _Budget(time.monotonic() + self._seconds)
         size, parts = 0, []
+        token = _budget.set(budget)
         try:
             for part in self._template.generate(**context):
                 size += len(part)
                 if size > MAX_OUTPUT_CHARS:
                     raise RequestError("the chat template's output is too large", "messages")
-                if time.monotonic() > deadline:
-                    raise RequestError("the chat template took too long", "messages")
+                budget.spend(0)
                 parts.append(part)
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused: {error}", "messages") from error
         except _FAILURES as error:
             raise RequestError(f"the chat template failed: {error}", "messages") from error
+        finally:
+            _budget.reset(token)
         return "".join(parts)
 
 

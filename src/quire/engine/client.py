@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
-from quire.engine.builder import build_compiler
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
 from quire.engine.messages import AbortRequest, AddRequest, GetSnapshot, GetStats
@@ -24,7 +23,7 @@ from quire.executor import OnProgress
 from quire.pooling_params import PoolingParams
 from quire.request import FinishReason
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
-from quire.structured import Compiler
+from quire.structured import Compiler, build_compiler
 
 __all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
 
@@ -269,16 +268,24 @@ class EngineClient:
         return prompt_ids(prompt, params, self.config, self.tokenizer)
 
     async def check_grammar(self, params: StructuredOutputsParams) -> None:
-        """Compiles a grammar, off the event loop. Raises RequestError where it cannot be
-        enforced."""
+        """Compiles a grammar, off the event loop.
+
+        Raises:
+            RequestError: it cannot be enforced.
+            CompilerBusyError: other grammars took too long.
+        """
         if self._compiler is None:
             raise RequestError(
                 "structured outputs need a tokenizer, which was not loaded", "structured_outputs"
             )
         verdict = asyncio.wrap_future(self._compiler.checked(params))
-        await asyncio.wait((verdict,), timeout=self._compiler.config.timeout)
-        if not verdict.done():
-            raise self._compiler.too_slow()
+        try:
+            await asyncio.wait((verdict,), timeout=self._compiler.config.timeout)
+            if not verdict.done():
+                raise self._compiler.late(params)
+        finally:
+            if not verdict.done():
+                self._compiler.forget(params)
         verdict.result()
 
     def _close(self, request_id: str, handle: int, n: int) -> None:

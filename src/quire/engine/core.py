@@ -5,18 +5,15 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Unpack
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.engine.stats import EngineStats
-from quire.engine.telemetry import Telemetry
-from quire.engine.trace import StepTrace
-from quire.engine.trace_files import TraceFiles
+from quire.engine.telemetry import Telemetry, open_trace
 from quire.errors import EngineDeadError, RequestError
 from quire.executor import Executor
-from quire.loop_feature import Failure, LoopFeature
+from quire.loop_feature import Failure, LoopFeature, OnDemand
 from quire.plan import StepPlan
 from quire.request import FinishReason, Request, RequestOptions, RequestStatus
 from quire.sampling_params import SamplingParams
@@ -38,6 +35,7 @@ class EngineCore:
 
     A request with `n` > 1 becomes `n` siblings, which share the prompt's blocks. features: the
     scheduler's, called in this order, before those of loop_features. order: see `Scheduler`.
+    on_demand: features that requests turn on.
 
     An error in a step leaves scheduler and device at odds: `failed` is then set for good, and
     only `shutdown` and `stats` may be called.
@@ -50,13 +48,13 @@ class EngineCore:
         features: Sequence[Feature] = (),
         loop_features: Sequence[LoopFeature] = (),
         order: Order | None = None,
+        on_demand: Sequence[OnDemand] = (),
     ) -> None:
         self.config = config
-        folder = config.args.trace_dir
-        files = None if folder is None else TraceFiles(Path(folder))
         self._executor = executor
         self.capacity = executor.start()
         features, self._loop_features = list(features), []
+        self._on_demand = list(on_demand)
         for loop_feature in loop_features:
             feature = loop_feature.start(executor, self.capacity)
             if feature is not None:
@@ -66,7 +64,7 @@ class EngineCore:
         self._siblings: dict[str, list[Request]] = {}
         self._seeds = 0
         self._prompt_tokens = 0
-        self.telemetry = Telemetry(None if files is None else StepTrace(files, self.scheduler))
+        self.telemetry = Telemetry(open_trace(config, self.scheduler))
         self._failures: list[Failure] = []
         self.failed = False
 
@@ -87,6 +85,7 @@ class EngineCore:
             EngineDeadError: a step has failed.
         """
         self._check_alive()
+        self._turn_on(params, options)
         if options.get("priority") and self.config.scheduler.policy != "priority":
             raise RequestError(
                 "'priority' needs an engine with scheduling_policy=priority", param="priority"
@@ -116,6 +115,27 @@ class EngineCore:
         self._siblings[request_id] = requests
         self._prompt_tokens += len(prompt)
         return requests
+
+    def check(self, params: Sequence[SamplingParams]) -> None:
+        """Lets features check parameters of requests to come, which may take them long.
+
+        Raises:
+            RequestError: a request may not have one of these.
+        """
+        for each in params:
+            self._turn_on(each, {})
+        for feature in self._loop_features:
+            feature.check(params)
+
+    def _turn_on(self, params: SamplingParams, options: RequestOptions) -> None:
+        """Turns on the features that a request asks for and that do not run yet."""
+        for entry in [each for each in self._on_demand if each.asked(params, options)]:
+            loop_feature = entry.open()
+            feature = loop_feature.start(self._executor, self.capacity)
+            if feature is not None:
+                self.scheduler.add_feature(feature)
+                self._loop_features.append(loop_feature)
+            self._on_demand.remove(entry)
 
     def _check_alive(self) -> None:
         if self.failed:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from quire.arrays import Float32
+from quire.arrays import Float32, Int32
 from quire.config import EngineConfig
+from quire.engine.core import EngineCore
 from quire.errors import BrokenLogitsError, RequestError
+from quire.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from quire.pooling_params import Pooling, PoolingParams
 from quire.sampling_params import SamplingParams
 
@@ -58,6 +61,43 @@ def _check_dimensions(wanted: int | None, config: EngineConfig) -> None:
             f"this model's embeddings have {size} dimensions at most, not {wanted}",
             param="dimensions",
         )
+
+
+def embeddings(
+    core: EngineCore,
+    wanted: Mapping[str, tuple[Int32, PoolingParams]],
+    let_interrupt: Callable[[], None],
+) -> Iterator[EmbeddingRequestOutput]:
+    """Runs requests in the caller's thread, and yields each output when its vector is complete.
+
+    wanted: by request id, the prompt's tokens and how to pool. let_interrupt: called before each
+        step.
+
+    Raises:
+        RequestError: a request is invalid. Nothing has run then.
+    """
+    modes = {name: pooling_of(params, core.config) for name, (_, params) in wanted.items()}
+    for name, (tokens, _) in wanted.items():
+        core.add(name, tokens, NO_TOKENS, max_total=len(tokens) + 1, pooling=modes[name])
+    left = len(wanted)
+    while left:
+        let_interrupt()
+        progress = core.step()
+        if progress is None:
+            raise RequestError("the engine has requests that it cannot run")
+        for place in progress.finished:
+            item = progress[place]
+            name = item.request.request_id.rpartition("/")[0]
+            if item.pooled is None:
+                raise RequestError("the engine gave no vector")
+            values = finish(item.pooled, wanted[name][1])
+            left -= 1
+            yield EmbeddingRequestOutput(
+                name,
+                EmbeddingOutput(values.tolist()),
+                item.request.tokens.view().tolist(),
+                num_cached_tokens=item.request.num_cached_tokens,
+            )
 
 
 def finish(pooled: Float32, params: PoolingParams) -> Float32:

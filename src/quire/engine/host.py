@@ -13,8 +13,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from quire.engine.threads import thread_variables
+from quire.errors import ConfigError
 
 logger = logging.getLogger("quire.engine")
 
@@ -24,6 +27,10 @@ _HEALTHY = 60.0
 """Seconds of life after which earlier deaths no longer count."""
 _STOP_SECONDS = 5.0
 _FOLDER = "quire-"
+_MOST_PATH_BYTES = 107
+"""Bytes that a Unix socket's path may have."""
+_OWN_PATH_BYTES = 32
+"""Bytes of the folder's and the socket's name, and more."""
 _OWNER = "owner"
 
 
@@ -37,7 +44,7 @@ class EngineHost:
 
     def __init__(self, restarts: int) -> None:
         _remove_stale()
-        self.folder = Path(tempfile.mkdtemp(prefix=_FOLDER))  # readable by its owner alone
+        self.folder = _private_folder()
         (self.folder / _OWNER).write_text(str(os.getpid()))
         self.address = str(self.folder / "engine")
         self.deaths = 0
@@ -64,6 +71,7 @@ class EngineHost:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "quire.engine.process", self.address, str(os.getpid())],
             stdin=subprocess.DEVNULL,
+            env={**os.environ, **thread_variables(os.environ)},
             process_group=0,  # a terminal's Ctrl-C is for the client alone, from the first moment
         )
         threading.Thread(
@@ -108,6 +116,22 @@ class EngineHost:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _private_folder() -> Path:
+    """Makes a folder that its owner alone can read, with room for a socket's path.
+
+    Raises ConfigError where there is none.
+    """
+    for parent in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
+        if len(os.fsencode(parent)) > _MOST_PATH_BYTES - _OWN_PATH_BYTES:
+            continue
+        with contextlib.suppress(OSError):
+            return Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
+    raise ConfigError(
+        f"no folder for the engine's socket: {tempfile.gettempdir()!r} cannot be written to or is "
+        "too long for a Unix socket; set TMPDIR to a short path"
+    )
+
+
 def _how(status: int) -> str:
     if status < 0:
         with contextlib.suppress(ValueError):
@@ -117,13 +141,18 @@ def _how(status: int) -> str:
 
 def _remove_stale() -> None:
     """Removes folders of this user whose owner is gone, as a killed process leaves them."""
-    for folder in Path(tempfile.gettempdir()).glob(_FOLDER + "*"):
+    for folder in _candidates():
         with contextlib.suppress(OSError, ValueError):
             if folder.stat().st_uid != os.getuid():
                 continue
             owner = int((folder / _OWNER).read_text())
             if not _alive(owner):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _candidates() -> Iterator[Path]:
+    for parent in {tempfile.gettempdir(), "/tmp", "/var/tmp"}:
+        yield from Path(parent).glob(_FOLDER + "*")
 
 
 def _alive(pid: int) -> bool:

@@ -69,7 +69,7 @@ class Row(msgspec.Struct, array_like=True):
     prompt: bool
 
 
-class Step(msgspec.Struct):
+class StepSnapshot(msgspec.Struct):
     """A step that was launched; `rows` may leave some out, the sums do not."""
 
     number: int
@@ -101,8 +101,8 @@ class Snapshot(msgspec.Struct):
     pools: list[Pool]
     running: list[Running]
     waiting: list[Waiting]
-    step: Step | None
-    prompt_step: Step | None
+    step: StepSnapshot | None
+    prompt_step: StepSnapshot | None
     firsts: list[tuple[int, float]]
     tree: list[Branch]
     tree_nodes: int
@@ -168,7 +168,7 @@ def _name(request: Request) -> str:
     return request.request_id.removesuffix("/0")
 
 
-def _step(step: StepSummary | None) -> Step | None:
+def _step(step: StepSummary | None) -> StepSnapshot | None:
     if step is None:
         return None
     columns = step.lanes.tolist(), step.q_len.tolist(), step.prompt.tolist()
@@ -176,4 +176,4 @@ def _step(step: StepSummary | None) -> Step | None:
         Row(_name(request), lane, tokens, prompt)
         for request, lane, tokens, prompt in zip(step.requests, *columns, strict=True)
     ]
-    return Step(step.step_id, step.prompt_tokens, step.generating, rows)
+    return StepSnapshot(step.step_id, step.prompt_tokens, step.generating, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from quire.engine.telemetry import Histogram
-from quire.offload import TierStats
+from quire.offload.tier_stats import TierStats
 
 
 class EngineStats(msgspec.Struct):

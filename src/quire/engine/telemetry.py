@@ -1,18 +1,20 @@
-"""What a running engine notes of itself: counters, histograms, the times of requests."""
+"""Telemetry of a running engine: counters, histograms, the times of requests."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
 from collections import deque
+from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from quire.engine.trace import StepTrace
+from quire.config import EngineConfig
 from quire.outputs import RequestTimes
 from quire.plan import StepPlan, StopReason
 from quire.request import Request
-from quire.scheduler import StepProgress
+from quire.scheduler import Scheduler, StepProgress
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 5)
 PREFILL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -39,6 +41,35 @@ class Histogram(msgspec.Struct):
         self.total += value
 
 
+class Trace(Protocol):
+    """Is told of each step twice, as `Telemetry` is. now: the time of the call."""
+
+    def launched(
+        self, plan: StepPlan, admitted: list[Request], begun: float, planned: float, now: float
+    ) -> None: ...
+
+    def read(
+        self, progress: StepProgress, device_us: float, begun: float, collected: float, now: float
+    ) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_trace(config: EngineConfig, scheduler: Scheduler) -> Trace | None:
+    """Returns the trace that settings ask for.
+
+    Raises:
+        ConfigError: its folder cannot be written.
+    """
+    if config.args.trace_dir is None:
+        return None
+    # Few engines write one.
+    from quire.engine.trace import StepTrace
+    from quire.engine.trace_files import TraceFiles
+
+    return StepTrace(TraceFiles(Path(config.args.trace_dir)), scheduler)
+
+
 class Telemetry:
     """The engine tells it of each step twice; all times are of `time.monotonic`.
 
@@ -52,7 +83,7 @@ class Telemetry:
     trace: is told as well, where one is written.
     """
 
-    def __init__(self, trace: StepTrace | None = None) -> None:
+    def __init__(self, trace: Trace | None = None) -> None:
         self._trace = trace
         self.steps = self.generation_tokens = self.broken_logits = 0
         self.histograms = {

@@ -7,10 +7,9 @@ beside calls, some an empty one; some cannot do without a description.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.chat_template import ChatTemplate
+from quire.engine.chat_template import ChatTemplate, TemplateTraits
 from quire.errors import RequestError
 
 PROBED_TOOL: dict[str, Any] = {
@@ -34,27 +33,6 @@ _UNDESCRIBED = {
 PROBED_CALL = {"probed_key": "probed_value"}
 """The arguments of the call to `PROBED_TOOL` in the conversations that are rendered."""
 _TEXT = '{"probed_key": "probed_value"}'
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateTraits:
-    """The probed traits of a chat template.
-
-    Attributes:
-        shows_tools, shows_calls: tools and calls reach the prompt.
-        needs_description: a tool without a description cannot be shown.
-        arguments_as_text: calls' arguments are JSON text, not an object.
-        empty_content: content of a message with calls alone.
-        call: a message with the probed call alone, as the template writes it; None where it shows
-            no calls.
-    """
-
-    shows_tools: bool
-    shows_calls: bool
-    needs_description: bool = False
-    arguments_as_text: bool = False
-    empty_content: str | None = ""
-    call: str | None = None
 
 
 def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> TemplateTraits:

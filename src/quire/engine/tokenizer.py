@@ -13,8 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
 
 from quire.arrays import Int32
-from quire.engine.chat_template import ChatTemplate, load_templates
-from quire.engine.template_traits import TemplateTraits, probe
+from quire.engine.chat_template import ChatTemplate, TemplateTraits, load_templates
 from quire.errors import ModelError, RequestError
 
 _MAX_COMPILED = 8
@@ -107,10 +106,11 @@ class Tokenizer:
                 "context_length_exceeded",
             )
         try:
-            ids = self.hub.encode(text, add_special_tokens=add_special_tokens).ids
+            # `encode` would hold the interpreter's lock all the while.
+            (found,) = self.hub.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except Exception as error:  # lone surrogates, which no file or socket can hold
             raise RequestError(f"the text cannot be tokenized: {error}", "prompt") from error
-        return np.asarray(ids, dtype=np.int32)
+        return np.asarray(found.ids, dtype=np.int32)
 
     def warm_up(self) -> None:
         """Tokenizes and decodes once, so that the first request does not pay for the setup."""
@@ -162,6 +162,10 @@ class Tokenizer:
         return self._compile(source)
 
     def traits(self, template: ChatTemplate) -> TemplateTraits:
+        """Returns how one of the model's templates takes tools and calls."""
+        # Only servers show tools to models.
+        from quire.engine.template_traits import probe
+
         if template not in self._traits:
             self._traits[template] = probe(template, self.special_tokens)
         return self._traits[template]

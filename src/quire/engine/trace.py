@@ -35,7 +35,7 @@ class _Track:
 
 
 @dataclass(slots=True)
-class _Launch:
+class _StepLaunch:
     step: int
     at: float
     rows: int
@@ -53,7 +53,7 @@ class StepTrace:
     def __init__(self, files: TraceFiles, scheduler: Scheduler) -> None:
         self._files = files
         self._scheduler = scheduler
-        self._launches: deque[_Launch] = deque()
+        self._launches: deque[_StepLaunch] = deque()
         self._device_end = 0.0
         self._tracks: dict[str, _Track] = {}
         self._prefilling: list[_Track] = []
@@ -75,9 +75,9 @@ class StepTrace:
     def launched(
         self, plan: StepPlan, admitted: list[Request], begun: float, planned: float, now: float
     ) -> None:
-        """As `Telemetry.launched`."""
+        """Traces a launch; see `Telemetry.launched`."""
         step, rows, tokens = plan.step_id, plan.num_rows, plan.num_tokens
-        self._launches.append(_Launch(step, planned, rows, tokens))
+        self._launches.append(_StepLaunch(step, planned, rows, tokens))
         args = {"step": step, "requests": rows, "tokens": tokens, "admitted": len(admitted)}
         self._span("plan", ENGINE, HOST, begun, planned, args)
         self._span("submit", ENGINE, HOST, planned, now, {"step": step})
@@ -90,7 +90,7 @@ class StepTrace:
     def read(
         self, progress: StepProgress, device_us: float, begun: float, collected: float, now: float
     ) -> None:
-        """As `Telemetry.read`."""
+        """Traces a result; see `Telemetry.read`."""
         launch = self._launches.popleft()
         args = {"step": launch.step}
         self._span("wait", ENGINE, HOST, begun, collected, args)
@@ -112,9 +112,9 @@ class StepTrace:
         if not scheduler.has_work():
             self._files.flush()  # nothing may come for long
 
-    def _device(self, launch: _Launch, seconds: float, begun: float, collected: float) -> None:
-        """Where in time a step's device time lies is known from when its result was waited for, or
-        else from what came before it."""
+    def _device(self, launch: _StepLaunch, seconds: float, begun: float, collected: float) -> None:
+        """Places a step's device time: it ended with the wait for its result, if there was one, or
+        else began when the step before it ended."""
         earliest = max(launch.at, self._device_end)
         end = earliest + seconds if collected - begun < _WAITED else collected
         end = min(end, collected)
@@ -183,7 +183,7 @@ class StepTrace:
         track.phase, track.since = phase, now
 
     def close(self) -> None:
-        """Those that still run end here. Idempotent."""
+        """Ends the tracks of requests that still run. Idempotent."""
         now = time.monotonic()
         for request_id in list(self._tracks):
             self._end(request_id, now)

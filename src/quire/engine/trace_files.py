@@ -43,7 +43,7 @@ class TraceFiles:
         if not writable:
             raise ConfigError(f"trace_dir {str(folder)!r} cannot be written to", "trace_dir")
         self.begin: Callable[[], Iterable[Event]] = tuple
-        """What each file begins with: the names of its tracks."""
+        """Gives the events that each file begins with: the names of its tracks."""
         self._folder = folder
         self._file_bytes = file_bytes
         self._most_files = most_files
@@ -92,7 +92,7 @@ class TraceFiles:
             path.unlink(missing_ok=True)
 
     def flush(self) -> None:
-        """What was noted so far is in the file then."""
+        """Writes all events so far to the file."""
         self._flushed = time.monotonic()
         if self._fd is None or not self._lines:
             return

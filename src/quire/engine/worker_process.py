@@ -10,9 +10,7 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
-import torch
-
-from quire.engine.builder import runner_hooks
+from quire.engine.features import features_at_start, hooks_of
 from quire.engine.messages import Failure
 from quire.engine.workers import (
     Allocate,
@@ -25,9 +23,10 @@ from quire.engine.workers import (
     Setup,
     decode_to_worker,
     encode,
+    share,
 )
 from quire.errors import QuireError
-from quire.parallel import join_group
+from quire.parallel.torch_group import join_group
 from quire.runner import ModelRunner
 
 
@@ -36,9 +35,10 @@ def serve(pipe: Connection) -> None:
     setup = decode_to_worker(pipe.recv_bytes())
     if not isinstance(setup, Setup):
         raise QuireError("a worker is made before anything else")
-    masks = setup.masks.ring(torch.device(setup.config.device))
+    hooks = hooks_of(features_at_start(setup.config, complete=True), setup.config)
+    share(hooks, setup.config, setup.shared)
     group = join_group(setup.backend, setup.store, setup.rank, setup.world)
-    worker = ModelRunner(setup.config, None, runner_hooks(), group, masks)
+    worker = ModelRunner(setup.config, None, hooks, group)
     while True:
         match decode_to_worker(pipe.recv_bytes()):
             case Run(plan):

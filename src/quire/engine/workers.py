@@ -1,7 +1,8 @@
-"""The executor: one worker for each rank, the first in this process, others in their own."""
+"""The executor of several ranks: the first worker in this process, others in their own."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,47 +13,33 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from quire.arrays import Int32, decode_array, encode_array
 from quire.config import EngineConfig
 from quire.engine.messages import Failure
 from quire.errors import EngineDeadError
 from quire.executor import Capacity, Measurement, OnProgress
-from quire.parallel import ProcessGroup, SingleGroup, join_group, leave_group
+from quire.parallel.torch_group import join_group, leave_group
 from quire.plan import HeadInputs, StepPlan, StepResult
 from quire.runner import Hook, ModelRunner
-from quire.runner.mask_ring import MaskRing
-from quire.runner.model_runner import mask_shape
+from quire.runner.model_runner import limits_of
 
 _MEMORY = "/dev/shm"
 
 
-class SharedMasks(msgspec.Struct, frozen=True):
-    """Names a `MaskRing` that all ranks map. path: of its file."""
-
-    path: str
-    depth: int
-    rows: int
-    words: int
-
-    def ring(self, device: torch.device, *, create: bool = False) -> MaskRing:
-        """Maps the ring's memory; the first rank makes the file."""
-        size = MaskRing.size(self.depth, self.rows, self.words)
-        memory = np.memmap(self.path, dtype=np.int8, mode="w+" if create else "r+", shape=(size,))
-        return MaskRing(device, self.depth, self.rows, self.words, memory)
-
-
 class Setup(msgspec.Struct, tag=True):
-    """Makes a worker. store: a file by which the ranks find each other. backend: of
-    `torch.distributed`."""
+    """Makes a worker.
+
+    store: a file by which the ranks find each other. backend: of `torch.distributed`.
+    shared: a file that holds the memory which all ranks share for each hook.
+    """
 
     config: EngineConfig
     rank: int
     world: int
     store: str
     backend: str
-    masks: SharedMasks
+    shared: str
 
 
 class Measure(msgspec.Struct, tag=True):
@@ -96,6 +83,19 @@ FromWorker = Done | Broken
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_array)
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker, dec_hook=decode_array)
 _FROM_WORKER = msgspec.msgpack.Decoder(FromWorker, dec_hook=decode_array)
+
+
+def share(hooks: Sequence[Hook], config: EngineConfig, path: str, *, create: bool = False) -> None:
+    """Gives hooks their parts of the memory that all ranks map; the first rank makes the file."""
+    limits = limits_of(config, hooks)
+    sizes = [hook.shared_bytes(limits) for hook in hooks]
+    if not sum(sizes):
+        return
+    memory = np.memmap(path, dtype=np.int8, mode="w+" if create else "r+", shape=(sum(sizes),))
+    ends = itertools.accumulate(sizes)
+    for hook, size, end in zip(hooks, sizes, ends, strict=True):
+        if size:
+            hook.share(memory[end - size : end])
 
 
 def encode(message: ToWorker | FromWorker) -> bytes:
@@ -161,7 +161,7 @@ class RemoteWorker:
 
 
 class WorkerExecutor:
-    """Fans plans out to the workers of all ranks. With one rank it is that worker alone.
+    """Fans plans out to the workers of all ranks.
 
     world: ranks. All of them sample; the first's results are the engine's.
     local: the first rank's worker.
@@ -172,31 +172,19 @@ class WorkerExecutor:
         config: EngineConfig,
         progress: OnProgress | None = None,
         hooks: Sequence[Hook] = (),
-        world: int = 1,
+        world: int = 2,
     ) -> None:
         self._others: list[RemoteWorker] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        group: ProcessGroup = SingleGroup()
-        masks = None
-        if world > 1:
-            group, masks = self._join(config, mask_shape(config, hooks), world)
-        self.local = ModelRunner(config, progress, hooks, group, masks)
-
-    def _join(
-        self, config: EngineConfig, shape: tuple[int, int, int], world: int
-    ) -> tuple[ProcessGroup, MaskRing]:
-        """Starts the other ranks, and meets them."""
         # Files there are memory, which a GPU can be given to read.
         place = _MEMORY if os.access(_MEMORY, os.W_OK) else None
         self._folder = tempfile.TemporaryDirectory(prefix="quire-", dir=place)
-        shared = SharedMasks(os.path.join(self._folder.name, "masks"), *shape)
-        masks = shared.ring(torch.device(config.device), create=True)
+        shared = os.path.join(self._folder.name, "shared")
+        share(hooks, config, shared, create=True)
         store = os.path.join(self._folder.name, "ranks")
         backend = "gloo" if config.device == "cpu" else "nccl"
         for rank in range(1, world):
-            setup = Setup(config, rank, world, store, backend, shared)
-            self._others.append(RemoteWorker(setup))
-        return join_group(backend, store, 0, world), masks
+            self._others.append(RemoteWorker(Setup(config, rank, world, store, backend, shared)))
+        self.local = ModelRunner(config, progress, hooks, join_group(backend, store, 0, world))
 
     def start(self) -> Capacity:
         """Starts all ranks with as many blocks as the one with the least room has."""
@@ -225,18 +213,17 @@ class WorkerExecutor:
             other.answer()
 
     def submit(self, plan: StepPlan) -> None:
-        if self._others:
-            data = encode(Run(plan))
-            for other in self._others:
-                other.check()
-                other.run(data)
+        data = encode(Run(plan))
+        for other in self._others:
+            other.check()
+            other.run(data)
         self.local.submit(plan)
 
     def mask_room(self, step_id: int, rows: int) -> Int32:
-        return self.local.masks.room(step_id, rows)
+        return self.local.mask_room(step_id, rows)
 
     def submit_head(self, inputs: HeadInputs) -> None:
-        self.local.masks.bring(inputs.step_id, inputs.mask)
+        self.local.submit_head(inputs)
 
     def collect(self) -> StepResult:
         self._call(Collect())
@@ -252,6 +239,4 @@ class WorkerExecutor:
         if self._others:
             self._others = []
             leave_group()
-        if self._folder is not None:
             self._folder.cleanup()
-            self._folder = None

@@ -9,7 +9,6 @@ from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.models.config import load_config, resolve_model_path, spec_from_config
 from quire.models.decoder import Decoder
-from quire.models.kv_scales import head_scales
 from quire.models.spec import ModelSpec
 from quire.models.weights import load_weights
 from quire.parallel import ProcessGroup, SingleGroup
@@ -22,7 +21,6 @@ __all__ = [
     "KVLayout",
     "ModelSpec",
     "build_model",
-    "head_scales",
     "load_config",
     "load_weights",
     "resolve_model_path",

@@ -11,12 +11,10 @@ from typing import Any
 
 from quire.errors import ModelError
 from quire.models.families import unsupported
-from quire.models.registry import BY_ARCHITECTURE, BY_NAME
+from quire.models.registry import ARCHITECTURES, family_named
 from quire.models.spec import ModelSpec
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_WANTED = ["*.safetensors", "*.json", "*.jinja"]
-_UNWANTED = ["original/*", "consolidated*"]
 
 
 def resolve_model_path(model: str | None, revision: str | None = None) -> Path:
@@ -31,36 +29,15 @@ def resolve_model_path(model: str | None, revision: str | None = None) -> Path:
         raise ModelError(f"{model} is a file; a model is a folder with a config.json")
     if not _HUB_ID.fullmatch(model):
         raise ModelError(f"no such model folder: {model}")
-    return _download(model, revision)
+    # The hub's client is slow to import, and local models do not need it.
+    from quire.models.hub import download
+
+    return download(model, revision)
 
 
-def _download(model: str, revision: str | None) -> Path:
-    # Imported here: it is slow to import, and local models do not need it.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        folder = snapshot_download(
-            model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
-        )
-    except RepositoryNotFoundError as error:
-        raise ModelError(
-            f"{model} is neither a local folder nor a model on the hub that you have access to"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ModelError(f"{model} on the hub has no revision {revision!r}") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ModelError(
-            f"{model} is not a local folder, and it could not be fetched from the hub "
-            f"({type(error).__name__}). Without a network, give a folder or download it before."
-        ) from error
-    return Path(folder)
+def is_hub_id(model: str) -> bool:
+    """Tells whether `model` names nothing in the file system, and may be a hub id."""
+    return not Path(model).expanduser().exists() and _HUB_ID.fullmatch(model) is not None
 
 
 def load_config(path: str | Path) -> dict[str, Any]:
@@ -81,13 +58,12 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """The architecture that config.json describes. Raises ModelError for one that is unknown, for
     quantized checkpoints, and for values that make no sense."""
     names = [str(name) for name in config.get("architectures") or []]
-    family = next((BY_ARCHITECTURE[name] for name in names if name in BY_ARCHITECTURE), None)
-    if family is None and not names:
-        family = BY_NAME.get(str(config.get("model_type")))
+    known = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    family = family_named(known if names else str(config.get("model_type")))
     if family is None:
         found = ", ".join(names) or config.get("model_type") or "none"
         raise ModelError(
-            f"unknown architecture: {found}. Known are: {', '.join(sorted(BY_ARCHITECTURE))}"
+            f"unknown architecture: {found}. Known are: {', '.join(sorted(ARCHITECTURES))}"
         )
     quantization = config.get("quantization_config")
     if quantization and not _only_kv(quantization):

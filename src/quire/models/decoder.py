@@ -175,10 +175,6 @@ class Decoder(nn.Module):
         over ranks."""
         return self.head.logits(hidden)
 
-    def logits_fp32(self, hidden: Tensor) -> Tensor:
-        """Returns the logits in float32."""
-        return self.logits(hidden).float()
-
     def finish(self) -> None:
         """Ends loading.
 

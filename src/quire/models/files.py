@@ -34,7 +34,7 @@ def weight_files(folder: Path) -> list[Path]:
     single = folder / "model.safetensors"
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not files:
-        hint = ""
+        hint = "; --load-format dummy gives it random weights"
         if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
             hint = "; its pickled weights are not read, convert them to safetensors"
         raise ModelError(f"{folder} holds no *.safetensors file{hint}")

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from quire.models.families.family import Family
-from quire.models.families.gpt2 import FAMILY as GPT2
-from quire.models.families.llama import FAMILY as LLAMA
-from quire.models.families.mistral import FAMILY as MISTRAL
-from quire.models.families.qwen2 import FAMILY as QWEN2
-from quire.models.families.qwen3 import FAMILY as QWEN3
+import importlib
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)
-BY_NAME = {family.name: family for family in FAMILIES}
-BY_ARCHITECTURE = {
-    architecture: family for family in FAMILIES for architecture in family.architectures
+from quire.models.families.family import Family
+
+ARCHITECTURES = {
+    "GPT2LMHeadModel": "gpt2",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
 }
+"""The architectures of config.json, and the families whose modules build them."""
+
+
+def family_named(name: str | None) -> Family | None:
+    """Returns a family, whose module is imported when it is used; None: there is none."""
+    if name not in ARCHITECTURES.values():
+        return None
+    family: Family = importlib.import_module(f"quire.models.families.{name}").FAMILY
+    return family

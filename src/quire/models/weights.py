@@ -19,11 +19,9 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.layers.parameter_slice import ParameterSlice, named_slices
 from quire.models.decoder import Decoder
-from quire.models.dummy import fill_dummy
 from quire.models.families.family import Family, Source
 from quire.models.files import open_file, some, weight_files
-from quire.models.kv_scales import is_scale
-from quire.models.registry import BY_NAME
+from quire.models.registry import family_named
 from quire.quantization import FLOATS
 
 Progress = Callable[[int, int], None]
@@ -62,10 +60,15 @@ def load_weights(
     Raises ModelError if a tensor is missing, unexpected, misshapen or of a wrong dtype, naming it.
     """
     if load_format == "dummy":
+        # Only benchmarks and tests make weights up.
+        from quire.models.dummy import fill_dummy
+
         fill_dummy(model, seed)
         model.finish()
         return
-    family = BY_NAME[model.spec.family]
+    family = family_named(model.spec.family)
+    if family is None:
+        raise ModelError(f"there is no family {model.spec.family!r}")
     places = _places(model, family)
     with contextlib.ExitStack() as stack:
         files = [open_file(stack, file) for file in weight_files(Path(path))]
@@ -122,7 +125,7 @@ def _check(
             wanted = places.get(name)
             if wanted is None and not (tied and name == family.head):
                 ignored = family.ignored is not None and family.ignored.search(name)
-                if not ignored and not is_scale(name):
+                if not ignored and not _is_kv_scale(name):
                     problems.append(f"unexpected tensor {stored_name}")
                 continue
             if name in found:
@@ -146,6 +149,13 @@ def _check(
     if problems:
         raise ModelError(f"the checkpoint does not fit its config.json: {some(problems)}")
     return found
+
+
+def _is_kv_scale(name: str) -> bool:
+    # Few checkpoints bring scales for their KV along.
+    from quire.models.kv_scales import is_scale
+
+    return is_scale(name)
 
 
 def _stored_shape(places: list[_Place]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ _LOAD_RATE = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What was measured when the engine started.
+    """Rates measured when the engine started.
 
     prefill: tokens of a prompt that the device computes per second. out, into: bytes per second
     that cross from the device to the host, and back. latency: seconds that the smallest transfer
@@ -62,9 +62,3 @@ class CostModel:
     def swap_pays(self, tokens: int) -> bool:
         """Moving a preempted request's blocks out, and in again when it resumes."""
         return tokens * self._both + 2 * self.rates.latency < tokens * self._compute
-
-    @property
-    def break_even(self) -> float:
-        """Tokens from which on a swap pays; infinite where it never does."""
-        gain = self._compute - self._both
-        return 2 * self.rates.latency / gain if gain > 0 else float("inf")

@@ -22,54 +22,22 @@ import msgspec
 import numpy as np
 
 from quire.arrays import Int32, int32
-from quire.cache import (
-    BlockManager,
-    Evicted,
-    HashList,
-    HostTier,
-    Match,
-    PrefixLoader,
-    next_hash,
-)
+from quire.cache import BlockManager, Evicted, Match, next_hash
+from quire.cache.host_tier import HashList, HostTier
+from quire.cache.loading import PrefixLoader
 from quire.offload.costs import CostModel
 from quire.offload.jobs import Job, Kind
+from quire.offload.tier_stats import TierStats
 from quire.plan import Transfer
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 
 _MOST_ATTEMPTS = 4
-"""How often a request is parked for blocks before it computes what is not there."""
+"""Times that a request is parked for blocks before it computes those that are not there."""
 _SPILL_BATCH = 16
 """Blocks of one transfer to or from files: what fails, fails together."""
 _MOST_SPILLS = 16
 """Transfers to files at a time."""
-
-
-class TierStats(msgspec.Struct):
-    """Counted since the start, in blocks unless said otherwise.
-
-    host_blocks_total, host_blocks_used, disk_blocks: as they are now. host_hit_tokens,
-    disk_hit_tokens: tokens of requests that came from there. host_evictions: what the host's pool
-    gave up. disk_writes: what of it went to files. swapped_out, swapped_in: copied to the host, and
-    back. transfer_failures: transfers, of any kind. prefill_rate, out_rate, in_rate: tokens and
-    bytes per second, as measured at the start (`Rates`).
-    """
-
-    host_blocks_total: int = 0
-    host_blocks_used: int = 0
-    disk_blocks: int = 0
-    host_hit_tokens: int = 0
-    disk_hit_tokens: int = 0
-    host_evictions: int = 0
-    disk_writes: int = 0
-    swapped_out: int = 0
-    swapped_in: int = 0
-    swapped_out_bytes: int = 0
-    swapped_in_bytes: int = 0
-    transfer_failures: int = 0
-    prefill_rate: float = 0.0
-    out_rate: float = 0.0
-    in_rate: float = 0.0
 
 
 class FetchState(msgspec.Struct):
@@ -104,7 +72,7 @@ class OffloadFeature(Feature):
         self._job_of: dict[bytes, Job] = {}
         """The job that a block_hash's contents arrive by, on the host or on the device."""
         self._leaving, self._places = Job(Kind.OUT, []), list[tuple[int, int]]()
-        """What the next plan moves out: its hashes, and from which block to which slot."""
+        """The blocks that the next plan moves out: a job, and (block, slot) pairs."""
         self._queue: list[Transfer] = []
         self._next_id = 0
         self._spilling = 0

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
-from quire.cache import LoadingPrefix
+from quire.cache.loading import LoadingPrefix
 
 
 class Kind(Enum):

@@ -22,54 +22,19 @@ finish_rows = op(reference.finish_rows)
 gelu = op(reference.gelu)
 layer_norm = op(reference.layer_norm)
 linear = op(reference.linear)
-mask_logits = op(reference.mask_logits)
 paged_attention = op(reference.paged_attention)
 place_drafts = op(reference.place_drafts)
-pool_rows = op(reference.pool_rows)
 qk_norm_rope_store = op(reference.qk_norm_rope_store)
 rms_norm = op(reference.rms_norm)
 sample = op(reference.sample)
 scatter = op(reference.scatter)
 silu_and_mul = op(reference.silu_and_mul)
 token_logprobs = op(reference.token_logprobs)
-wait_for_flag = op(reference.wait_for_flag)
 
 __all__ = [
-    "Activation",
-    "Drafts",
-    "Expanded",
-    "KVFormat",
-    "KVLayer",
-    "LogitRows",
-    "Policy",
-    "RmsScale",
-    "Scratch",
-    "StepRows",
-    "Weight",
-    "WeightFormat",
-    "adjust",
-    "attention_schedule",
-    "collect_rows",
-    "copy_blocks",
-    "current_policy",
-    "embedding",
-    "expand_rows",
-    "finish_rows",
-    "gelu",
-    "kv_format",
-    "layer_norm",
-    "linear",
-    "mask_logits",
-    "op",
-    "paged_attention",
-    "place_drafts",
-    "pool_rows",
-    "qk_norm_rope_store",
-    "rms_norm",
-    "sample",
-    "scatter",
-    "silu_and_mul",
-    "token_logprobs",
-    "use_policy",
-    "wait_for_flag",
-]
+    "Activation", "Drafts", "Expanded", "KVFormat", "KVLayer", "LogitRows", "Policy", "RmsScale",
+    "Scratch", "StepRows", "Weight", "WeightFormat", "adjust", "attention_schedule", "collect_rows",
+    "copy_blocks", "current_policy", "embedding", "expand_rows", "finish_rows", "gelu", "kv_format",
+    "layer_norm", "linear", "op", "paged_attention", "place_drafts", "qk_norm_rope_store",
+    "rms_norm", "sample", "scatter", "silu_and_mul", "token_logprobs", "use_policy",
+]  # fmt: skip

@@ -32,7 +32,7 @@ class StepRows(NamedTuple):
 
 
 class LogitRows(NamedTuple):
-    """Where logits are computed, int32 [L] each, on the device.
+    """The places at which logits are computed, int32 [L] each, on the device.
 
     lanes: -1 where there is none.
     tokens: the place of the hidden state among the step's tokens.
@@ -75,7 +75,7 @@ class ExpandedGroup(NamedTuple):
 
 
 class Expanded(NamedTuple):
-    """What a forward pass needs to know of T tokens in R rows.
+    """The inputs of a forward pass over T tokens in R rows.
 
     ids, positions: int32 [T]; -1 and 0 for padding. seq_lens: int32 [R].
     q_lens: the rows' lengths where the host can read them at no cost, else empty.

@@ -1,11 +1,5 @@
-"""Process groups and the collectives that models need."""
+"""Process groups and the collectives that models need. `torch_group.py` has those of many ranks."""
 
-from quire.parallel.group import (
-    ProcessGroup,
-    SingleGroup,
-    TorchGroup,
-    join_group,
-    leave_group,
-)
+from quire.parallel.group import ProcessGroup, SingleGroup
 
-__all__ = ["ProcessGroup", "SingleGroup", "TorchGroup", "join_group", "leave_group"]
+__all__ = ["ProcessGroup", "SingleGroup"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 
 from quire.arrays import int32
+from quire.executor import Capacity, Executor
+from quire.loop_feature import LoopFeature
 from quire.plan import RowFlag
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 
 COLUMN = "pooled"
-"""What a plan writes for the rows that the runner must look at, a `Share` each."""
+"""The column that a plan writes for rows that are pooled, a `Share` each."""
 
 
 class Share(enum.IntFlag):
@@ -22,15 +24,18 @@ class Share(enum.IntFlag):
     ENDS = 4
 
 
-class PoolingFeature(Feature):
+class PoolingFeature(Feature, LoopFeature):
     """Such a request has a `max_total` one above its prompt's length: it is never planned beyond
     it, and the runner reports its end where the prompt ends."""
 
     def __init__(self) -> None:
         self._active: dict[str, Request] = {}
 
+    def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
+        return self
+
     def reusable(self, request: Request, n: int) -> int:
-        """A mean needs the states of all tokens, which no cache holds."""
+        """Returns 0 for a mean: it needs the states of all tokens, which no cache holds."""
         pooling = request.pooling
         if pooling is None:
             return n

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire import ops
-from quire.plan import Admit, Pooled, StepPlan, StopReason
+from quire.ops import op
+from quire.ops.reference.pool import pool_rows
+from quire.plan import Pooled, StepPlan, StopReason
 from quire.pooling.feature import COLUMN, Share
 from quire.runner import Hook
 from quire.runner.readback import Step
-from quire.runner.state import BatchState, ColumnSpec, Limits
+from quire.runner.state import BatchState
 from quire.runner.upload import Upload
+
+_pool_rows = op(pool_rows)
 
 
 class Pooler(Hook):
@@ -23,15 +24,14 @@ class Pooler(Hook):
     Hidden states are whole on every rank, and so is what becomes of them.
     """
 
-    def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
-        return (ColumnSpec(COLUMN),)
+    entries = frozenset({COLUMN})
 
     def bind(self, state: BatchState) -> None:
         self._state = state
         self._sums: Tensor | None = None
         self._uploaded: tuple[Upload, int] | None = None
 
-    def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
+    def stage(self, plan: StepPlan, upload: Upload) -> None:
         self._uploaded = None
         if COLUMN in plan.writes:
             self._uploaded = upload, upload.add(_shares(plan))
@@ -46,7 +46,7 @@ class Pooler(Hook):
         rows = state.first_rows(step.plan.num_rows)
         lengths = state.position[rows.lanes.long()]
         vectors = torch.zeros(len(rows.lanes), width, device=state.device)
-        ops.pool_rows(hidden, rows, upload[key], self._sums, lengths, vectors)
+        _pool_rows(hidden, rows, upload[key], self._sums, lengths, vectors)
         step.send(COLUMN, vectors)
 
     def read(self, step: Step) -> None:

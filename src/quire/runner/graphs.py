@@ -16,7 +16,7 @@ import torch
 
 from quire.executor import FULL_STEP
 from quire.ops.launches import compiling
-from quire.runner.hooks.hook import Level
+from quire.runner.hooks.hook import Hook, Level
 from quire.runner.program import BodyShape, HeadShape, StepProgram
 from quire.runner.state import Limits
 
@@ -127,8 +127,10 @@ class Graphs:
     What passes between them lives outside of it: each overwrites what others used there.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, limits: Limits) -> None:
         self._device = device
+        self._limits = limits
+        self._buckets = Buckets(limits)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
 
@@ -137,6 +139,27 @@ class Graphs:
 
     def __contains__(self, key: Any) -> bool:
         return key in self._graphs
+
+    def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
+        """Returns the shape of the captured body that a step is padded to; None: none holds it."""
+        shape = self._buckets.body(tokens, rows, longest)
+        return shape if shape in self else None
+
+    def head(self, logit_rows: int, level: Level) -> HeadShape | None:
+        """Returns the shape of the captured head for a step; None: none holds it."""
+        shape = self._buckets.head(logit_rows, level)
+        return shape if shape in self else None
+
+    def capture_steps(
+        self, program: StepProgram, hooks: Sequence[Hook], progress: Progress | None = None
+    ) -> int:
+        """Captures all bodies, heads and hooks' own programs. Returns the tokens of a full step."""
+        more = {name: run for hook in hooks for name, run in hook.programs().items()}
+        self.capture(program_works(program, self._buckets, more), progress)
+        for hook in hooks:
+            hook.capture({name: functools.partial(self.replay, name) for name in hook.programs()})
+        few = self._buckets.few
+        return full_step(lambda tokens: self.seconds(few(tokens)), self._limits.tokens)
 
     @torch.inference_mode()
     def capture(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quire import ops
+from quire.errors import ConfigError
 from quire.layers.attention import KVLayout
 from quire.ops import KVFormat, KVLayer
 from quire.plan import KVGroup
 
 _COPY_BYTES = 64 << 20
-"""Of blocks that are copied at once."""
+"""Most bytes of blocks that are copied at once."""
 
 
 class KVCache:
@@ -34,7 +37,7 @@ class KVCache:
         num_blocks: Sequence[int],
         *,
         layouts: Sequence[KVLayout],
-        form: KVFormat,
+        kv_format: KVFormat,
         device: torch.device,
         head_scales: Tensor | None = None,
     ) -> None:
@@ -43,11 +46,11 @@ class KVCache:
         by_layer: dict[int, KVLayer] = {}
         for group, blocks, layout in zip(groups, num_blocks, layouts, strict=True):
             shape = blocks, len(group.layers), 2, layout.kv_heads, group.tokens_per_block
-            values = torch.zeros((*shape, layout.head_dim), dtype=form.dtype, device=device)
+            values = _zeros((*shape, layout.head_dim), kv_format.dtype, device)
             self._tensors.append([values])
             scales = None
-            if form.scales == "token":
-                scales = torch.zeros(shape, dtype=torch.float32, device=device)
+            if kv_format.scales == "token":
+                scales = _zeros(shape, torch.float32, device)
                 self._tensors[-1].append(scales)
             for i, layer in enumerate(group.layers):
                 own: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -71,3 +74,17 @@ class KVCache:
             if raw.shape[1] % 8 == 0:
                 raw = raw.view(torch.int64)
             ops.copy_blocks(raw, src, dst, max(1, _COPY_BYTES // raw[0].nbytes))
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns zeros. On a CPU a page of them takes memory, and time, once it is first used."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"could not get {size / 1e9:.1f} GB of memory for the KV cache", "kv_cache_gb"
+        ) from error
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(*shape)

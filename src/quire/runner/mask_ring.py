@@ -85,8 +85,8 @@ class MaskRing:
         return step_id % len(self._host_flags) * self._rows
 
     def gate(self, step_id: int) -> tuple[int, int, int]:
-        """Returns what `ops.wait_for_flag` waits for: the flag's place, and the low and high word
-        of the value that it then has at least."""
+        """Returns what the op `wait_for_flag` waits for: the flag's place, and the low and the high
+        word of the value that it then has at least."""
         low, high = (step_id + 1) & _WORD, (step_id + 1) >> 32
         return step_id % len(self._host_flags), low - (low >> 31 << 32), high
 

@@ -1,15 +1,12 @@
-"""How many KV blocks fit."""
+"""Sizes of the KV cache: how many blocks fit into the memory that is left."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 
-import torch
-
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.models import Decoder
 from quire.plan import KVGroup
 
 _CPU_DEFAULT_GB = 4.0
@@ -17,15 +14,15 @@ GB = 1_000_000_000
 
 
 def cpu_budget(config: EngineConfig) -> int:
-    """Bytes for the KV cache on a CPU: what was asked, else 4 GB or a quarter of free memory."""
+    """Returns bytes for the KV cache on a CPU: what was asked, else 4 GB or a quarter of the memory
+    that can be had, whichever is less."""
     if config.args.kv_cache_gb is not None:
         return int(config.args.kv_cache_gb * GB)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(_CPU_DEFAULT_GB * GB), free // 4)
+    return min(int(_CPU_DEFAULT_GB * GB), available_memory() // 4)
 
 
 def available_memory() -> int:
-    """Bytes of host memory that can be had without swapping."""
+    """Returns bytes of host memory that can be had without swapping."""
     try:
         with open("/proc/meminfo") as file:
             for line in file:
@@ -34,38 +31,6 @@ def available_memory() -> int:
     except OSError:
         pass
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def activation_bytes(config: EngineConfig, model: Decoder) -> int:
-    """Returns an upper bound of what a step needs beside weights and cache: the model's
-    intermediates for the token budget, and logits with their copies while sampling."""
-    limits = config.scheduler
-    body = model.workspace_bytes(limits.max_num_batched_tokens)
-    # Logits with their copies, and the sampler's token counts.
-    head = 8 * max(limits.max_num_seqs, 256) * model.spec.vocab_size * 4
-    return body + head + (1 << 30)
-
-
-def staging_bytes(config: EngineConfig, groups: Sequence[KVGroup], budget: int) -> int:
-    """Device memory in which blocks wait for their copy to the host: as much as a step of prompts
-    can push out, and at most a fiftieth of the cache, or a quarter of a GB."""
-    if not config.args.host_cache_gb:
-        return 0
-    largest = max(group.block_bytes for group in groups)
-    step = -(-config.scheduler.max_num_batched_tokens // config.block_size)
-    return max(largest, min(step * largest, max(budget // 50, GB // 4)))
-
-
-def cuda_budget(config: EngineConfig, device: torch.device, reserve: int) -> int:
-    """Bytes for the KV cache on a GPU: the allowed share of its memory, less what is in use (by
-    anyone) and `reserve` for activations."""
-    if config.args.kv_cache_gb is not None:
-        return int(config.args.kv_cache_gb * GB)
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    used = total - free
-    return int(total * config.args.gpu_memory_utilization) - used - reserve
 
 
 def blocks_per_group(

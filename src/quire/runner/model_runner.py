@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,39 +20,58 @@ from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.executor import FULL_STEP, Capacity, Measurement, OnProgress
-from quire.models import (
-    build_model,
-    head_scales,
-    load_config,
-    load_weights,
-    spec_from_config,
-)
+from quire.models import build_model, load_config, load_weights, spec_from_config
 from quire.parallel import ProcessGroup, SingleGroup
-from quire.plan import Admit, KVGroup, RowFlag, StepPlan, StepResult
+from quire.plan import Admit, HeadInputs, KVGroup, RowFlag, StepPlan, StepResult, Transfer
 from quire.quantization import quantization_of
 from quire.runner import memory
-from quire.runner.graphs import Buckets, Graphs, full_step, program_works
 from quire.runner.hooks import Hook, Level
 from quire.runner.hooks.acceptance import Acceptance
 from quire.runner.hooks.logprobs import SampledLogprobs
-from quire.runner.hooks.mask import Mask
 from quire.runner.hooks.penalties import Penalties
 from quire.runner.hooks.prompt_logprobs import PromptLogprobs
 from quire.runner.hooks.sampling import Sampling
 from quire.runner.kv_cache import KVCache
-from quire.runner.mask_ring import MaskRing
-from quire.runner.program import BodyShape, HeadShape, StepProgram
-from quire.runner.readback import Step, in_head
+from quire.runner.program import BodyShape, CapturedPrograms, HeadShape, StepProgram
+from quire.runner.readback import Step
 from quire.runner.state import BatchState, Limits
-from quire.runner.transfer.places import KVTransfer, open_transfer
 from quire.runner.upload import PinnedRing, Upload, ragged
 
 _LOGIT_ROWS = 64
-"""Where rows have drafts, logit rows of a step at least, if all lanes' drafts need them."""
+"""Logit rows that a step has at least, if rows have drafts and all lanes' drafts need them."""
+
+
+class BlockTransfers(Protocol):
+    """Moves KV blocks between the device and other places.
+
+    slots: blocks that the nearest of them holds.
+    """
+
+    @property
+    def slots(self) -> int: ...
+
+    def start(self, transfers: Sequence[Transfer], direction: str) -> None:
+        """Launches the transfers of one direction."""
+        ...
+
+    def ended(self, patient: bool) -> tuple[list[int], list[int]]:
+        """Returns the ids of those that finished and failed since the last call."""
+        ...
+
+    def disk_keys(self) -> Int32:
+        """Returns the keys of blocks in files, int32 [n, 4]."""
+        ...
+
+    def close(self) -> None:
+        """Waits for what is being copied. Idempotent."""
+        ...
 
 
 class ModelRunner:
-    """Holds a model, its KV cache and the batch state of one device."""
+    """Holds a model, its KV cache and the batch state of one device.
+
+    It is a `Worker`, and by itself the `Executor` of an engine with one rank.
+    """
 
     def __init__(
         self,
@@ -60,24 +79,21 @@ class ModelRunner:
         progress: OnProgress | None = None,
         hooks: Sequence[Hook] = (),
         group: ProcessGroup | None = None,
-        masks: MaskRing | None = None,
     ) -> None:
         self.config = config
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.group = group or SingleGroup()
         self.limits = limits_of(config, hooks)
-        self.masks = masks or MaskRing(self.device, *mask_shape(config, hooks))
         self._features = tuple(hooks)
         self._progress = progress
         # Launched, and those behind one that waits for the host.
         self._steps: deque[Step] = deque()
         self._later: deque[StepPlan] = deque()
-        self._graphs: Graphs | None = None
-        self._buckets = Buckets(self.limits)
+        self._graphs: CapturedPrograms | None = None
         # What the head must do for each lane's request, a `Level`.
         self._levels = np.zeros(self.limits.lanes, dtype=np.int8)
-        self._transfer: KVTransfer | None = None
+        self._transfer: BlockTransfers | None = None
         self._pinned = PinnedRing(self.device, config.scheduler.steps_in_flight + 1)
         self._seconds: dict[str, float] = {}
         self._policy = ops.Policy(
@@ -85,6 +101,11 @@ class ModelRunner:
         )
 
     # -- start ---------------------------------------------------------------------------------
+
+    def start(self) -> Capacity:
+        """Takes all steps of a start, as the only rank."""
+        self.allocate(self.measure().num_blocks)
+        return self.capture()
 
     def measure(self) -> Measurement:
         """Loads the weights, and finds how much memory is left for the KV cache."""
@@ -103,12 +124,16 @@ class ModelRunner:
             self._groups,
             num_blocks,
             layouts=self.model.kv_layouts,
-            form=self._kv_format,
+            kv_format=self._kv_format,
             device=self.device,
             head_scales=self._head_scales(self._kv_format),
         )
         self._num_blocks = num_blocks
-        self._transfer = open_transfer(self.config, self.cache, num_blocks)
+        if self.config.args.host_cache_gb:
+            # Few engines have other places for blocks.
+            from quire.runner.transfer.places import open_transfer
+
+            self._transfer = open_transfer(self.config, self.cache, num_blocks)
         self._prepare(self._groups)
 
     def capture(self) -> Capacity:
@@ -118,7 +143,7 @@ class ModelRunner:
             began = time.perf_counter()
             full = self._capture()
             self._seconds["graphs"] = time.perf_counter() - began
-        slots = 0 if self._transfer is None else self._transfer.pool.slots
+        slots = 0 if self._transfer is None else self._transfer.slots
         return Capacity(
             self._groups,
             self._num_blocks,
@@ -126,7 +151,7 @@ class ModelRunner:
             seconds=self._seconds,
             full_step=full,
             logit_rows=self.limits.logit_rows,
-            verifies=self.limits.drafts > 0,
+            drafts=self.limits.drafts,
         )
 
     def _load(self) -> None:
@@ -155,7 +180,6 @@ class ModelRunner:
         acceptance = Acceptance(config.eos_token_ids, penalties)
         self.hooks: tuple[Hook, ...] = (
             penalties,
-            Mask(self.masks),
             *self._features,
             Sampling(),
             acceptance,
@@ -173,15 +197,27 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture(self) -> int:
         """Captures all programs. Returns the tokens of a full step."""
+        # There are graphs only where there is a GPU.
+        from quire.runner.graphs import Graphs
+
         self.state.inputs.copy_(torch.from_numpy(self.state.idle_inputs()))
-        more = {name: run for hook in self.hooks for name, run in hook.programs().items()}
-        self._graphs = graphs = Graphs(self.device)
+        self._graphs = graphs = Graphs(self.device, self.limits)
         with ops.use_policy(self._policy):
-            graphs.capture(program_works(self.program, self._buckets, more), self._told("graphs"))
-        for hook in self.hooks:
-            hook.capture({name: functools.partial(graphs.replay, name) for name in hook.programs()})
-        few = self._buckets.few
-        return full_step(lambda tokens: graphs.seconds(few(tokens)), self.limits.tokens)
+            return graphs.capture_steps(self.program, self.hooks, self._told("graphs"))
+
+    def add_hook(self, hook: Hook) -> None:
+        """Takes in one more hook, from the next plan on.
+
+        Raises:
+            QuireError: programs are captured already, or it keeps columns.
+        """
+        if self._graphs is not None or tuple(hook.columns(self.limits)):
+            raise QuireError(f"{type(hook).__name__} must be known when the runner starts")
+        hook.bind(self.state)
+        own = self.hooks.index(self._features[-1]) + 1 if self._features else 1
+        self.hooks = (*self.hooks[:own], hook, *self.hooks[own:])
+        self._features = (*self._features, hook)
+        self.program.hooks = self.hooks
 
     def _told(self, what: str) -> Callable[[int, int], None] | None:
         return None if self._progress is None else functools.partial(self._progress, what)
@@ -189,15 +225,19 @@ class ModelRunner:
     def _head_scales(self, kv_format: ops.KVFormat) -> torch.Tensor | None:
         if kv_format.scales != "head":
             return None
+        # Only one format has scales that come with the checkpoint.
+        from quire.models.kv_scales import head_scales
+
         path, load_format = Path(self.config.model_path), self.config.args.load_format
         return head_scales(self.model, path, load_format)
 
     def _cache_budget(self, groups: Sequence[KVGroup]) -> int | None:
         if self.device.type != "cuda":
             return memory.cpu_budget(self.config)
-        reserve = memory.activation_bytes(self.config, self.model)
-        budget = memory.cuda_budget(self.config, self.device, reserve)
-        return budget - memory.staging_bytes(self.config, groups, budget)
+        # A CPU needs none of it.
+        from quire.runner.gpu_memory import cache_budget
+
+        return cache_budget(self.config, self.model, groups, self.device)
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -217,8 +257,12 @@ class ModelRunner:
                 f"a row has {most - 1} draft tokens, but this runner verifies {self.limits.drafts}"
             )
         for name in plan.writes:
-            if name not in self.state.columns:
+            if name not in self.state.columns and not any(
+                name in h.entries for h in self._features
+            ):
                 raise QuireError(f"the plan writes to a column {name!r} that no hook keeps")
+        if plan.gated and not any(hook.gates for hook in self._features):
+            raise QuireError("the plan has GATED rows, but no hook lets a head wait")
 
     def _advance(self, *, wait: bool = False) -> None:
         """Launches what can be. A head that the host must bring masks for holds up all behind it;
@@ -244,9 +288,9 @@ class ModelRunner:
         rows, tokens = plan.num_rows, plan.num_tokens
         if not tokens:
             return step
-        shape = self._buckets.body(tokens, rows, longest)
-        if self._graphs is not None and shape in self._graphs:
-            self._graphs.replay(shape)
+        captured = None if self._graphs is None else self._graphs.body(tokens, rows, longest)
+        if self._graphs is not None and captured is not None:
+            self._graphs.replay(captured)
         else:
             self.program.body(BodyShape(tokens, rows, longest))
         for hook in self.hooks:
@@ -286,11 +330,13 @@ class ModelRunner:
                 starts = ragged(appends.lanes, appends.starts, table.shape[1])
                 upload.put(table, starts, appends.counts, appends.ids)
         for name, (lanes, values) in plan.writes.items():
+            if name not in state.columns:
+                continue
             column = state.columns[name]
             kind = np.float32 if column.dtype == torch.float32 else np.int32
             upload.put_lines(column, lanes, values.astype(kind))
         for hook in self.hooks:
-            hook.stage(plan, plan.admits, upload)
+            hook.stage(plan, upload)
         for admit in plan.admits:
             self._levels[admit.lane] = max(hook.lane_level(admit) for hook in self.hooks)
 
@@ -309,18 +355,15 @@ class ModelRunner:
         """Returns a step's `BatchState.inputs`."""
         state, plan, rows = self.state, step.plan, step.plan.num_rows
         packed = state.idle_inputs()
-        lanes, query_start, logit_start, flags, lines, gate = state.split_inputs(packed)
+        lanes, query_start, logit_start, flags, *_ = state.split_inputs(packed)
         lanes[:rows] = plan.lanes
         np.cumsum(plan.q_len, out=query_start[1 : rows + 1])
         query_start[rows + 1 :] = query_start[rows]
         logit_start[: rows + 1] = step.logit_start
         logit_start[rows + 1 :] = step.logit_start[-1]
         flags[:rows] = plan.flags
-        if plan.gated:
-            wanted = plan.mask_lines[in_head(plan)]
-            first = self.masks.first_line(plan.step_id)
-            lines[: len(wanted)] = np.where(wanted >= 0, wanted + first, -1)
-            gate[:] = self.masks.gate(plan.step_id)
+        for hook in self._features:
+            hook.pack(plan, packed)
         return packed
 
     def _launch_head(self, step: Step, *, wait: bool) -> None:
@@ -329,15 +372,15 @@ class ModelRunner:
         if logit_rows:
             asked = Level(int(self._levels[plan.lanes].max()))
             level = max(asked, *(hook.level(plan) for hook in self.hooks))
-            shape = self._buckets.head(logit_rows, level)
-            captured = self._graphs is not None and shape in self._graphs
+            captured = None if self._graphs is None else self._graphs.head(logit_rows, level)
             # A kernel's first launch waits for the device, which would wait for the masks.
-            if plan.gated and not captured:
-                step.waits = not self.masks.has(plan.step_id, wait=wait)
-                if step.waits:
-                    return
-            if captured and self._graphs is not None:
-                self._graphs.replay(shape)
+            step.waits = captured is None and any(
+                hook.lacks(plan, wait=wait) for hook in self._features
+            )
+            if step.waits:
+                return
+            if self._graphs is not None and captured is not None:
+                self._graphs.replay(captured)
             else:
                 self.program.head(HeadShape(logit_rows, level))
             step.send("results", self.state.results[: plan.num_rows])
@@ -363,6 +406,17 @@ class ModelRunner:
 
     # -- everything else -----------------------------------------------------------------------
 
+    def mask_room(self, step_id: int, rows: int) -> Int32:
+        for hook in self._features:
+            room = hook.room(step_id, rows)
+            if room is not None:
+                return room
+        raise QuireError("no hook of this runner takes masks")
+
+    def submit_head(self, inputs: HeadInputs) -> None:
+        for hook in self._features:
+            hook.bring(inputs)
+
     def control(self, message: dict[str, Any]) -> Any:
         """Asks the hooks, in order; the first answer that is not None counts."""
         if self._transfer is not None and message.get("op") == "disk_keys":
@@ -375,7 +429,8 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Gives the device's memory back. Idempotent."""
-        self.masks.open()
+        for hook in self._features:
+            hook.close()
         self._steps.clear()
         self._later.clear()
         self._graphs = None
@@ -400,9 +455,3 @@ def limits_of(config: EngineConfig, hooks: Sequence[Hook]) -> Limits:
         length=scheduler.max_model_len,
         drafts=drafts,
     )
-
-
-def mask_shape(config: EngineConfig, hooks: Sequence[Hook]) -> tuple[int, int, int]:
-    """Returns the depth, rows and words of the `MaskRing` of an engine with these hooks."""
-    depth = config.scheduler.steps_in_flight + 1
-    return depth, limits_of(config, hooks).logit_rows, -(-config.vocab_size // 32)

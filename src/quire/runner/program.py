@@ -1,4 +1,4 @@
-"""What a step does on the device, once for a CPU, op by op on a GPU, and captured.
+"""The programs of a step on the device: the same for a CPU, op by op on a GPU, and captured.
 
 A body computes the step's tokens and stores their KV; a head turns the hidden states of the logit
 rows into tokens, and moves the lanes on. Neither makes a decision on the host: all they need to
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,12 +40,29 @@ class HeadShape:
     level: Level
 
 
+class CapturedPrograms(Protocol):
+    """Programs that can be replayed, by shape."""
+
+    def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
+        """Returns the shape of the captured body that a step is padded to; None: none holds it."""
+        ...
+
+    def head(self, logit_rows: int, level: Level) -> HeadShape | None:
+        """Returns the shape of the captured head for a step; None: none holds it."""
+        ...
+
+    def replay(self, key: Any) -> None:
+        """Launches a captured program."""
+        ...
+
+
 class StepProgram:
     """The programs of one model over the lanes of a state.
 
     groups: which of the state's KV groups are the model's, by default all.
     position: int32 [lanes], where the model stands in each lane; by default the state's own. A
         second model over the same lanes has a column of its own.
+    hooks: in the order in which they take part.
     hidden: [tokens, width], the final states of the body just run.
     last: [logit rows, width], those of its logit rows.
     """
@@ -63,7 +81,7 @@ class StepProgram:
         self.model = model
         self._cache = cache
         self._state = state
-        self._hooks = tuple(hooks)
+        self.hooks = tuple(hooks)
         self._groups = range(len(state.groups)) if groups is None else groups
         self._position = state.position if position is None else position
         self._drafts = drafts
@@ -79,7 +97,7 @@ class StepProgram:
         drafts = self._drafts if shape.longest > 1 else None
         if drafts is not None:
             ops.place_drafts(rows, self._position, state.tokens, drafts)
-        logit_rows = state.logit_rows.first(min(shape.tokens, state.limits.logit_rows))
+        logit_rows = state.logit_rows  # all: heads are padded further than bodies
         expanded = ops.expand_rows(
             rows,
             self._position,
@@ -115,7 +133,7 @@ class StepProgram:
             raw=raw,
             logits=raw,
         )
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.logits(ctx)
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.tokens(ctx)

@@ -1,4 +1,4 @@
-"""What the device remembers between steps: per-lane columns, the step's inputs, its results.
+"""The state of a batch on the device: per-lane columns, the step's inputs, its results.
 
 All of it that the host writes lies in one piece of memory, so that whatever a plan changes is one
 copy to the device and one kernel.

@@ -10,6 +10,7 @@ from quire.config import SchedulerConfig
 from quire.errors import OverloadedError, RefusedError, RequestError
 from quire.request import Request
 from quire.scheduler.lanes import Chunk, wants_prompt_logprobs
+from quire.scheduler.order import QueuePart
 from quire.scheduler.policy import preemption_exhausted
 from quire.scheduler.running import RunningSet
 
@@ -65,14 +66,21 @@ class Admission:
                 )
         self._blocks.check_fits(request.max_total - 1, chunk)
 
-    def check_room(self, requests: int, tokens: int) -> None:
-        """Refuses a request if the queue is full. requests: those waiting, without the ones that
-        free lanes will take. tokens: of all that wait."""
-        config = self._config
-        if config.max_queue is not None and requests >= config.max_queue:
-            raise OverloadedError(f"{requests} requests are waiting already")
-        if config.max_queue_tokens is not None and tokens >= config.max_queue_tokens:
-            raise OverloadedError(f"{tokens} prompt tokens are waiting already")
+    def check_room(self, requests: int, tokens: int, part: QueuePart) -> None:
+        """Refuses a request if the queue is full, and its tenant has its share of it.
+
+        A tenant that floods the queue so keeps no other one out.
+
+        Args:
+            requests: those waiting, without the ones that free lanes will take.
+            tokens: of all that wait.
+        """
+        for waiting, own, most, what in (
+            (requests, part.requests, self._config.max_queue, "requests"),
+            (tokens, part.tokens, self._config.max_queue_tokens, "prompt tokens"),
+        ):
+            if most is not None and waiting >= most and own >= most * part.share:
+                raise OverloadedError(f"{waiting} {what} are waiting already")
 
     def enough(self, chunks: Sequence[Chunk], requests: int) -> bool:
         """Whether a step should take on no more prompts. If a few arrive together, each step takes

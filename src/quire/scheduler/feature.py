@@ -74,7 +74,7 @@ class Feature:
         [n]. lanes: the rows' lanes, int32 [n]. room: the most that each could, int32 [n].
 
         The scheduler may cut the counts. The drafts themselves are written in `plan`, as claims
-        (see `StepPlan`). Needs an executor that verifies (`Capacity.verifies`).
+        (see `StepPlan`). Needs an executor that verifies drafts (`Capacity.drafts`).
         """
         return np.zeros_like(lanes)
 

@@ -25,31 +25,38 @@ class FeatureSet:
     """
 
     def __init__(self, features: Sequence[Feature]) -> None:
-        self._features = features
-        self.ready = self._overridden("ready")
-        self.fetch = self._overridden("fetch")
-        self.reusable = self._overridden("reusable")
-        self.looks_ahead = [f for f in features if type(f).lookahead is not Feature.lookahead]
-        self._admit = self._overridden("admit")
-        self._device_params = self._overridden("device_params")
-        self._plan = self._overridden("plan")
-        self._result = self._overridden("result")
-        self._release = self._overridden("release")
-        self._finish = self._overridden("finish")
-        self._transferred = self._overridden("transferred")
-        self._pending = self._overridden("pending")
-        self._preempt = self._overridden("preempt")
-        self._forget = self._overridden("forget")
+        self._calls: dict[str, list[Callable[..., Any]]] = {
+            name: [] for name in vars(Feature) if not name.startswith("_")
+        }
+        """By method, the bound methods of the features that override it."""
+        self.ready = self._calls["ready"]
+        self.fetch = self._calls["fetch"]
+        self.reusable = self._calls["reusable"]
+        self._admit = self._calls["admit"]
+        self._device_params = self._calls["device_params"]
+        self._plan = self._calls["plan"]
+        self._result = self._calls["result"]
+        self._release = self._calls["release"]
+        self._finish = self._calls["finish"]
+        self._transferred = self._calls["transferred"]
+        self._pending = self._calls["pending"]
+        self._preempt = self._calls["preempt"]
+        self._forget = self._calls["forget"]
+        self.looks_ahead: list[Feature] = []
+        for feature in features:
+            self.add(feature)
 
-    def _overridden(self, name: str) -> list[Callable[..., Any]]:
-        """Returns the bound methods `name` of the features that override it."""
-        base = getattr(Feature, name)
-        return [getattr(f, name) for f in self._features if getattr(type(f), name) is not base]
+    def add(self, feature: Feature) -> None:
+        for name, calls in self._calls.items():
+            if getattr(type(feature), name) is not getattr(Feature, name):
+                calls.append(getattr(feature, name))
+        if type(feature).lookahead is not Feature.lookahead:
+            self.looks_ahead.append(feature)
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
-        for attach in self._overridden("attach"):
+        for attach in self._calls["attach"]:
             attach(blocks, wake)
-        blocks.on_evict = self._overridden("evict")
+        blocks.on_evict = self._calls["evict"]
 
     def admit(self, request: Request) -> None:
         """Raises the first refusal."""

@@ -33,7 +33,7 @@ class StepSummary:
 
 
 @dataclass(slots=True)
-class Summary:
+class SchedulerSummary:
     """running: requests with the number of blocks that they hold in the first KV group.
     prompt_step: the last step that computed a part of a prompt."""
 
@@ -43,11 +43,11 @@ class Summary:
     prompt_step: StepSummary | None
 
 
-def summarize(scheduler: Scheduler, running: int, waiting: int, rows: int) -> Summary:
+def summarize(scheduler: Scheduler, running: int, waiting: int, rows: int) -> SchedulerSummary:
     """Summarizes at most so many running and waiting requests, and `rows` rows of a step. Bounded
     in time, whatever the scheduler holds."""
     tables = scheduler.blocks.groups[0]
-    summary = Summary(
+    summary = SchedulerSummary(
         [], [], _step(scheduler.last_step, rows), _step(scheduler.last_prompt_step, rows)
     )
     for request in islice(scheduler.requests(), _LOOKED_AT):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,19 @@ from quire.scheduler.policy import Entry, preemption_exhausted, sort_key
 from quire.scheduler.waiting import WaitingQueue
 
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+class QueuePart(NamedTuple):
+    """A tenant's part of the queue.
+
+    Attributes:
+        requests, tokens: waiting now.
+        share: fraction of a full queue that the tenant may always have.
+    """
+
+    requests: int
+    tokens: int
+    share: float
 
 
 class Order:
@@ -40,6 +54,10 @@ class Order:
     def tokens(self) -> int:
         """Tokens of all waiting requests."""
         return self._queue.tokens
+
+    def queue_part(self, request: Request) -> QueuePart:
+        """Returns what the tenant of a request that arrives holds of the queue, and may hold."""
+        return QueuePart(0, 0, 0.0)
 
     def check(self, request: Request) -> None:
         """Refuses a request that this order cannot place. Raises RequestError."""

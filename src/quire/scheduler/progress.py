@@ -67,47 +67,62 @@ class StepProgress:
 
     def __iter__(self) -> Iterator[Progress]:
         ended = set(self.finished)
+        spans = _spans(self.logprobs, self.rows)
+        prompt_spans = _spans(self.prompt_logprobs, self.rows)
         for i, request in enumerate(self.requests):
-            yield self._one(i, request, i in ended)
+            yield self._one(i, request, i in ended, spans[i], prompt_spans[i])
 
     def __getitem__(self, index: int) -> Progress:
-        return self._one(index, self.requests[index], index in self.finished)
+        row = self.rows[index : index + 1]
+        (span,), (prompt_span,) = _spans(self.logprobs, row), _spans(self.prompt_logprobs, row)
+        finished = index in self.finished
+        return self._one(index, self.requests[index], finished, span, prompt_span)
 
-    def _one(self, i: int, request: Request, finished: bool) -> Progress:
+    def _one(
+        self, i: int, request: Request, finished: bool, span: Span, prompt_span: Span
+    ) -> Progress:
         new = self.tokens[i, : self.n_tokens[i]]
         stopped = finished and self.stop_reason[i] == StopReason.STOP_TOKEN and len(new) > 0
-        row = int(self.rows[i])
         return Progress(
             request=request,
             new_tokens=new,
             finished=finished,
-            logprobs=_of_row(self.logprobs, row),
-            prompt_logprobs=_of_row(self.prompt_logprobs, row),
-            pooled=_vector_of(self.pooled, row),
+            logprobs=_part(self.logprobs, span),
+            prompt_logprobs=_part(self.prompt_logprobs, prompt_span),
+            pooled=None if self.pooled is None else _vector_of(self.pooled, int(self.rows[i])),
             stop_token=int(new[-1]) if stopped else None,
         )
 
 
-def _vector_of(pooled: Pooled | None, row: int) -> Float32 | None:
-    if pooled is None:
-        return None
+Span = tuple[int, int]
+"""The first entry of a row, and the first behind its last."""
+
+
+def _vector_of(pooled: Pooled, row: int) -> Float32 | None:
     (places,) = np.nonzero(pooled.rows == row)
     return pooled.values[places[0]] if len(places) else None
 
 
-def _of_row(logprobs: Logprobs | None, row: int) -> Logprobs | None:
+def _spans(logprobs: Logprobs | None, rows: Int32) -> list[Span]:
+    """Returns where each row's entries are; they come in row order."""
     if logprobs is None:
+        return [(0, 0)] * len(rows)
+    starts = np.searchsorted(logprobs.rows, rows).tolist()
+    ends = np.searchsorted(logprobs.rows, rows, side="right").tolist()
+    return list(zip(starts, ends, strict=True))
+
+
+def _part(logprobs: Logprobs | None, span: Span) -> Logprobs | None:
+    start, end = span
+    if logprobs is None or start == end:
         return None
-    # Entries come in row order, so that a row's share is a slice.
-    start, stop = np.searchsorted(logprobs.rows, [row, row + 1])
-    if start == stop:
-        return None
+    part = slice(start, end)
     return Logprobs(
-        rows=logprobs.rows[start:stop],
-        positions=logprobs.positions[start:stop],
-        ids=logprobs.ids[start:stop],
-        values=logprobs.values[start:stop],
-        ranks=logprobs.ranks[start:stop],
+        rows=logprobs.rows[part],
+        positions=logprobs.positions[part],
+        ids=logprobs.ids[part],
+        values=logprobs.values[part],
+        ranks=logprobs.ranks[part],
     )
 
 

@@ -20,7 +20,7 @@ class RunningSet:
     """Running requests, in policy order, and their lanes.
 
     lookahead: `FeatureSet.lookahead`, or None if no feature proposes drafts.
-    logit_rows: the most rows that a step samples from.
+    logit_rows: the most logit rows of a step. drafts: the most draft tokens of a row.
 
     Attributes:
         entries: all running requests.
@@ -34,12 +34,14 @@ class RunningSet:
         order: Order,
         lookahead: Callable[[Int32, Int32], Int32] | None,
         logit_rows: int,
+        drafts: int,
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._order = order
         self._lookahead = lookahead
         self._logit_rows = logit_rows
+        self._drafts = drafts
         self.lanes = LaneTable(config.max_num_seqs, config.max_model_len)
         self.entries: list[Entry] = []
         self._prompts: list[Entry] = []
@@ -127,10 +129,10 @@ class RunningSet:
         count, lanes = len(rows.requests), self.lanes
         ends = len(self._prompts) + min(lanes.num_free, len(self._order))
         most = min(self._config.max_num_batched_tokens, self._logit_rows - ends) - count
-        room = np.minimum(room - 1, max(most, 0))
+        room = np.minimum(room - 1, min(max(most, 0), self._drafts))
         if not room.any():
             return rows
-        counts = cut_evenly(self._lookahead(rows.lanes, room), most)
+        counts = cut_evenly(np.minimum(self._lookahead(rows.lanes, room), room), most)
         return rows.with_drafts(counts) if counts.any() else rows
 
     def chunks(self, budget: int, can_start: bool) -> list[Chunk]:

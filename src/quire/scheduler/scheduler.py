@@ -84,7 +84,9 @@ class Scheduler:
         self._waiting = WaitingSet(self._order, self._features.ready)
         self._prompts_planned: list[Request] = []
         lookahead = self._features.lookahead if self._features.looks_ahead else None
-        self._running = RunningSet(config, self.blocks, self._order, lookahead, logit_rows)
+        self._running = RunningSet(
+            config, self.blocks, self._order, lookahead, logit_rows, capacity.drafts
+        )
         self._lanes = self._running.lanes
         self._admission = Admission(
             config,
@@ -107,6 +109,17 @@ class Scheduler:
         self._arrivals = 0
         self._prefix_queries = self._prefix_hits = self._preemptions = self._swapped = 0
 
+    def add_feature(self, feature: Feature) -> None:
+        """Adds a feature to a scheduler that runs, from the next request on.
+
+        Raises:
+            ConfigError: the feature proposes drafts.
+        """
+        if type(feature).lookahead is not Feature.lookahead:
+            raise ConfigError(f"{type(feature).__name__} must be known when the scheduler starts")
+        self._features.add(feature)
+        feature.attach(self.blocks, self.wake)
+
     # -- requests ------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
@@ -126,7 +139,8 @@ class Scheduler:
         self._admission.check(request)
         if request.leader is None:
             waiting = len(self._waiting) - self._lanes.num_free
-            self._admission.check_room(waiting, self._order.tokens)
+            part = self._order.queue_part(request)
+            self._admission.check_room(waiting, self._order.tokens, part)
         self._features.admit(request)
         self._order.arrive(request)
         self._arrivals += 1
@@ -387,11 +401,6 @@ class Scheduler:
         """Planned steps whose results have not come."""
         return len(self._in_flight)
 
-    @property
-    def oldest_in_flight(self) -> int:
-        """The step whose result comes next; there must be one."""
-        return self._in_flight[0].step_id
-
     def has_work(self) -> bool:
         """Whether any request is unfinished, or any step or transfer in flight."""
         return bool(self._requests or self._in_flight or self._has_pending())
@@ -420,8 +429,8 @@ class Scheduler:
 
 
 def _logit_rows(config: SchedulerConfig, capacity: Capacity, features: FeatureSet) -> int:
-    """Returns the most rows that a step samples from. Raises ConfigError."""
-    if features.looks_ahead and not capacity.verifies:
+    """Returns the most logit rows of a step. Raises ConfigError."""
+    if features.looks_ahead and not capacity.drafts:
         names = ", ".join(type(feature).__name__ for feature in features.looks_ahead)
         raise ConfigError(f"{names} proposes draft tokens, but the executor verifies none")
     if capacity.logit_rows is None:

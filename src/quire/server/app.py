@@ -70,6 +70,8 @@ def build_app(client: EngineClient, args: ServerArgs, limits_file: Path | None =
     state = ServerState(client, args, defaults, rate_limiter=RateLimiter(limits_file))
     app.state.server = state
     app.state.metrics = state.metrics
+    if args.vllm_metrics:
+        state.metrics.vllm_model = state.model_name
     app.state.engine_metrics = EngineMetrics(
         state.metrics, state.model_name, client.config.dtype, client.config.kv_cache_dtype
     )
@@ -156,7 +158,8 @@ async def show_model(request: Request) -> Response:
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
-    return ModelCard(name, state.created, state.client.config.scheduler.max_model_len)
+    longest = state.client.config.scheduler.max_model_len
+    return ModelCard(name, state.created, longest, state.defaults)
 
 
 async def health(request: Request) -> Response:

@@ -113,6 +113,12 @@ class ServerArgs(ApiArgs):
     )
     port: int = _setting(8000, "Port to listen on; 0 takes a free one.")
     uds: str | None = _setting(None, "Unix socket to listen on, instead of host and port.")
+    allowed_hosts: tuple[str, ...] = _setting(
+        (),
+        "Name under which clients reach the server (may be repeated; * is any): requests for other "
+        "names are refused. Default: on a loopback address without keys localhost, else any. "
+        "Addresses are always allowed.",
+    )
     root_path: str = _setting("", "Path under which a proxy shows the server, as in /llm.")
     ssl_certfile: str | None = _setting(
         None, "Certificate chain (PEM); with it and its key the server speaks HTTPS."
@@ -136,6 +142,9 @@ class ServerArgs(ApiArgs):
         None, "TOML file of named keys with limits of their own; read again on SIGHUP."
     )
     public_metrics: bool = _setting(False, "Answer /metrics without a key.")
+    vllm_metrics: bool = _setting(
+        False, "Show the metrics under vLLM's names as well, for dashboards made for it."
+    )
     requests_per_minute: int | None = _setting(
         None, "Requests that each key may make in a minute. Default: no limit."
     )

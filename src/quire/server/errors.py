@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from quire.errors import (
     BrokenLogitsError,
+    CompilerBusyError,
     EngineDeadError,
     OverloadedError,
     QuireError,
@@ -94,6 +95,10 @@ def unsupported(param: str, why: str = "is not supported by this server") -> Api
     return ApiError(400, f"'{param}' {why}.", param=param, code="unsupported_parameter")
 
 
+def stopping() -> ApiError:
+    return ApiError(503, "The server is stopping.", code="stopping", retry_after=_RESTART_SECONDS)
+
+
 def overloaded() -> ApiError:
     return ApiError(
         503,
@@ -146,6 +151,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, OverloadedError):
         return overloaded()
+    if isinstance(error, CompilerBusyError):
+        return ApiError(503, str(error), code="grammars_busy", retry_after=_RETRY_SECONDS)
     if isinstance(error, BrokenLogitsError):
         return ApiError(500, str(error), code="broken_logits", retry=False)
     if isinstance(error, EngineDeadError):

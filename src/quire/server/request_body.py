@@ -10,7 +10,13 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from quire.server.errors import ApiError, from_validation
+from quire.server.json_size import check_json_size
 from quire.server.middleware.request_context import context_of
+from quire.server.state import state_of
+
+BODY_SECONDS = 30.0
+BODY_BYTES_PER_SECOND = 10_000
+"""A body must come within `BODY_SECONDS`, and a second more for as many bytes."""
 
 _OFF_LOOP_BYTES = 64 * 1024
 
@@ -18,7 +24,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_body(request: Request, model: type[Model], limit: int) -> Model:
-    """Returns the validated body. A large one is parsed in a thread, off the event loop.
+    """Returns the validated body. Large ones are parsed one at a time in a thread.
 
     Raises:
         ApiError: 408, 413, 415, or 400 with the field's name.
@@ -30,31 +36,40 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
         raise ApiError(
             415, "The body must be JSON, sent with the header 'Content-Type: application/json'."
         )
+    remaining = context_of(request).remaining
     try:
-        async with asyncio.timeout(context_of(request).remaining):
-            data = await _read(request, limit)
+        async with asyncio.timeout(remaining), asyncio.timeout(BODY_SECONDS) as timeout:
+            data = await _read(request, limit, timeout)
     except TimeoutError:
         raise ApiError(408, "The body did not arrive in time.", code="timeout") from None
-    if len(data) > _OFF_LOOP_BYTES:
-        return await asyncio.to_thread(parse, data, model)
-    return parse(data, model)
+    if len(data) <= _OFF_LOOP_BYTES:
+        return parse(data, model)
+    loop, thread = asyncio.get_running_loop(), state_of(request).parse_thread
+    return await loop.run_in_executor(thread, _parse_large, data, model)
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, timeout: asyncio.Timeout) -> bytes:
+    """Reads a body. Every byte moves the end of the time that it has."""
     too_large = ApiError(413, f"The body is larger than {limit} bytes.", code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:18]) > limit:
         raise too_large
-    chunks, size = [], 0
+    chunks, size, began = [], 0, asyncio.get_running_loop().time()
     try:
         async for chunk in request.stream():
             size += len(chunk)
             if size > limit:
                 raise too_large
             chunks.append(chunk)
+            timeout.reschedule(began + BODY_SECONDS + size / BODY_BYTES_PER_SECOND)
     except ClientDisconnect:
         raise ApiError(400, "The client left before its request was read.") from None
     return b"".join(chunks)
+
+
+def _parse_large(data: bytes, model: type[Model]) -> Model:
+    check_json_size(data)
+    return parse(data, model)
 
 
 def parse(data: bytes, model: type[Model]) -> Model:

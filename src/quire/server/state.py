@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from starlette.requests import Request
 
 from quire import __version__
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.server.args import ServerArgs
-from quire.server.errors import ApiError, overloaded
+from quire.server.errors import ApiError, overloaded, stopping
 from quire.server.generation.chat_format import ChatFormat
 from quire.server.middleware.api_keys import ApiKeys
 from quire.server.middleware.rate_limits import RateLimiter
@@ -25,13 +27,27 @@ if TYPE_CHECKING:
     from quire.engine.client import EngineClient
     from quire.engine.tokenizer import Tokenizer
 
+logger = logging.getLogger("quire.server")
+
 _FULL_SECONDS = 0.05
 """Seconds for which a queue that was full is taken to be full still."""
 
 
+class Stoppable(Protocol):
+    """A running generation, which can be ended from outside."""
+
+    def fail(self, error: ApiError) -> None: ...
+
+
 @dataclass(slots=True)
 class ServerState:
-    """State at `app.state.server`. `defaults`: the model's own sampling settings."""
+    """State at `app.state.server`.
+
+    Attributes:
+        defaults: the model's own sampling settings.
+        parse_thread: parses large bodies. One thread, as parsers hold the interpreter's lock:
+            several would keep the event loop waiting for each.
+    """
 
     client: EngineClient
     args: ServerArgs
@@ -43,8 +59,14 @@ class ServerState:
     keys: ApiKeys = field(init=False)
     chat_format: ChatFormat = field(init=False)
     tracing: Tracing | None = None
+    parse_thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="parse")
+    )
     draining: bool = False
-    _full_until: float = 0.0
+    generations: set[Stoppable] = field(default_factory=set)
+    """Running generations."""
+    _full_until: dict[str, float] = field(default_factory=dict)
+    """By the name of a key."""
 
     def __post_init__(self) -> None:
         """Sets up the parts. `fingerprint` identifies all that decides about an answer besides the
@@ -64,6 +86,13 @@ class ServerState:
                 tokenizer.use_template(Path(file).read_text("utf-8"))
             except (OSError, UnicodeDecodeError, RequestError) as error:
                 raise ConfigError(f"chat_template {file!r}: {error}", "chat_template") from None
+        elif tokenizer is not None and tokenizer.chat_templates:
+            try:
+                tokenizer.template()
+            except RequestError as error:
+                logger.warning(
+                    "chats will be refused: %s; --chat-template takes another one", error
+                )
         self.chat_format = ChatFormat.of(tokenizer, self.args)
         if self.args.otlp_endpoint is not None:
             self.tracing = Tracing(self.args.otlp_endpoint, self.model_name)
@@ -92,20 +121,25 @@ class ServerState:
         """Raises ApiError, 503, unless requests would be answered now."""
         self.check_alive()
         if self.draining:
-            raise ApiError(503, "The server is stopping.", code="stopping")
+            raise stopping()
         if not self.client.responsive:
             raise ApiError(503, "The engine does not respond.", code="engine_stuck")
 
-    def note_full(self) -> None:
-        """Notes that the engine has just refused a request because too many wait."""
-        self._full_until = time.monotonic() + _FULL_SECONDS
+    def stop_generations(self) -> None:
+        """Ends all running generations with an error that tells clients why."""
+        for generation in list(self.generations):
+            generation.fail(stopping())
 
-    def check_room(self) -> None:
-        """Raises ApiError, 503, shortly after the engine refused a request.
+    def note_full(self, key: str) -> None:
+        """Notes that the engine has just refused a key's request because too many wait."""
+        self._full_until[key] = time.monotonic() + _FULL_SECONDS
+
+    def check_room(self, key: str) -> None:
+        """Raises ApiError, 503, shortly after the engine refused a request of the key.
 
         The next request is not even read then, so that refusing many costs little.
         """
-        if time.monotonic() < self._full_until:
+        if time.monotonic() < self._full_until.get(key, 0.0):
             raise overloaded()
 
     def check_model(self, name: str | None) -> None:

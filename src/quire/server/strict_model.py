@@ -6,22 +6,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
 from quire.errors import RequestError
 
 INT32_MAX = 2**31 - 1
 
+_MANY_FIELDS = 256
+"""More fields than any model has."""
+
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Name = Annotated[str, Field(max_length=512)]
 
 
-def _token_ids(bias: dict[str, float]) -> dict[str, float]:
-    for token in bias:
+def _token_ids(bias: Any) -> Any:
+    """Checks a map of token ids to numbers up to the first error."""
+    if not isinstance(bias, dict):
+        return bias
+    for token, value in bias.items():
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
             raise RequestError(
                 f"it maps token ids to numbers, and {token[:40]!r} is not a token id."
             )
+        if type(value) not in (int, float):
+            raise RequestError(f"the bias of token {token} must be a number.")
     return bias
 
 
@@ -50,7 +66,7 @@ def _free_names(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-LogitBias = Annotated[dict[str, float], AfterValidator(_token_ids)]
+LogitBias = Annotated[dict[str, float], BeforeValidator(_token_ids)]
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_free_names)]
 """Further variables of the chat template."""
 
@@ -98,6 +114,21 @@ class StrictModel(BaseModel):
             for name, value in data.items()
             if value is not None or name in cls.model_fields or name in aliases
         }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_many_unknown(cls, data: Any) -> Any:
+        """Refuses the first unknown field of very many, of which pydantic would name each."""
+        if isinstance(data, dict) and len(data) > _MANY_FIELDS:
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next((name for name in data if name not in known), None)
+            if unknown is not None:
+                raise RequestError(
+                    f"Unknown parameter: '{unknown[:100]}'.",
+                    param=unknown[:100],
+                    code="unknown_parameter",
+                )
+        return data
 
 
 def drop_unused(data: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> Any:

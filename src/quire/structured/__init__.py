@@ -6,7 +6,14 @@ what could not be enforced; `compiler.py` compiles it; `feature.py` follows the 
 builds their masks beside the device's work.
 """
 
-from quire.structured.compiler import Compiler, CompilerConfig
-from quire.structured.feature import GrammarFeature, NoGrammars
+from quire.structured.compiler import Compiler, CompilerConfig, build_compiler
+from quire.structured.feature import GrammarFeature, NoGrammars, open_grammars
 
-__all__ = ["Compiler", "CompilerConfig", "GrammarFeature", "NoGrammars"]
+__all__ = [
+    "Compiler",
+    "CompilerConfig",
+    "GrammarFeature",
+    "NoGrammars",
+    "build_compiler",
+    "open_grammars",
+]

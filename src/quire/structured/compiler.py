@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from quire.errors import GrammarError
+from quire.config import EngineConfig
+from quire.errors import CompilerBusyError, ConfigError, GrammarError
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.grammar import compilable
 
@@ -71,15 +74,28 @@ class Cache(Generic[K, V]):
         while len(self._values) > self._size:
             self._values.popitem(last=False)
 
-    def discard(self, key: K) -> None:
-        self._values.pop(key, None)
-
     def __len__(self) -> int:
         return len(self._values)
 
 
+@dataclass(eq=False, slots=True)
+class _Compilation:
+    """A grammar that is being compiled, or waits to be.
+
+    Attributes:
+        waiters: requests that need it.
+        began: moment at which a thread took it up.
+    """
+
+    future: Future[LLMatcher]
+    waiters: int = 0
+    began: float | None = None
+
+
 class Compiler:
-    """Compiles on threads of its own. Thread-safe.
+    """Compiles on threads of its own, each grammar once for all who ask. Thread-safe.
+
+    A grammar that waits for a thread, and that nobody waits for any more, is not compiled.
 
     Args:
         tokenizer: gives the text of a `tokenizer.json`. Called once, on a thread.
@@ -102,6 +118,7 @@ class Compiler:
         self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="grammar")
         self._tokenizer: Future[LLTokenizer] | None = None
         self._compiled: Cache[bytes, Future[LLMatcher]] = Cache(self.config.cached)
+        self._jobs: dict[bytes, _Compilation] = {}
         self._verdicts: Cache[bytes, tuple[GrammarError | None]] = Cache(_KEPT_VERDICTS)
 
     def warm_up(self) -> None:
@@ -139,58 +156,111 @@ class Compiler:
 
         Raises:
             GrammarError: it cannot, or takes too long.
+            CompilerBusyError: others took too long.
         """
+        verdict = self.checked(params)
         try:
-            self.checked(params).result(self.config.timeout)
+            verdict.result(self.config.timeout)
         except TimeoutError:
-            raise self.too_slow() from None
+            raise self.late(params) from None
+        finally:
+            if not verdict.done():
+                self.forget(params)
 
     def checked(self, params: StructuredOutputsParams) -> Future[None]:
-        """Done when it is known; may raise GrammarError, as this may."""
+        """Returns what is done when it is known, and may raise GrammarError, as this may.
+
+        Who does not wait for it says so by `forget`.
+        """
         key, verdict = _key(params), Future[None]()
 
         def judge(done: Future[LLMatcher]) -> None:
-            error = done.exception() if not done.cancelled() else None
+            if done.cancelled():
+                verdict.cancel()
+                return
+            error = done.exception()
             if error is None or isinstance(error, GrammarError):
                 with self._lock:
                     self._verdicts.put(key, (error,))
-            _settle(verdict, error)
+            _resolve(verdict, error)
 
         with self._lock:
             known = self._verdicts.get(key)
         if known is None:
             self.compile(params).add_done_callback(judge)
         else:
-            _settle(verdict, known[0])
+            _resolve(verdict, known[0])
         return verdict
 
-    def too_slow(self) -> GrammarError:
-        return GrammarError(
-            f"The grammar took longer than {self.config.timeout:g} seconds to compile.",
-            code="grammar_timeout",
+    def late(self, params: StructuredOutputsParams) -> GrammarError | CompilerBusyError:
+        """Returns the error of a request that has waited for `timeout` seconds.
+
+        The grammar is to blame if it was being compiled for most of the time, else other grammars.
+        """
+        with self._lock:
+            job = self._jobs.get(_key(params))
+            began = None if job is None else job.began
+        limit = self.config.timeout
+        if began is not None and time.monotonic() - began >= limit / 2:
+            return GrammarError(
+                f"The grammar took longer than {limit:g} seconds to compile.",
+                code="grammar_timeout",
+            )
+        return CompilerBusyError(
+            f"Other grammars have kept this one waiting for {limit:g} seconds; try again later."
         )
 
     def compile(self, params: StructuredOutputsParams) -> Future[LLMatcher]:
-        """The grammar at its start, which others may be given too: `deep_copy` it before use. The
-        future may raise GrammarError."""
+        """Returns the grammar at its start, which others may be given too.
+
+        `deep_copy` it before use. The future may raise GrammarError. Who does not wait for it says
+        so by `forget`.
+        """
         self.warm_up()
         key = _key(params)
         with self._lock:
             found = self._compiled.get(key)
-            if found is None:
-                found = self._pool.submit(self._compile, params)
-                self._compiled.put(key, found)
-        return found
+            if found is not None:
+                return found
+            job = self._jobs.get(key)
+            if job is None:
+                job = self._jobs[key] = _Compilation(self._pool.submit(self._compile, key, params))
+            job.waiters += 1
+            return job.future
 
-    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+    def forget(self, params: StructuredOutputsParams) -> None:
+        """Notes that one of those who asked for a grammar waits no more."""
+        key = _key(params)
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None:
+                return
+            job.waiters -= 1
+            if job.waiters > 0 or job.began is not None:
+                return
+            del self._jobs[key]
+        job.future.cancel()  # not under the lock, which its callbacks take
+
+    def _compile(self, key: bytes, params: StructuredOutputsParams) -> LLMatcher:
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None:  # forgotten at this very moment
+                raise GrammarError("Nobody waits for the grammar.")
+            job.began = time.monotonic()
+        kept = False
         try:
-            return self._compiled_now(params)
+            matcher = self._compiled_now(params)
+            kept = True
+            return matcher
+        except GrammarError:
+            raise
         except Exception as error:
-            with self._lock:
-                self._compiled.discard(_key(params))
-            if isinstance(error, GrammarError):
-                raise
             raise GrammarError(f"It cannot be compiled ({type(error).__name__}).") from error
+        finally:
+            with self._lock:
+                del self._jobs[key]
+                if kept:
+                    self._compiled.put(key, job.future)
 
     def _compiled_now(self, params: StructuredOutputsParams) -> LLMatcher:
         if self._tokenizer is None:
@@ -212,6 +282,28 @@ class Compiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+def build_compiler(config: EngineConfig, *, cached: int | None = None) -> Compiler:
+    """Returns a compiler for the model's vocabulary, which begins with what all grammars share.
+
+    cached: grammars to keep, instead of the setting.
+
+    Raises:
+        ConfigError: the engine has no tokenizer.
+    """
+    if config.tokenizer_path is None:
+        raise ConfigError("grammars need a tokenizer", "skip_tokenizer_init")
+    file = Path(config.tokenizer_path) / "tokenizer.json"
+    limits = CompilerConfig(
+        timeout=config.args.structured_outputs_timeout,
+        cached=cached or config.args.structured_outputs_cache,
+    )
+    compiler = Compiler(
+        lambda: file.read_text("utf-8"), config.vocab_size, config.eos_token_ids, limits
+    )
+    compiler.warm_up()
+    return compiler
+
+
 def _key(params: StructuredOutputsParams) -> bytes:
     try:
         return hashlib.blake2b(msgspec.msgpack.encode(params), digest_size=32).digest()
@@ -219,7 +311,7 @@ def _key(params: StructuredOutputsParams) -> bytes:
         raise GrammarError("It holds half of a surrogate pair, which is no character.") from None
 
 
-def _settle(verdict: Future[None], error: BaseException | None) -> None:
+def _resolve(verdict: Future[None], error: BaseException | None) -> None:
     if isinstance(error, GrammarError):
         # Anew: a traceback grows with every raise.
         error = GrammarError(str(error), error.param, error.code, error.pointer)

@@ -9,6 +9,7 @@ through plans are known here (`StepPlan`).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -22,14 +23,15 @@ import numpy as np
 from llguidance import LLMatcher
 
 from quire.arrays import Int32
-from quire.errors import GrammarError, RequestError
+from quire.config import EngineConfig
+from quire.errors import GrammarError, QuireError, RequestError
 from quire.executor import Capacity, Executor
 from quire.loop_feature import Failure, LoopFeature
 from quire.plan import DRAFT_IDS, DRAFT_START, HeadInputs, RowFlag, claimed_drafts
 from quire.request import Request
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler import Feature, PlanBuilder
-from quire.structured.compiler import Compiler
+from quire.structured.compiler import Compiler, build_compiler
 from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
 
 _FOREVER = 2**31 - 1
@@ -85,13 +87,23 @@ class _GatedStep:
     rows: list[_GatedRow]
 
 
-class NoGrammars(Feature):
+class NoGrammars(Feature, LoopFeature):
     """Refuses requests with a grammar, for an engine that was started without grammars."""
+
+    def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
+        return self
 
     def admit(self, request: Request) -> RequestError | None:
         if request.params.structured_outputs is None:
             return None
         return RequestError("this engine has no grammars", "structured_outputs")
+
+
+def open_grammars(config: EngineConfig) -> LoopFeature:
+    """Returns the feature for an engine, which without a tokenizer has no grammars."""
+    if config.tokenizer_path is None:
+        return NoGrammars()
+    return GrammarFeature(build_compiler(config), config.scheduler.max_num_seqs)
 
 
 class GrammarFeature(Feature, LoopFeature):
@@ -117,6 +129,15 @@ class GrammarFeature(Feature, LoopFeature):
     def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
         self._room, self._submit_head = executor.mask_room, executor.submit_head
         return self
+
+    def check(self, params: Sequence[SamplingParams]) -> None:
+        """Waits until the grammars are compiled, beside each other."""
+        asked = [p.structured_outputs for p in params if p.structured_outputs is not None]
+        for one in asked:
+            with contextlib.suppress(RequestError):
+                self._compiler.checked(one)
+        for one in asked:
+            self._compiler.check(one)
 
     # -- the scheduler's part ------------------------------------------------------------------
 
@@ -203,7 +224,8 @@ class GrammarFeature(Feature, LoopFeature):
 
     def finish(self, request: Request) -> None:
         self._states.pop(request.request_id, None)
-        self._parked.pop(request.request_id, None)
+        if self._parked.pop(request.request_id, None) is not None:
+            self._compiler.forget(_grammar_of(request))
 
     # -- the engine loop's part: compiling -----------------------------------------------------
 
@@ -239,7 +261,12 @@ class GrammarFeature(Feature, LoopFeature):
         """Gives up on grammars that took too long to compile."""
         now = time.monotonic()
         late = [name for name, (_, limit) in self._parked.items() if limit < now]
-        return [(self._parked.pop(name)[0], self._compiler.too_slow()) for name in late]
+        return [self._give_up(self._parked.pop(name)[0]) for name in late]
+
+    def _give_up(self, request: Request) -> Failure:
+        error = self._compiler.late(_grammar_of(request))
+        self._compiler.forget(_grammar_of(request))
+        return request, error
 
     # -- the engine loop's part: masks ---------------------------------------------------------
 
@@ -294,3 +321,10 @@ class GrammarFeature(Feature, LoopFeature):
     def close(self, drain: Callable[[], None] | None) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._compiler.shutdown()
+
+
+def _grammar_of(request: Request) -> StructuredOutputsParams:
+    asked = request.params.structured_outputs
+    if asked is None:
+        raise QuireError(f"the request {request.request_id} has no grammar")
+    return asked

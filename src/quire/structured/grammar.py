@@ -1,4 +1,4 @@
-"""What a request asks for, as a grammar of llguidance's. Pure: no tokenizer, no model."""
+"""Turns a request's structured output into a grammar for llguidance. Needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.sampling_params import StructuredOutputsParams
 from quire.structured.json_schema import enforceable
 
 MAX_BYTES = 512 * 1024
-"""Of a schema, expression or grammar, or of all choices together."""
+"""Size limit of a schema, expression or grammar, or of all choices together."""
 MAX_REGEX_BYTES = 64 * 1024
 MAX_GBNF_BYTES = 16 * 1024
 MAX_CHOICES = 10_000
@@ -106,7 +106,11 @@ def _choice(choices: tuple[str, ...]) -> str:
         )
     if any(not isinstance(choice, str) for choice in choices):
         raise GrammarError("The choices must be strings.")
-    lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    # One terminal, an automaton: a rule would have each of its alternatives in the parser's row,
+    # which is limited to 2000. A terminal matches no empty text.
+    texts = [json.dumps(choice, ensure_ascii=False) for choice in choices if choice]
+    start = "start: " + ("CHOICE" if texts else '""') + ("?" if texts and "" in choices else "")
+    lark = start + ("\nCHOICE: " + " | ".join(texts) if texts else "")
     _check_size(lark)
     return LLMatcher.grammar_from_lark(lark)
 

@@ -1,4 +1,4 @@
-"""Which JSON Schemas can be enforced, and how they are put to llguidance.
+"""JSON Schemas that can be enforced, and their form for llguidance.
 
 llguidance ignores what it does not know and differs from the standard in a few places, where a
 document that its grammar lets through would be invalid. Here every keyword is either enforced, an
@@ -189,7 +189,7 @@ class _Reader:
         return [self.schema(s, _within(here, i), depth + 1) for i, s in enumerate(value)]
 
     def one_of(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        """Where no document can match two of the options, it is the same as `anyOf`."""
+        """Reads `oneOf` as `anyOf`, if no document can match two of the options."""
         options = self._list(name, value, at, depth)
         if self.lenient or disjoint(value, self.root):
             self.also(out, {"anyOf": options})
@@ -204,7 +204,7 @@ class _Reader:
         out["allOf"] = [*out.get("allOf", ()), more]
 
     def items(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        """As a list it is what became `prefixItems`."""
+        """Reads `items`; a list is the older form of `prefixItems`."""
         if isinstance(value, list):
             if "prefixItems" in out:
                 raise refuse(_within(at, name), "it cannot be a list beside 'prefixItems'")
@@ -378,7 +378,7 @@ class _Reader:
     # -- afterwards ----------------------------------------------------------------------------
 
     def check_references(self, done: Json) -> None:
-        """What a reference points to must have been read as a schema, and stand there still, so
+        """Checks that each reference's target has been read as a schema and is still there, so
         that nothing is enforced that was not looked at."""
         for target, at in self.references:
             place = self.places.get(target)
@@ -464,4 +464,4 @@ _KEYWORDS: dict[str, Callable[[_Reader, dict[str, Json], str, Json, str, int], N
     "uniqueItems": _Reader.unique,
     _X_GUIDANCE: _Reader.option,
 }
-"""How each keyword is read."""
+"""The reader of each keyword."""

@@ -47,7 +47,7 @@ def _literal(code: int) -> str:
 
 
 def _member(code: int) -> str:
-    """Of a class."""
+    """Contents of a character class."""
     return f"\\u{{{code:X}}}"
 
 
@@ -117,7 +117,7 @@ class _Translator:
         self.out.append("(?:")
 
     def _escape(self) -> str:
-        """What follows a backslash, outside of a class."""
+        """Reads an escape after its backslash, outside of a class."""
         char = self.text[self.at : self.at + 1]
         if char in _CLASSES:
             self.at += 1

@@ -25,7 +25,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """architectures: names in config.json. spec: builds a `ModelSpec` from it; raises ModelError.
+    """spec: builds a `ModelSpec` from config.json; raises ModelError.
     source: the checkpoint's place of a parameter slice, by the slice's name.
     prefix: of checkpoint names, there or not depending on who saved them.
     ignored: matches checkpoint tensors that hold no weights.
@@ -33,7 +33,6 @@ class Family:
     """
 
     name: str
-    architectures: tuple[str, ...]
     spec: Callable[[Mapping[str, Any]], ModelSpec]
     source: Callable[[ModelSpec, str], Source]
     prefix: str = ""

@@ -48,8 +48,8 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if settings.flag(config, name, False):
             raise ModelError(f"config.json: {name} is not supported")
-    hidden = settings.integer(config, "n_embd")
-    layers = settings.integer(config, "n_layer")
+    hidden = settings.integer(config, "n_embd", high=settings.MOST_FEATURES)
+    layers = settings.integer(config, "n_layer", high=settings.MOST_LAYERS)
     heads = settings.integer(config, "n_head")
     if hidden % heads:
         raise ModelError(f"config.json: n_embd {hidden} is not a multiple of {heads} heads")
@@ -65,14 +65,14 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
         out_bias=True,
     )
     ffn = MlpSpec(
-        width=settings.integer(config, "n_inner", 4 * hidden),
+        width=settings.integer(config, "n_inner", 4 * hidden, high=settings.MOST_FEATURES),
         act=settings.choice(config, "activation_function", _ACTIVATIONS, "gelu_new"),
         bias=True,
     )
     return ModelSpec(
         family="gpt2",
         architecture=settings.architecture(config),
-        vocab_size=settings.integer(config, "vocab_size"),
+        vocab_size=settings.integer(config, "vocab_size", high=settings.MOST_TOKENS),
         hidden_size=hidden,
         norm=NormSpec(kind="layer", eps=settings.number(config, "layer_norm_epsilon", 1e-5)),
         layers=(LayerSpec(mixer, ffn),) * layers,
@@ -87,7 +87,6 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
 
 FAMILY = Family(
     name="gpt2",
-    architectures=("GPT2LMHeadModel",),
     spec=_spec,
     source=_source,
     prefix="transformer.",

@@ -39,8 +39,8 @@ def source(spec: ModelSpec, name: str) -> Source:
 
 def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
     """Returns a Llama without biases or windows; related families change what differs."""
-    hidden = settings.integer(config, "hidden_size")
-    layers = settings.integer(config, "num_hidden_layers")
+    hidden = settings.integer(config, "hidden_size", high=settings.MOST_FEATURES)
+    layers = settings.integer(config, "num_hidden_layers", high=settings.MOST_LAYERS)
     heads, kv_heads, head_dim = settings.heads(config, hidden)
     trained = settings.integer(config, "max_position_embeddings", 2048)
     rope = settings.rope(config, head_dim, trained)
@@ -54,14 +54,14 @@ def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
         rope=rope,
     )
     ffn = MlpSpec(
-        width=settings.integer(config, "intermediate_size"),
+        width=settings.integer(config, "intermediate_size", high=settings.MOST_FEATURES),
         act=settings.choice(config, "hidden_act", {"silu": "silu_and_mul"}, "silu"),
         bias=False,
     )
     return ModelSpec(
         family=family,
         architecture=settings.architecture(config),
-        vocab_size=settings.integer(config, "vocab_size"),
+        vocab_size=settings.integer(config, "vocab_size", high=settings.MOST_TOKENS),
         hidden_size=hidden,
         norm=NormSpec(kind="rms", eps=settings.number(config, "rms_norm_eps", 1e-6)),
         layers=(LayerSpec(mixer, ffn),) * layers,
@@ -106,7 +106,6 @@ IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 FAMILY = Family(
     name="llama",
-    architectures=("LlamaForCausalLM",),
     spec=_spec,
     source=source,
     ignored=IGNORED,

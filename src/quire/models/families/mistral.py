@@ -23,7 +23,6 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
 
 FAMILY = Family(
     name="mistral",
-    architectures=("MistralForCausalLM",),
     spec=_spec,
     source=llama.source,
     ignored=llama.IGNORED,

@@ -31,7 +31,6 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
 
 FAMILY = Family(
     name="qwen2",
-    architectures=("Qwen2ForCausalLM",),
     spec=_spec,
     source=llama.source,
     ignored=llama.IGNORED,

@@ -20,7 +20,6 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
 
 FAMILY = Family(
     name="qwen3",
-    architectures=("Qwen3ForCausalLM",),
     spec=_spec,
     source=llama.source,
     ignored=llama.IGNORED,

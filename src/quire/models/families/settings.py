@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quire.errors import ModelError
-from quire.layers.rotary import LinearScaling, Llama3Scaling, RopeSpec, Scaling, YarnScaling
+from quire.layers.rotary import LinearScaling, RopeSpec, YarnScaling
 
 Config = Mapping[str, Any]
 
@@ -20,14 +20,27 @@ _DTYPES = {
 }
 
 
-def integer(config: Config, name: str, default: int | None = None, low: int = 1) -> int:
-    """A whole number of at least `low`; null counts as absent."""
+MOST_LAYERS = 10_000
+MOST_FEATURES = 1 << 22
+MOST_TOKENS = 1 << 24
+
+
+def integer(
+    config: Config,
+    name: str,
+    default: int | None = None,
+    low: int = 1,
+    high: int = 2**31 - 1,
+) -> int:
+    """Returns a whole number from `low` to `high`; null counts as absent. Raises ModelError."""
     value = config.get(name)
     value = default if value is None else value
     if value is None:
         raise ModelError(f"config.json lacks {name!r}")
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ModelError(f"config.json: {name} must be an integer >= {low}, got {value!r}")
+    if value > high:
+        raise ModelError(f"config.json: {name} must be at most {high}, got {str(value)[:40]}")
     return value
 
 
@@ -107,7 +120,13 @@ def rope(config: Config, head_dim: int, max_positions: int) -> RopeSpec:
     rotary_dim = int(head_dim * share)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelError(f"config.json: cannot rotate {rotary_dim} of {head_dim} dimensions")
-    return RopeSpec(theta, rotary_dim, _scaling(scaling, config, max_positions))
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return RopeSpec(theta, rotary_dim)
+    # Most models have no scaling.
+    from quire.models.families.rope_scaling import read_scaling
+
+    return RopeSpec(theta, rotary_dim, read_scaling(str(kind), scaling, config, max_positions))
 
 
 def max_positions(spec: RopeSpec | None, trained: int) -> int:
@@ -133,56 +152,6 @@ def windows(config: Config, layers: int, width: int | None, first: int) -> tuple
     if width is None and "sliding_attention" in kinds:
         raise ModelError("config.json: layers with sliding_attention need a sliding_window")
     return tuple(width if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _scaling(scaling: Config, config: Config, max_positions: int) -> Scaling | None:
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return LinearScaling(number(scaling, "factor"))
-    if kind == "llama3":
-        return Llama3Scaling(
-            number(scaling, "factor"),
-            number(scaling, "low_freq_factor"),
-            number(scaling, "high_freq_factor"),
-            integer(scaling, "original_max_position_embeddings", max_positions),
-        )
-    if kind == "yarn":
-        return _yarn(scaling, config, max_positions)
-    raise ModelError(
-        f"config.json: rope type {kind!r} is not supported; known are: default, linear, llama3, "
-        "yarn"
-    )
-
-
-def _yarn(scaling: Config, config: Config, max_positions: int) -> YarnScaling:
-    original = scaling.get("original_max_position_embeddings") or config.get(
-        "original_max_position_embeddings"
-    )
-    original_max = integer({"original": original}, "original", max_positions)
-    factor = number(scaling, "factor", max_positions / original_max)
-    attention = scaling.get("attention_factor")
-    if attention is None:
-        attention = _yarn_attention(scaling, factor)
-    return YarnScaling(
-        factor=factor,
-        original_max_positions=original_max,
-        attention_factor=number({"attention_factor": attention}, "attention_factor"),
-        beta_fast=number(scaling, "beta_fast", 32.0),
-        beta_slow=number(scaling, "beta_slow", 1.0),
-        truncate=flag(scaling, "truncate", True),
-    )
-
-
-def _yarn_attention(scaling: Config, factor: float) -> float:
-    def temperature(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if mscale and mscale_all:
-        return temperature(mscale) / temperature(mscale_all)
-    return temperature(1.0)
 
 
 def architecture(config: Config) -> str:

@@ -11,41 +11,21 @@ _OFF: tuple[Any, ...] = (None, False, 0)
 _ONE: tuple[Any, ...] = (None, 1)
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    # attention
-    "attention_chunk_size": _OFF,
-    "attention_multiplier": (None,),
-    "attn_logit_softcapping": _OFF,
-    "attn_temperature_tuning": _OFF,
-    "alibi": _OFF,
-    "clip_qkv": _OFF,
-    "dual_chunk_attention_config": (None,),
-    "interleaved_sliding_window": (None,),
-    "qk_norm": _OFF,
-    "query_pre_attn_scalar": (None,),
-    "sliding_window_pattern": _ONE,
-    "use_qk_norm": _OFF,
-    # positions
-    "mrope_section": (None,),
-    "llama_4_scaling_beta": _OFF,
-    "no_rope_layer_interval": _OFF,
-    "partial_rotary_factor": _ONE,
-    "rotary_pct": _ONE,
-    # scales of embeddings, residuals and logits
-    "dim_model_base": (None,),
-    "embedding_multiplier": _ONE,
-    "final_logit_softcapping": _OFF,
-    "logit_scale": _ONE,
-    "logits_scaling": _ONE,
-    "residual_multiplier": _ONE,
-    "scale_depth": (None,),
-    "scale_emb": _ONE,
-    # structure
-    "n_routed_experts": _OFF,
-    "num_experts": _OFF,
-    "num_local_experts": _OFF,
-    "parallel_attn": _OFF,
-    "use_parallel_residual": _OFF,
-}
+    **dict.fromkeys((
+        "attention_multiplier", "dim_model_base", "dual_chunk_attention_config",
+        "interleaved_sliding_window", "mrope_section", "query_pre_attn_scalar", "scale_depth",
+    ), (None,)),
+    **dict.fromkeys((
+        "alibi", "attention_chunk_size", "attn_logit_softcapping", "attn_temperature_tuning",
+        "clip_qkv", "final_logit_softcapping", "llama_4_scaling_beta", "n_routed_experts",
+        "no_rope_layer_interval", "num_experts", "num_local_experts", "parallel_attn", "qk_norm",
+        "use_parallel_residual", "use_qk_norm",
+    ), _OFF),
+    **dict.fromkeys((
+        "embedding_multiplier", "logit_scale", "logits_scaling", "partial_rotary_factor",
+        "residual_multiplier", "rotary_pct", "scale_emb", "sliding_window_pattern",
+    ), _ONE),
+}  # fmt: skip
 """Maps keys to the values with which they change nothing.
 
 `partial_rotary_factor` is here as the published code of Llama, Mistral and Qwen rotates whole heads

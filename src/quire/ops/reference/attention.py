@@ -18,7 +18,6 @@ from torch import Tensor
 from quire.ops.arguments import Scratch
 from quire.ops.kv import KVFormat, KVLayer
 from quire.ops.reference.cache import head_rows, host_reads
-from quire.ops.reference.kv8 import dequantize
 
 _TILE = 256
 """Most queries of one piece: bounds the mask, and skips most of what causality hides."""
@@ -248,6 +247,9 @@ def _values(
     """Rows of `head_rows(cache)` as `shape`, [P, Hkv, context, D], in `dtype`."""
     if scale is None:
         return _gather(name, cache, rows, workspace).view(shape).to(dtype)
+    # Most caches hold keys and values as they are.
+    from quire.ops.reference.kv8 import dequantize
+
     stored = _gather(name, cache.view(torch.int8), rows, workspace).view(shape)
     if scale.dim() == 1:
         scales = scale.unsqueeze(1).expand(shape[:-1])

@@ -10,7 +10,6 @@ from torch import Tensor
 from quire.ops.arguments import Scratch
 from quire.ops.kv import KVFormat, KVLayer
 from quire.ops.reference.dense import rms_norm
-from quire.ops.reference.kv8 import quantize
 
 
 def qk_norm_rope_store(
@@ -57,6 +56,9 @@ def _put(
     if scale is None:
         plan.store(values, cache)
         return
+    # Most caches hold keys and values as they are.
+    from quire.ops.reference.kv8 import quantize
+
     stored, scales = quantize(values, kv_format, scale)
     plan.store(stored, cache.view(torch.int8))
     if kv_format.scales == "token":

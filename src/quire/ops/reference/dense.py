@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.arguments import Activation, RmsScale
-from quire.ops.reference.quantized import dequantize, round_rows
 from quire.ops.weight import Weight
 
 _WIDE = (torch.float32, torch.float64)
@@ -63,8 +62,11 @@ def linear(
     if weight.format.scales is None:
         out = _product(x, weight.values, bias)
     else:
+        # Most weights are stored as they are.
+        from quire.ops.reference import quantized
+
         if weight.format.inputs == "token":
-            x = round_rows(x, weight.format)
+            x = quantized.round_rows(x, weight.format)
         out = _scaled_product(x, weight)
         out = out if bias is None else out.add_(bias)
     if act is not None:
@@ -77,6 +79,8 @@ _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 
 def _scaled_product(x: Tensor, weight: Weight) -> Tensor:
     """Returns x @ weightᵀ, with the scales applied to the products where outputs have one each."""
+    from quire.ops.reference.quantized import dequantize
+
     scales = weight.scales
     if scales is None or weight.format.group or weight.format.zeros or x.dtype not in _WIDE:
         return _product(x, dequantize(weight, x.dtype), None)
@@ -122,17 +126,3 @@ def embedding(ids: Tensor, table: Tensor, start: int = 0) -> Tensor:
     inside = (local >= 0) & (local < table.shape[0])
     rows = F.embedding(local.clamp(0, table.shape[0] - 1), table)
     return rows.masked_fill_(~inside.unsqueeze(-1), 0.0)
-
-
-def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None = None) -> Tensor:
-    """Sets logits [n, vocab], dense rows, to -inf in place where a bit of the mask is clear.
-
-    mask: int32 [m, at least vocab / 32]; bit i of word w is token 32 w + i. lines: int32 [n], the
-    line of the mask that each row is under, or -1 for none; left out, each row is under its own.
-    Returns `logits`.
-    """
-    if lines is not None:
-        mask = mask[lines.clamp(min=0).long()].masked_fill_((lines < 0).unsqueeze(1), -1)
-    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
-    bits = (mask.unsqueeze(-1) >> shifts) & 1
-    return logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)

@@ -73,7 +73,7 @@ def _words(
 
 
 def _noise(words: Tensor) -> Tensor:
-    """Of int64 words that nothing else needs."""
+    """Returns the noise of int64 words, which are overwritten."""
     # 23 bits and a half: strictly between 0 and 1, and exact in float32. With one bit more the
     # largest word would round to 1, whose noise is infinite.
     uniform = (words >> 9).float().add_(0.5).mul_(2.0**-23)

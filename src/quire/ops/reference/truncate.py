@@ -59,7 +59,10 @@ def pick_likely(
 
 
 def _kept(ordered: Tensor, probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which of a row's likeliest tokens [N, W], in order, stay; probs: among all of the row's.
+    """Tells which of each row's likeliest tokens stay, bool [N, W].
+
+    ordered: their scores, likeliest first. probs: their probabilities among all of the row's
+    tokens, in the same order.
 
     Sums run from the first token on and in float64, so that they are the same for every W.
     """

@@ -26,8 +26,8 @@ def _wait(flags_ptr, gate_ptr, tries):
             tried += 1
 
 
-def wait_for_flag(flags: Tensor, gate: Tensor) -> None:
-    """See `ops.wait_for_flag`. Gives up after some twenty seconds, so that a host that has failed
+def wait_for_flag(gate: Tensor, flags: Tensor) -> None:
+    """See `reference.mask`. Gives up after some twenty seconds, so that a host that has failed
     does not leave the device busy for ever.
 
     What the host wrote before the flag is seen by copies and kernels queued behind.

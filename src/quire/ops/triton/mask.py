@@ -27,11 +27,14 @@ def _mask(
         line = tl.load(lines_ptr + row).to(tl.int64)
         if line < 0:
             return
-    entry = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = entry < vocab
-    word = tl.load(mask_ptr + line * words + (entry >> 5), mask=inside, other=-1)
-    barred = ((word >> (entry & 31)) & 1) == 0
-    tl.store(logits_ptr + row * logits_stride + entry, float("-inf"), mask=inside & barred)
+    # Each word is read once: the mask may lie in the host's memory, behind a link.
+    place = tl.program_id(1) * (TILE // 32) + tl.arange(0, TILE // 32)
+    word = tl.load(mask_ptr + line * words + place, mask=place < words, other=-1)
+    bit = tl.arange(0, 32)
+    barred = ((word[:, None] >> bit[None, :]) & 1) == 0
+    entry = place[:, None] * 32 + bit[None, :]
+    at = logits_ptr + row * logits_stride + entry
+    tl.store(at, float("-inf"), mask=barred & (entry < vocab))
 
 
 def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None) -> Tensor:

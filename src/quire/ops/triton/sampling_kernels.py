@@ -90,8 +90,8 @@ def _likeliest(keys, count):
 
 @triton.jit
 def _above(logits, vocab, temperature, floor, threshold, peak, BLOCK: tl.constexpr):
-    """Of one row's entries at or above `floor` and `threshold`: how many, and their mass relative
-    to the peak's."""
+    """Counts one row's entries at or above `floor` and `threshold`, and sums their mass relative to
+    the peak's."""
     count = 0
     mass = 0.0
     for start in range(0, vocab, BLOCK):

@@ -367,7 +367,7 @@ def _pool(
 def pool_rows(
     hidden: Tensor, rows: StepRows, shares: Tensor, sums: Tensor, lengths: Tensor, out: Tensor
 ) -> None:
-    """See `ops.pool_rows`."""
+    """See `reference.pool`."""
     width = hidden.shape[1]
     pdl = traits(hidden.device).pdl
     launch(_pool, (len(rows.lanes), triton.cdiv(width, 256)))(

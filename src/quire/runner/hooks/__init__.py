@@ -1,4 +1,4 @@
-"""What takes part in a step beside the model: the sampler's own hooks, and features'."""
+"""Hooks take part in a step beside the model: the sampler's own, and those of features."""
 
 from quire.runner.hooks.hook import HeadContext, Hook, Level
 

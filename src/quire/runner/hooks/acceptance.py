@@ -1,4 +1,4 @@
-"""What of the drawn tokens is kept: drafts that agree, up to what ends a row."""
+"""Keeps drawn tokens: drafts that agree and the token after them, up to what ends a row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from quire import ops
 from quire.arrays import int32
-from quire.plan import NO_CLAIM, Admit, StepPlan, claim_width
+from quire.plan import NO_CLAIM, StepPlan, claim_width
 from quire.runner.hooks.hook import HeadContext, Hook, Level
 from quire.runner.hooks.penalties import Penalties
 from quire.runner.state import BatchState, ColumnSpec, Limits
@@ -50,7 +50,8 @@ class Acceptance(Hook):
             names = "draft_ids", "draft_start", "drafts_used"
             self.claims = ops.Drafts(*(state.columns[name] for name in names))
 
-    def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
+    def stage(self, plan: StepPlan, upload: Upload) -> None:
+        admits = plan.admits
         if not admits:
             return
         lanes = int32([admit.lane for admit in admits])

@@ -1,4 +1,5 @@
-"""What takes part in a step beside the model. The runner knows all of it by this interface only."""
+"""The interface of hooks, which take part in a step beside the model. The runner knows hooks by it
+only."""
 
 from __future__ import annotations
 
@@ -7,18 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from quire.arrays import Int32
 from quire.ops import LogitRows, StepRows
-from quire.plan import Admit, StepPlan
+from quire.plan import Admit, HeadInputs, StepPlan
 from quire.runner.readback import Step
 from quire.runner.state import BatchState, ColumnSpec, Limits
 from quire.runner.upload import Upload
 
+SharedMemory = np.ndarray[tuple[int], np.dtype[np.int8]]
+"""Memory that all ranks map, int8 [bytes]."""
+
 
 class Level(enum.IntEnum):
-    """What a head can do; each level includes those before it. Within one, every choice is made
-    per row, on the device.
+    """The abilities of a head. Each level includes those before it; within one, every choice is
+    made per row, on the device.
 
     PLAIN: greedy choice, or temperature. MASKED: truncation, and masks that the host brings.
     FULL: everything that any hook does.
@@ -60,9 +66,20 @@ class Hook:
     nothing of the plan, make no decision on the host, and do the same for the same level.
 
     drafts: the most draft tokens of a row that steps must verify for it.
+    entries: names in `StepPlan.writes` that it reads there, and that are no columns.
+    gates: whether it can make a head wait for the host, with the methods `lacks` and `bring`.
     """
 
     drafts: int = 0
+    entries: frozenset[str] = frozenset()
+    gates: bool = False
+
+    def shared_bytes(self, limits: Limits) -> int:
+        """Returns the bytes of host memory that all ranks must share for it."""
+        return 0
+
+    def share(self, memory: SharedMemory) -> None:
+        """Takes memory that all ranks map, before `bind`. Not called where there is one rank."""
 
     def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
         """Returns the per-lane columns it keeps; plans fill them through `StepPlan.writes`."""
@@ -71,8 +88,11 @@ class Hook:
     def bind(self, state: BatchState) -> None:
         """Takes the state that holds its columns. Called once, before anything below."""
 
-    def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
+    def stage(self, plan: StepPlan, upload: Upload) -> None:
         """Adds to the upload what the plan, and requests that take a lane, change for it."""
+
+    def pack(self, plan: StepPlan, inputs: Int32) -> None:
+        """Fills in its part of a step's `BatchState.inputs`."""
 
     def lane_level(self, admit: Admit) -> Level:
         """Returns what heads must be able to do for the rows of a request that takes a lane."""
@@ -87,6 +107,18 @@ class Hook:
 
     def tokens(self, ctx: HeadContext) -> None:
         """Uses what was drawn and accepted."""
+
+    def lacks(self, plan: StepPlan, *, wait: bool) -> bool:
+        """Tells whether the plan's head needs what the host has yet to bring; with `wait`, waits
+        for it."""
+        return False
+
+    def room(self, step_id: int, rows: int) -> Int32 | None:
+        """Answers `Executor.mask_room`. None: not this one."""
+        return None
+
+    def bring(self, inputs: HeadInputs) -> None:
+        """Takes what the host brings for the head of a step, on any thread."""
 
     def programs(self) -> Mapping[str, Callable[[], None]]:
         """Returns further programs to capture, by name. They read and write fixed tensors."""
@@ -108,3 +140,6 @@ class Hook:
     def on_control(self, message: dict[str, Any]) -> Any:
         """Answers a control message that no one else knows. None: not this one either."""
         return None
+
+    def close(self) -> None:
+        """Ends, and lets go of whatever waits for the host. Idempotent."""

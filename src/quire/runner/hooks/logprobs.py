@@ -32,7 +32,8 @@ class SampledLogprobs(Hook):
         shape = state.limits.logit_rows, WIDTH
         self._lines = torch.empty(shape, dtype=torch.int32, device=state.device)
 
-    def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
+    def stage(self, plan: StepPlan, upload: Upload) -> None:
+        admits = plan.admits
         if not admits:
             return
         lanes = int32([admit.lane for admit in admits])

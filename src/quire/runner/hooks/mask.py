@@ -2,25 +2,79 @@
 
 from __future__ import annotations
 
-from quire import ops
-from quire.plan import StepPlan
-from quire.runner.hooks.hook import HeadContext, Hook, Level
+import numpy as np
+
+from quire.arrays import Int32
+from quire.config import EngineConfig
+from quire.ops import op
+from quire.ops.reference import mask as twins
+from quire.plan import HeadInputs, StepPlan
+from quire.runner.hooks.hook import HeadContext, Hook, Level, SharedMemory
 from quire.runner.mask_ring import MaskRing
+from quire.runner.readback import in_head
+from quire.runner.state import BatchState, Limits
+
+_mask_logits = op(twins.mask_logits)
+_wait_for_flag = op(twins.wait_for_flag)
 
 
 class Mask(Hook):
     """Bars what a row's line of the mask does not allow. The head waits behind the model's logits,
-    which need no mask."""
+    which need no mask.
 
-    def __init__(self, ring: MaskRing) -> None:
-        self._ring = ring
+    ring: holds the masks; made by `bind`.
+    """
+
+    gates = True
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._depth = config.scheduler.steps_in_flight + 1
+        self._words = -(-config.vocab_size // 32)
+        self._memory: SharedMemory | None = None
+        self.ring: MaskRing | None = None
+
+    def shared_bytes(self, limits: Limits) -> int:
+        return MaskRing.size(self._depth, limits.logit_rows, self._words)
+
+    def share(self, memory: SharedMemory) -> None:
+        self._memory = memory
+
+    def bind(self, state: BatchState) -> None:
+        self._state = state
+        rows = state.limits.logit_rows
+        self.ring = MaskRing(state.device, self._depth, rows, self._words, self._memory)
 
     def level(self, plan: StepPlan) -> Level:
         return Level.MASKED if plan.gated else Level.PLAIN
 
-    def logits(self, ctx: HeadContext) -> None:
-        if ctx.level < Level.MASKED:
+    def pack(self, plan: StepPlan, inputs: Int32) -> None:
+        if self.ring is None or not plan.gated:
             return
-        ops.wait_for_flag(self._ring.flags, ctx.state.gate)
+        *_, lines, gate = self._state.split_inputs(inputs)
+        wanted = plan.mask_lines[in_head(plan)]
+        first = self.ring.first_line(plan.step_id)
+        lines[: len(wanted)] = np.where(wanted >= 0, wanted + first, -1)
+        gate[:] = self.ring.gate(plan.step_id)
+
+    def lacks(self, plan: StepPlan, *, wait: bool) -> bool:
+        if self.ring is None or not plan.gated:
+            return False
+        return not self.ring.has(plan.step_id, wait=wait)
+
+    def room(self, step_id: int, rows: int) -> Int32 | None:
+        return None if self.ring is None else self.ring.room(step_id, rows)
+
+    def bring(self, inputs: HeadInputs) -> None:
+        if self.ring is not None:
+            self.ring.bring(inputs.step_id, inputs.mask)
+
+    def logits(self, ctx: HeadContext) -> None:
+        if ctx.level < Level.MASKED or self.ring is None:
+            return
+        _wait_for_flag(ctx.state.gate, self.ring.flags)
         lines = ctx.state.lines[: len(ctx.raw)]
-        ctx.logits = ops.mask_logits(ctx.own_logits(), self._ring.masks, lines)
+        ctx.logits = _mask_logits(ctx.own_logits(), self.ring.masks, lines)
+
+    def close(self) -> None:
+        if self.ring is not None:
+            self.ring.open()

@@ -46,7 +46,8 @@ class Penalties(Hook):
         self._bias_ids = state.columns["bias_ids"]
         self._bias_values = state.columns["bias_values"]
 
-    def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
+    def stage(self, plan: StepPlan, upload: Upload) -> None:
+        admits = plan.admits
         if not admits:
             return
         lanes = int32([admit.lane for admit in admits])

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire import ops
 from quire.arrays import Int32, int32
 from quire.models import Decoder
-from quire.plan import Admit, RowFlag, StepPlan
+from quire.plan import RowFlag, StepPlan
 from quire.runner.hooks.hook import Hook
 from quire.runner.hooks.logprobs import WIDTH, unpack
 from quire.runner.readback import Step
@@ -47,7 +47,8 @@ class PromptLogprobs(Hook):
         self._lines = torch.empty(size, WIDTH, dtype=torch.int32, device=device)
         self._uploaded: tuple[Upload, int] | None = None
 
-    def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
+    def stage(self, plan: StepPlan, upload: Upload) -> None:
+        admits = plan.admits
         if admits:
             lanes = int32([admit.lane for admit in admits])
             wanted = [a.params.prompt_logprobs for a in admits]

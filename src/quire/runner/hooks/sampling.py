@@ -29,7 +29,8 @@ class Sampling(Hook):
         self._floats = state.columns["sampling_floats"]
         self._ints = state.columns["sampling_ints"]
 
-    def stage(self, plan: StepPlan, admits: Sequence[Admit], upload: Upload) -> None:
+    def stage(self, plan: StepPlan, upload: Upload) -> None:
+        admits = plan.admits
         if not admits:
             return
         lanes = int32([admit.lane for admit in admits])

@@ -1,10 +1,11 @@
 """KV blocks as files, which outlive the engine.
 
-`DIR/<identity>/<2 hex digits>/<32 hex digits>.<group>`: the identity stands for all that a block's
-bytes depend on besides its tokens (model, revision, dtype, layout), the digits for the tokens up to
-the block's end and the namespace they belong to. A file is a header and a block's bytes. It is
-written under another name and then renamed, so that no file is ever half there, and carries a
-checksum: what was damaged, or deleted, by whoever, is a miss and nothing else.
+`DIR/<identity>/<2 hex digits>/<32 hex digits>.<group>`, in a folder `DIR` of the cache's own: the
+identity stands for all that a block's bytes depend on besides its tokens (model, revision, dtype,
+layout), the digits for the tokens up to the block's end and the namespace they belong to. A file is
+a header and a block's bytes. It is written under another name and then renamed, so that no file is
+ever half there, and carries a checksum: what was damaged, or deleted, by whoever, is a miss and
+nothing else.
 
 The directory holds at most `limit` bytes, files of other identities included; those that were used
 longest ago go first. A file's time of modification says when that was.
@@ -14,14 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import logging
 import os
 import re
+import stat
 import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +32,34 @@ import numpy as np
 
 from quire.arrays import Int32
 from quire.errors import ConfigError
+from quire.runner.transfer.threads import DaemonThreads
 
 _log = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<8s16s16sQ")
 _MAGIC = b"quirekv1"
-_NAME = re.compile("[0-9a-f]{32}")
+_NAME = re.compile(r"[0-9a-f]{32}\.[0-9]+")
+_PARTIAL = re.compile(r"[0-9a-f]{32}\.[0-9]+-[0-9]+\.part")
+_MARKER = "quire-kv-cache"
+_HARMLESS = frozenset({"lost+found"})
+"""Names that file systems put into their own empty folders."""
 _THREADS = 8
-_PARTIAL = ".part"
+_OPEN_SECONDS = 60.0
+STUCK_SECONDS = 10.0
+"""Time for one block, after which a file system counts as dead."""
 
 
 class DiskStore:
     """The files of one identity under `folder`, and the size of all. IO runs on threads.
 
+    The folder holds nothing but the cache: it is empty at first, and then has a file that marks it.
+    Only files that have the name and the header of a block are ever deleted in it.
+
+    A file system that answers no more ends the cache, not the engine: see `stuck`.
+
     Raises:
-        ConfigError: the folder cannot be made or written to.
+        ConfigError: the folder cannot be made or written to, does not answer, or holds other
+            things.
     """
 
     def __init__(self, folder: Path, limit: int, identity: str) -> None:
@@ -51,21 +67,38 @@ class DiskStore:
         self._folder = folder / identity
         self._limit = limit
         self._salt = hashlib.blake2b(identity.encode(), digest_size=16).digest()
+        self._lock = threading.Lock()
+        self._sizes: OrderedDict[Path, int] = OrderedDict()
+        """Bytes of every file, least recently used first."""
+        self._total = 0
+        self._told: set[str] = set()
+        self._threads = DaemonThreads(_THREADS, "quire-disk")
+        opened = self._threads.submit(self._open)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            probe = self._folder / f"probe{os.getpid()}{_PARTIAL}"
-            probe.write_bytes(b"")
-            probe.unlink()
+            opened.result(_OPEN_SECONDS)
+        except TimeoutError:
+            raise ConfigError(
+                f"disk_cache: {str(folder)!r} does not answer", "disk_cache"
+            ) from None
         except OSError as error:
             raise ConfigError(
                 f"disk_cache: cannot write to {str(folder)!r} ({error.strerror})", "disk_cache"
             ) from error
-        self._lock = threading.Lock()
-        self._sizes: OrderedDict[Path, int] = OrderedDict()
-        """Of every file, least recently used first."""
-        self._total = 0
-        self._told: set[str] = set()
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="quire-disk")
+
+    def _open(self) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        marker = self._root / _MARKER
+        if not marker.is_file() and (others := set(os.listdir(self._root)) - _HARMLESS):
+            raise ConfigError(
+                f"disk_cache: {str(self._root)!r} is no cache of Quire's, as it holds "
+                f"{min(others)[:100]!r}; name an empty folder, or one that does not exist",
+                "disk_cache",
+            )
+        marker.touch()
+        self._folder.mkdir(exist_ok=True)
+        probe = self._folder / f"probe{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
         self._scan()
 
     def _scan(self) -> None:
@@ -76,37 +109,47 @@ class DiskStore:
                     for entry in entries:
                         if not entry.is_file(follow_symlinks=False):
                             continue
-                        if entry.name.endswith(_PARTIAL):
-                            os.unlink(entry.path)  # from an engine that died
-                            continue
-                        stat = entry.stat(follow_symlinks=False)
-                        found.append((stat.st_mtime_ns, Path(entry.path), stat.st_size))
+                        if _PARTIAL.fullmatch(entry.name):
+                            _delete(Path(entry.path))  # from an engine that died
+                        elif _NAME.fullmatch(entry.name) and entry.name[:2] == folder.name:
+                            status = entry.stat(follow_symlinks=False)
+                            found.append((status.st_mtime_ns, Path(entry.path), status.st_size))
         for _, path, size in sorted(found):
             self._sizes[path] = size
             self._total += size
         with self._lock:
             self._shrink()
 
+    @property
+    def stuck(self) -> bool:
+        """Tells whether the file system has not answered for `STUCK_SECONDS`.
+
+        The cache is then off for good: every read and write fails at once.
+        """
+        if self._threads.longest > STUCK_SECONDS:
+            self._tell_once(f"{str(self._root)!r} does not answer; the disk cache is off")
+            self._threads.abandon()
+        return self._threads.abandoned
+
     def keys(self, group: int) -> Int32:
-        """Of the blocks that are there, least recently used first; int32 [n, 4]."""
+        """Returns the keys of a group's blocks, least recently used first, int32 [n, 4]."""
         suffix = f".{group}"
         with self._lock:
             paths = [p for p in self._sizes if p.parent.parent == self._folder]
-        names = [p.stem for p in paths if p.suffix == suffix]
-        good = [name for name in names if _NAME.fullmatch(name)]
-        return np.frombuffer(bytes.fromhex("".join(good)), dtype=np.int32).reshape(-1, 4)
+        names = "".join(p.stem for p in paths if p.suffix == suffix)
+        return np.frombuffer(bytes.fromhex(names), dtype=np.int32).reshape(-1, 4)
 
     def write(self, key: bytes, group: int, data: memoryview) -> Future[bool]:
         """Whether it is there now. data: must stay as it is until then."""
-        return self._pool.submit(self._guarded, self._write, key, group, data)
+        return self._threads.submit(self._guarded, self._write, key, group, data)
 
     def read(self, key: bytes, group: int, into: memoryview) -> Future[bool]:
         """Whether it was there, whole; else what `into` holds is undefined."""
-        return self._pool.submit(self._guarded, self._read, key, group, into)
+        return self._threads.submit(self._guarded, self._read, key, group, into)
 
     def close(self) -> None:
         """Waits for what has begun; the rest is given up. Idempotent."""
-        self._pool.shutdown(cancel_futures=True)
+        self._threads.close(STUCK_SECONDS)
 
     # -- on threads ----------------------------------------------------------------------------
 
@@ -125,7 +168,7 @@ class DiskStore:
     def _write(self, path: Path, key: bytes, data: memoryview) -> bool:
         header = _HEADER.pack(_MAGIC, key, self._checksum(key, data), len(data))
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}{_PARTIAL}")
+        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
         try:
             with open(partial, "wb", buffering=0) as file:
                 file.write(header)
@@ -143,18 +186,22 @@ class DiskStore:
             return path in self._sizes
 
     def _read(self, path: Path, key: bytes, into: memoryview) -> bool:
-        header = bytearray(_HEADER.size)
-        with open(path, "rb", buffering=0) as file:
-            count = os.readv(file.fileno(), [header, into])
+        # Not into the block's own memory, which may be another's once a stuck read goes on.
+        header, data = bytearray(_HEADER.size), bytearray(len(into))
+        with _open_file(path) as file:
+            count = os.readv(file.fileno(), [header, data])
             whole = os.fstat(file.fileno()).st_size == _HEADER.size + len(into) == count
         if not whole or bytes(header) != _HEADER.pack(
-            _MAGIC, key, self._checksum(key, into), len(into)
+            _MAGIC, key, self._checksum(key, memoryview(data)), len(data)
         ):
             self._tell_once("a file of the KV cache is damaged; such files are deleted")
-            path.unlink(missing_ok=True)
+            _delete(path)
             self._forget(path)
             return False
         with self._lock:
+            if self._threads.abandoned:
+                return False
+            into[:] = data
             if path in self._sizes:
                 self._sizes.move_to_end(path)
         os.utime(path)
@@ -165,11 +212,10 @@ class DiskStore:
         while self._total > self._limit and self._sizes:
             path, size = self._sizes.popitem(last=False)
             self._total -= size
-            with contextlib.suppress(OSError):
-                path.unlink()
+            _delete(path)
 
     def _checksum(self, key: bytes, data: memoryview) -> bytes:
-        """Of a block's bytes and of all that they depend on."""
+        """Returns the checksum of a block's bytes and of all that they depend on."""
         return hashlib.blake2b(data, digest_size=16, key=key, salt=self._salt).digest()
 
     def _forget(self, path: Path) -> None:
@@ -182,6 +228,25 @@ class DiskStore:
                 return
             self._told.add(what)
         _log.warning("disk cache: %s", what)
+
+
+def _open_file(path: Path) -> io.FileIO:
+    """Opens a file for reading. Raises OSError unless it is a regular one: a pipe would block."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = io.FileIO(os.open(path, flags))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise FileNotFoundError(path)
+    return file
+
+
+def _delete(path: Path) -> None:
+    """Deletes a block's file, or what has become of one; a file of anything else stays."""
+    with contextlib.suppress(OSError):
+        with _open_file(path) as file:
+            begin = file.read(len(_MAGIC))
+        if _MAGIC.startswith(begin):
+            path.unlink()
 
 
 def _folders(path: str | Path) -> list[os.DirEntry[str]]:
@@ -201,6 +266,7 @@ def identity(model: Path, *facts: object) -> str:
         digest.update(config.read_bytes())
     for file in sorted(model.glob("*.safetensors")):
         real = file.resolve()  # the hub's cache links to files named by their contents
-        stat = real.stat()
-        digest.update(repr((file.name, real.name, stat.st_size, stat.st_mtime_ns)).encode())
+        status = real.stat()
+        known = file.name, real.name, status.st_size, status.st_mtime_ns
+        digest.update(repr(known).encode())
     return digest.hexdigest()

@@ -20,8 +20,8 @@ _ALIGN = 16
 
 
 class BlockLayout:
-    """What a group's block is made of: the same place in each of the group's tensors, one after
-    the other, each padded to 16 bytes."""
+    """The parts of a group's block: the same place in each of the group's tensors, one after the
+    other, each padded to 16 bytes."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.parts = [t.view(len(t), -1).view(torch.uint8) for t in tensors]
@@ -46,7 +46,7 @@ class HostPool:
 
     @staticmethod
     def slots_within(layouts: Sequence[BlockLayout], limit: int) -> int:
-        """How many slots of each group fit `limit` bytes.
+        """Returns how many slots of each group fit `limit` bytes.
 
         Raises:
             ConfigError: not a single one, or the machine has less memory than that.

@@ -31,11 +31,12 @@ from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
 from quire.plan import Transfer
-from quire.runner import memory
+from quire.runner.gpu_memory import staging_bytes
 from quire.runner.kv_cache import KVCache
 from quire.runner.memory import GB
 from quire.runner.transfer.disk import DiskStore, identity
 from quire.runner.transfer.host import BlockLayout, HostPool
+from quire.runner.transfer.threads import succeeded
 
 _PATIENCE = 2e-3
 """Seconds for which a step without rows waits for something to arrive."""
@@ -43,8 +44,8 @@ _NAP = 5e-5
 
 
 class Copier(Protocol):
-    """How blocks cross between device and host. Both calls return at once, with what tells whether
-    the copy is done."""
+    """Copies blocks between device and host. Both calls return at once, with a function that tells
+    whether the copy is done."""
 
     def out(self, group: int, blocks: Int32, slots: Int32) -> Callable[[], bool]: ...
 
@@ -76,6 +77,11 @@ class KVTransfer:
         self.disk = disk
         self._pending: deque[tuple[int, Callable[[], bool]]] = deque()
         self._files: dict[int, list[Future[bool]]] = {}
+
+    @property
+    def slots(self) -> int:
+        """Blocks that the host's pool holds."""
+        return self.pool.slots
 
     def start(self, transfers: Sequence[Transfer], direction: str) -> None:
         """Launches those of one direction."""
@@ -117,14 +123,16 @@ class KVTransfer:
             gone = set(finished)
             self._pending = deque(entry for entry in self._pending if entry[0] not in gone)
         failed: list[int] = []
+        stuck = bool(self._files) and self.disk is not None and self.disk.stuck
         for id, jobs in list(self._files.items()):
-            if all(job.done() for job in jobs):
+            if stuck or all(job.done() for job in jobs):
                 del self._files[id]
-                (finished if all(job.result() for job in jobs) else failed).append(id)
+                (finished if all(map(succeeded, jobs)) else failed).append(id)
         return finished, failed
 
     def disk_keys(self) -> Int32:
-        """Of the first group's blocks in files, least recently used first; int32 [n, 4]."""
+        """Returns the keys of the first group's blocks in files, least recently used first, int32
+        [n, 4]."""
         return int32([]).reshape(0, 4) if self.disk is None else self.disk.keys(0)
 
     def close(self) -> None:
@@ -139,7 +147,7 @@ class KVTransfer:
 def open_transfer(
     config: EngineConfig, cache: KVCache, num_blocks: Sequence[int]
 ) -> KVTransfer | None:
-    """What the settings ask for; None without a host cache.
+    """Opens the places that the settings ask for; returns None without a host cache.
 
     Raises:
         ConfigError: the host's memory does not suffice, or the folder cannot be used.
@@ -157,9 +165,7 @@ def open_transfer(
         seed = args.seed if args.load_format == "dummy" else None
         name = identity(Path(config.model_path), args.load_format, seed, config.dtype, shapes)
         disk = DiskStore(Path(args.disk_cache), int(args.disk_cache_gb * GB), name)
-    staging = memory.staging_bytes(
-        config, cache.groups, sum(t.nbytes for group in tensors for t in group)
-    )
+    staging = staging_bytes(config, cache.groups, sum(t.nbytes for group in tensors for t in group))
     return KVTransfer(tensors, slots, staging, disk)
 
 
@@ -288,7 +294,7 @@ class Staging:
         return places
 
     def lend(self, places: list[int], until: Any) -> None:
-        """They are read until that event."""
+        """Takes places back that are read until an event."""
         self._lent.append((places, until))
 
     def addresses(self, places: list[int]) -> Any:

@@ -19,7 +19,7 @@ from quire.config import SchedulerConfig
 from quire.request import Request
 from quire.scheduler.fair_share.interactive_burst import InteractiveBurst
 from quire.scheduler.fair_share.tenant import Tenant, fair_parts
-from quire.scheduler.order import Mask, Order
+from quire.scheduler.order import Mask, Order, QueuePart
 from quire.scheduler.policy import Entry, preemption_exhausted
 
 
@@ -53,6 +53,14 @@ class FairShare(Order):
     @property
     def tokens(self) -> int:
         return self._tokens
+
+    def queue_part(self, request: Request) -> QueuePart:
+        tenant = self._present.get(request.tenant)
+        others = sum(t.share for name, t in self._present.items() if name != request.tenant)
+        share = request.share / (request.share + others)
+        if tenant is None:
+            return QueuePart(0, 0, share)
+        return QueuePart(tenant.requests - tenant.lanes, tenant.queue.tokens, share)
 
     def check(self, request: Request) -> None:
         """Accepts every tenant."""

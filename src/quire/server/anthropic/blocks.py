@@ -104,7 +104,7 @@ AnyBlock = Annotated[Block, PlainValidator(_parse_block, json_schema_input_type=
 TextBlockOnly = Annotated[
     TextBlock, PlainValidator(_parse_text_block, json_schema_input_type=TextBlock)
 ]
-Texts = Annotated[list[TextBlockOnly], Field(max_length=MAX_BLOCKS)]
+Texts = Annotated[list[TextBlockOnly], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 
 ToolResultBlock.model_rebuild()
 
@@ -113,7 +113,7 @@ class MessageParam(StrictModel):
     """A turn of the conversation. Content that is a string becomes one text block."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[AnyBlock], Field(max_length=MAX_BLOCKS)]
+    content: Annotated[list[AnyBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 
     @field_validator("content", mode="before", json_schema_input_type=str | list[AnyBlock])
     @classmethod

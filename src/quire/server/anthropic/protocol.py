@@ -121,9 +121,11 @@ class CountTokensRequest(StrictModel):
     """The fields that make up the prompt: all that counting its tokens needs."""
 
     model: Name
-    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[
+        list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
     system: Texts | None = None
-    tools: Annotated[list[ToolParam], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ToolParam], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoiceConfig | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -148,7 +150,7 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(ge=1, le=INT32_MAX)
     metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_k: int | None = Field(None, ge=0, le=INT32_MAX)

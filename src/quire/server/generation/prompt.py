@@ -10,7 +10,7 @@ from quire.server.errors import ApiError
 from quire.server.generation.dialogue import Dialogue
 
 if TYPE_CHECKING:
-    from quire.engine.template_traits import TemplateTraits
+    from quire.engine.chat_template import TemplateTraits
     from quire.engine.tokenizer import Tokenizer
 
 _MARK = "~end-of-what-is-to-be-continued~"

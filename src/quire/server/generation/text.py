@@ -18,6 +18,7 @@ from quire.server.telemetry.metrics import RequestTimer
 
 if TYPE_CHECKING:
     from quire.engine.output import StreamUpdate
+    from quire.server.errors import ApiError
 
 
 Prompt = str | list[int]
@@ -101,6 +102,7 @@ class TextGeneration:
 
     def start(self) -> None:
         self.context.hold()
+        self.state.generations.add(self)
         self._tasks = [
             asyncio.create_task(self._run(i, prompt)) for i, prompt in enumerate(self._inputs)
         ]
@@ -109,11 +111,14 @@ class TextGeneration:
             self._timer = loop.call_later(self.context.remaining, self._time_out)
 
     def _time_out(self) -> None:
-        """Aborts what still runs when the request's time is over; text that came before it is
-        kept."""
         if self._running:
-            self._error = self._error or timed_out()
             self.context.end = "timeout"
+            self.fail(timed_out())
+
+    def fail(self, error: ApiError) -> None:
+        """Aborts what still runs, and raises `error` after the text that came before it."""
+        if self._running:
+            self._error = self._error or error
             for task in self._tasks:
                 task.cancel()
             self._changed.set()
@@ -123,6 +128,7 @@ class TextGeneration:
         tasks, self._tasks = self._tasks, []
         if not tasks:
             return
+        self.state.generations.discard(self)
         if self._timer is not None:
             self._timer.cancel()
         if self._running and self._error is None:
@@ -169,7 +175,7 @@ class TextGeneration:
         )
 
     async def _run(self, index: int, prompt: Prompt) -> None:
-        clock = RequestTimer(self.metrics)
+        clock, reason = RequestTimer(self.metrics, self.params.n), "abort"
         updates = cast(
             "AsyncGenerator[StreamUpdate, None]",
             self.state.client.generate(
@@ -192,10 +198,15 @@ class TextGeneration:
                     self._take(index, update)
         except Exception as error:  # handed to whoever reads `batches`
             if isinstance(error, OverloadedError):
-                self.state.note_full()
-            self.context.end = "error"
+                self.state.note_full(self.context.key.name)
+            self.context.end = reason = "error"
             self._error = self._error or error
+        except asyncio.CancelledError:
+            if self.context.end == "timeout":
+                reason = "timeout"
+            raise
         finally:
+            clock.end(reason)
             if self.context.trace is not None:
                 self.context.trace.prompts.append(clock.phases())
             self.metrics.open.dec()

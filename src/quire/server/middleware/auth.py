@@ -5,9 +5,10 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server import playground
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, stopping
 from quire.server.middleware.api_keys import ApiKey
 from quire.server.middleware.error_handler import error_response, is_anthropic, route_of
+from quire.server.middleware.hosts import HostCheck
 from quire.server.middleware.request_context import context_in
 from quire.server.state import ServerState
 
@@ -45,6 +46,7 @@ class AuthMiddleware:
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app = app
         self.state = state
+        self.hosts = HostCheck(state.args)
         self.public = PUBLIC_PATHS | ({"/metrics"} if state.args.public_metrics else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,7 +65,8 @@ class AuthMiddleware:
         await self.app(scope, receive, send)
 
     def _authorize(self, scope: Scope) -> None:
-        """Raises ApiError: 401, 429, or 503 while the queue is full."""
+        """Raises ApiError: 401, 403, 429, or 503 while the queue is full or the server stops."""
+        self.hosts.check(scope)
         path, context = route_of(scope), context_in(scope)
         if path in self.public:
             return
@@ -72,9 +75,11 @@ class AuthMiddleware:
             raise ApiError(401, "Incorrect or missing API key.", code="invalid_api_key")
         context.key = key
         if scope["method"] == "POST" and path in COUNTED_PATHS:
+            if self.state.draining:  # on a connection that was open before
+                raise stopping()
             context.take_request()
             if path not in _UNQUEUED_PATHS:
-                self.state.check_room()
+                self.state.check_room(key.name)
         else:
             context.read_limits()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import math
@@ -12,7 +13,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.middleware.error_handler import is_anthropic, route_of
+from quire.server.errors import stopping
+from quire.server.middleware.error_handler import error_response, is_anthropic, route_of
 from quire.server.middleware.rate_limits import LimitStatus
 from quire.server.middleware.request_context import SCOPE_KEY, RequestContext, duration, is_id
 from quire.server.state import ServerState, new_id
@@ -62,6 +64,12 @@ class RequestContextMiddleware:
 
         try:
             await self.app(scope, receive, sending)
+        except asyncio.CancelledError:
+            # The time to drain is over. Raised, it would be logged as an error with its traceback.
+            if not self.state.draining:
+                raise
+            if not context.status:
+                await error_response(stopping(), scope)(scope, receive, sending)
         finally:
             context.release()
             self._count(scope, context)

@@ -134,6 +134,11 @@ def context_of(request: Request) -> RequestContext:
     return context_in(request.scope)
 
 
+def owner_of(request: Request) -> bytes:
+    """Returns the digest of the request's API key, which is the same for all without keys."""
+    return context_of(request).key.digest
+
+
 def context_in(scope: Scope) -> RequestContext:
     context: RequestContext = scope[SCOPE_KEY]
     return context

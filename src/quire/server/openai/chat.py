@@ -24,7 +24,7 @@ from quire.server.generation.dialogue import (
     ToolCallDelta,
 )
 from quire.server.generation.thinking import known_effort
-from quire.server.middleware.request_context import context_of
+from quire.server.middleware.request_context import context_of, owner_of
 from quire.server.openai import functions
 from quire.server.openai.chunks import ChunkWriter
 from quire.server.openai.convert import check_fan_out, sampling_params
@@ -43,7 +43,7 @@ from quire.server.openai.objects import (
     ToolCallChunk,
 )
 from quire.server.openai.protocol import ChatRequest
-from quire.server.openai.stored_chats import StoredChat, chat_store, check_store, owner_of
+from quire.server.openai.stored_chats import StoredChat, chat_store, check_store
 from quire.server.openai.structured import structured_field
 from quire.server.request_body import read_body
 from quire.server.sse import EventStream, json_response, start_stream, unless_disconnected

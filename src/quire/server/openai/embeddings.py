@@ -120,7 +120,7 @@ async def _embed_all(
         context.end = "timeout"
         raise timed_out() from None
     except OverloadedError:
-        state.note_full()
+        state.note_full(context.key.name)
         raise
     finally:
         for task in tasks:
@@ -138,6 +138,8 @@ async def _embed(
 ) -> Embedding:
     metrics, start = state.metrics, time.perf_counter()
     metrics.open.inc()
+    metrics.started.inc()
+    reason = "abort"
     try:
         found = await state.client.embed(
             text,
@@ -148,12 +150,20 @@ async def _embed(
             tenant=context.key.name,
             share=context.key.share,
         )
+        reason = "stop"
+    except Exception:
+        reason = "error"
+        raise
+    except asyncio.CancelledError:
+        if context.remaining == 0.0:
+            reason = "timeout"
+        raise
     finally:
         metrics.open.dec()
+        metrics.finished.labels(reason).inc()
     context.count_prompt(len(found.prompt_token_ids), found.num_cached_tokens)
     context.end = "stop"
     metrics.count_prompt(len(found.prompt_token_ids), found.num_cached_tokens, found.queued)
-    metrics.finished.labels("stop").inc()
     now = time.perf_counter()
     metrics.e2e.observe(now - start)
     if context.trace is not None:

@@ -92,9 +92,11 @@ class ChatMessageParam(StrictModel):
     """
 
     role: str
-    content: Annotated[list[TextPartParam], Field(max_length=1024)] | None = None
+    content: Annotated[list[TextPartParam], Field(max_length=1024, fail_fast=True)] | None = None
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCallParam], Field(max_length=MAX_CALLS)] | None = None
+    tool_calls: (
+        Annotated[list[ToolCallParam], Field(max_length=MAX_CALLS, fail_fast=True)] | None
+    ) = None
     tool_call_id: Name | None = None
     function_call: CalledFunction | None = None
     reasoning_content: str | None = None
@@ -201,7 +203,7 @@ class _NamedTool(StrictModel):
 
 class _AllowedTools(StrictModel):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=256)]
+    tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=256, fail_fast=True)]
 
 
 class _Allowed(StrictModel):

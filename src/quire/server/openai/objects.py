@@ -152,9 +152,13 @@ class GenerateAnswer(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
+    """The served model. sampling_defaults: parameters that a request without them gets, where they
+    are not the API's own."""
+
     id: str
     created: int
     max_model_len: int
+    sampling_defaults: dict[str, float]
     object: str = "model"
     owned_by: str = "quire"
 

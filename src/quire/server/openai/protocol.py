@@ -90,8 +90,8 @@ class SamplingFields(StructuredFields):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Annotated[list[str], Field(max_length=MAX_STOP)] | None = None
-    stop_token_ids: Annotated[list[Count], Field(max_length=256)] | None = None
+    stop: Annotated[list[str], Field(max_length=MAX_STOP, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Count], Field(max_length=256, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
@@ -148,7 +148,9 @@ class ChatRequest(SamplingFields):
     that take it; medium is OpenAI's word for none.
     """
 
-    messages: Annotated[list[ChatMessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[
+        list[ChatMessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
     max_tokens: Count | None = None
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     n: int | None = Field(None, ge=1, le=128)
@@ -163,9 +165,11 @@ class ChatRequest(SamplingFields):
     store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    functions: Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    functions: (
+        Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)] | None
+    ) = None
     function_call: FunctionChoice | None = None
-    tools: Annotated[list[ChatToolParam], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ChatToolParam], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[
         ToolChoice | None,
         BeforeValidator(parse_tool_choice, json_schema_input_type=ToolChoiceParam | None),
@@ -173,4 +177,4 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None
     include_reasoning: bool | None = None
-    documents: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] | None = None

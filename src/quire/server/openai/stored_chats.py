@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.errors import ApiError
-from quire.server.middleware.request_context import context_of
+from quire.server.middleware.request_context import owner_of
 from quire.server.openai.objects import ChatChoice, CompletionObject
 from quire.server.query import Query
 from quire.server.request_body import read_body
@@ -110,11 +110,6 @@ class DeletedChat(msgspec.Struct):
     id: str
     object: str = "chat.completion.deleted"
     deleted: bool = True
-
-
-def owner_of(request: Request) -> bytes:
-    """Returns the digest of the request's API key, which is the same for all without keys."""
-    return context_of(request).key.digest
 
 
 def chat_store(request: Request) -> ChatStore:

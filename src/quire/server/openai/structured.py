@@ -16,7 +16,7 @@ from quire.server.strict_model import StrictModel
 MAX_CHOICES = 10_000
 
 Schema = dict[str, Any] | bool
-Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 
 
 class JsonSchema(StrictModel):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 from pydantic import Field, model_validator
@@ -31,6 +32,8 @@ from quire.server.strict_model import Count, Name, StrictModel, TemplateKwargs
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
 _ON_LOOP = 2000
 """Characters or tokens up to which no thread is used."""
 
@@ -47,13 +50,16 @@ class TokenizeRequest(StrictModel):
     model: Name | None = None
     prompt: str | None = None
     messages: (
-        Annotated[list[ChatMessageParam], Field(min_length=1, max_length=MAX_MESSAGES)] | None
+        Annotated[
+            list[ChatMessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+        ]
+        | None
     ) = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
-    tools: Annotated[list[ChatToolParam], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ChatToolParam], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -70,7 +76,7 @@ class TokenizeRequest(StrictModel):
 
 class DetokenizeRequest(StrictModel):
     model: Name | None = None
-    tokens: list[Count]
+    tokens: Annotated[list[Count], Field(fail_fast=True)]
 
 
 class Tokenized(msgspec.Struct):
@@ -93,21 +99,31 @@ async def tokenize(request: Request) -> Response:
     tokenizer = state.tokenizer("prompt" if body.messages is None else "messages")
     if body.messages is None:
         text, special = body.prompt or "", body.add_special_tokens is not False
-        if len(text) > _ON_LOOP:
-            ids = await asyncio.to_thread(tokenizer.encode, text, special)
-        else:
-            ids = tokenizer.encode(text, special)
-        tokens = ids.tolist()
+
+        def tokenized() -> list[int]:
+            ids: list[int] = tokenizer.encode(text, special).tolist()
+            return ids
+
+        tokens = await _computed(tokenized, len(text))
     else:
         check_continuation(body.messages, body.continue_final_message, body.add_generation_prompt)
         dialogue = _dialogue(body)
         check_tools(dialogue, state.chat_format)
         tokens = await asyncio.to_thread(_conversation, tokenizer, dialogue, body)
-    strings = None
-    if body.return_token_strs:
-        strings = [tokenizer.piece(token) or "" for token in tokens]
     limit = state.client.config.scheduler.max_model_len
-    return json_response(Tokenized(len(tokens), limit, tokens, strings))
+
+    def answer() -> Response:
+        strings = None
+        if body.return_token_strs:
+            strings = [tokenizer.piece(token) or "" for token in tokens]
+        return json_response(Tokenized(len(tokens), limit, tokens, strings))
+
+    return await _computed(answer, len(tokens))
+
+
+async def _computed(work: Callable[[], T], size: int) -> T:
+    """Computes in a thread what takes long. `size`: characters or tokens."""
+    return await asyncio.to_thread(work) if size > _ON_LOOP else work()
 
 
 def _dialogue(body: TokenizeRequest) -> Dialogue:
@@ -135,7 +151,12 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest, state.args.max_body_bytes)
     state.check_model(body.model)
     tokenizer = state.tokenizer("tokens")
-    for place, token in enumerate(body.tokens):
+    text = await _computed(lambda: _detokenized(tokenizer, body.tokens), len(body.tokens))
+    return json_response(Detokenized(text))
+
+
+def _detokenized(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    for place, token in enumerate(tokens):
         if tokenizer.piece(token) is None:
             raise ApiError(
                 400,
@@ -143,8 +164,4 @@ async def detokenize(request: Request) -> Response:
                 param=f"tokens[{place}]",
                 code="invalid_value",
             )
-    if len(body.tokens) > _ON_LOOP:
-        text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
-    else:
-        text = tokenizer.decode(body.tokens, False)
-    return json_response(Detokenized(text))
+    return tokenizer.decode(tokens, False)

@@ -1,4 +1,4 @@
-"""HTTP connections: uvicorn's, with bounds on a request's head."""
+"""HTTP connections: uvicorn's, with bounds on all that comes besides bodies."""
 
 from __future__ import annotations
 
@@ -8,44 +8,95 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
+LINGER_BYTES = 64 * 1024 * 1024
+LINGER_SECONDS = 10.0
 
+_FRAMING_PER_BYTE = 16
+"""Bytes of chunk sizes and extensions that may come with each byte of a body."""
 _CLOSE_SECONDS = 0.5
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Ends a connection whose request has a slow or large head.
+    """Ends a connection whose request has a slow or large head, trailer or chunk extension.
 
-    A head must come within `HEAD_SECONDS` and have at most `HEAD_BYTES` (in whole packets). Bodies
-    are bounded where they are read.
+    A head must come within `HEAD_SECONDS`. Heads, trailers and the framing of chunks have at most
+    `HEAD_BYTES` each (in whole packets). Trailers are dropped: a request's headers are those that
+    were authenticated. Bodies are bounded where they are read. What is left of a body whose request
+    is answered already is read for `LINGER_SECONDS`, so that the client can read the answer.
     """
 
+    _in_message = False
     _in_head = True
-    _head_bytes = 0
+    _framing_bytes = 0
+    _unread_bytes = 0
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._end_after(HEAD_SECONDS)
 
     def data_received(self, data: bytes) -> None:
+        self._framing_bytes += len(data)
         super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES:
-                self.send_400_response("The head of the request is too large.")
+        if self.transport.is_closing():
+            return
+        if self._framing_bytes > HEAD_BYTES:
+            what = "head" if self._in_head else "trailer or framing"
+            self._refuse(f"The {what} of the request is too large.")
+        elif self._answered:
+            # uvicorn takes any data for the begin of a request and forgets its own time limit.
+            self._end_after(HEAD_SECONDS)
+
+    @property
+    def _answered(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _refuse(self, message: str) -> None:
+        """Answers 400, unless that would be within or after another answer."""
+        if self._in_head and self._answered:
+            self.send_400_response(message)
+        elif self.cycle.response_started:
+            self.transport.abort()
+        else:
+            self.send_400_response(message)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
-        self._await_head()
+        self._in_message = self._in_head = True
+        self._unread_bytes = 0
+        self._end_after(HEAD_SECONDS)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._in_head = False
-        self._stop_waiting()
+        self._framing_bytes = 0
+        self._stop_timer()
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes = max(0, self._framing_bytes - (1 + _FRAMING_PER_BYTE) * len(body))
+        if self._answered:
+            self._unread_bytes += len(body)
+            if self._unread_bytes > LINGER_BYTES:
+                self.transport.abort()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_message, self._in_head = False, True
+        self._framing_bytes = 0
+        self._stop_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_message and not self._in_head and self._answered:
+            self._end_after(LINGER_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._stop_timer()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -58,11 +109,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self.loop.call_later(_CLOSE_SECONDS, self.transport.abort)
 
-    def _await_head(self) -> None:
+    def _end_after(self, seconds: float) -> None:
+        """Ends the connection after `seconds`, unless an earlier moment is set."""
         if self._timer is None:
-            self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+            self._timer = self.loop.call_later(seconds, self.transport.abort)
 
-    def _stop_waiting(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
@@ -15,8 +16,11 @@ from typing import Any
 
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
+from quire.server.middleware.hosts import is_loopback
 
 logger = logging.getLogger("quire.server")
+
+_MOST_PATH_BYTES = 107
 
 
 def bind(args: ServerArgs, *, shared: bool = False) -> socket.socket:
@@ -47,6 +51,10 @@ def bind(args: ServerArgs, *, shared: bool = False) -> socket.socket:
     except OSError as error:
         sock.close()
         message = f"cannot listen on {args.host}:{args.port}: {error.strerror}"
+        if error.errno == errno.EADDRINUSE:
+            message += "; choose another port with --port, or --port 0 for a free one"
+        elif error.errno == errno.EACCES:
+            message += "; choose a port from 1024 on with --port"
         raise ConfigError(message, "port") from None
     return sock
 
@@ -56,6 +64,12 @@ def _bind_unix(path: str) -> socket.socket:
 
     A stale socket of an earlier server is removed, nothing else is.
     """
+    if len(os.fsencode(path)) > _MOST_PATH_BYTES:
+        raise ConfigError(
+            f"uds: a Unix socket's path has at most {_MOST_PATH_BYTES} bytes, got "
+            f"{len(os.fsencode(path))}",
+            "uds",
+        )
     _remove_stale(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o007)
@@ -151,9 +165,5 @@ def url_of(sock: socket.socket, args: ServerArgs) -> str:
 def warn_if_open(args: ServerArgs) -> None:
     if args.api_key or args.api_key_file or args.ssl_ca_certs or args.uds:
         return
-    try:
-        local = ipaddress.ip_address(args.host).is_loopback
-    except ValueError:
-        local = args.host == "localhost"
-    if not local:
+    if not is_loopback(args.host):
         logger.warning("%s can be reached by other machines and no --api-key is set", args.host)

@@ -32,6 +32,8 @@ logger = logging.getLogger("quire.server")
 _PAUSE = 1.0
 """Seconds before a worker that died is started again."""
 _FORCED_SECONDS = 5.0
+SILENCE_SECONDS = 30.0
+"""Time without a sign of life after which a worker counts as stuck; it gives one every second."""
 
 
 class Supervisor:
@@ -112,7 +114,7 @@ class Supervisor:
         while not self._stopping.is_set():
             began = time.monotonic()
             worker = await self._start(ready)
-            status = await worker.wait()
+            status = await self._watched(worker, number)
             self._workers.discard(worker)
             multiprocess.mark_process_dead(worker.pid, str(self._metrics))  # type: ignore[no-untyped-call]
             if self._stopping.is_set():
@@ -121,6 +123,22 @@ class Supervisor:
             if time.monotonic() - began < _PAUSE:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), _PAUSE)
+
+    async def _watched(self, worker: asyncio.subprocess.Process, number: int) -> int:
+        """Waits for a worker's end; ends one that has said nothing for `SILENCE_SECONDS`."""
+        ended = asyncio.create_task(worker.wait())
+        while not ended.done() and worker.stdout is not None:
+            try:
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    if not await worker.stdout.readline():
+                        break
+            except TimeoutError:
+                logger.error(
+                    "API worker %d has not responded for %g s; ending it", number, SILENCE_SECONDS
+                )
+                worker.kill()
+                break
+        return await ended
 
     async def _start(self, ready: asyncio.Event) -> asyncio.subprocess.Process:
         worker = await asyncio.create_subprocess_exec(

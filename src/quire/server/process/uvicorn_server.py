@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import socket
 import ssl
@@ -18,6 +19,10 @@ from quire.server.process.http_protocol import BoundedHttpProtocol
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+
+_LAST_EVENTS_SECONDS = 2.0
+"""Time that streams which were not done in time have to send their error."""
 
 
 async def serve(
@@ -41,11 +46,11 @@ async def serve(
         log_config=None,
         access_log=False,  # RequestContextMiddleware has its own
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(args.drain_timeout)),
+        timeout_graceful_shutdown=math.ceil(args.drain_timeout + _LAST_EVENTS_SECONDS),
     )
     config.load()
     config.ssl = tls
-    server = _Server(config, app, on_started)
+    server = _Server(config, app, args.drain_timeout, on_started)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.handle_exit, number, None)
@@ -65,10 +70,15 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, app: FastAPI, on_started: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        app: FastAPI,
+        drain_timeout: float,
+        on_started: Callable[[], None],
     ) -> None:
         super().__init__(config)
         self._app_state = app.state
+        self._drain_timeout = drain_timeout
         self._on_started = on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -80,7 +90,10 @@ class _Server(uvicorn.Server):
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._app_state.server.draining = True
+        state = self._app_state.server
+        if not state.draining:
+            state.draining = True
+            asyncio.get_running_loop().call_later(self._drain_timeout, state.stop_generations)
         snapshots = getattr(self._app_state, "live_snapshots", None)
         if snapshots is not None:
             snapshots.close()

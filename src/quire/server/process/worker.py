@@ -19,6 +19,7 @@ import msgspec
 from quire.server.args import ServerArgs
 
 _ORPHAN_CHECK = 0.5
+_LIFE_SECONDS = 1.0
 
 
 class WorkerConfig(msgspec.Struct):
@@ -56,18 +57,33 @@ async def _work(share: WorkerConfig) -> None:
     from quire.server.process.listen import bind, tls_context
     from quire.server.process.uvicorn_server import serve
 
+    living: list[asyncio.Task[None]] = []
+
+    def ready() -> None:
+        _say("ready")
+        living.append(asyncio.create_task(_show_life()))
+
     client = await EngineClient.attach(share.engine)
     try:
         app = build_app(client, share.args, Path(share.limits))
         tls = tls_context(share.args)
         sock = bind(share.args, shared=True) if share.fd is None else socket.socket(fileno=share.fd)
-        await serve(app, sock, tls, share.args, _say_ready)
+        await serve(app, sock, tls, share.args, ready)
     finally:
+        for task in living:
+            task.cancel()
         await client.shutdown()
 
 
-def _say_ready() -> None:
-    sys.stdout.write("ready\n")
+async def _show_life() -> None:
+    """Tells the supervisor that the event loop turns, once the worker serves and until it ends."""
+    while True:
+        await asyncio.sleep(_LIFE_SECONDS)
+        _say("alive")
+
+
+def _say(what: str) -> None:
+    sys.stdout.write(f"{what}\n")
     sys.stdout.flush()
 
 

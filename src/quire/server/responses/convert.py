@@ -65,7 +65,7 @@ NAMES = {
 """Maps field names of chat completions, which errors use, to names of this API."""
 
 
-def items_of(body: PromptFields, store: ResponseStore) -> tuple[Item, ...]:
+def items_of(body: PromptFields, store: ResponseStore, owner: bytes) -> tuple[Item, ...]:
     """Returns all items that the response answers, each with an id: earlier turns, then the input.
 
     Raises:
@@ -73,7 +73,7 @@ def items_of(body: PromptFields, store: ResponseStore) -> tuple[Item, ...]:
     """
     before: tuple[Item, ...] = ()
     if body.previous_response_id is not None:
-        stored = store.get(body.previous_response_id, "previous_response_id")
+        stored = store.get(body.previous_response_id, "previous_response_id", owner)
         if stored.running:
             raise ApiError(
                 400,
@@ -81,12 +81,15 @@ def items_of(body: PromptFields, store: ResponseStore) -> tuple[Item, ...]:
                 param="previous_response_id",
             )
         before = stored.history
-    return (*before, *(_resolved(item, place, store) for place, item in enumerate(body.input)))
+    return (
+        *before,
+        *(_resolved(item, place, store, owner) for place, item in enumerate(body.input)),
+    )
 
 
-def _resolved(item: Item | ItemReference, place: int, store: ResponseStore) -> Item:
+def _resolved(item: Item | ItemReference, place: int, store: ResponseStore, owner: bytes) -> Item:
     if isinstance(item, ItemReference):
-        found = store.item(item.id)
+        found = store.item(item.id, owner)
         if found is None:
             raise ApiError(404, f"Item with id '{item.id}' not found.", param=f"input[{place}].id")
         return found

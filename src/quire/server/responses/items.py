@@ -78,7 +78,7 @@ class _Item(StrictModel):
         return drop_unused(data, _UNUSED_IN_ITEM)
 
 
-Parts = Annotated[list[ItemText], Field(max_length=MAX_PARTS)]
+Parts = Annotated[list[ItemText], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 def _parts(content: Any, kind: str) -> Any:
@@ -137,8 +137,10 @@ class ItemReasoningText(StrictModel):
 
 class ReasoningItem(_Item):
     type: Literal["reasoning"]
-    summary: Annotated[list[ItemReasoningText], Field(max_length=MAX_PARTS)]
-    content: Annotated[list[ItemReasoningText], Field(max_length=MAX_PARTS)] | None = None
+    summary: Annotated[list[ItemReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)]
+    content: (
+        Annotated[list[ItemReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None
+    ) = None
 
     @property
     def text(self) -> str:

@@ -81,7 +81,7 @@ class NamedTool(StrictModel):
 class AllowedTools(StrictModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 def _parse_tool_choice(choice: Any) -> Any:
@@ -154,14 +154,16 @@ class PromptFields(StrictModel):
     """The fields that make up the prompt: all that counting its tokens needs."""
 
     model: Name | None = None
-    input: Annotated[list[InputItem], Field(max_length=MAX_ITEMS, default_factory=list)]
+    input: Annotated[
+        list[InputItem], Field(max_length=MAX_ITEMS, default_factory=list, fail_fast=True)
+    ]
     instructions: str | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Name | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
     tool_choice: ToolChoiceParam | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
 
@@ -201,7 +203,7 @@ class CreateRequest(PromptFields):
     """
 
     background: bool | None = None
-    include: Annotated[list[str], Field(max_length=16)] | None = None
+    include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     metadata: Metadata | None = None
     prompt_cache_key: Name | None = None
@@ -225,8 +227,8 @@ class CreateRequest(PromptFields):
     priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
     repetition_penalty: float | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Annotated[list[str], Field(max_length=64)] | None = None
-    stop_token_ids: Annotated[list[Count], Field(max_length=256)] | None = None
+    stop: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Count], Field(max_length=256, fail_fast=True)] | None = None
     top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
 
     @field_validator("include")

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from quire.server.errors import ApiError, rename_fields
 from quire.server.generation.chat import count, prepare
 from quire.server.generation.dialogue import Dialogue
-from quire.server.middleware.request_context import context_of
+from quire.server.middleware.request_context import context_of, owner_of
 from quire.server.query import Query
 from quire.server.request_body import read_body
 from quire.server.responses.answer import BackgroundEvents, ResponseAnswer
@@ -44,7 +44,7 @@ async def create_response(request: Request) -> Response:
             "(response_store_size is 0).",
             param="background",
         )
-    items = items_of(body, store_of(request))
+    items = items_of(body, store_of(request), owner_of(request))
     with rename_fields(NAMES):
         return await _answer(request, body, items)
 
@@ -53,7 +53,9 @@ async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]
     state = state_of(request)
     dialogue = await _fitted(state, body, items)
     reply = await prepare(state, dialogue, context_of(request))
-    stored = StoredResponse(ResponseWriter(response_of(state, body, dialogue)), items)
+    stored = StoredResponse(
+        ResponseWriter(response_of(state, body, dialogue)), items, owner_of(request)
+    )
     answer = ResponseAnswer(
         reply,
         stored,
@@ -86,7 +88,7 @@ async def count_input_tokens(request: Request) -> Response:
     body = await read_body(request, PromptFields, state.args.max_body_bytes)
     state.check_alive()
     state.check_model(body.model)
-    items = items_of(body, store_of(request))
+    items = items_of(body, store_of(request), owner_of(request))
     with rename_fields(NAMES):
         ids = await count(state, await _fitted(state, body, items))
     return json_response(InputTokens(len(ids)))
@@ -158,7 +160,9 @@ def store_of(request: Request) -> ResponseStore:
 
 
 def _stored(request: Request) -> StoredResponse:
-    return store_of(request).get(request.path_params["response_id"], "response_id")
+    return store_of(request).get(
+        request.path_params["response_id"], "response_id", owner_of(request)
+    )
 
 
 async def _fitted(state: ServerState, body: PromptFields, items: tuple[Item, ...]) -> Dialogue:

@@ -25,12 +25,14 @@ class StoredResponse:
 
     Attributes:
         input: items of earlier turns, then the request's own.
+        owner: digest of the API key whose requests may see it.
         events: kept where the response runs in the background, for those who watch it.
         task: set while the response runs in the background.
     """
 
     writer: ResponseWriter
     input: tuple[Item, ...]
+    owner: bytes
     events: list[ResponseEvent] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -74,7 +76,10 @@ class StoredResponse:
 
 
 class ResponseStore(BoundedStore[StoredResponse]):
-    """Keeps responses and the items that they put out. Responses that still run stay."""
+    """Keeps responses and the items that they put out, each for its owner.
+
+    Responses that still run stay.
+    """
 
     def __init__(
         self,
@@ -84,7 +89,7 @@ class ResponseStore(BoundedStore[StoredResponse]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(max_items, max_bytes, max_age, clock)
-        self._items: dict[str, Item] = {}
+        self._items: dict[str, tuple[Item, bytes]] = {}
 
     def is_pinned(self, value: StoredResponse) -> bool:
         return value.running
@@ -119,12 +124,14 @@ class ResponseStore(BoundedStore[StoredResponse]):
     def _index(self, stored: StoredResponse) -> None:
         """Makes the items of a response that has ended known by their ids."""
         if not stored.running:
-            self._items |= {item.id: item for item in stored.output if item.id is not None}
+            self._items |= {
+                item.id: (item, stored.owner) for item in stored.output if item.id is not None
+            }
 
-    def get(self, id: str, param: str) -> StoredResponse:
+    def get(self, id: str, param: str, owner: bytes) -> StoredResponse:
         """Returns a stored response. Raises ApiError, 404, naming the id."""
         stored = self.find(id)
-        if stored is None:
+        if stored is None or stored.owner != owner:
             raise ApiError(
                 404,
                 f"Response with id '{id[:200]}' not found: it was never stored, or is no longer "
@@ -134,13 +141,16 @@ class ResponseStore(BoundedStore[StoredResponse]):
             )
         return stored
 
-    def item(self, id: str) -> Item | None:
-        """Returns an item that a stored response put out, which an `item_reference` may name.
+    def item(self, id: str, owner: bytes) -> Item | None:
+        """Returns an item that a stored response of `owner` put out.
+
+        An `item_reference` may name it.
 
         Items of the input are not found: clients choose their ids, and so could guess them.
         """
         self.expire()
-        return self._items.get(id)
+        item, its_owner = self._items.get(id, (None, b""))
+        return item if its_owner == owner else None
 
     def remove(self, stored: StoredResponse) -> None:
         """Removes a response, and ends it where it runs."""

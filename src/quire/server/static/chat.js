@@ -45,7 +45,8 @@ export class Chat {
       else this.send($("input").value);
     });
     $("input").addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+      // Enter also ends a word of an input method, and must not send then.
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
         if (!this.#running.length) this.send($("input").value);
         event.preventDefault();
       }

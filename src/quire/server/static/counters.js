@@ -1,7 +1,7 @@
 /* All numbers that the engine counts, by the names that people know; those unknown here as they are. */
 
 import { sum } from "./charts.js";
-import { $, make, number } from "./dom.js";
+import { $, duration, make, number } from "./dom.js";
 
 const NAMES = {
   steps: "Steps",
@@ -40,6 +40,9 @@ const SOURCES = { device: "the cache", host: "host memory", disk: "files", compu
 /** Told by the figures above. */
 const ELSEWHERE = new Set(["running", "waiting"]);
 
+/** The units of distributions, by the end of their names. */
+const UNITS = { seconds: duration, tokens: (value) => `${number(value, 1)} tokens` };
+
 export class Counters {
   constructor() {
     this.values = new Map();
@@ -60,9 +63,15 @@ export class Counters {
   take({ stats }) {
     if (!stats) return;
     this.#sources(stats);
-    for (const [name, value] of Object.entries(stats)) {
+    const { histograms = {}, ...counts } = stats;
+    for (const [name, value] of Object.entries(counts)) {
       if (ELSEWHERE.has(name)) continue;
-      for (const [key, count] of flat(name, value)) this.#show(key, count);
+      for (const [key, count] of flat(name, value)) this.#show(key, number(count, Number.isInteger(count) ? 0 : 2));
+    }
+    for (const [name, { counts: each, total }] of Object.entries(histograms)) {
+      const count = sum(each);
+      const unit = UNITS[name.split("_").at(-1)] ?? ((value) => number(value, 2));
+      this.#show(name, count ? `mean ${unit(total / count)}, of ${number(count)}` : "none yet");
     }
   }
 
@@ -79,14 +88,14 @@ export class Counters {
     this.bar.setAttribute("aria-label", told.join(", "));
   }
 
-  #show(key, count) {
+  #show(key, text) {
     let element = this.values.get(key);
     if (!element) {
       element = make("dd", { class: "num" });
       this.values.set(key, element);
       $("counters").append(make("div", {}, make("dt", {}, NAMES[key] ?? words(key)), element));
     }
-    element.textContent = number(count, Number.isInteger(count) ? 0 : 2);
+    element.textContent = text;
   }
 }
 

@@ -10,6 +10,9 @@ import { Step } from "./step.js";
 import { Tree } from "./tree.js";
 
 const LONGEST_PAUSE = 15;
+/** Seconds without an answer after which the server is taken to be busy. */
+const PATIENCE = 3;
+const BUSY = [429, 503];
 
 export class Engine {
   constructor({ onUnauthorized }) {
@@ -71,12 +74,17 @@ export class Engine {
     let pause = 1;
     while (this.stream === stream) {
       let why = "";
+      let state = "disconnected";
+      const late = setTimeout(() => {
+        if (this.stream === stream) this.#say("overloaded", "The server takes long to answer: it has more to do than it can.");
+      }, 1000 * PATIENCE);
       try {
-        this.#say("connecting");
+        if (pause === 1) this.#say("connecting");
         const rate = calm.matches ? 1 : 10;
         const response = await request(`engine/live?rate=${rate}`, { signal: stream.signal });
         this.state = {};
         for await (const { value } of events(response)) {
+          clearTimeout(late);
           this.#take(value);
           pause = 1;
         }
@@ -85,14 +93,17 @@ export class Engine {
         if (this.stream !== stream) return;
         if (!(error instanceof ApiError)) throw error;
         why = explain(error);
+        if (BUSY.includes(error.status)) state = "overloaded";
         if (error.status === 401) {
           this.onUnauthorized(error);
           this.#say("locked", why);
           return;
         }
+      } finally {
+        clearTimeout(late);
       }
       if (this.stream !== stream) return;
-      this.#say("disconnected", `${why} Next try in ${pause} s.`);
+      this.#say(state, `${why} Next try in ${pause} s.`);
       await sleep(pause, stream.signal);
       pause = Math.min(2 * pause, LONGEST_PAUSE);
     }
@@ -107,12 +118,12 @@ export class Engine {
 
   #say(state, why = "") {
     const pill = $("live-state");
-    const names = { live: "Live", connecting: "Connecting", paused: "Paused", disconnected: "Disconnected", locked: "Locked" };
+    const names = { live: "Live", connecting: "Connecting", paused: "Paused", disconnected: "Disconnected", overloaded: "Overloaded", locked: "Locked" };
     if (pill.textContent !== names[state]) pill.textContent = names[state];
     pill.dataset.state = state;
     $("engine").classList.toggle("stale", state !== "live" && state !== "paused");
     $("live-why").textContent = why;
-    $("live-retry").hidden = state !== "disconnected";
+    $("live-retry").hidden = state !== "disconnected" && state !== "overloaded";
   }
 }
 

@@ -133,6 +133,7 @@ async function connect() {
     const length = make("span", { class: "wide-only" }, ` · ${model.max_model_len} tokens`);
     $("model").replaceChildren(model.id, length);
     $("welcome-model").textContent = model.id;
+    chat.params.defaults(model.sampling_defaults);
     document.title = `${model.id} · Quire`;
     notice(null);
   } catch (error) {

@@ -6,17 +6,17 @@ import { $, make, store } from "./dom.js";
 const FIELDS = [
   { name: "system", label: "System prompt", kind: "text", whole: true },
   { group: "Sampling" },
-  { name: "temperature", label: "Temperature", kind: "number", min: 0, max: 2, step: 0.1 },
-  { name: "seed", label: "Seed", kind: "integer" },
-  { name: "top_p", label: "Top p", kind: "number", min: 0, max: 1, step: 0.05 },
-  { name: "top_k", label: "Top k", kind: "integer", min: 0 },
-  { name: "min_p", label: "Min p", kind: "number", min: 0, max: 1, step: 0.01 },
-  { name: "repetition_penalty", label: "Repetition penalty", kind: "number", min: 0, step: 0.05 },
-  { name: "presence_penalty", label: "Presence penalty", kind: "number", min: -2, max: 2, step: 0.1 },
-  { name: "frequency_penalty", label: "Frequency penalty", kind: "number", min: -2, max: 2, step: 0.1 },
+  { name: "temperature", label: "Temperature", kind: "number", otherwise: "1", min: 0, max: 2, step: 0.1 },
+  { name: "seed", label: "Seed", kind: "integer", otherwise: "random" },
+  { name: "top_p", label: "Top p", kind: "number", otherwise: "1", min: 0, max: 1, step: 0.05 },
+  { name: "top_k", label: "Top k", kind: "integer", otherwise: "0", min: 0 },
+  { name: "min_p", label: "Min p", kind: "number", otherwise: "0", min: 0, max: 1, step: 0.01 },
+  { name: "repetition_penalty", label: "Repetition penalty", kind: "number", otherwise: "1", min: 0, step: 0.05 },
+  { name: "presence_penalty", label: "Presence penalty", kind: "number", otherwise: "0", min: -2, max: 2, step: 0.1 },
+  { name: "frequency_penalty", label: "Frequency penalty", kind: "number", otherwise: "0", min: -2, max: 2, step: 0.1 },
   { group: "Length" },
-  { name: "max_tokens", label: "Max tokens", kind: "integer", min: 1 },
-  { name: "min_tokens", label: "Min tokens", kind: "integer", min: 0 },
+  { name: "max_tokens", label: "Max tokens", kind: "integer", otherwise: "to the context's end", min: 1 },
+  { name: "min_tokens", label: "Min tokens", kind: "integer", otherwise: "0", min: 0 },
   { name: "stop", label: "Stop at, one a line (\\n is a new line)", kind: "lines", whole: true },
   { group: "Format" },
   {
@@ -24,7 +24,7 @@ const FIELDS = [
     choices: [["", "Text"], ["json_object", "Any JSON object"], ["json_schema", "JSON of a schema"]],
   },
   { name: "schema", label: "JSON schema", kind: "json", whole: true, only: "json_schema" },
-  { name: "top_logprobs", label: "Alternatives shown", kind: "integer", min: 0, max: 20 },
+  { name: "top_logprobs", label: "Alternatives shown", kind: "integer", otherwise: "5", min: 0, max: 20 },
   { name: "extra", label: "Further fields of the request (JSON)", kind: "json", whole: true },
 ];
 
@@ -58,6 +58,14 @@ export class Params {
       this.#show();
     });
     this.#show();
+  }
+
+  /** Shows the values that hold where a field is empty: the API's, and those that the model sets. */
+  defaults(given) {
+    for (const [name, value] of Object.entries(given ?? {})) {
+      const found = this.controls.get(name);
+      if (found) found.control.placeholder = String(value);
+    }
   }
 
   /** With `on` there are two sets; B begins as A is. */
@@ -162,13 +170,13 @@ export class Params {
   }
 }
 
-function widget({ name, kind, choices, min, max, step }, id) {
+function widget({ name, kind, choices, min, max, step, otherwise }, id) {
   if (kind === "choice") {
     return make("select", { id, name }, ...choices.map(([value, text]) => make("option", { value }, text)));
   }
   if (kind === "number" || kind === "integer") {
     return make("input", {
-      id, name, type: "number", min, max, step: step ?? 1, placeholder: name === "top_logprobs" ? "5" : "default",
+      id, name, type: "number", min, max, step: step ?? 1, placeholder: otherwise,
       inputmode: kind === "integer" ? "numeric" : "decimal",
     });
   }

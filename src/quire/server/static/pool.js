@@ -1,5 +1,6 @@
 /* The pools of KV blocks, one cell a block or, in large pools, one for several. The shape tells what a
- * block is (free, cached, in use, shared), the colour only whose it is. */
+ * block is (free, cached, in use, shared), the colour only whose it is. A bar above the cells has the
+ * shares of the whole pool. */
 
 import { laneColour, onResize, prepared } from "./canvas.js";
 import { $, colour, make, number } from "./dom.js";
@@ -9,6 +10,8 @@ const CACHED = -1;
 /** From this many holders on (requests, and one for the prefix tree) requests share a block. */
 const SHARED = 3;
 const HEIGHT = 260;
+/** Parts of a pool, in the order of the bar. */
+const SHARES = { used: "in use", kept: "kept for reuse", free: "free" };
 const LARGEST = 26;
 
 export class Pools {
@@ -35,6 +38,7 @@ export class Pools {
       }
       pool.take(change);
     }
+    if (event.stats) for (const [index, pool] of this.pools) pool.sum(event.stats, index);
   }
 
   /** Only this lane's blocks keep their colour; null: all. */
@@ -67,7 +71,11 @@ class Pool {
     });
     const kind = window === null ? "" : `Layers with a window of ${number(window)}: `;
     const size = perCell > 1 ? `${number(blocks)} blocks, ${perCell} to a cell` : `${number(blocks)} blocks`;
-    this.element = make("figure", {}, this.canvas, make("figcaption", {}, kind + size));
+    this.title = kind + size;
+    this.caption = make("figcaption", {}, this.title);
+    this.shares = new Map(Object.keys(SHARES).map((name) => [name, make("i", { class: `share ${name}` })]));
+    const bar = make("div", { class: "budget shares", "aria-hidden": "true" }, ...this.shares.values());
+    this.element = make("figure", {}, bar, this.canvas, this.caption);
     this.canvas.addEventListener("pointermove", (event) => this.#point(event));
     this.canvas.addEventListener("pointerleave", () => this.#move(null));
     this.canvas.addEventListener("blur", () => this.#move(null));
@@ -79,6 +87,18 @@ class Pool {
     for (const [first, count, ...value] of runs) this.values.fill(value, first, first + count);
     this.draw();
     if (this.at !== null) this.#tell();
+  }
+
+  /** Shows how many of the pool's blocks are in use, kept, and free, by the engine's counts. */
+  sum({ blocks_used: used, blocks_cached: kept, blocks_free: free }, index) {
+    const counts = { used: used[index], kept: kept[index], free: free[index] };
+    const told = [];
+    for (const [name, share] of this.shares) {
+      const percent = (100 * counts[name]) / Math.max(1, this.blocks);
+      share.style.width = `${percent}%`;
+      told.push(`${number(percent, percent > 0 && percent < 10 ? 1 : 0)} % ${SHARES[name]}`);
+    }
+    this.caption.textContent = `${this.title}: ${told.join(", ")}`;
   }
 
   draw() {

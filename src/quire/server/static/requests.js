@@ -34,9 +34,12 @@ export class Requests {
     this.rows = kept;
     const elements = [...kept.values()].map((row) => row.element);
     const more = (stats?.running ?? 0) - elements.length;
-    if (more > 0) elements.push(make("p", { class: "empty" }, `and ${number(more)} more`));
+    if (more > 0) elements.push(make("p", { class: "empty", role: "listitem" }, `and ${number(more)} more`));
     // Rows that stay are left where they are, so that focus and hover stay too.
     const box = $("requests");
+    // A list must have items: what says that there are none is no item.
+    if (kept.size) box.setAttribute("role", "list");
+    else box.removeAttribute("role");
     if (!elements.length) elements.push(this.empty);
     if (elements.length !== box.children.length || elements.some((each, i) => each !== box.children[i])) {
       box.replaceChildren(...elements);

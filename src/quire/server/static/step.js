@@ -8,8 +8,8 @@ const SEEN = 150;
 
 export class Step {
   constructor() {
-    this.bar = make("div", { class: "budget", role: "img" });
-    this.squares = make("div", { class: "squares", role: "img" });
+    this.bar = make("div", { class: "budget", role: "img", "aria-label": "No step yet" });
+    this.squares = make("div", { class: "squares", role: "img", "aria-label": "No step yet" });
     this.prompts = make("span", { class: "num" });
     this.generating = make("span", { class: "num" });
     this.canvas = make("canvas", { role: "img", "aria-label": "Tokens of the last steps seen" });

@@ -33,6 +33,9 @@ export class Tree {
     if (!roots.length) {
       this.items = [];
       $("tree").replaceChildren(make("p", { class: "empty" }, "No prefix is kept yet."));
+      // A tree must have items.
+      $("tree").removeAttribute("role");
+      $("tree").removeAttribute("aria-labelledby");
       $("tree").style.height = "";
       return;
     }
@@ -51,6 +54,8 @@ export class Tree {
     stretch(items);
     const held = this.focus;
     const had = $("tree").contains(document.activeElement);
+    $("tree").setAttribute("role", "tree");
+    $("tree").setAttribute("aria-labelledby", "tree-title");
     items.forEach((item, i) => {
       item.element = this.items[i]?.element ?? make("div", { role: "treeitem" });
       paint(item);

@@ -22,7 +22,7 @@ from quire.server.telemetry.metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from quire.engine.stats import EngineStats
-    from quire.offload import TierStats
+    from quire.offload.tier_stats import TierStats
 
 _COUNTERS = {
     "prefix_query_tokens": ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from quire.server.errors import ApiError
 from quire.server.telemetry.request_trace import PromptPhases
+from quire.server.telemetry.vllm_names import VllmNames
 
 if TYPE_CHECKING:
     from quire.engine.output import StreamUpdate
@@ -28,9 +29,13 @@ class ServerMetrics:
     """Metrics of the API process. Collectors add those of the whole server at each scrape.
 
     Where several processes serve together, a scrape of one gives the sums of all.
+
+    Attributes:
+        vllm_model: adds the metrics under vLLM's names, labelled with this model; None adds none.
     """
 
     def __init__(self) -> None:
+        self.vllm_model: str | None = None
         self.registry = CollectorRegistry()
         self.collectors: list[Collector] = []
         self.ttft = self._histogram("time_to_first_token_seconds", "Request in to first token out.")
@@ -44,8 +49,12 @@ class ServerMetrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of all requests.")
         self.cached_tokens = self._counter("prompt_cached_tokens", "Of them, found in the cache.")
         self.output_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.started = self._counter("requests_started", "Completions handed to the engine.")
         self.finished = self._counter(
-            "requests_finished", "Completions, by the reason of their end.", ["reason"]
+            "requests_finished",
+            "Completions that ended, by the reason: stop, length, abort (the client left), timeout "
+            "or error.",
+            ["reason"],
         )
         self.errors = self._counter(
             "errors", "Errors told to clients, in streams too.", ["kind", "status"]
@@ -99,22 +108,32 @@ class ServerMetrics:
         self.queued.observe(queued)
 
     def text(self) -> bytes:
+        registry = self._collected()
+        if self.vllm_model is None:
+            return generate_latest(registry)
+        also = CollectorRegistry()
+        also.register(VllmNames(registry, self.vllm_model))
+        return generate_latest(registry) + generate_latest(also)
+
+    def _collected(self) -> CollectorRegistry:
         if MULTIPROCESS not in os.environ:
-            return generate_latest(self.registry)
+            return self.registry
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         for collector in self.collectors:
             registry.register(collector)
-        return generate_latest(registry)
+        return registry
 
 
 class RequestTimer:
     """Measures one prompt with its `n` completions, update by update."""
 
-    __slots__ = ("about", "first", "last", "metrics", "outputs", "start")
+    __slots__ = ("about", "first", "last", "metrics", "open", "outputs", "start")
 
-    def __init__(self, metrics: ServerMetrics) -> None:
+    def __init__(self, metrics: ServerMetrics, n: int) -> None:
         self.metrics = metrics
+        self.open = n
+        metrics.started.inc(n)
         self.start = time.perf_counter()
         self.first: float | None = None
         self.about: tuple[int, int, float] | None = None
@@ -138,9 +157,16 @@ class RequestTimer:
             self.last[index] = now
             self.outputs[index] = self.outputs.get(index, 0) + count
         if update.finish_reason is not None:
+            self.open -= 1
             metrics.finished.labels(str(update.finish_reason)).inc()
             metrics.output_len.observe(self.outputs.get(index, 0))
             metrics.e2e.observe(now - self.start)
+
+    def end(self, reason: str) -> None:
+        """Counts the completions that have not come to an end of their own."""
+        if self.open:
+            self.metrics.finished.labels(reason).inc(self.open)
+        self.open = 0
 
     def phases(self) -> PromptPhases:
         """Returns the phases so far."""

@@ -1,0 +1,56 @@
+"""Shared parts of the reports: Markdown tables, marked places of pages, the dtype of a record."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+CONFIGS = RESULTS.parent / "configs"
+DTYPE = "bfloat16"
+"""dtype of all rows: a record of another one fills none."""
+
+
+PLAIN = {
+    "model", "load_format", "skip_tokenizer_init", "enable_prefix_caching", "scale", "repeat",
+    "dtype", "ceilings", "sweep", "rows", "input_len",
+}  # fmt: skip
+"""Settings of a record that stands for the engine as it comes."""
+
+
+def dtype_of(model: str, settings: Mapping[str, Any]) -> str | None:
+    """Returns the dtype of a record; None where it is not known.
+
+    Early records name none: they ran in the dtype of the committed configuration.
+    """
+    named: str | None = settings.get("dtype")
+    if named is not None:
+        return named
+    file = CONFIGS / model.lower() / "config.json"
+    return json.loads(file.read_text()).get("torch_dtype") if file.exists() else None
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+def marked(page: str) -> list[str]:
+    """Returns the names of the places that a page marks."""
+    return re.findall(r"^<!-- (\w+):begin -->$", page, re.MULTILINE)
+
+
+def replace(page: str, name: str, text: str) -> str:
+    """Returns the page with `text` in the place of that name."""
+    begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    return pattern.sub(lambda _: begin + text + end, page)
+
+
+def content(page: str, name: str) -> str:
+    """Returns what stands in the place of that name."""
+    begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+    return page.partition(begin)[2].partition(end)[0]

@@ -1,0 +1,29 @@
+"""Hidden states of a prompt to one vector."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.ops.rows import StepRows
+
+
+def pool_rows(
+    hidden: Tensor, rows: StepRows, shares: Tensor, sums: Tensor, lengths: Tensor, out: Tensor
+) -> None:
+    """Adds up the hidden states of rows, and writes the vectors of those that are complete.
+
+    hidden: [T, width]. shares: int32 [R]: 1 to add the row's states, 2 to begin the sum anew, 4
+    where the vector is complete, 0 for rows that have no part. sums: float32 [M, width]. lengths:
+    int32 [R], the tokens that a mean is over. out: float32 [R, width]: the mean where states are
+    added up, else the row's last state.
+    """
+    starts = rows.query_start.tolist()
+    for row, (lane, share) in enumerate(zip(rows.lanes.tolist(), shares.tolist(), strict=True)):
+        if lane < 0 or not share:
+            continue
+        states = hidden[starts[row] : starts[row + 1]].float()
+        if share & 1:
+            before = 0.0 if share & 2 else sums[lane]
+            sums[lane] = before + states.sum(dim=0)
+        if share & 4:
+            out[row] = sums[lane] / int(lengths[row]) if share & 1 else states[-1]

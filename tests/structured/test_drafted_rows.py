@@ -1,0 +1,153 @@
+"""Rows with a grammar that verify drafts: their masks are asked for once all tokens before them are
+known, one for each draft."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.arrays import Int32, int32
+from quire.config import SchedulerConfig
+from quire.engine.core import EngineCore
+from quire.plan import DRAFT_IDS, DRAFT_START, HeadInputs, KVGroup, RowFlag, StepPlan
+from quire.request import Request
+from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.scheduler import Feature, PlanBuilder
+from quire.structured import GrammarFeature
+from quire.structured.masks import MaskRow
+from tests.fakes import FakeExecutor, expected_output
+
+_WIDTH = 40
+
+
+class AnyText:
+    """A matcher that takes every token."""
+
+    def deep_copy(self) -> AnyText:
+        return self
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        return True
+
+
+class StubCompiler:
+    vocab_size, tokenizer_vocab, eos_token_ids = 32, 32, (0,)
+    config = SimpleNamespace(timeout=10.0)
+
+    def compile(self, params: StructuredOutputsParams) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(AnyText())
+        return done
+
+    def shutdown(self) -> None:
+        pass
+
+
+class Recorder:
+    """Records the rows that masks are built for, in the order of steps."""
+
+    def __init__(self) -> None:
+        self.built: list[list[tuple[int, int, list[int]]]] = []
+
+    def build(
+        self, rows: Sequence[MaskRow], masks: Int32, vocab: int, entered: Callable[[], None]
+    ) -> None:
+        entered()
+        assert len(masks) == sum(row.lines for row in rows)
+        self.built.append(
+            [(row.state.position, row.lines, list(row.drafts)) for row in rows if row.state]
+        )
+
+
+class Claims(Feature):
+    """Claims the text of each request, wrong from its ninth token on."""
+
+    def lookahead(self, lanes: Int32, room: Int32) -> Int32:
+        return int32([3] * len(lanes))
+
+    def plan(self, builder: PlanBuilder) -> None:
+        for row, request in enumerate(builder.requests):
+            if builder.flags[row] & RowFlag.PROMPT:
+                ids = text_of(request)[:8] + [1] * (_WIDTH - 8)
+                lane = builder.lanes[row : row + 1]
+                builder.write(DRAFT_IDS, lane, int32([ids]))
+                builder.write(DRAFT_START, lane, int32([request.prompt_len]))
+
+
+class Gated(FakeExecutor):
+    """Waits for the masks of a step, as a device does."""
+
+    def __init__(self) -> None:
+        group = KVGroup(layers=(0,), tokens_per_block=4)
+        super().__init__([group], [80], logit_rows=40)
+        self.plans: list[StepPlan] = []
+        self.heads: dict[int, Int32] = {}
+        self._more = threading.Condition()
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        super().submit(plan)
+
+    def submit_head(self, inputs: HeadInputs) -> None:
+        with self._more:
+            self.heads[inputs.step_id] = inputs.mask
+            self._more.notify()
+
+    def collect(self) -> Any:
+        plan = self._queue[0]
+        if plan.gated:
+            with self._more:
+                assert self._more.wait_for(lambda: plan.step_id in self.heads, 20)
+            assert len(self.heads[plan.step_id]) == (plan.mask_lines >= 0).sum()
+        return super().collect()
+
+
+def text_of(request: Request) -> list[int]:
+    return expected_output(request, 50, None)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_each_draft_of_a_gated_row_has_a_mask(depth: int) -> None:
+    executor, recorder = Gated(), Recorder()
+    grammars = GrammarFeature(StubCompiler(), 4)  # type: ignore[arg-type]
+    grammars._masks = recorder  # type: ignore[assignment]
+    scheduler = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, steps_in_flight=depth
+    )
+    config = SimpleNamespace(args=SimpleNamespace(seed=0, trace_dir=None), scheduler=scheduler)
+    core = EngineCore(config, executor, [Claims()], [grammars])  # type: ignore[arg-type]
+    asked = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a*"))
+    (gated,) = core.add("gated", int32(range(6)), asked, max_total=26)
+    (plain,) = core.add("plain", int32(range(7)), SamplingParams(), max_total=27)
+    while core.has_work():
+        core.step()
+    text = text_of(gated)
+    assert gated.output.tolist() == text
+    assert plain.output.tolist() == text_of(plain)
+    assert core.take_failures() == []
+    lane = executor.plans[0].admits[0].lane
+    n_logits = [
+        int(plan.n_logits[np.flatnonzero(plan.lanes == lane)[0]])
+        for plan in executor.plans
+        if plan.gated
+    ]
+    claim = [*text[:8], *[1] * (_WIDTH - 8)]
+    positions = []
+    for (row,), lines in zip(recorder.built, n_logits, strict=True):
+        position, asked_lines, drafts = row
+        done = position - 6
+        positions.append(done)
+        assert asked_lines == lines
+        right = text[:done] == claim[:done]
+        assert drafts == (claim[done : done + lines - 1] if right else [])
+    # Every mask was built for all tokens before it, and accepted drafts were passed over.
+    assert positions[0] == 0
+    assert positions == sorted(set(positions))
+    assert len(positions) < len(text)
+    core.shutdown()
