@@ -7,8 +7,4 @@ params = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=60, seed=1)
 
 for output in llm.generate(["Once upon a time", "The little dog"], params):
     print(f"{output.prompt!r} -> {output.outputs[0].text!r}\n")
-
-conversation = [{"role": "user", "content": "Tell me a story about a cat."}]
-(answer,) = llm.chat(conversation, SamplingParams(temperature=0.7, max_tokens=100))
-print(answer.outputs[0].text)
 llm.shutdown()

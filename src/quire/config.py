@@ -27,7 +27,7 @@ KV_CACHE_DTYPES = (
 """The values of `EngineArgs.kv_cache_dtype`. fp8 is fp8_e4m3."""
 
 
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("fp8", "int4", "int8", "w8a8")
 """The values of `EngineArgs.quantization`."""
 
 
@@ -49,8 +49,9 @@ class EngineArgs:
     )
     quantization: str | None = _setting(
         None,
-        "How linear layers store their weights. int8: the checkpoint's weights are rounded to 8 "
-        "bits as they are read, with a scale per output. Default: as dtype says.",
+        "How linear layers store their weights, rounded as they are read. fp8, int8: 8 bits with a "
+        "scale per output. int4: 4 bits with scales of 128 inputs. w8a8: int8, and inputs too. "
+        "Default: as the checkpoint does.",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = _setting(
         "auto", "dummy gives random weights for a folder that holds only config.json."

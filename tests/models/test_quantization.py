@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,7 @@ from quire.ops import Weight, WeightFormat
 from quire.ops.reference.quantized import dequantize
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.parallel.torch_group import TorchGroup
-from quire.quantization import Quantization, StoredTensor, Unquantized, quantization_of
-from quire.quantization.int8 import Int8
+from quire.quantization import Quantization, Scheme, StoredTensor, Unquantized, quantization_of
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 
@@ -54,26 +52,26 @@ class Share(SingleGroup):
 class PerTensor(Unquantized):
     """FP8 with one scale per projection, as checkpoints have it."""
 
-    def format_for(self, name: str, dtype: torch.dtype) -> WeightFormat:
-        return FP8
-
-    def stored(self, format: WeightFormat) -> Sequence[StoredTensor]:
-        return (
-            StoredTensor("weight", "values", frozenset({torch.float8_e4m3fn})),
-            StoredTensor("weight_scale", "scales", frozenset({torch.float32}), None, None),
+    def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
+        return Scheme(
+            FP8,
+            (
+                StoredTensor("weight", "values", frozenset({torch.float8_e4m3fn})),
+                StoredTensor("weight_scale", "scales", frozenset({torch.float32}), None, None),
+            ),
         )
 
 
 class Blocks(Unquantized):
     """FP8 with a scale for each 32 x 32 weights."""
 
-    def format_for(self, name: str, dtype: torch.dtype) -> WeightFormat:
-        return BLOCKS
-
-    def stored(self, format: WeightFormat) -> Sequence[StoredTensor]:
-        return (
-            StoredTensor("weight", "values", frozenset({torch.float8_e4m3fn})),
-            StoredTensor("weight_scale_inv", "scales", frozenset({torch.float32}), 32, 32),
+    def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
+        return Scheme(
+            BLOCKS,
+            (
+                StoredTensor("weight", "values", frozenset({torch.float8_e4m3fn})),
+                StoredTensor("weight_scale_inv", "scales", frozenset({torch.float32}), 32, 32),
+            ),
         )
 
 
@@ -173,7 +171,7 @@ def loaded(folder: Path, quantization: Quantization, group: ProcessGroup | None 
 @pytest.mark.parametrize("case", ["qwen3", "gpt2", "llama-mqa-tied"])
 def test_int8_rounds_to_the_nearest_of_its_output(case: str, tmp_path: Path) -> None:
     make(tmp_path, case)
-    plain, rounded = loaded(tmp_path, Unquantized()), loaded(tmp_path, Int8())
+    plain, rounded = loaded(tmp_path, Unquantized()), loaded(tmp_path, quantization_of("int8"))
     count = 0
     for a, b in zip(plain.modules(), rounded.modules(), strict=True):
         if not isinstance(a, Linear) or not isinstance(b, Linear):
@@ -196,7 +194,7 @@ PROMPTS = [[5, 17, 99, 3, 42, 7, 7, 150, 23], [11]]
 
 
 def tokens_of(folders: list[Path], group: ProcessGroup) -> list[list[list[int]]]:
-    models = [loaded(folder, Int8(), group) for folder in folders]
+    models = [loaded(folder, quantization_of("int8"), group) for folder in folders]
     return [Harness(model).generate(PROMPTS, 16, chunk=5) for model in models]
 
 
@@ -213,9 +211,9 @@ def test_two_ranks_round_as_one_does(tmp_path: Path) -> None:
     folders = [tmp_path / case for case in ("qwen3-tied-bias", "gpt2")]
     for folder in folders:
         make(folder, folder.name)
-        whole = loaded(folder, Int8())
+        whole = loaded(folder, quantization_of("int8"))
         for rank in range(2):
-            own = loaded(folder, Int8(), Share(rank, 2))
+            own = loaded(folder, quantization_of("int8"), Share(rank, 2))
             down, share = whole.layers[1].mlp.down.weight, own.layers[1].mlp.down.weight
             assert torch.equal(share.values, down.values.chunk(2, 1)[rank])
             assert torch.equal(share.scales, down.scales)
@@ -244,15 +242,17 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.1.self_attn.k_proj.weight"][3, 4] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"layers\.1\.attention\.qkv has weights that are not"):
-        loaded(tmp_path, Int8())
+    with pytest.raises(
+        ModelError, match=r"layers\.1\.self_attn\.k_proj\.weight has weights that are not"
+    ):
+        loaded(tmp_path, quantization_of("int8"))
 
 
-class WithoutScales(PerTensor):
+class WithoutScales(Unquantized):
     """FP8 whose scales the checkpoint does not have."""
 
-    def stored(self, format: WeightFormat) -> Sequence[StoredTensor]:
-        return super().stored(format)[:1]
+    def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
+        return Scheme(FP8, PerTensor().scheme_for(projection, dtype).stored[:1])
 
 
 def test_a_format_names_the_dtypes_it_is_read_from(tmp_path: Path) -> None:
@@ -262,9 +262,9 @@ def test_a_format_names_the_dtypes_it_is_read_from(tmp_path: Path) -> None:
 
 
 def test_unknown_quantizations_are_refused() -> None:
-    with pytest.raises(ConfigError, match="quantization must be one of int8, got 'int3'"):
+    with pytest.raises(ConfigError, match="must be one of fp8, int4, int8, w8a8, got 'int3'"):
         EngineArgs(quantization="int3")
-    with pytest.raises(ConfigError, match="unknown quantization 'int3'; known are: int8"):
+    with pytest.raises(ConfigError, match="unknown quantization 'int3'; known are: int8, fp8"):
         quantization_of("int3")
     assert isinstance(quantization_of(None), Unquantized)
 
@@ -291,7 +291,7 @@ def test_int8_keeps_the_embedded_models_perplexity() -> None:
     tokenizer = Tokenizer.from_file(str(resolve_model_path(None) / "tokenizer.json"))
     ids = tokenizer.encode(TEXT).ids
     plain = perplexity(Unquantized(), ids)
-    assert abs(perplexity(Int8(), ids) / plain - 1) < 0.005
+    assert abs(perplexity(quantization_of("int8"), ids) / plain - 1) < 0.005
 
 
 def test_an_engine_serves_int8() -> None:

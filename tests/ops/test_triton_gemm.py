@@ -238,8 +238,8 @@ def test_bad_input_is_a_typed_error() -> None:
         gemm.run(LinearArgs(args.x[:, :8], args.weight), SKINNY)
     with pytest.raises(ConfigError, match="contiguous"):
         gemm.run(LinearArgs(args.x[:, ::2], Weight.plain(args.weight.values[:, ::2])), SKINNY)
-    four = WeightFormat(torch.uint8, bits=4, scales=torch.float32)
-    with pytest.raises(ConfigError, match="no kernel loads weights of the format uint4"):
-        gemm.run(LinearArgs(args.x, Weight.empty(four, 8, 16, DEVICE)), SKINNY)
+    five = WeightFormat(torch.int8, scales=torch.float32, group=5)
+    with pytest.raises(ConfigError, match="no kernel loads weights of the format int8-g5"):
+        gemm.run(LinearArgs(args.x, Weight.empty(five, 8, 16, DEVICE)), SKINNY)
     with pytest.raises(ConfigError, match="residual"):
         gemm.run(LinearArgs(args.x, args.weight, residual=args.x), SKINNY)

@@ -63,6 +63,7 @@ def test_a_signal_drains_and_exits_with_0(launch: Callable[..., Server], number:
     assert chunks[-1].choices[0].finish_reason == "length"
     assert server.process.wait(WAIT) == 0
     server.wait_for(lambda: not set(below) & set(children(1)), "the engine to end")
+    server.wait_for(lambda: "Stopped. Goodbye." in "".join(server.output), "its last words")
     assert "Traceback" not in "".join(server.output)
 
 

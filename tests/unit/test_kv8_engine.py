@@ -14,8 +14,15 @@ from quire import LLM, SamplingParams
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
 from quire.errors import ConfigError, ModelError
-from quire.models import build_model, load_config, load_weights, spec_from_config
+from quire.models import (
+    build_model,
+    load_config,
+    load_weights,
+    model_quantization,
+    spec_from_config,
+)
 from quire.models.kv_scales import head_scales
+from quire.quantization import Unquantized
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.models.test_parallel import Ranked
@@ -288,7 +295,9 @@ def test_a_checkpoint_whose_kv_alone_is_quantized(tmp_path: Path) -> None:
     config = load_config(tmp_path)
     scheme = {"type": "float", "num_bits": 8, "dynamic": False}
     only_kv = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme, "config_groups": {}}
-    assert spec_from_config(config | {"quantization_config": only_kv}) == spec_from_config(config)
-    weights = only_kv | {"config_groups": {"group_0": {}}}
-    with pytest.raises(ModelError, match="quantized"):
-        spec_from_config(config | {"quantization_config": weights})
+    spec = spec_from_config(config)
+    own = config | {"quantization_config": only_kv}
+    assert type(model_quantization(tmp_path, own, spec)) is Unquantized
+    weights = only_kv | {"format": "float-quantized", "config_groups": {"group_0": {}}}
+    with pytest.raises(ModelError, match="'group_0' has no weights"):
+        model_quantization(tmp_path, config | {"quantization_config": weights}, spec)

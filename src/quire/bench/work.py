@@ -37,12 +37,14 @@ class ModelWork:
         import torch
 
         from quire.layers.linear import Linear
-        from quire.models import build_model, load_config, spec_from_config
-        from quire.quantization import quantization_of
+        from quire.models import build_model, load_config, model_quantization, spec_from_config
 
-        spec = spec_from_config(load_config(config.model_path))
+        hf_config = load_config(config.model_path)
+        spec = spec_from_config(hf_config)
         dtype = getattr(torch, config.dtype)
-        quantization = quantization_of(config.args.quantization)
+        quantization = model_quantization(
+            config.model_path, hf_config, spec, config.args.quantization
+        )
         model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
         head = spec.vocab_size * spec.hidden_size
         outside = {"embedding", "positions", "head"}

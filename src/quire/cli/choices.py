@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from quire.config import EngineConfig
@@ -79,13 +81,17 @@ def _kernels(config: EngineConfig) -> dict[str, str]:
     }
 
 
-def _shape(layer: Linear, dtype: torch.dtype) -> tuple[int, int, torch.dtype, bool, bool, Any]:
-    """Returns what a plan of the layer depends on beside the rows, in the order of `Shape`."""
-    weight = layer.weight
-    gated = len(layer.outputs) == 2
-    normed = len(layer.outputs) > 1
-    format = None if weight.scales is None else weight.format
-    return weight.outputs // (2 if gated else 1), weight.inputs, dtype, normed, gated, format
+def _shapes(
+    layer: Linear, dtype: torch.dtype
+) -> Iterator[tuple[int, int, torch.dtype, bool, bool, Any]]:
+    """Yields what the plan of each of the layer's weights depends on beside the rows, in the order
+    of `Shape`. Outputs with weights of their own leave norm and activation to other kernels."""
+    fused = len(layer.weights) == 1
+    gated = fused and len(layer.outputs) == 2
+    normed = fused and len(layer.outputs) > 1
+    for weight in layer.weights:
+        format = None if weight.scales is None else weight.format
+        yield weight.outputs // (2 if gated else 1), weight.inputs, dtype, normed, gated, format
 
 
 def _linear_layers(config: EngineConfig) -> str:
@@ -93,24 +99,24 @@ def _linear_layers(config: EngineConfig) -> str:
     import torch
 
     from quire.layers.linear import Linear
-    from quire.models import build_model, load_config, spec_from_config
+    from quire.models import build_model, load_config, model_quantization, spec_from_config
     from quire.ops.triton.gemm_plan import Shape
     from quire.ops.triton.gemm_table import BUCKETS, HEURISTIC_MAX_M, key_of, table_for
-    from quire.quantization import quantization_of
 
     if config.args.deterministic:
         return "one tile for every number of rows: deterministic"
     if "skinny" in config.args.disable:
         return "cuBLAS: our kernels for few rows are disabled"
-    spec = spec_from_config(load_config(config.model_path))
+    hf_config = load_config(config.model_path)
+    spec = spec_from_config(hf_config)
     dtype = getattr(torch, config.dtype)
-    quantization = quantization_of(config.args.quantization)
+    quantization = model_quantization(config.model_path, hf_config, spec, config.args.quantization)
     model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
     shapes = {
         (m, *shape)
         for layer in (model.head, *model.layers[0].modules())
         if isinstance(layer, Linear)
-        for shape in [_shape(layer, dtype)]
+        for shape in _shapes(layer, dtype)
         for m in BUCKETS
     }
     card = torch.cuda.get_device_name(torch.device(config.device))

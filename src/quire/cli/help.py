@@ -39,9 +39,9 @@ SUBJECTS = (
         "Access",
         ("api_key", "api_key_file"),
         (
-            "public_metrics", "requests_per_minute", "tokens_per_minute", "ssl_certfile",
-            "ssl_keyfile", "ssl_ca_certs", "cors_origins", "cors_methods", "cors_headers",
-            "cors_credentials",
+            "allowed_hosts", "public_metrics", "requests_per_minute", "tokens_per_minute",
+            "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "cors_origins", "cors_methods",
+            "cors_headers", "cors_credentials",
         ),
     ),
     Subject(

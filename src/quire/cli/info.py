@@ -59,15 +59,21 @@ def model_section(config: EngineConfig) -> Section:
     """Sizes come from the shapes of a model without weights."""
     import torch
 
-    from quire.models import build_model, load_config, spec_from_config
+    from quire.layers.linear import Linear
+    from quire.models import build_model, load_config, model_quantization, spec_from_config
     from quire.ops import kv_format
-    from quire.quantization import quantization_of
 
-    spec = spec_from_config(load_config(config.model_path))
+    hf_config = load_config(config.model_path)
+    spec = spec_from_config(hf_config)
     dtype = getattr(torch, config.dtype)
-    quantization = quantization_of(config.args.quantization)
+    quantization = model_quantization(config.model_path, hf_config, spec, config.args.quantization)
     model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    linear = [module for module in model.modules() if isinstance(module, Linear)]
+    # What a layer stores in few bits, and its scales, stand for so many weights.
+    inside = {id(p) for layer in linear for p in layer.parameters() if p is not layer.bias}
+    parameters = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    weights = [weight for layer in linear if not layer.tied for weight in layer.weights]
+    parameters += sum(weight.outputs * weight.inputs for weight in weights)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     stored = kv_format(config.kv_cache_dtype, dtype, *spec.head_dims)
     groups = model.kv_groups(config.block_size, stored)

@@ -27,11 +27,17 @@ def resolve(args: EngineArgs) -> EngineConfig:
         ModelError: there is no such model, or its architecture is unknown.
         ConfigError: a setting contradicts the model or the machine.
     """
-    from quire.models import load_config, resolve_model_path, spec_from_config
+    from quire.models import (
+        load_config,
+        model_quantization,
+        resolve_model_path,
+        spec_from_config,
+    )
 
     path = resolve_model_path(args.model, args.revision)
     hf_config = load_config(path)
     spec = spec_from_config(hf_config)
+    model_quantization(path, hf_config, spec, args.quantization)  # refuses before workers start
     device = _device(args.device)
     tokenizer = path
     if args.tokenizer is not None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -106,9 +105,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         _spend(0)
-        owner = getattr(__obj, "__self__", None)
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox's own `format` wraps a text's
+        owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, bytes)):
-            _check_method(owner, __obj.__name__, args, kwargs)
+            _check_method(owner, method.__name__, args, kwargs)
         return _spent(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -330,23 +330,3 @@ def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if message.get("reasoning_content") is None:
         return message
     return {"thinking": message["reasoning_content"], **message}
-
-
-def load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns a folder's templates by name: "default", and if there is one "tool_use".
-
-    A file `chat_template.jinja` goes before those of tokenizer_config.json; more may be in
-    `additional_chat_templates/`.
-    """
-    found: dict[str, str] = {}
-    template = config.get("chat_template")
-    if isinstance(template, str):
-        found["default"] = template
-    elif isinstance(template, list):
-        found = {entry["name"]: entry["template"] for entry in template}
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        found["default"] = file.read_text("utf-8")
-    for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        found[file.stem] = file.read_text("utf-8")
-    return found

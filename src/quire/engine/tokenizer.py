@@ -7,14 +7,17 @@ import json
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
 
 from quire.arrays import Int32
-from quire.engine.chat_template import ChatTemplate, TemplateTraits, load_templates
+from quire.engine.template_files import load_templates
 from quire.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    from quire.engine.chat_template import ChatTemplate, TemplateTraits
 
 _MAX_COMPILED = 8
 
@@ -196,6 +199,8 @@ class Tokenizer:
         if template is None:
             if len(self._compiled) >= _MAX_COMPILED:
                 self._compiled.clear()
+            from quire.engine.chat_template import ChatTemplate
+
             template = self._compiled[source] = ChatTemplate(source)
         return template
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from quire import ops
@@ -14,7 +15,7 @@ from quire.layers.build import Build
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
 from quire.layers.residual import Residual
-from quire.quantization import Range, StoredTensor
+from quire.quantization import ProjectionShare, Range, Scheme, StoredTensor
 from quire.sharding import REPLICATED, ShardSpec
 
 Activation = ops.Activation
@@ -34,12 +35,27 @@ class Output:
     padded: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Neighbouring outputs of a layer, [first, end), that share a weight.
+
+    scheme: None where the weight is another module's.
+    """
+
+    first: int
+    end: int
+    weight: ops.Weight
+    scheme: Scheme | None
+
+
 class Linear(nn.Module):
     """[T, inputs] -> [T, sum of the outputs this rank holds].
 
     split: "outputs" gives each rank a share of every output (column-parallel); "inputs" a share of
         the inputs, `unit` of them uncut, and the ranks' partial results are summed (row-parallel).
     tied: the whole layer's weights as they are, those of another module, instead of its own.
+
+    Outputs share a weight where their schemes are equal and allow it; else each has its own.
     """
 
     def __init__(
@@ -56,7 +72,6 @@ class Linear(nn.Module):
         super().__init__()
         self.name = build.name
         self.group = build.group
-        self.quantization = build.quantization
         self.inputs = inputs
         self.outputs = (Output("", outputs),) if isinstance(outputs, int) else tuple(outputs)
         self.split = split
@@ -64,21 +79,62 @@ class Linear(nn.Module):
         shard = ShardSpec(1, unit) if split == "inputs" else REPLICATED
         self.columns: Range = shard.bounds(inputs, self.group.rank, self.group.world)
         self.sizes = [self._size(output) for output in self.outputs]
-        low, high = self.columns
         if tied is None:
-            format = self.quantization.format_for(build.name, build.dtype)
-            self.weight = ops.Weight.empty(
-                format, sum(self.sizes), high - low, build.device, before=low
-            )
+            self.stacks = tuple(self._stacks(build))
         else:
-            self.weight = ops.Weight.plain(tied)
-        if any(output.padded for output in self.outputs) and tied is None:
-            self.weight.clear()
-        for name in ("values", "scales", "zeros"):
-            tensor = getattr(self.weight, name)
-            if tensor is not None:
-                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+            weight = ops.Weight.plain(tied)
+            self.stacks = (Stack(0, len(self.outputs), weight, None),)
+        for index, stack in enumerate(self.stacks):
+            behind = f"_{index}" if index else ""
+            for name in ("values", "scales", "zeros", "groups", "input_scale"):
+                tensor = getattr(stack.weight, name)
+                if tensor is not None:
+                    parameter = nn.Parameter(tensor, requires_grad=False)
+                    self.register_parameter(name + behind, parameter)
         self.bias = build.empty(sum(self.sizes)) if bias else None
+
+    def _stacks(self, build: Build) -> Iterator[Stack]:
+        """Yields the layer's stacks with empty weights."""
+        schemes = [
+            build.quantization.scheme_for(_joined(build.name, output.name), build.dtype)
+            for output in self.outputs
+        ]
+        low, high = self.columns
+        first = 0
+        while first < len(schemes):
+            scheme, end = schemes[first], first + 1
+            while scheme.stacks and end < len(schemes) and schemes[end] == scheme:
+                end += 1
+            if (high - low) % scheme.format.packed:
+                raise ConfigError(
+                    f"{build.name}: {high - low} inputs of a rank cannot be stored "
+                    f"{scheme.format.packed} to a byte",
+                    "tensor_parallel_size",
+                )
+            weight = ops.Weight.empty(
+                scheme.format, sum(self.sizes[first:end]), high - low, build.device,
+                before=low, whole=self.inputs, stacked=end - first,
+            )  # fmt: skip
+            if any(output.padded for output in self.outputs[first:end]):
+                weight.clear()
+            yield Stack(first, end, weight, scheme)
+            first = end
+
+    @property
+    def weights(self) -> tuple[ops.Weight, ...]:
+        """Returns the weights of the outputs, in their order: one for all where they share it."""
+        return tuple(stack.weight for stack in self.stacks)
+
+    @property
+    def weight(self) -> ops.Weight:
+        """Returns the weight that all outputs share.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        if len(self.stacks) > 1:
+            raise ConfigError(f"{self.name}: its outputs have {len(self.stacks)} weights")
+        return self.stacks[0].weight
 
     def forward(
         self, x: Tensor, norm: RMSNorm | None = None, act: Activation | None = None
@@ -113,6 +169,8 @@ class Linear(nn.Module):
                 bias = self.bias if self.group.rank == 0 else None
                 out = self.group.all_reduce(ops.linear(x, self.weight, bias))
                 return out if residual is None else out.add_(residual)
+        if len(self.stacks) > 1:
+            return self._apart(x, residual, norm, act)
         scale = None
         if norm is not None:
             scale = norm.scale
@@ -120,51 +178,75 @@ class Linear(nn.Module):
                 x = norm(x)
         return ops.linear(x, self.weight, self.bias, residual, scale, act)
 
+    def _apart(
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, act: Activation | None
+    ) -> Tensor:
+        """Computes outputs whose weights differ one after the other."""
+        if norm is not None:
+            x = norm(x)
+        parts, start = [], 0
+        for weight in self.weights:
+            end = start + weight.outputs
+            parts.append(ops.linear(x, weight, None if self.bias is None else self.bias[start:end]))
+            start = end
+        out = torch.cat(parts, 1)
+        if act == "silu_and_mul":
+            out = ops.silu_and_mul(out)
+        elif act is not None:
+            out = ops.gelu(out, "tanh" if act == "gelu_tanh" else "none")
+        return out if residual is None else out.add_(residual)
+
     def slices(self) -> Iterator[ParameterSlice]:
         """Yields the checkpoint's tensors of each stacked output: those of the weight, then the
         bias. A tied layer has none."""
         start = 0
-        for output, size in zip(self.outputs, self.sizes, strict=True):
-            prefix = f"{output.name}." if output.name else ""
-            rows = self._rows(output)
-            weight = self.weight.rows(start, start + size)
-            for stored in () if self.tied else self.quantization.stored(self.weight.format):
-                yield self._slice(prefix, output.size, rows, weight, stored)
-            if self.bias is not None:
-                target = self.bias.data[start : start + size]
-                yield ParameterSlice.of(f"{prefix}bias", target, (output.size,), (rows,))
-            start += size
+        for stack in self.stacks:
+            row = 0
+            for index in range(stack.first, stack.end):
+                output, size = self.outputs[index], self.sizes[index]
+                rows = self._rows(output)
+                weight = stack.weight.rows(row, row + size, index - stack.first)
+                for stored in () if stack.scheme is None else stack.scheme.stored:
+                    if stored.name != "bias" or self.bias is None:
+                        yield self._slice(output, rows, weight, stored)
+                if self.bias is not None:
+                    target = self.bias.data[start : start + size]
+                    name = _joined(output.name, "bias")
+                    yield ParameterSlice.of(name, target, (output.size,), (rows,))
+                start += size
+                row += size
 
     def _slice(
-        self, prefix: str, size: int, rows: Range, weight: ops.Weight, stored: StoredTensor
+        self, output: Output, rows: Range, weight: ops.Weight, stored: StoredTensor
     ) -> ParameterSlice:
-        columns = self.columns
+        share = ProjectionShare(rows, self.columns, output.size, self.inputs)
 
         def write(part: Tensor, start: int) -> None:
-            stored.write(weight, part, start, rows, columns)
+            stored.write(weight, part, start, share)
 
-        shape, ranges = stored.shape(size, self.inputs), stored.ranges(rows, columns, self.inputs)
-        name = f"{prefix}{stored.name}"
+        shape, ranges = stored.shape(output.size, self.inputs), stored.ranges(share)
+        name = _joined(output.name, stored.name)
         return ParameterSlice(name, shape, ranges, write, weight.values.device, stored.dtypes)
 
     def finish(self) -> None:
-        """Ends loading.
-
-        Raises:
-            ModelError: the loaded weights make no sense.
-        """
-        if not self.tied:
-            self.quantization.finish(self.name, self.weight)
+        """Ends loading: projections that share a weight share the largest fixed scale of inputs."""
+        for weight in self.weights:
+            if weight.input_scale is not None:
+                weight.input_scale.copy_(weight.input_scale.max().expand_as(weight.input_scale))
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that the result takes, and the weight, where it is
         dequantized as a whole."""
-        weight = self.weight
-        if weight.scales is None:
-            return tokens * weight.outputs * weight.dtype.itemsize
-        # In fp32 at most; groups take two intermediates as large.
-        copies = 3 if weight.format.group else 1
-        return 4 * (tokens * weight.outputs + copies * weight.outputs * weight.inputs)
+        total = 0
+        for weight in self.weights:
+            result = tokens * weight.outputs
+            if weight.scales is None:
+                total += result * weight.dtype.itemsize
+            else:
+                # In fp32 at most; groups take two intermediates as large.
+                copies = 3 if weight.format.group else 1
+                total += 4 * (result + copies * weight.outputs * weight.inputs)
+        return total
 
     def _rows(self, output: Output) -> Range:
         """Returns the outputs of the whole projection that this rank holds."""
@@ -178,3 +260,7 @@ class Linear(nn.Module):
             return -(-output.size // self.group.world)
         low, high = self._rows(output)
         return high - low
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name

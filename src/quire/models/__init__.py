@@ -9,6 +9,7 @@ from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.models.config import load_config, resolve_model_path, spec_from_config
 from quire.models.decoder import Decoder
+from quire.models.quantization import model_quantization
 from quire.models.spec import ModelSpec
 from quire.models.weights import load_weights
 from quire.parallel import ProcessGroup, SingleGroup
@@ -23,6 +24,7 @@ __all__ = [
     "build_model",
     "load_config",
     "load_weights",
+    "model_quantization",
     "resolve_model_path",
     "spec_from_config",
 ]

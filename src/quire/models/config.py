@@ -55,8 +55,8 @@ def load_config(path: str | Path) -> dict[str, Any]:
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The architecture that config.json describes. Raises ModelError for one that is unknown, for
-    quantized checkpoints, and for values that make no sense."""
+    """The architecture that config.json describes. Raises ModelError for one that is unknown, and
+    for values that make no sense."""
     names = [str(name) for name in config.get("architectures") or []]
     known = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     family = family_named(known if names else str(config.get("model_type")))
@@ -65,22 +65,5 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         raise ModelError(
             f"unknown architecture: {found}. Known are: {', '.join(sorted(ARCHITECTURES))}"
         )
-    quantization = config.get("quantization_config")
-    if quantization and not _only_kv(quantization):
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-        raise ModelError(
-            f"the checkpoint is quantized ({method or 'unknown method'}), which is not supported "
-            "yet; use an unquantized one"
-        )
     unsupported.check(config, family.implements)
     return family.spec(config)
-
-
-def _only_kv(quantization: object) -> bool:
-    """Whether what is quantized are not the weights: the checkpoint only has scales for fp8 KV."""
-    if not isinstance(quantization, Mapping) or quantization.get("config_groups"):
-        return False
-    scheme = quantization.get("kv_cache_scheme")
-    if not isinstance(scheme, Mapping):
-        return False
-    return scheme.get("type") == "float" and scheme.get("num_bits") == 8

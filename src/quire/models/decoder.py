@@ -176,11 +176,7 @@ class Decoder(nn.Module):
         return self.head.logits(hidden)
 
     def finish(self) -> None:
-        """Ends loading.
-
-        Raises:
-            ModelError: the weights of a layer make no sense.
-        """
+        """Ends loading."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.finish()

@@ -12,15 +12,27 @@ import math
 import torch
 from torch import Tensor
 
+from quire.errors import ModelError
 from quire.layers.parameter_slice import ParameterSlice, named_slices
+from quire.quantization import FLOATS
 
 _DEVIATION = 0.02
 _SCALE = _DEVIATION * math.sqrt(3.0) / 2**23
 
 
 def fill_dummy(model: torch.nn.Module, seed: int) -> None:
-    """Makes norms the identity, and all else uniform with standard deviation 0.02."""
+    """Makes norms the identity, and all else uniform with standard deviation 0.02.
+
+    Raises:
+        ModelError: the checkpoint's layers are quantized; `EngineArgs.quantization` may round what
+            is random instead.
+    """
     for name, part in named_slices(model):
+        if part.dtypes != FLOATS:
+            raise ModelError(
+                f"dummy weights are floats, and the checkpoint's layers are quantized ({name}); "
+                "without its quantization_config, --quantization rounds random weights"
+            )
         if part.initial == "random":
             _fill(part, _key(seed, name))
         else:

@@ -20,7 +20,7 @@ from quire.errors import ModelError
 from quire.layers.parameter_slice import ParameterSlice, named_slices
 from quire.models.decoder import Decoder
 from quire.models.families.family import Family, Source
-from quire.models.files import open_file, some, weight_files
+from quire.models.files import DTYPES, open_file, some, weight_files
 from quire.models.registry import family_named
 from quire.quantization import FLOATS
 
@@ -30,21 +30,6 @@ _READERS = 8
 """Threads that read tensors."""
 _CHUNK = 32 << 20
 """Bytes of a tensor that are copied, and converted, at once."""
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""The dtypes of safetensors files."""
 
 
 def load_weights(
@@ -132,13 +117,13 @@ def _check(
                 problems.append(f"{stored_name} is there twice")
                 continue
             view = file.get_slice(stored_name)
-            shape, dtype = tuple(view.get_shape()), _DTYPES.get(view.get_dtype())
+            shape, dtype = tuple(view.get_shape()), DTYPES.get(view.get_dtype())
             expected = shape if wanted is None else _stored_shape(wanted)
             known = FLOATS if wanted is None else wanted[0].slice.dtypes
-            if shape != expected and not (shape == (1,) and expected == ()):
+            if shape != expected and shape != (*expected, 1):
                 problems.append(f"{stored_name} has shape {shape}, expected {expected}")
             elif dtype not in known:
-                names = ", ".join(sorted(key for key, value in _DTYPES.items() if value in known))
+                names = ", ".join(sorted(key for key, value in DTYPES.items() if value in known))
                 problems.append(
                     f"{stored_name} has dtype {view.get_dtype()}, expected one of: {names}"
                 )
@@ -169,7 +154,10 @@ def _stored_shape(places: list[_Place]) -> tuple[int, ...]:
 @torch.inference_mode()
 def _fill(entry: _Entry, places: Sequence[_Place]) -> None:
     for place in places:
-        _copy(_share(entry, place), place.slice)
+        try:
+            _copy(_share(entry, place), place.slice)
+        except ModelError as error:
+            raise ModelError(f"{entry.name} {error}") from error
 
 
 def _copy(part: Tensor, target: ParameterSlice) -> None:

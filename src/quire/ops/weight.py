@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Inputs = Literal["none", "token"]
+Inputs = Literal["none", "token", "tensor", "group"]
+Code = Literal["integer", "e2m1"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +19,17 @@ class WeightFormat:
     values: dtype of the stored values. uint8 with 4 `bits` holds two of them, unsigned; the one of
         the lower input lies in the low bits.
     bits: of one value; 0: those of its dtype.
+    code: what 4 bits stand for: an integer, or a float of one sign bit, two of exponent and one of
+        mantissa, 0 to 6 in magnitude (OCP Microscaling formats, "MXFP4").
     scales: dtype of the scales, one per output and group of inputs; None: there are none, and the
         model computes in `values`. What a checkpoint shares among outputs (a tensor's scale, or a
         block's) is repeated when it is loaded.
     group: inputs that share a scale, counted from the first of the whole layer; 0: all of them.
-    zeros: each scale comes with a zero, of the scales' dtype; without, the zero of unsigned 4 bit
-        values is 8 and that of others is 0.
-    inputs: "token": the layer's inputs are rounded to `values` too, each token with a scale of its
-        own.
+    zeros: each scale comes with a zero, int8; without, the zero of unsigned 4 bit integers is 8 and
+        that of others is 0.
+    ordered: inputs are assigned to groups one by one, in any order ("act order").
+    inputs: how the layer's inputs are rounded, to the dtype `values`: not at all, with a scale for
+        each token, with one fixed scale, or with one for each token and group.
     """
 
     values: torch.dtype
@@ -33,7 +37,9 @@ class WeightFormat:
     scales: torch.dtype | None = None
     group: int = 0
     zeros: bool = False
+    ordered: bool = False
     inputs: Inputs = "none"
+    code: Code = "integer"
 
     @property
     def packed(self) -> int:
@@ -43,25 +49,27 @@ class WeightFormat:
     @property
     def zero(self) -> int:
         """The value that stands for 0 where there are no zeros."""
-        return 8 if self.bits == 4 else 0
+        return 8 if self.bits == 4 and self.code == "integer" else 0
 
     @property
     def key(self) -> str:
         """A name for tables, e.g. "bfloat16", "int8", "uint4-g128-zeros"."""
         name = str(self.values).removeprefix("torch.")
         if self.bits:
-            name = f"uint{self.bits}"
+            name = f"uint{self.bits}" if self.code == "integer" else self.code
         parts = [name]
         parts += [f"g{self.group}"] if self.group else []
         parts += ["zeros"] if self.zeros else []
+        parts += ["ordered"] if self.ordered else []
         parts += [f"inputs-{self.inputs}"] if self.inputs != "none" else []
         return "-".join(parts)
 
     def weight_bytes(self, outputs: int, inputs: int) -> int:
         """Returns the bytes of a weight of this format."""
         groups = -(-inputs // self.group) if self.group else 1
-        own = 0 if self.scales is None else self.scales.itemsize * (2 if self.zeros else 1)
-        return outputs * (inputs * self.values.itemsize // self.packed + groups * own)
+        own = 0 if self.scales is None else self.scales.itemsize + self.zeros
+        order = 4 * inputs if self.ordered else 0
+        return outputs * (inputs * self.values.itemsize // self.packed + groups * own) + order
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +77,12 @@ class Weight:
     """The stored weights of a layer, or of some outputs of one, with `outputs` x `inputs` weights.
 
     values: [outputs, inputs / format.packed].
-    scales: [outputs, groups], of the groups that the inputs touch, or None.
-    zeros: [outputs, groups], or None.
+    scales: [outputs, groups], of the groups that the inputs touch, or None; of all groups where
+        inputs are assigned to them one by one.
+    zeros: int8 [outputs, groups], or None.
+    groups: int32 [inputs], the group of each input where the format is `ordered`, else None.
+    input_scale: fp32 [stacked projections], the fixed scale of inputs, the same in all after
+        loading; else None.
     first: where the first input stands in its group: a rank's share of the inputs may begin within
         one.
     """
@@ -80,6 +92,8 @@ class Weight:
     scales: Tensor | None = None
     zeros: Tensor | None = None
     first: int = 0
+    groups: Tensor | None = None
+    input_scale: Tensor | None = None
 
     @classmethod
     def plain(cls, values: Tensor) -> Weight:
@@ -89,29 +103,39 @@ class Weight:
     @classmethod
     def empty(
         cls, format: WeightFormat, outputs: int, inputs: int, device: torch.device, *,
-        before: int = 0,
+        before: int = 0, whole: int | None = None, stacked: int = 1,
     ) -> Weight:  # fmt: skip
-        """Returns a weight without content. before: inputs of the whole layer before the first."""
+        """Returns a weight without content. before: inputs of the whole layer before the first.
+        whole: inputs of the whole layer, by default up to the last. stacked: projections in it."""
         first = before % format.group if format.group else 0
         groups = -(-(first + inputs) // format.group) if format.group else 1
+        if format.ordered:
+            first, groups = 0, -(-(whole or before + inputs) // format.group)
 
         def tensor(width: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(outputs, width, dtype=dtype, device=device)
 
+        order, scale = None, None
+        if format.ordered:
+            order = torch.empty(inputs, dtype=torch.int32, device=device)
+        if format.inputs == "tensor":
+            scale = torch.empty(stacked, dtype=torch.float32, device=device)
         return cls(
             format,
             tensor(inputs // format.packed, format.values),
             None if format.scales is None else tensor(groups, format.scales),
-            tensor(groups, format.scales) if format.zeros and format.scales else None,
+            tensor(groups, torch.int8) if format.zeros else None,
             first,
+            order,
+            scale,
         )
 
     def clear(self) -> None:
         """Sets every weight to 0."""
-        self.values.zero_()
-        for tensor in (self.scales, self.zeros):
+        for tensor in (self.values, self.scales, self.zeros):
             if tensor is not None:
-                tensor.zero_()
+                # A format of bare exponents has no zero; its values have.
+                tensor.view(torch.uint8).zero_()
 
     @property
     def outputs(self) -> int:
@@ -126,11 +150,16 @@ class Weight:
         """The dtype of the stored values."""
         return self.format.values
 
-    def rows(self, start: int, end: int) -> Weight:
-        """Returns the weight of outputs [start, end), a view."""
+    def rows(self, start: int, end: int, projection: int | None = None) -> Weight:
+        """Returns the weight of outputs [start, end), a view. projection: the one of those stacked
+        that they are, which then has its own fixed scale of inputs."""
+        scale = self.input_scale
+        if scale is not None and projection is not None:
+            scale = scale[projection : projection + 1]
         return replace(
             self,
             values=self.values[start:end],
             scales=None if self.scales is None else self.scales[start:end],
             zeros=None if self.zeros is None else self.zeros[start:end],
+            input_scale=scale,
         )

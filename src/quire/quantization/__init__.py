@@ -2,13 +2,16 @@
 
 from quire.errors import ConfigError
 from quire.quantization.quantization import Quantization
-from quire.quantization.stored_tensor import FLOATS, Range, StoredTensor
+from quire.quantization.scheme import Scheme
+from quire.quantization.stored_tensor import FLOATS, ProjectionShare, Range, StoredTensor
 from quire.quantization.unquantized import Unquantized
 
 __all__ = [
     "FLOATS",
+    "ProjectionShare",
     "Quantization",
     "Range",
+    "Scheme",
     "StoredTensor",
     "Unquantized",
     "quantization_of",
@@ -16,12 +19,14 @@ __all__ = [
 
 
 def quantization_of(name: str | None) -> Quantization:
-    """Returns the quantization that `EngineArgs.quantization` names."""
+    """Returns the quantization that `EngineArgs.quantization` names, of an unquantized
+    checkpoint."""
     if name is None:
         return Unquantized()
-    if name != "int8":
-        raise ConfigError(f"unknown quantization {name!r}; known are: int8", "quantization")
-    # Each quantization is imported when it is used.
-    from quire.quantization.int8 import Int8
+    # Imported here: a model that is served as it is needs no rounding.
+    from quire.quantization.rounding import FORMATS, Rounding
 
-    return Int8()
+    if name not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise ConfigError(f"unknown quantization {name!r}; known are: {known}", "quantization")
+    return Rounding(FORMATS[name])

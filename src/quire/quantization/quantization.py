@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from quire.ops import Weight, WeightFormat
-from quire.quantization.stored_tensor import StoredTensor
+from quire.quantization.scheme import Scheme
 
 
 class Quantization(Protocol):
     """Decides how linear layers store weights, and knows how a checkpoint does."""
 
-    def format_for(self, name: str, dtype: torch.dtype) -> WeightFormat:
-        """Returns the format of the layer `name`, such as `layers.0.mlp.up` or `head`, of a model
-        that computes in `dtype`."""
-        ...
-
-    def stored(self, format: WeightFormat) -> Sequence[StoredTensor]:
-        """Returns the checkpoint's tensors that a weight of `format` is made of."""
-        ...
-
-    def finish(self, name: str, weight: Weight) -> None:
-        """Ends the loading of the layer `name`.
+    def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
+        """Returns the scheme of a projection, such as `layers.0.mlp.up.gate` or `head`, of a model
+        that computes in `dtype`.
 
         Raises:
-            ModelError: the loaded weights make no sense.
+            ModelError: the checkpoint stores it in a way that is not known.
         """
         ...

@@ -8,12 +8,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from quire.errors import ModelError
 from quire.ops import Weight
 
 Range = tuple[int, int]
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 """The dtypes in which a checkpoint may store what is rounded to the model's dtype."""
+FP8 = frozenset({torch.float8_e4m3fn})
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionShare:
+    """A rank's part of a projection: the outputs `rows` and the inputs `columns`, of so many."""
+
+    rows: Range
+    columns: Range
+    outputs: int
+    inputs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,39 +35,65 @@ class StoredTensor:
     name: behind the projection's, such as "weight". part: what it becomes of a `Weight`.
     dtypes: those that the checkpoint may store it in.
     outputs_per, inputs_per: outputs and inputs that one entry along that axis stands for; None: the
-        tensor has no such axis.
+        tensor has no such axis, or one of length 1.
+    every_group: a rank reads the groups of all inputs.
     """
 
     name: str
-    part: Literal["values", "scales", "zeros"]
+    part: Literal["values", "scales", "zeros", "groups", "input_scale"]
     dtypes: frozenset[torch.dtype]
     outputs_per: int | None = 1
     inputs_per: int | None = 1
+    every_group: bool = False
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         """Returns the shape of the whole tensor, () for a scalar."""
         sizes = ((outputs, self.outputs_per), (inputs, self.inputs_per))
         return tuple(-(-size // per) for size, per in sizes if per is not None)
 
-    def ranges(self, rows: Range, columns: Range, inputs: int) -> tuple[Range, ...]:
-        """Returns what of the tensor a rank reads that holds these outputs and inputs."""
-        axes = ((rows, self.outputs_per), (columns, self.inputs_per))
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
+        """Returns what of the tensor a rank reads."""
+        columns = (0, share.inputs) if self.every_group else share.columns
+        axes = ((share.rows, self.outputs_per), (columns, self.inputs_per))
         return tuple((low // per, -(-high // per)) for (low, high), per in axes if per is not None)
 
-    def write(self, weight: Weight, part: Tensor, start: int, rows: Range, columns: Range) -> None:
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
         """Stores rows of the tensor, from row `start` of the rank's part on.
 
-        weight: of the outputs `rows` and inputs `columns` of the projection. An entry that stands
-        for several outputs is repeated for each.
+        weight: of the rank's share of the projection. An entry that stands for several outputs is
+        repeated for each.
+
+        Raises:
+            ModelError: what is stored makes no sense.
         """
+        self.check(part)
         target: Tensor = getattr(weight, self.part)
         if self.outputs_per is None:
-            target[: rows[1] - rows[0]] = part.reshape(1, -1)
+            target[: share.rows[1] - share.rows[0]] = part.reshape(1, -1)
             return
         part = part.reshape(len(part), -1)
         first = start
         if self.outputs_per > 1:
             part = part.repeat_interleave(self.outputs_per, 0)
-            first = (rows[0] // self.outputs_per + start) * self.outputs_per - rows[0]
-        low, high = max(first, 0), min(first + len(part), rows[1] - rows[0])
+            first = (share.rows[0] // self.outputs_per + start) * self.outputs_per - share.rows[0]
+        low, high = max(first, 0), min(first + len(part), share.rows[1] - share.rows[0])
         target[low:high].copy_(part[low - first : high - first], non_blocking=True)
+
+    def check(self, part: Tensor) -> None:
+        """Raises ModelError where scales are no positive numbers, or 8-bit floats no numbers."""
+        if part.dtype == torch.float8_e8m0fnu:
+            expect((part.view(torch.uint8) != 255).all(), "has scales that are no numbers")
+        elif self.part in ("scales", "input_scale"):
+            wide = part.float()
+            expect(
+                (wide.isfinite() & (wide > 0)).all(),
+                "has scales that are not positive, or infinite",
+            )
+        elif part.dtype == torch.float8_e4m3fn:
+            expect(((part.view(torch.uint8) & 127) != 127).all(), "has values that are no numbers")
+
+
+def expect(true: Tensor, message: str) -> None:
+    """Raises ModelError with the message unless the scalar is true."""
+    if true.device.type != "meta" and not bool(true):
+        raise ModelError(message)

@@ -20,10 +20,15 @@ from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.executor import FULL_STEP, Capacity, Measurement, OnProgress
-from quire.models import build_model, load_config, load_weights, spec_from_config
+from quire.models import (
+    build_model,
+    load_config,
+    load_weights,
+    model_quantization,
+    spec_from_config,
+)
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.plan import Admit, HeadInputs, KVGroup, RowFlag, StepPlan, StepResult, Transfer
-from quire.quantization import quantization_of
 from quire.runner import memory
 from quire.runner.hooks import Hook, Level
 from quire.runner.hooks.acceptance import Acceptance
@@ -156,8 +161,9 @@ class ModelRunner:
 
     def _load(self) -> None:
         path = Path(self.config.model_path)
-        spec = spec_from_config(load_config(path))
-        quantization = quantization_of(self.config.args.quantization)
+        config = load_config(path)
+        spec = spec_from_config(config)
+        quantization = model_quantization(path, config, spec, self.config.args.quantization)
         self.model = build_model(
             spec,
             device=self.device,

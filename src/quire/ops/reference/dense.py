@@ -65,8 +65,7 @@ def linear(
         # Most weights are stored as they are.
         from quire.ops.reference import quantized
 
-        if weight.format.inputs == "token":
-            x = quantized.round_rows(x, weight.format)
+        x = quantized.round_inputs(x, weight)
         out = _scaled_product(x, weight)
         out = out if bias is None else out.add_(bias)
     if act is not None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.weight import Weight, WeightFormat
+from quire.ops.weight import Weight
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest number of each dtype that values are scaled to; for int8, both signs have it."""
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of 4 bits in the code "e2m1"."""
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     """Returns the weights as [outputs, inputs] in `dtype`; without scales, those are 1."""
     kind = weight.format
-    plain = not (kind.bits or kind.group or kind.zeros or kind.values.is_floating_point)
+    plain = kind.values == torch.int8 and not (kind.group or kind.zeros)
     if plain and weight.scales is not None and dtype is not torch.float64:
         # In one pass: a large weight's intermediates would take more memory than itself.
         out = torch.empty(weight.values.shape, dtype=dtype, device=weight.values.device)
@@ -24,17 +27,21 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     if kind.packed > 1:
         shifts = torch.arange(kind.packed, dtype=torch.uint8, device=values.device) * kind.bits
         values = ((values.unsqueeze(-1) >> shifts) & (2**kind.bits - 1)).flatten(1)
-    out = values.to(wide)
-    groups = None
-    if kind.group:
+    if kind.code == "e2m1":
+        table = torch.tensor(E2M1, dtype=wide, device=values.device)
+        out = table[values.long()]
+    else:
+        out = values.to(wide)
+    groups = weight.groups
+    if kind.group and groups is None:
         places = torch.arange(weight.inputs, device=values.device) + weight.first
         groups = torch.div(places, kind.group, rounding_mode="floor")
     if weight.zeros is not None:
-        out = out - _each(weight.zeros.to(wide), groups)
+        out -= _each(weight.zeros.to(wide), groups)
     elif kind.zero:
-        out = out - kind.zero
+        out -= kind.zero
     if weight.scales is not None:
-        out = out * _each(weight.scales.to(wide), groups)
+        out *= _each(weight.scales.to(wide), groups)
     return out.to(dtype)
 
 
@@ -57,7 +64,25 @@ def quantize_rows(x: Tensor, scales: Tensor, values: torch.dtype) -> Tensor:
     return (scaled if values.is_floating_point else scaled.round_()).to(values)
 
 
-def round_rows(x: Tensor, kind: WeightFormat) -> Tensor:
-    """Returns x [T, inputs] as it is after quantization by rows to the dtype of the values."""
-    scales = row_scales(x, kind.values)
-    return (quantize_rows(x, scales, kind.values).float() * scales).to(x.dtype)
+def round_inputs(x: Tensor, weight: Weight) -> Tensor:
+    """Returns x [T, inputs] as it is after quantization to the dtype of the values, as the weight's
+    format says. A rank that holds a share of the inputs takes its own for the whole."""
+    kind = weight.format
+    values = kind.values
+    if kind.inputs == "none":
+        return x
+    if weight.input_scale is not None:
+        scale = weight.input_scale[:1]
+        top = LARGEST[values]
+        scaled = (x.float() / scale).clamp_(-top if values.is_floating_point else -128.0, top)
+        rounded = scaled.to(values).float() if values.is_floating_point else scaled.round_()
+        return (rounded * scale).to(x.dtype)
+    rows = x
+    if kind.inputs == "group":
+        behind = -(weight.first + x.shape[1]) % kind.group
+        rows = torch.nn.functional.pad(x, (weight.first, behind)).view(-1, kind.group)
+    scales = row_scales(rows, values)
+    out = (quantize_rows(rows, scales, values).float() * scales).to(x.dtype)
+    if kind.inputs == "group":
+        out = out.view(len(x), -1)[:, weight.first : weight.first + x.shape[1]]
+    return out

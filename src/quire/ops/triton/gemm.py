@@ -70,12 +70,12 @@ def choose(args: LinearArgs) -> GemmPlan:
     return _choose(shape_of(args), args.x.device)
 
 
-def _check(args: LinearArgs) -> None:
+def _check(args: LinearArgs, plan: GemmPlan) -> None:
     x, weight = args.x, args.weight
     if args.act is not None and args.act not in GATED and args.act not in PLAIN:
         known = ", ".join((*GATED, *PLAIN))
         raise ConfigError(f"unknown activation {args.act!r}; known are: {known}", "act")
-    if not streams(weight.format):
+    if not streams(weight):
         raise ConfigError(f"no kernel loads weights of the format {weight.format.key}", "weight")
     mixed = weight.scales is None and x.dtype != weight.dtype
     if x.ndim != 2 or x.shape[1] != weight.inputs or mixed:
@@ -84,6 +84,8 @@ def _check(args: LinearArgs) -> None:
             f"{weight.dtype}",
             "x",
         )
+    if weight.format.group and not _fits(plan.bk, weight.format.group):
+        raise ConfigError(f"tiles of {plan.bk} inputs cut groups of {weight.format.group}", "plan")
     if x.stride(1) != 1 or weight.values.stride(1) != 1:
         raise ConfigError("the last axis of x and of the weight must be contiguous", "x")
     res = args.residual
@@ -94,13 +96,17 @@ def _check(args: LinearArgs) -> None:
         )
 
 
+def _fits(bk: int, group: int) -> bool:
+    return bk % group == 0 or group % bk == 0
+
+
 def prepare(
     args: LinearArgs, plan: GemmPlan, out: Tensor, *, workspace: Workspace | None = None,
     pdl: bool | None = None,
 ) -> Launch:  # fmt: skip
     """The launch that computes a layer into `out` [M, N] by a plan of one of our kernels, the norm
     fused. See `run`."""
-    _check(args)
+    _check(args, plan)
     x = args.x
     pdl = traits(x.device).pdl if pdl is None else pdl
     if args.norm is not None:

@@ -53,7 +53,7 @@ def load_k(ptrs, k, K, EVEN_K: tl.constexpr):
     if EVEN_K:
         value = tl.load(ptrs)
     else:
-        value = tl.load(ptrs, mask=k < K, other=0)
+        value = tl.load(ptrs, mask=k < K, other=0.0)
     return value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -127,14 +127,25 @@ def shape_of(args: LinearArgs) -> Shape:
     x, weight = args.x, args.weight
     return Shape(
         x.shape[0], args.n, args.k, x.dtype, args.norm is not None, args.gated,
-        None if weight.scales is None else weight.format,
+        None if weight.scales is None else replace(weight.format, inputs="none"),
     )  # fmt: skip
 
 
-def streams(format: WeightFormat) -> bool:
-    """Whether our kernels load tiles of a format; others are dequantized as a whole."""
-    plain = not (format.bits or format.group or format.zeros or format.inputs != "none")
-    return plain and (format.scales is None or format.values == torch.int8)
+def streams(weight: Weight) -> bool:
+    """Whether our kernels load tiles of a weight; others are dequantized as a whole."""
+    format = weight.format
+    if format.scales is None:
+        return True
+    if format.code != "integer" or format.ordered or weight.first:
+        return False
+    if format.group and (format.group < 16 or format.group & (format.group - 1)):
+        return False
+    values = weight.values
+    if format.bits:
+        # Kernels load words of 32 bits.
+        words = weight.inputs % 8 == 0 and values.stride(0) % 4 == 0
+        return words and values.storage_offset() % 4 == 0
+    return format.values in (torch.int8, torch.float8_e4m3fn)
 
 
 class Launch(NamedTuple):

@@ -111,7 +111,10 @@ def _power_of_two(value: float, low: int, high: int) -> int:
 def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
     rows = shape.n * (2 if shape.gated else 1)
     whole = triton.next_power_of_2(shape.k)
-    if whole <= 4096:
+    if _unpacks(shape):
+        # Values take registers once unpacked; words of a row as short as this still fill a line.
+        bk, warps = min(max(whole, 64), 1024), 4 if whole >= 1024 else 2
+    elif whole <= 4096:
         bk, warps = max(whole, 32), _power_of_two(whole / 512, 1, 8)
     else:
         bk, warps = 1024, 4
@@ -122,8 +125,12 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
     )  # fmt: skip
 
 
+def _unpacks(shape: Shape) -> bool:
+    return shape.format is not None and (shape.format.bits > 0 or shape.format.group > 0)
+
+
 def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
-    bm = max(16, triton.next_power_of_2(shape.m))
+    bm = min(128, max(16, triton.next_power_of_2(shape.m)))
     rows = shape.n * (2 if shape.gated else 1)
     bk = 128 if shape.k >= 128 and shape.dtype.itemsize <= 2 else 64
     tile_rows = _power_of_two(rows / (2 * sms), 32, 64)
@@ -132,7 +139,7 @@ def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
     return GemmPlan(
         "skinny", bm=bm, bn=tile_rows // (2 if shape.gated else 1), bk=bk, warps=4,
         stages=4 if bm <= 32 else 3, split_k=split_k, norm="separate" if shape.norm else "none",
-        prefetch=1024,
+        prefetch=1024, swap=_unpacks(shape) and tile_rows == 64 and bm <= 64,
     )  # fmt: skip
 
 
@@ -141,6 +148,13 @@ def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
     is near its limit there; so is what tensor cores do not take, beyond a GEMV."""
     if shape.m <= 4:
         return _gemv_plan(shape, traits.num_sms)
+    if _unpacks(shape):
+        # Dequantized whole, it would be read and written once more, in 16 bits.
+        return (
+            TORCH
+            if shape.dtype == torch.float32 and traits.bf16
+            else _skinny_plan(shape, traits.num_sms)
+        )
     big = shape.m > 16 and shape.weight_bytes > (96 << 20)
     slow = shape.dtype == (torch.float32 if traits.bf16 else torch.bfloat16)
     if shape.m > HEURISTIC_MAX_M or big or slow:

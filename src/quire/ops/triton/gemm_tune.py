@@ -8,6 +8,7 @@ cuBLAS, with the other steps as kernels of their own, is one of the candidates.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,10 +19,12 @@ import triton
 from torch import Tensor
 
 from quire.ops.arguments import RmsScale
+from quire.ops.reference.quantized import LARGEST
 from quire.ops.triton import activation, gemm, norm
 from quire.ops.triton.gemm_plan import TORCH, GemmPlan, Launch, LinearArgs, NormMode, Shape
 from quire.ops.triton.gemm_table import GemmTable, bucket, key_of
 from quire.ops.triton.launch import compiling, traits
+from quire.ops.triton.quantized_tiles import dequantize
 from quire.ops.triton.skinny_gemm import Workspace
 from quire.ops.weight import Weight
 
@@ -70,7 +73,10 @@ def torch_linear(args: LinearArgs) -> Tensor:
     x = args.x
     if args.norm is not None:
         x = norm.rms_norm(x, args.norm.weight, args.norm.eps)
-    y = torch.nn.functional.linear(x, args.weight.values, args.bias)
+    values = args.weight.values
+    if args.weight.scales is not None:
+        values = dequantize(args.weight, x.dtype)
+    y = torch.nn.functional.linear(x, values, args.bias)
     if args.gated:
         y = activation.silu_and_mul(y)
     return y if args.residual is None else y + args.residual
@@ -151,17 +157,38 @@ class Tuner:
     def layer(self, shape: Shape, copy: int = 0) -> LinearArgs:
         """A layer of this shape with the pool's `copy`-th weight, and a residual if it has neither
         norm nor gate nor a vocabulary of outputs (as o and down projections do)."""
-        size = shape.weight_bytes // shape.dtype.itemsize
-        rows = size // shape.k
-        weight = self._pool[copy * size : (copy + 1) * size].view(rows, shape.k)
+        weight = self._weight(shape, copy)
         x = self._noise[: shape.m * shape.k].view(shape.m, shape.k)
         gain = self._noise[-shape.k :].abs()
         plain = not (shape.norm or shape.gated or shape.n > 4 * shape.k)
         residual = self._noise[: shape.m * shape.n].view(shape.m, shape.n) if plain else None
         return LinearArgs(
-            x=x, weight=Weight.plain(weight), norm=RmsScale(gain, 1e-6) if shape.norm else None,
+            x=x, weight=weight, norm=RmsScale(gain, 1e-6) if shape.norm else None,
             residual=residual, act="silu_and_mul" if shape.gated else None,
         )  # fmt: skip
+
+    def _weight(self, shape: Shape, copy: int) -> Weight:
+        """The pool's `copy`-th weight of a shape, of a format with any values and equal scales."""
+        rows, form = shape.n * (2 if shape.gated else 1), shape.format
+        if form is None:
+            size = rows * shape.k
+            return Weight.plain(self._pool[copy * size : (copy + 1) * size].view(rows, shape.k))
+        size = rows * shape.k // form.packed
+        values = self._bytes[copy * size : (copy + 1) * size].view(form.values).view(rows, -1)
+        groups = -(-shape.k // form.group) if form.group else 1
+        scales = zeros = None
+        if form.scales is not None:
+            top = 16 if form.bits else LARGEST[form.values]
+            scales = torch.full((rows, groups), 0.1 / top, dtype=form.scales, device=self.device)
+        if form.zeros:
+            zeros = torch.full((rows, groups), form.zero, dtype=torch.int8, device=self.device)
+        return Weight(form, values, scales, zeros)
+
+    @functools.cached_property
+    def _bytes(self) -> Tensor:
+        """Values of formats: none of these bytes is an 8-bit float that is no number."""
+        size = (self._pool.nbytes,)
+        return torch.randint(0, 120, size, dtype=torch.uint8, device=self.device)
 
     def copies(self, shape: Shape) -> int:
         wanted = max(2, -(-COLD_BYTES // shape.weight_bytes))
@@ -226,7 +253,9 @@ class Tuner:
         if args.norm is not None:
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + args.norm.eps)
             x = x * args.norm.weight.double()
-        y = x @ args.weight.values.double().T
+        weight = args.weight
+        wide = weight.values if weight.scales is None else dequantize(weight, torch.float32)
+        y = x @ wide.double().T
         if args.gated:
             gate, up = y.chunk(2, -1)
             y = torch.nn.functional.silu(gate) * up

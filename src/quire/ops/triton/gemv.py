@@ -28,6 +28,7 @@ from quire.ops.triton.gemm_common import (
 )
 from quire.ops.triton.gemm_plan import GemmPlan, Launch, LinearArgs
 from quire.ops.triton.launch import options
+from quire.ops.triton.quantized_tiles import Operands, load_groups, load_tile, widen
 
 MAX_M = 4
 
@@ -86,32 +87,43 @@ def _store_row(
 
 @triton.jit(do_not_specialize=["M", "prefetch_k"])
 def gemv_kernel(
-    x_ptr, w_ptr, w_scale_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, M, N, K,
-    stride_xm, stride_wn, stride_rm, stride_ym, eps, prefetch_k,
+    x_ptr, w_ptr, w_scale_ptr, w_zero_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, M, N, K,
+    stride_xm, stride_wn, stride_sn, stride_rm, stride_ym, eps, prefetch_k,
     MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     SINGLE: tl.constexpr, STAGES: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr,
     NORM: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
     PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K], M <= MB, and w [N, K] (gated: [2 N, K]), one tile of outputs
-    per program. w_scale_ptr: [rows of w], contiguous."""
+    per program. For w, w_scale_ptr and w_zero_ptr see `Operands`."""
     if PDL and EAGER:
         gdc_launch_dependents()
     pid = tl.program_id(0)
     rows = tile_rows(pid, N, BN, GLU)
     cols = pid * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)
-    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * stride_wn + ks[None, :]
+    R: tl.constexpr = 2 * BN if GLU else BN
+    STEP: tl.constexpr = 8 if BITS == 4 else 1
+    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * stride_wn
+    s_ptrs = w_scale_ptr + rows.to(tl.int64)[:, None] * stride_sn
+    z_ptrs = w_zero_ptr + rows.to(tl.int64)[:, None] * stride_sn
+    s = 1.0
+    z = 0.0
     if STAGES == 1:
-        w = load_k(w_ptrs, ks[None, :], K, EVEN_K)
+        w = load_tile(w_ptrs, 0, K, BK, BITS, EVEN_K)
+        if GROUP > 0:
+            s = load_groups(s_ptrs, 0, K, BK, GROUP, EVEN_K)
+        if HAS_ZEROS:
+            z = load_groups(z_ptrs, 0, K, BK, GROUP, EVEN_K)
     w_scale = 1.0
     if HAS_SCALES:
-        w_scale = tl.load(w_scale_ptr + rows).to(tl.float32)
+        w_scale = tl.load(w_scale_ptr + rows * stride_sn).to(tl.float32)
     bias = 0.0
     if HAS_BIAS:
         bias = tl.load(bias_ptr + rows).to(tl.float32)
     if PREFETCH:
-        prefetch_rows(w_ptr, rows, stride_wn, 0 if STAGES > 1 else BK, prefetch_k)
+        prefetch_rows(w_ptr, rows, stride_wn, 0 if STAGES > 1 else BK // STEP, prefetch_k)
     if PDL:
         wait_for_predecessor(EAGER)
     accs, squares, xs, scales, residuals = (), (), (), (), ()
@@ -124,10 +136,18 @@ def gemv_kernel(
     for k0 in tl.range(0, BK if SINGLE else K, BK, num_stages=STAGES):
         k = k0 + ks
         if STAGES > 1:
-            w = load_k(w_ptrs + k0, k[None, :], K, EVEN_K)
-        wf = w.to(tl.float32)
+            w = load_tile(w_ptrs, k0, K, BK, BITS, EVEN_K)
+            if GROUP > 0:
+                s = load_groups(s_ptrs, k0, K, BK, GROUP, EVEN_K)
+            if HAS_ZEROS:
+                z = load_groups(z_ptrs, k0, K, BK, GROUP, EVEN_K)
+        wf = widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS)
         if STAGES == 1 and not SINGLE:
-            w = tl.load(w_ptrs + k0 + BK, mask=(k + BK < K)[None, :], other=0)
+            w = load_tile(w_ptrs, k0 + BK, K, BK, BITS, False)
+            if GROUP > 0:
+                s = load_groups(s_ptrs, k0 + BK, K, BK, GROUP, False)
+            if HAS_ZEROS and GROUP > 0:
+                z = load_groups(z_ptrs, k0 + BK, K, BK, GROUP, False)
         g = 1.0
         if NORM != "none":
             g = norm_weight(g_ptr, k, K, EVEN_K)
@@ -151,20 +171,21 @@ def gemv_kernel(
 def gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Launch:
     """`args` into `out` [M, N] with M <= 4; `plan.norm` is not "separate"."""
     m, k, n = args.x.shape[0], args.k, args.n
-    x, w, res, norm = args.x, args.weight.values, args.residual, args.norm
-    scales = args.weight.scales
-    prefetch_k = min(k, plan.prefetch // w.element_size())
+    x, own, res, norm = args.x, Operands(args.weight), args.residual, args.norm
+    w = own.values
+    prefetch_k = min(k // own.step, plan.prefetch // w.element_size())
     operands = (
-        x, w, x if scales is None else scales, x if args.bias is None else args.bias,
+        x, w, own.scales, own.zeros, x if args.bias is None else args.bias,
         x if res is None else res, x if norm is None else norm.weight, out, m, n, k,
-        x.stride(0), w.stride(0), 0 if res is None else res.stride(0), out.stride(0),
-        0.0 if norm is None else norm.eps, prefetch_k,
+        x.stride(0), w.stride(0), own.scales.stride(0), 0 if res is None else res.stride(0),
+        out.stride(0), 0.0 if norm is None else norm.eps, prefetch_k,
     )  # fmt: skip
     named = options(
         pdl, MB=plan.bm, BN=plan.bn, BK=plan.bk, EVEN_K=k % plan.bk == 0, SINGLE=k <= plan.bk,
         STAGES=plan.stages, GLU=args.gated, ACT=args.act_name,
         NORM="none" if norm is None else plan.norm,
-        HAS_SCALES=scales is not None, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
+        HAS_SCALES=own.has_scales, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
+        BITS=own.bits, GROUP=own.group, HAS_ZEROS=own.has_zeros,
         PDL=pdl, EAGER=plan.eager, PREFETCH=pdl and k > plan.bk,
         num_warps=plan.warps, num_stages=1,
     )  # fmt: skip

@@ -8,12 +8,15 @@ from torch import Tensor
 
 from quire.ops.arguments import Activation, RmsScale
 from quire.ops.choose import current_policy
-from quire.ops.reference.quantized import dequantize, round_rows
+from quire.ops.reference.quantized import dequantize as dequantize_any
 from quire.ops.triton.activation import gelu, silu_and_mul
 from quire.ops.triton.gemm import LinearArgs, run_fixed, small_linear
 from quire.ops.triton.gemm_plan import streams
 from quire.ops.triton.gemm_table import BUCKETS
+from quire.ops.triton.launch import traits
 from quire.ops.triton.norm import rms_norm
+from quire.ops.triton.quantized_tiles import dequantize
+from quire.ops.triton.round_inputs import round_inputs
 from quire.ops.weight import Weight
 
 
@@ -28,12 +31,12 @@ def linear(
     """See `ops.linear`. Weights of a format that no kernel loads, and those of many rows, are
     dequantized as a whole first."""
     policy = current_policy()
-    if weight.scales is not None and not streams(weight.format):
+    if weight.format.inputs != "none":
         if norm is not None:
             x, norm = rms_norm(x, *norm), None
-        if weight.format.inputs == "token":
-            x = round_rows(x, weight.format)
-        weight = Weight.plain(dequantize(weight, x.dtype))
+        x = round_inputs(x, weight)
+    if weight.scales is not None and not _loads(weight):
+        weight = Weight.plain(dequantize_any(weight, x.dtype))
     if policy.deterministic:
         return run_fixed(LinearArgs(x, weight, bias, norm, residual, act), rms_norm=_normed)
     if "fusions" in policy.disabled and (norm or act or residual is not None):
@@ -52,6 +55,14 @@ def linear(
         # In place: otherwise the residual is copied to where the result goes first.
         return torch.addmm(residual, x, values.t(), out=residual)
     return _finish(F.linear(x, values, bias), residual, act)
+
+
+def _loads(weight: Weight) -> bool:
+    """Whether kernels load the weight on its card: 8-bit floats take sm_89."""
+    floats = weight.dtype == torch.float8_e4m3fn
+    device = weight.values.device
+    old = floats and device.type == "cuda" and traits(device).capability < (8, 9)
+    return streams(weight) and not old
 
 
 def _finish(out: Tensor, residual: Tensor | None, act: Activation | None) -> Tensor:

@@ -26,6 +26,7 @@ from quire.ops.triton.gemm_common import (
 )
 from quire.ops.triton.gemm_plan import GemmPlan, Launch, LinearArgs
 from quire.ops.triton.launch import options, traits
+from quire.ops.triton.quantized_tiles import Operands, load_groups, load_tile, widen
 
 MAX_SPLIT_TILES = 16384
 
@@ -57,11 +58,12 @@ def _row_scales(x_ptrs, K, eps, BM: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.c
 
 @triton.jit
 def _product(
-    x_ptrs, w_ptrs, g_ptr, scale, k_begin, k_end, K, eps,
+    x_ptrs, w_ptrs, s_ptrs, z_ptrs, g_ptr, scale, k_begin, k_end, K, eps,
     BM: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     NORM: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """fp32 sums over [k_begin, k_end): [BM, R]; x_ptrs [BM, 1], w_ptrs [R, 1]."""
+    """fp32 sums over [k_begin, k_end): [BM, R]; x_ptrs [BM, 1], w_ptrs, s_ptrs, z_ptrs [R, 1]."""
     ks = tl.arange(0, BK)
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
     acc = tl.zeros([R, BM] if SWAP else [BM, R], tl.float32)
@@ -69,7 +71,15 @@ def _product(
     for k0 in range(k_begin, k_end, BK):
         k = k0 + ks
         x = load_k(x_ptrs + k[None, :], k[None, :], K, EVEN_K)
-        w = load_k(w_ptrs + k[None, :], k[None, :], K, EVEN_K)
+        w = load_tile(w_ptrs, k0, K, BK, BITS, EVEN_K)
+        if BITS == 4 or GROUP > 0 or HAS_ZEROS:
+            s = 1.0
+            z = 0.0
+            if GROUP > 0:
+                s = load_groups(s_ptrs, k0, K, BK, GROUP, EVEN_K)
+            if HAS_ZEROS:
+                z = load_groups(z_ptrs, k0, K, BK, GROUP, EVEN_K)
+            w = widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS)
         if NORM == "exact":
             g = norm_weight(g_ptr, k, K, EVEN_K)
             x = normalise(x.to(tl.float32), scale[:, None], g[None, :], dtype).to(dtype)
@@ -79,7 +89,7 @@ def _product(
             x = (xf * norm_weight(g_ptr, k, K, EVEN_K)[None, :]).to(dtype)
         if UPCAST:
             x = x.to(tl.float32)
-        w = w.to(x.dtype)  # exact: 8-bit integers fit into any float
+        w = w.to(x.dtype)  # exact without groups: 8 bits fit into any float
         if SWAP:
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
@@ -93,12 +103,12 @@ def _product(
 
 @triton.jit
 def _store_tile(
-    acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_rm, stride_ym,
-    GLU: tl.constexpr, ACT: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RES: tl.constexpr,
+    acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_sn, stride_rm,
+    stride_ym, GLU: tl.constexpr, ACT: tl.constexpr, HAS_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
 ):  # fmt: skip
     if HAS_SCALES:
-        acc *= tl.load(w_scale_ptr + rows).to(tl.float32)[None, :]
+        acc *= tl.load(w_scale_ptr + rows * stride_sn).to(tl.float32)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
     y = finish(acc, [ms.shape[0], cols.shape[0], 2], GLU, ACT)
@@ -120,15 +130,17 @@ def _sum_of_parts(parts_ptr, offsets, parts, PART: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "prefetch_k", "steps_per_split"])
 def skinny_kernel(
-    x_ptr, w_ptr, w_scale_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, parts_ptr, counters_ptr, M, N,
-    K, stride_xm, stride_wn, stride_rm, stride_ym, eps, steps_per_split, prefetch_k,
+    x_ptr, w_ptr, w_scale_ptr, w_zero_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, parts_ptr,
+    counters_ptr, M, N, K, stride_xm, stride_wn, stride_sn, stride_rm, stride_ym, eps,
+    steps_per_split, prefetch_k,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     SWAP: tl.constexpr, EVEN_K: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr,
     NORM: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
     UPCAST: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). w_scale_ptr: [rows of w].
-    Grid: N tiles, K splits, M tiles."""
+    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). For w, w_scale_ptr and
+    w_zero_ptr see `Operands`. Grid: N tiles, K splits, M tiles."""
     if PDL and EAGER:
         gdc_launch_dependents()
     R: tl.constexpr = 2 * BN if GLU else BN
@@ -139,16 +151,21 @@ def skinny_kernel(
     k_begin = pid_k * steps_per_split * BK
     k_end = tl.minimum(K, k_begin + steps_per_split * BK)
     if PREFETCH:
-        prefetch_rows(w_ptr, rows, stride_wn, k_begin, tl.minimum(k_end, k_begin + prefetch_k))
+        STEP: tl.constexpr = 8 if BITS == 4 else 1
+        first = k_begin // STEP
+        prefetch_rows(w_ptr, rows, stride_wn, first, tl.minimum(k_end // STEP, first + prefetch_k))
     if PDL:
         wait_for_predecessor(EAGER)
     x_ptrs = x_ptr + tl.minimum(ms, M - 1).to(tl.int64)[:, None] * stride_xm
     w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * stride_wn
+    s_ptrs = w_scale_ptr + rows.to(tl.int64)[:, None] * stride_sn
+    z_ptrs = w_zero_ptr + rows.to(tl.int64)[:, None] * stride_sn
     scale = tl.full([BM], 1.0, tl.float32)
     if NORM == "exact":
         scale = _row_scales(x_ptrs, K, eps, BM, BK, EVEN_K)
     acc = _product(
-        x_ptrs, w_ptrs, g_ptr, scale, k_begin, k_end, K, eps, BM, R, BK, EVEN_K, NORM, SWAP, UPCAST,
+        x_ptrs, w_ptrs, s_ptrs, z_ptrs, g_ptr, scale, k_begin, k_end, K, eps, BM, R, BK, EVEN_K,
+        NORM, SWAP, UPCAST, BITS, GROUP, HAS_ZEROS,
     )  # fmt: skip
     last = True
     if SPLIT:
@@ -164,8 +181,8 @@ def skinny_kernel(
             tl.store(counters_ptr + tile, 0)
     if last:
         _store_tile(
-            acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_rm, stride_ym,
-            GLU, ACT, HAS_SCALES, HAS_BIAS, HAS_RES,
+            acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_sn, stride_rm,
+            stride_ym, GLU, ACT, HAS_SCALES, HAS_BIAS, HAS_RES,
         )  # fmt: skip
 
 
@@ -174,8 +191,8 @@ def skinny_gemm(
 ) -> Launch:
     """`args` into `out` [M, N]; `plan.norm` is not "separate"."""
     m, k, n = args.x.shape[0], args.k, args.n
-    x, w, res, norm = args.x, args.weight.values, args.residual, args.norm
-    scales = args.weight.scales
+    x, own, res, norm = args.x, Operands(args.weight), args.residual, args.norm
+    w = own.values
     norm_mode = "none" if norm is None else plan.norm
     steps = triton.cdiv(k, plan.bk)
     per_split = triton.cdiv(steps, plan.split_k)
@@ -190,17 +207,18 @@ def skinny_gemm(
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
     prefetch_k = plan.prefetch // w.element_size()
     operands = (
-        x, w, x if scales is None else scales, x if args.bias is None else args.bias,
+        x, w, own.scales, own.zeros, x if args.bias is None else args.bias,
         x if res is None else res, x if norm is None else norm.weight, out, parts,
         workspace.counters, m, n, k,
-        x.stride(0), w.stride(0), 0 if res is None else res.stride(0), out.stride(0),
-        0.0 if norm is None else norm.eps, per_split, prefetch_k,
+        x.stride(0), w.stride(0), own.scales.stride(0), 0 if res is None else res.stride(0),
+        out.stride(0), 0.0 if norm is None else norm.eps, per_split, prefetch_k,
     )  # fmt: skip
     named = options(
         pdl, BM=plan.bm, BN=plan.bn, BK=plan.bk, SPLIT=split_k > 1, SWAP=plan.swap,
         EVEN_K=k % plan.bk == 0, GLU=args.gated, ACT=args.act_name,
         NORM=norm_mode,
-        HAS_SCALES=scales is not None, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
+        HAS_SCALES=own.has_scales, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
+        BITS=own.bits, GROUP=own.group, HAS_ZEROS=own.has_zeros,
         UPCAST=x.dtype == torch.bfloat16 and not traits(x.device).bf16,
         PDL=pdl, EAGER=plan.eager, PREFETCH=pdl,
         num_warps=plan.warps, num_stages=plan.stages,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import signal
 import socket
@@ -83,6 +84,10 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        # What stands now stands for good: the collector, which runs while large bodies are decoded,
+        # need not walk it again and again.
+        gc.collect()
+        gc.freeze()
         self._on_started()
 
     @contextlib.contextmanager

@@ -1,0 +1,55 @@
+"""The quantization that a checkpoint brings along."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError, ModelError
+from quire.models.files import DTYPES, open_file, weight_files
+from quire.models.registry import family_named
+from quire.models.spec import ModelSpec
+from quire.quantization import Quantization
+from quire.quantization.checkpoint import Checkpoint, method_of
+from quire.quantization.fields import TensorInfo
+from quire.quantization.settings import settings_of
+
+
+def checkpoint_quantization(
+    folder: Path, config: Mapping[str, Any], spec: ModelSpec, wanted: str | None
+) -> Quantization | None:
+    """Returns the checkpoint's own quantization, None if its weights are not quantized. See
+    `model_quantization`."""
+    settings = settings_of(folder, config)
+    if settings is None:
+        return None
+    method = method_of(settings)
+    if wanted is not None:
+        raise ConfigError(
+            f"quantization={wanted}: the checkpoint is quantized already, by "
+            f"{settings['quant_method']}; leave it out",
+            "quantization",
+        )
+    family = family_named(spec.family)
+    if family is None:
+        raise ModelError(f"there is no family {spec.family!r}")
+
+    def module_of(projection: str) -> str:
+        source = family.source(spec, f"{projection}.weight")
+        if source.transposed or source.span is not None:
+            raise ModelError(f"quantized checkpoints of {spec.architecture} are not supported")
+        return source.name.removesuffix(".weight")
+
+    tensors: dict[str, TensorInfo] = {}
+    # A folder without weights serves for random ones, and for sizes.
+    files = weight_files(folder) if any(folder.glob("*.safetensors")) else []
+    with contextlib.ExitStack() as stack:
+        for file in files:
+            opened = open_file(stack, file)
+            for name in sorted(opened.keys()):
+                view = opened.get_slice(name)
+                info = TensorInfo(DTYPES.get(view.get_dtype()), tuple(view.get_shape()))
+                tensors[name.removeprefix(family.prefix)] = info
+    return Checkpoint(method, module_of, tensors)

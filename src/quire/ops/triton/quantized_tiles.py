@@ -1,0 +1,161 @@
+"""Tiles of weights in few bits, widened in registers; and whole weights, for products of many rows.
+
+Weights of 4 bits are loaded as int32 words of eight neighbouring inputs. Bits that are put into the
+mantissa of 2^23 make a float that is exact, so a value takes a mask, a subtraction and a product
+with the scale: no conversion, of which a multiprocessor does half as many as of these.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.triton.gemm_common import load_k
+from quire.ops.triton.launch import launch
+from quire.ops.weight import Weight
+
+
+@triton.jit
+def load_tile(w_ptrs, k0, K, BK: tl.constexpr, BITS: tl.constexpr, EVEN_K: tl.constexpr):
+    """Returns stored values of inputs [k0, k0 + BK), 0 from K on: [R, BK], or [R, BK / 8] words of
+    4 bits. w_ptrs: [R, 1], at the rows' starts."""
+    if BITS == 4:
+        words = k0 // 8 + tl.arange(0, BK // 8)[None, :]
+        w = load_k(w_ptrs + words, words, K // 8, EVEN_K)
+    else:
+        ks = k0 + tl.arange(0, BK)[None, :]
+        w = load_k(w_ptrs + ks, ks, K, EVEN_K)
+    return w
+
+
+@triton.jit
+def load_groups(ptrs, k0, K, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr):
+    """Returns scales or zeros of the groups of inputs [k0, k0 + BK), fp32 [R, groups].
+
+    ptrs: [R, 1]. GROUP: inputs of a group; 0: all."""
+    if GROUP == 0:
+        groups = tl.arange(0, 1)[None, :]
+        value = tl.load(ptrs + groups)
+    else:
+        groups = k0 // GROUP + tl.arange(0, BK // GROUP if BK > GROUP else 1)[None, :]
+        value = load_k(ptrs + groups, groups * GROUP, K, EVEN_K)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _spread(x, R: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):
+    """Repeats [R, GROUPS] to [R, GROUPS * EACH]."""
+    if GROUPS > 1:
+        x = tl.reshape(tl.broadcast_to(x[:, :, None], [R, GROUPS, EACH]), [R, GROUPS * EACH])
+    return x
+
+
+@triton.jit
+def _nibble(words, zeros, scales, PLACE: tl.constexpr):
+    """Returns (value - zero) * scale of the 4 bits at PLACE of each word. Scaled by a power of 16
+    instead of being shifted, which is exact."""
+    SHIFT: tl.constexpr = 16.0**PLACE
+    bits = (words & (15 << (4 * PLACE))) | 0x4B000000
+    return (bits.to(tl.float32, bitcast=True) - (8388608.0 + zeros * SHIFT)) * (scales / SHIFT)
+
+
+@triton.jit
+def widen(
+    w, scales, zeros, R: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Returns fp32 [R, BK] of a tile: (value - zero) * scale. scales: of groups, not read if GROUP
+    is 0; zeros: not read without HAS_ZEROS, and then 8 for 4 bits."""
+    GROUPS: tl.constexpr = BK // GROUP if GROUP > 0 and BK > GROUP else 1
+    if BITS == 4:
+        z = zeros if HAS_ZEROS else 8.0
+        s = scales if GROUP > 0 else 1.0
+        if HAS_ZEROS:
+            z = _spread(zeros, R, GROUPS, BK // 8 // GROUPS)
+        if GROUP > 0:
+            s = _spread(scales, R, GROUPS, BK // 8 // GROUPS)
+        high = w >> 20
+        even = tl.join(
+            tl.join(_nibble(w, z, s, 0), _nibble(w, z, s, 4)),
+            tl.join(_nibble(w, z, s, 2), _nibble(high, z, s, 1)),
+        )
+        odd = tl.join(
+            tl.join(_nibble(w, z, s, 1), _nibble(high, z, s, 0)),
+            tl.join(_nibble(w, z, s, 3), _nibble(high, z, s, 2)),
+        )
+        # Axes: word, place / 4, place / 2 % 2, place % 2.
+        wide = tl.reshape(tl.join(even, odd), [R, BK])
+    else:
+        wide = w.to(tl.float32)
+        if HAS_ZEROS:
+            wide -= _spread(zeros, R, GROUPS, BK // GROUPS)
+        if GROUP > 0:
+            wide *= _spread(scales, R, GROUPS, BK // GROUPS)
+    return wide
+
+
+@triton.jit
+def _dequantize_kernel(
+    w_ptr, s_ptr, z_ptr, out_ptr, N, K, stride_wn, stride_sn, stride_on,
+    BN: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Stores out [N, K] of a weight. Grid: tiles of outputs, tiles of inputs."""
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.minimum(cols, N - 1).to(tl.int64)[:, None]
+    k0 = tl.program_id(1) * BK
+    w = load_tile(w_ptr + rows * stride_wn, k0, K, BK, BITS, False)
+    scales = 1.0
+    zeros = 0.0
+    if GROUP > 0:
+        scales = load_groups(s_ptr + rows * stride_sn, k0, K, BK, GROUP, False)
+    if HAS_ZEROS:
+        zeros = load_groups(z_ptr + rows * stride_sn, k0, K, BK, GROUP, False)
+    wide = widen(w, scales, zeros, BN, BK, BITS, GROUP, HAS_ZEROS)
+    if HAS_SCALES:
+        wide *= tl.load(s_ptr + rows * stride_sn).to(tl.float32)
+    ks = k0 + tl.arange(0, BK)[None, :]
+    mask = (cols < N)[:, None] & (ks < K)
+    tl.store(out_ptr + rows * stride_on + ks, wide.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+class Operands:
+    """A weight as kernels take it, and what of its format is known at compile time.
+
+    values: [outputs, inputs], or int32 [outputs, inputs / 8]. scales, zeros: [outputs, groups];
+    where there are none, `values` stands for them. bits: 4 for words, else 0. group: inputs of a
+    scale, 0 for all. has_scales: each output has one scale, which applies to its sum.
+    """
+
+    __slots__ = ("bits", "group", "has_scales", "has_zeros", "scales", "values", "zeros")
+
+    def __init__(self, weight: Weight) -> None:
+        format = weight.format
+        self.bits = format.bits
+        self.values = weight.values.view(torch.int32) if format.bits else weight.values
+        self.scales = self.values if weight.scales is None else weight.scales
+        self.zeros = self.values if weight.zeros is None else weight.zeros
+        self.group = format.group
+        self.has_scales = weight.scales is not None and not format.group
+        self.has_zeros = format.zeros
+
+    @property
+    def step(self) -> int:
+        """Inputs that a stored element holds."""
+        return 8 if self.bits else 1
+
+
+def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """Returns a weight that kernels load as [outputs, inputs] in `dtype`."""
+    n, k = weight.outputs, weight.inputs
+    out = torch.empty(n, k, dtype=dtype, device=weight.values.device)
+    own = Operands(weight)
+    bn, bk = 16, 256
+    launch(_dequantize_kernel, (triton.cdiv(n, bn), triton.cdiv(k, bk)))(
+        own.values, own.scales, own.zeros, out, n, k, own.values.stride(0), own.scales.stride(0),
+        out.stride(0), BN=bn, BK=bk, BITS=own.bits, GROUP=own.group, HAS_SCALES=own.has_scales,
+        HAS_ZEROS=own.has_zeros, num_warps=4,
+    )  # fmt: skip
+    return out

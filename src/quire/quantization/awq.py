@@ -1,0 +1,59 @@
+"""Checkpoints of AWQ (Lin et al. 2023) as AutoAWQ writes them for its "gemm" kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.ops import WeightFormat
+from quire.quantization import fields
+from quire.quantization.fields import Settings, Tensors, refused
+from quire.quantization.packed import AWQ_ORDER, INT32, GroupScales, PackedValues, PackedZeros
+from quire.quantization.scheme import Scheme
+from quire.quantization.stored_tensor import FLOATS
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """group: inputs of a group, 0 for all. exceptions: parts of the names of modules that are not
+    quantized."""
+
+    group: int
+    exceptions: tuple[str, ...]
+
+    @classmethod
+    def of(cls, settings: Settings) -> Awq:
+        own = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size")}
+        settings = {**{key: value for key, value in own.items() if value is not None}, **settings}
+        fields.one_of(settings, "bits", (4,))
+        version = str(settings.get("version", "gemm")).lower()
+        if version != "gemm":
+            raise refused(f"version {version!r}; known are: gemm")
+        if not fields.flag(settings, "zero_point", True):
+            raise refused("awq without zero points")
+        return cls(fields.group_size(settings), fields.names(settings, "modules_to_not_convert"))
+
+    def scheme(self, module: str, tensors: Tensors, *, head: bool) -> Scheme | None:
+        if head or any(
+            name in alias for name in self.exceptions for alias in fields.aliases(module)
+        ):
+            return None
+        format = WeightFormat(
+            torch.uint8,
+            bits=4,
+            scales=fields.scale_dtype(tensors, f"{module}.scales"),
+            group=self.group,
+            zeros=True,
+        )
+        per = self.group or None
+        return Scheme(
+            format,
+            (
+                PackedValues(
+                    "qweight", "values", INT32, axis="outputs", inputs_first=True, order=AWQ_ORDER
+                ),
+                GroupScales("scales", "scales", FLOATS, inputs_per=per),
+                PackedZeros("qzeros", "zeros", INT32, inputs_per=per, order=AWQ_ORDER),
+            ),
+        )

@@ -1,0 +1,68 @@
+"""The quantization that a checkpoint says it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from quire.errors import ModelError
+from quire.quantization.awq import Awq
+from quire.quantization.compressed_tensors import CompressedTensors
+from quire.quantization.fields import Settings, Tensors
+from quire.quantization.fp8 import Fp8
+from quire.quantization.gptq import Gptq
+from quire.quantization.scheme import Scheme
+from quire.quantization.unquantized import Unquantized
+
+
+class Method(Protocol):
+    """One way to store a checkpoint's weights, with its settings."""
+
+    def scheme(self, module: str, tensors: Tensors, *, head: bool) -> Scheme | None:
+        """Returns the scheme of the module of that name in the checkpoint, None if it is not
+        quantized. head: whether it is the model's head."""
+        ...
+
+
+METHODS: dict[str, Callable[[Settings], Method]] = {
+    "awq": Awq.of,
+    "compressed-tensors": CompressedTensors.of,
+    "fp8": Fp8.of,
+    "gptq": Gptq.of,
+    "modelopt": Fp8.of_modelopt,
+}
+"""By `quant_method` in the settings."""
+
+
+def method_of(settings: Settings) -> Method:
+    """Returns the method of a checkpoint's settings.
+
+    Raises:
+        ModelError: it is not known, or not with these settings.
+    """
+    name = settings.get("quant_method")
+    if name not in METHODS:
+        raise ModelError(
+            f"the checkpoint is quantized by {name or 'an unnamed method'}, which is not "
+            f"supported; known are: {', '.join(METHODS)}"
+        )
+    return METHODS[name](settings)
+
+
+class Checkpoint(Unquantized):
+    """Stores weights as the checkpoint does.
+
+    module_of: the checkpoint's name of a projection. tensors: what the checkpoint holds.
+    """
+
+    def __init__(self, method: Method, module_of: Callable[[str], str], tensors: Tensors) -> None:
+        self._method = method
+        self._module_of = module_of
+        self._tensors = tensors
+
+    def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
+        module = self._module_of(projection)
+        scheme = self._method.scheme(module, self._tensors, head=projection == "head")
+        return super().scheme_for(projection, dtype) if scheme is None else scheme

@@ -1,0 +1,129 @@
+"""Checkpoints of GPTQ (Frantar et al. 2022) as AutoGPTQ and GPTQModel write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.ops import WeightFormat
+from quire.quantization import fields
+from quire.quantization.fields import Settings, Tensors, refused
+from quire.quantization.packed import (
+    INT32,
+    GroupIndex,
+    GroupScales,
+    PackedValues,
+    PackedZeros,
+    ZeroBias,
+)
+from quire.quantization.scheme import Scheme
+from quire.quantization.stored_tensor import FLOATS, StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """`settings`: of the checkpoint. `rules`: patterns of module names, and the settings that they
+    change, or None for modules that are not quantized."""
+
+    settings: Settings
+    rules: tuple[tuple[re.Pattern[str], Settings | None], ...]
+    head: bool
+
+    @classmethod
+    def of(cls, settings: Settings) -> Gptq:
+        fields.one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+        fields.one_of(settings, "pack_dtype", ("int32",), "int32")
+        for name in ("is_marlin_format", "modules_in_block_to_quantize", "adapter"):
+            if settings.get(name):
+                raise refused(f"{name} {settings[name]!r}")
+        dynamic = settings.get("dynamic") or {}
+        if not isinstance(dynamic, Mapping):
+            raise refused(f"dynamic must be an object, got {dynamic!r}")
+        made = cls(
+            settings,
+            tuple(_rule(pattern, changes) for pattern, changes in dynamic.items()),
+            fields.flag(settings, "lm_head", False),
+        )
+        made._scheme("", settings, {})
+        return made
+
+    def scheme(self, module: str, tensors: Tensors, *, head: bool) -> Scheme | None:
+        if head and not self.head:
+            return None
+        settings = self.settings
+        for pattern, changes in self.rules:
+            if pattern.match(module):
+                if changes is None:
+                    return None
+                settings = {**settings, **changes}
+                break
+        return self._scheme(module, settings, tensors)
+
+    def _scheme(self, module: str, settings: Settings, tensors: Tensors) -> Scheme:
+        bits = fields.one_of(settings, "bits", (4, 8))
+        group = fields.group_size(settings)
+        symmetric = fields.flag(settings, "sym", True)
+        per = group or None
+        ordered = fields.flag(settings, "desc_act", False) and group > 0
+        middle = 2 ** (bits - 1)
+        format = WeightFormat(
+            torch.uint8 if bits == 4 else torch.int8,
+            bits=4 if bits == 4 else 0,
+            scales=fields.scale_dtype(tensors, f"{module}.scales"),
+            group=group,
+            zeros=not symmetric,
+            ordered=ordered,
+        )
+        stored: list[StoredTensor] = [
+            PackedValues("qweight", "values", INT32, bits=bits, inputs_first=True),
+            GroupScales("scales", "scales", FLOATS, inputs_per=per, every_group=ordered),
+            PackedZeros(
+                "qzeros",
+                "zeros",
+                INT32,
+                inputs_per=per,
+                every_group=ordered,
+                bits=bits,
+                expected=(middle - 1, middle) if symmetric else (),
+                added=0 if symmetric else _added(settings),
+            ),
+        ]
+        if ordered or f"{module}.g_idx" in tensors:
+            stored.append(GroupIndex("g_idx", "groups", INT32, inputs_per=per))
+        if f"{module}.bias" in tensors:
+            stored.append(ZeroBias("bias", "values", FLOATS, inputs_per=None))
+        return Scheme(format, tuple(stored))
+
+
+def _rule(pattern: str, changes: Any) -> tuple[re.Pattern[str], Settings | None]:
+    try:
+        compiled = re.compile(pattern.removeprefix("-:").removeprefix("+:"))
+    except re.error as error:
+        raise refused(f"dynamic: {pattern!r} is no regular expression: {error}") from error
+    if pattern.startswith("-:"):
+        return compiled, None
+    if not isinstance(changes, Mapping):
+        raise refused(f"dynamic: the settings of {pattern!r} must be an object, got {changes!r}")
+    return compiled, changes
+
+
+def _added(settings: Settings) -> int:
+    """Returns what the stored zeros lack: 1 in the first version of the format, nothing in the
+    second. Symmetric weights have one zero, which tells the versions apart; others do not, and
+    GPTQModel 5 writes the second version under the name of the first."""
+    if settings.get("checkpoint_format", "gptq") == "gptq_v2":
+        return 0
+    meta = settings.get("meta")
+    writers = meta.get("quantizer") or [] if isinstance(meta, Mapping) else []
+    for writer in [writers] if isinstance(writers, str) else writers:
+        found = re.fullmatch(r"gptqmodel:(\d+)\b.*", str(writer))
+        if found and int(found[1]) >= 5:
+            raise refused(
+                f"sym is false and checkpoint_format is gptq, but {writer} may have stored zeros "
+                "as gptq_v2 does"
+            )
+    return 1

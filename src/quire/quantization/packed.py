@@ -1,0 +1,222 @@
+"""Checkpoint tensors that hold several unsigned integers in an int32, and what lies along with
+them with the inputs first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.ops import Weight
+from quire.quantization.stored_tensor import ProjectionShare, Range, StoredTensor, expect
+
+INT32 = frozenset({torch.int32})
+IN_ORDER = tuple(range(8))
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in an int32, in units of 4 bits, of each of eight neighbouring outputs in AWQ."""
+
+
+def unpack(words: Tensor, bits: int, order: tuple[int, ...] = IN_ORDER) -> Tensor:
+    """Returns the integers of int32 words [..., n] as uint8 [..., n * 32 / bits].
+
+    order: the place of each integer in its word, the lowest bits being 0.
+    """
+    places = torch.tensor(order[: 32 // bits], dtype=torch.int32, device=words.device)
+    integers = (words.unsqueeze(-1) >> (places * bits)).bitwise_and_(2**bits - 1)
+    return integers.to(torch.uint8).flatten(-2)
+
+
+def put(weight: Weight, values: Tensor, row: int, column: int) -> None:
+    """Stores unsigned integers uint8 [outputs, inputs] in a weight, the first at [row, column].
+
+    8 bits are stored less 128, as int8; of 4 bits the even input goes to the low half of a byte.
+    """
+    own = weight.values[row : row + len(values)]
+    if not weight.format.bits:
+        own[:, column : column + values.shape[1]] = (values ^ 128).view(torch.int8)
+        return
+    for parity, keep in ((0, 0xF0), (1, 0x0F)):
+        skipped = (parity - column) % 2
+        part = values[:, skipped::2]
+        first = (column + skipped) // 2
+        target = own[:, first : first + part.shape[1]]
+        target.bitwise_and_(keep).bitwise_or_(part << 4 if parity else part)
+
+
+def _cut(values: Tensor, first: int, size: int, dim: int) -> tuple[Tensor, int]:
+    """Returns the part of values, which begin at place `first`, that lies within [0, size), and
+    where it begins."""
+    low, high = max(first, 0), min(first + values.shape[dim], size)
+    return values.narrow(dim, low - first, max(0, high - low)), low
+
+
+@dataclass(frozen=True, slots=True)
+class PackedValues(StoredTensor):
+    """Integers of `bits` bits packed along one axis.
+
+    axis: the one that is packed. inputs_first: the tensor is [inputs, outputs].
+    """
+
+    bits: int = 4
+    axis: Literal["inputs", "outputs"] = "inputs"
+    inputs_first: bool = False
+    order: tuple[int, ...] = IN_ORDER
+
+    def _per(self) -> tuple[int, int]:
+        """Returns the outputs and the inputs that an entry stands for."""
+        each = 32 // self.bits
+        return (1, each) if self.axis == "inputs" else (each, 1)
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        a, b = self._per()
+        shape = -(-outputs // a), -(-inputs // b)
+        return shape[::-1] if self.inputs_first else shape
+
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
+        a, b = self._per()
+        ranges = (
+            (share.rows[0] // a, -(-share.rows[1] // a)),
+            (share.columns[0] // b, -(-share.columns[1] // b)),
+        )
+        return ranges[::-1] if self.inputs_first else ranges
+
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
+        a, b = self._per()
+        begin = [
+            (share.rows[0] // a) * a - share.rows[0],
+            (share.columns[0] // b) * b - share.columns[0],
+        ]
+        begin[1 if self.inputs_first else 0] += start * (b if self.inputs_first else a)
+        words = part.t() if self.inputs_first else part
+        if self.axis == "inputs":
+            values = unpack(words, self.bits, self.order)
+        else:
+            values = unpack(words.t(), self.bits, self.order).t()
+        values, row = _cut(values, begin[0], share.rows[1] - share.rows[0], 0)
+        values, column = _cut(values, begin[1], share.columns[1] - share.columns[0], 1)
+        put(weight, values, row, column)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScales(StoredTensor):
+    """Scales [groups, outputs]. `inputs_per` None: all inputs are one group."""
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return (1 if self.inputs_per is None else -(-inputs // self.inputs_per)), outputs
+
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
+        columns = (0, share.inputs) if self.every_group else share.columns
+        per = self.inputs_per
+        return ((0, 1) if per is None else (columns[0] // per, -(-columns[1] // per))), share.rows
+
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
+        self.check(part)
+        if weight.scales is not None:
+            weight.scales[:, start : start + len(part)] = part.t()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedZeros(GroupScales):
+    """Zeros packed along the outputs, [groups, outputs / n] or, `outputs_first`, [outputs / n,
+    groups].
+
+    expected: symmetric weights have no zeros of their own: each that is stored must be one of these
+        numbers, all the same. added: to each that is stored, modulo 2 ** bits.
+    """
+
+    bits: int = 4
+    order: tuple[int, ...] = IN_ORDER
+    outputs_first: bool = False
+    expected: tuple[int, ...] = ()
+    added: int = 0
+
+    # Named in full: `super()` does not work in dataclasses with slots.
+    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        groups, _ = GroupScales.shape(self, outputs, inputs)
+        shape = groups, -(-outputs * self.bits // 32)
+        return shape[::-1] if self.outputs_first else shape
+
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
+        groups, _ = GroupScales.ranges(self, share)
+        each = 32 // self.bits
+        ranges = groups, (share.rows[0] // each, -(-share.rows[1] // each))
+        return ranges[::-1] if self.outputs_first else ranges
+
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
+        each = 32 // self.bits
+        words = part.t() if self.outputs_first else part
+        zeros = unpack(words, self.bits, self.order).t()
+        first = (share.rows[0] // each) * each - share.rows[0]
+        zeros, row = _cut(
+            zeros,
+            first + (start * each if self.outputs_first else 0),
+            share.rows[1] - share.rows[0],
+            0,
+        )
+        if self.expected:
+            if zeros.numel():
+                one = zeros.flatten()[0]
+                allowed = torch.tensor(self.expected, dtype=torch.uint8, device=zeros.device)
+                fits = (zeros == one).all() & (one == allowed).any()
+                names = " or ".join(str(zero) for zero in self.expected)
+                expect(fits, f"has other zeros than {names} throughout, though sym is true")
+            return
+        if weight.zeros is None:
+            raise ModelError("has zeros that the format has no place for")
+        zeros = (zeros + self.added) & (2**self.bits - 1)
+        if self.bits == 8:
+            zeros = zeros ^ 128
+        group = 0 if self.outputs_first else start
+        own = weight.zeros[row : row + len(zeros)]
+        own[:, group : group + zeros.shape[1]] = zeros.view(torch.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupIndex(StoredTensor):
+    """The group of each input, [inputs]. Where the format is not ordered, they must be in order,
+    `inputs_per` each."""
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return (inputs,)
+
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
+        return (share.columns,)
+
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
+        if weight.groups is not None:
+            groups = -(-share.inputs // (self.inputs_per or share.inputs))
+            inside = ((part >= 0) & (part < groups)).all()
+            expect(inside, f"names groups that are not among the {groups} there are")
+            weight.groups[start : start + len(part)] = part
+            return
+        places = torch.arange(len(part), device=part.device) + share.columns[0] + start
+        per = self.inputs_per
+        regular = torch.zeros_like(places) if per is None else places // per
+        expect((part == regular).all(), "puts inputs into groups out of order, unlike the config")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShape(StoredTensor):
+    """The shape that a packed tensor unpacks to, [2]."""
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return (2,)
+
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
+        return ((0, 2),)
+
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
+        expected = [share.outputs, share.inputs][start : start + len(part)]
+        if part.tolist() != expected:
+            raise ModelError(f"holds {part.tolist()}, expected {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroBias(StoredTensor):
+    """A bias of zeros that a checkpoint stores for a layer without one, [outputs]."""
+
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
+        expect((part == 0).all(), "is a bias that is not zero, of a layer that has none")

@@ -1,0 +1,82 @@
+"""Weights rounded to 8 or 4 bits while an unquantized checkpoint is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops import Weight, WeightFormat
+from quire.ops.reference.quantized import quantize_rows, row_scales
+from quire.quantization.packed import put
+from quire.quantization.scheme import Scheme
+from quire.quantization.stored_tensor import FLOATS, ProjectionShare, Range, StoredTensor, expect
+from quire.quantization.unquantized import Unquantized
+
+FORMATS = {
+    "int8": WeightFormat(torch.int8, scales=torch.float32),
+    "fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32),
+    "w8a8": WeightFormat(torch.int8, scales=torch.float32, inputs="token"),
+    "int4": WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=128, zeros=True),
+}
+"""The formats by the names of `config.QUANTIZATIONS`."""
+
+_SMALLEST = 2.0**-14
+"""The smallest scale of 4-bit groups: below it float16 loses precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounded(StoredTensor):
+    """Floats that are rounded to the format of the weight.
+
+    A rank reads whole outputs, whatever its share of the inputs, so that every rank has the scales,
+    and with them the weights, of the whole layer.
+    """
+
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
+        return share.rows, (0, share.inputs)
+
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
+        expect(part.isfinite().all(), "has weights that are not finite numbers")
+        own = weight.rows(start, start + len(part))
+        if weight.format.bits == 4:
+            _round_groups(own, part, share.columns)
+            return
+        scales = row_scales(part, weight.dtype)
+        values = quantize_rows(part, scales, weight.dtype)
+        own.values.copy_(values[:, share.columns[0] : share.columns[1]])
+        if own.scales is not None:
+            own.scales.copy_(scales)
+
+
+def _round_groups(weight: Weight, part: Tensor, columns: Range) -> None:
+    """Stores floats [outputs, all inputs] in 4 bits: the numbers from a group's smallest to its
+    largest, 0 among them, in 15 steps."""
+    group = weight.format.group
+    inputs = part.shape[1]
+    groups = F.pad(part.float(), (0, -inputs % group)).view(len(part), -1, group)
+    low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
+    scales = ((high - low) / 15).clamp_(min=_SMALLEST).half()
+    wide = scales.float()
+    zeros = (-low / wide).round_().clamp_(0, 15)
+    values = (groups / wide.unsqueeze(2)).round_().add_(zeros.unsqueeze(2)).clamp_(0, 15)
+    values = values.view(len(part), -1)[:, columns[0] : columns[1]]
+    put(weight, values.to(torch.uint8), 0, 0)
+    touched = slice(columns[0] // group, -(-columns[1] // group))
+    if weight.scales is not None and weight.zeros is not None:
+        weight.scales.copy_(scales[:, touched])
+        weight.zeros.copy_(zeros[:, touched])
+
+
+class Rounding(Unquantized):
+    """Stores the layers' weights in a format of few bits; the head stays as it is."""
+
+    def __init__(self, format: WeightFormat) -> None:
+        self.format = format
+
+    def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
+        if projection == "head":
+            return super().scheme_for(projection, dtype)
+        return Scheme(self.format, (_Rounded("weight", "values", FLOATS),))

@@ -1,0 +1,125 @@
+"""Unquantized checkpoints rounded to few bits while they are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.errors import ModelError
+from quire.layers.linear import Linear
+from quire.models import Decoder, build_model, load_config, load_weights, spec_from_config
+from quire.ops.reference.quantized import LARGEST, dequantize
+from quire.parallel import ProcessGroup
+from quire.quantization import quantization_of
+from tests.models.checkpoints import make
+from tests.models.harness import Harness
+from tests.models.test_parallel import Ranked
+
+KINDS = ["fp8", "int4", "int8", "w8a8"]
+
+
+def loaded(folder: Path, kind: str | None, group: ProcessGroup | None = None) -> Decoder:
+    spec = spec_from_config(load_config(folder))
+    quantization = quantization_of(kind)
+    model = build_model(
+        spec, device="cpu", dtype=torch.float32, group=group, quantization=quantization
+    )
+    load_weights(model, folder)
+    return model
+
+
+def layers(model: Decoder) -> list[Linear]:
+    return [m for m in model.layers.modules() if isinstance(m, Linear)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["qwen3", "gpt2"])
+def test_each_weight_is_within_half_a_step(kind: str, case: str, tmp_path: Path) -> None:
+    make(tmp_path, case)
+    plain, rounded = loaded(tmp_path, None), loaded(tmp_path, kind)
+    assert rounded.head.weight.format.scales is None
+    for a, b in zip(layers(plain), layers(rounded), strict=True):
+        exact, scales = a.weight.values, b.weight.scales
+        found = dequantize(b.weight, torch.float32)
+        if kind == "fp8":
+            # Three bits of mantissa: half of an eighth; below the normal numbers, half of 2^-9.
+            step = torch.maximum(exact.abs() / 8, scales * 2.0**-9)
+            assert torch.equal(scales, exact.abs().amax(1, keepdim=True) / LARGEST[b.weight.dtype])
+        elif kind == "int4":
+            groups = torch.arange(exact.shape[1]) // 128
+            step = scales.float()[:, groups]
+        else:
+            step = scales
+        assert ((found - exact).abs() <= step * 0.51).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_stay_near(kind: str, tmp_path: Path) -> None:
+    make(tmp_path, "llama")
+    prompt = [5, 17, 99, 3, 42, 7, 7, 150, 23]
+
+    def logits(model: Decoder) -> torch.Tensor:
+        harness = Harness(model)
+        return harness.step([(harness.add(prompt), len(prompt))])[0]
+
+    plain, rounded = logits(loaded(tmp_path, None)), logits(loaded(tmp_path, kind))
+    error = (rounded - plain).norm() / plain.norm()
+    assert error < {"fp8": 0.15, "int4": 0.6, "int8": 0.05, "w8a8": 0.08}[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_hold_parts_of_the_same_numbers(kind: str, tmp_path: Path) -> None:
+    make(tmp_path, "llama")
+    whole = [dequantize(x.weight, torch.float64) for x in layers(loaded(tmp_path, kind))]
+    for rank in range(2):
+        for layer, expected in zip(
+            layers(loaded(tmp_path, kind, Ranked(rank, 2))), whole, strict=True
+        ):
+            own = dequantize(layer.weight, torch.float64)
+            if layer.split == "inputs":
+                assert torch.equal(own, expected.chunk(2, 1)[rank])
+            else:
+                sizes = [output.size for output in layer.outputs]
+                parts = [part.chunk(2)[rank] for part in expected.split(sizes)]
+                assert torch.equal(own, torch.cat(parts))
+
+
+def test_groups_of_one_number_and_of_zeros(tmp_path: Path) -> None:
+    make(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name][0] = 0.0
+    tensors[name][1] = 0.75
+    tensors[name][2] = -0.75
+    save_file(tensors, tmp_path / "model.safetensors")
+    for kind in KINDS:
+        weight = loaded(tmp_path, kind).layers[0].mlp.down.weight
+        found = dequantize(weight, torch.float32)
+        assert not found[0].any()
+        torch.testing.assert_close(found[1:3], tensors[name][1:3], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_no_numbers_are_named(kind: str, tmp_path: Path) -> None:
+    make(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.weight"][3, 4] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"1\.self_attn\.v_proj\.weight has weights that are not"):
+        loaded(tmp_path, kind)
+
+
+def test_no_unquantized_copy_of_the_model_is_made(tmp_path: Path) -> None:
+    """After loading, what is left are the weights of few bits and what is never rounded."""
+    make(tmp_path, "llama")
+    sizes = {}
+    for kind in (None, *KINDS):
+        model = loaded(tmp_path, kind)
+        sizes[kind] = sum(parameter.nbytes for x in layers(model) for parameter in x.parameters())
+        format = layers(model)[0].weight.format
+        weights = [layer.weight for layer in layers(model)]
+        assert sizes[kind] == sum(format.weight_bytes(w.outputs, w.inputs) for w in weights)
+    assert sizes["int4"] < sizes["int8"] < sizes[None] / 3
