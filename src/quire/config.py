@@ -4,10 +4,11 @@ the YAML file; the frozen `EngineConfig` is what it resolves to once model and d
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_origin, get_type_hints
+
+import msgspec
 
 from quire.errors import ConfigError
 
@@ -130,9 +131,8 @@ class EngineArgs:
     skip_tokenizer_init: bool = _setting(False, "Serve token ids only; load no tokenizer.")
 
     def __post_init__(self) -> None:
-        for setting in dataclasses.fields(self):
-            value = _checked(setting.name, getattr(self, setting.name), str(setting.type))
-            object.__setattr__(self, setting.name, value)
+        for name, kind in get_type_hints(type(self)).items():
+            object.__setattr__(self, name, _checked(name, getattr(self, name), kind))
         _at_least("max_model_len", self.max_model_len, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
@@ -213,46 +213,21 @@ class EngineArgs:
         return cls(**kwargs)
 
 
-_WANTED: dict[str, tuple[str, type | tuple[type, ...]]] = {
-    "str": ("a string", str),
-    "int": ("an integer", int),
-    "float": ("a finite number", (int, float)),
-    "bool": ("true or false", bool),
-    "None": ("null", type(None)),
-    "tuple[str, ...]": ("a list of strings", (tuple, list)),
-}
-"""Maps the types that settings are annotated with to their names and Python's types."""
-
-_INTEGERS = {"seed": 2**63}
-"""Bounds of settings that may pass int32's."""
-
-
-def _checked(name: str, value: Any, annotation: str) -> Any:
+def _checked(name: str, value: Any, kind: Any) -> Any:
     """Returns a setting's value in its type: paths become strings, and lists tuples.
 
     Raises:
         ConfigError: its type is wrong, or the number is infinite or too large.
     """
-    if annotation.startswith("Literal"):
-        annotation = "str"
-    kinds = [_WANTED[kind] for kind in annotation.split(" | ")]
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    fits = any(isinstance(value, types) for _, types in kinds)
-    if isinstance(value, bool) and annotation != "bool":
-        fits = False
-    if isinstance(value, float) and not math.isfinite(value):
-        fits = False
-    if isinstance(value, list | tuple):
-        value = tuple(value)
-        fits = fits and all(isinstance(each, str) for each in value)
-    if not fits:
-        wanted = " or ".join(words for words, _ in kinds)
-        raise ConfigError(f"{name} must be {wanted}, got {value!r}", name)
-    if isinstance(value, int):
-        bound = _INTEGERS.get(name, 2**31)
-        if not -bound <= value < bound:
-            raise ConfigError(f"{name} must be in [{-bound}, {bound}), got {value}", name)
+    bound = 2**63 if name == "seed" else 2**31
+    try:
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        value = msgspec.convert(value, str if get_origin(kind) is Literal else kind)
+    except (msgspec.ValidationError, TypeError):
+        wanted = getattr(kind, "__name__", str(kind))
+        raise ConfigError(f"{name} must be {wanted}, got {value!r}", name) from None
+    if isinstance(value, int | float) and not -bound <= value < bound:
+        raise ConfigError(f"{name} must be in [{-bound}, {bound}), got {value}", name)
     return value
 
 

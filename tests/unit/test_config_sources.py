@@ -145,7 +145,7 @@ def test_server_args_are_checked(values: dict[str, Any]) -> None:
 def test_the_example_file(resolve) -> None:
     file = Path(__file__).resolve().parents[2] / "examples" / "quire.yaml"
     got = resolve("--config", str(file))
-    assert got["server"].served_model_name == "assistant"
+    assert got["server"].served_model_name == ("assistant",)
     assert got["server"].request_timeout == 120.0
     assert got["engine"].max_num_seqs == 32
     # What is commented out are settings as well.

@@ -200,7 +200,7 @@ def test_conversations_of_the_wrong_type(llm: LLM, messages: Any) -> None:
 
 def test_logits_that_are_not_numbers_end_a_request_with_an_error() -> None:
     llm = LLM(device="cpu", kv_cache_gb=0.05, max_model_len=256)
-    model = llm._core._executor.local.model  # type: ignore[attr-defined]
+    model = llm._core._executor.model  # type: ignore[attr-defined]
     next(iter(model.norm.parameters())).data.fill_(math.nan)
     outputs = llm.generate(["a", "b c"], SamplingParams(max_tokens=4), use_tqdm=False)
     for output in outputs:

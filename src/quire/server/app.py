@@ -141,24 +141,25 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", show_model, methods=["GET"])
     app.add_api_route("/openapi.json", openapi, methods=["GET"])
-    app.add_api_route("/health", health, methods=["GET"])
-    app.add_api_route("/ready", ready, methods=["GET"])
+    app.add_api_route("/health", health, methods=["GET", "HEAD"])
+    app.add_api_route("/ready", ready, methods=["GET", "HEAD"])
     app.add_api_route("/metrics", metrics, methods=["GET"])
 
 
 async def list_models(request: Request) -> Response:
-    return json_response(ModelList([_card(state_of(request))]))
+    state = state_of(request)
+    return json_response(ModelList([_card(state, name) for name in state.model_names]))
 
 
 async def show_model(request: Request) -> Response:
     state = state_of(request)
     state.check_model(request.path_params["model"])
-    return json_response(_card(state))
+    return json_response(_card(state, request.path_params["model"]))
 
 
-def _card(state: ServerState) -> ModelCard:
+def _card(state: ServerState, name: str) -> ModelCard:
     longest = state.client.config.scheduler.max_model_len
-    return ModelCard(state.model_name, state.created, longest, state.defaults)
+    return ModelCard(name, state.created, longest, state.defaults)
 
 
 async def health(request: Request) -> Response:

@@ -49,7 +49,11 @@ def _is_installed(package: str) -> bool:
 class ApiArgs:
     """Settings of how requests are read and answered."""
 
-    served_model_name: str | None = _setting(None, "Name of the model in the API.")
+    served_model_name: tuple[str, ...] = _setting(
+        (),
+        "Name of the model in the API (may be repeated; the first one is in answers). Default: its "
+        "hub id, or its folder's name.",
+    )
     generation_config: Literal["auto", "none"] = _setting(
         "auto", "auto: requests default to the sampling settings the model ships with."
     )
@@ -66,10 +70,16 @@ class ApiArgs:
     reasoning_parser: Literal[
         "auto", "none", "apertus", "command", "deepseek_r1", "mistral", "qwen3", "seed_oss"
     ] = _setting("auto", "How the model sets its reasoning apart. auto: as its chat template says.")
+    ignore_reasoning_effort: bool = _setting(
+        False,
+        "Ignore reasoning_effort where the chat template does not use it, instead of refusing it.",
+    )
     max_body_mb: float = _setting(16.0, "Largest request body, in MB.")
 
     def __post_init__(self) -> None:
         self._positive("max_body_mb")
+        if any(not name for name in self.served_model_name):
+            raise ConfigError("served_model_name: a name is empty", "served_model_name")
         self._one_of("generation_config", "tool_call_parser", "reasoning_parser")
         if self.chat_template is not None and not Path(self.chat_template).is_file():
             raise ConfigError(f"chat_template: no file {self.chat_template!r}", "chat_template")

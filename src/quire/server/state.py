@@ -99,14 +99,19 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        """The model's name in the API: the setting, the hub id, or the folder's name without its
+        """The model's name in answers: the first of `model_names`."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The model's names in the API: the setting, the hub id, or the folder's name without its
         path."""
         config = self.client.config
-        if self.args.served_model_name is not None:
+        if self.args.served_model_name:
             return self.args.served_model_name
         if Path(config.model_name).is_dir():
-            return Path(config.model_path).name
-        return config.model_name
+            return (Path(config.model_path).name,)
+        return (config.model_name,)
 
     def check_alive(self) -> None:
         if not self.client.alive:
@@ -138,8 +143,8 @@ class ServerState:
             raise overloaded()
 
     def check_model(self, name: str | None) -> None:
-        """Raises 404 unless `name` is the served model or left out."""
-        if name is not None and name != self.model_name:
+        """Raises 404 unless `name` is one of the served model's or left out."""
+        if name is not None and name not in self.model_names:
             raise ApiError(
                 404,
                 f"The model '{name[:200]}' does not exist; this server has '{self.model_name}'.",

@@ -1,4 +1,5 @@
-"""Base model and field types of request bodies: exact types; unknown fields are refused by name."""
+"""Base model and field types of request bodies: exact types; unknown fields are refused by name,
+unless they are null."""
 
 from __future__ import annotations
 
@@ -100,6 +101,19 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, data: Any) -> Any:
+        """Drops unknown fields that are null, which ask for nothing."""
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        aliases = {field.alias for field in cls.model_fields.values()}
+        return {
+            name: value
+            for name, value in data.items()
+            if value is not None or name in cls.model_fields or name in aliases
+        }
 
     @model_validator(mode="before")
     @classmethod

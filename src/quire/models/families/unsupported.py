@@ -7,25 +7,25 @@ from typing import Any
 
 from quire.errors import ModelError
 
-_OFF: tuple[Any, ...] = (None, False, 0)
-_ONE: tuple[Any, ...] = (None, 1)
-
+_UNUSED = (
+    "attention_multiplier", "dim_model_base", "dual_chunk_attention_config",
+    "interleaved_sliding_window", "mrope_section", "query_pre_attn_scalar", "scale_depth",
+)  # fmt: skip
+_OFF = (
+    "alibi", "attention_chunk_size", "attn_logit_softcapping", "attn_temperature_tuning",
+    "clip_qkv", "final_logit_softcapping", "llama_4_scaling_beta", "n_routed_experts",
+    "no_rope_layer_interval", "num_experts", "num_local_experts", "parallel_attn", "qk_norm", "use_parallel_residual",
+    "use_qk_norm",
+)  # fmt: skip
+_ONE = (
+    "embedding_multiplier", "logit_scale", "logits_scaling", "partial_rotary_factor",
+    "residual_multiplier", "rotary_pct", "scale_emb", "sliding_window_pattern",
+)  # fmt: skip
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys((
-        "attention_multiplier", "dim_model_base", "dual_chunk_attention_config",
-        "interleaved_sliding_window", "mrope_section", "query_pre_attn_scalar", "scale_depth",
-    ), (None,)),
-    **dict.fromkeys((
-        "alibi", "attention_chunk_size", "attn_logit_softcapping", "attn_temperature_tuning",
-        "clip_qkv", "final_logit_softcapping", "llama_4_scaling_beta", "n_routed_experts",
-        "no_rope_layer_interval", "num_experts", "num_local_experts", "parallel_attn", "qk_norm",
-        "use_parallel_residual", "use_qk_norm",
-    ), _OFF),
-    **dict.fromkeys((
-        "embedding_multiplier", "logit_scale", "logits_scaling", "partial_rotary_factor",
-        "residual_multiplier", "rotary_pct", "scale_emb", "sliding_window_pattern",
-    ), _ONE),
-}  # fmt: skip
+    **dict.fromkeys(_UNUSED, (None,)),
+    **dict.fromkeys(_OFF, (None, False, 0)),
+    **dict.fromkeys(_ONE, (None, 1)),
+}
 """Maps keys to the values with which they change nothing.
 
 `partial_rotary_factor` is here as the published code of Llama, Mistral and Qwen rotates whole heads

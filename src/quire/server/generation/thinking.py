@@ -29,6 +29,18 @@ def template_variables(state: ServerState, param: str, *, with_tools: bool) -> f
     return state.tokenizer(param).template(with_tools).variables
 
 
+def known_effort(state: ServerState, effort: str | None, with_tools: bool) -> str | None:
+    """Returns the effort to pass to the chat template.
+
+    None where the template does not use one and the server was told to ignore it; else the template
+    is given it, and refuses it.
+    """
+    if effort is None or not state.args.ignore_reasoning_effort:
+        return effort
+    known = template_variables(state, "reasoning_effort", with_tools=with_tools)
+    return effort if "reasoning_effort" in known else None
+
+
 def thinking_switch(
     state: ServerState, known: frozenset[str], *, on: bool, param: str
 ) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from quire.server.generation.dialogue import (
     ToolCallBegin,
     ToolCallDelta,
 )
+from quire.server.generation.thinking import known_effort
 from quire.server.middleware.request_context import context_of, owner_of
 from quire.server.openai import functions
 from quire.server.openai.chunks import ChunkWriter
@@ -102,7 +103,7 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
         tool_choice=body.tool_choice or functions.choice_of(body),
         parallel_tool_calls=body.parallel_tool_calls is not False and not body.functions,
         template_kwargs=kwargs,
-        reasoning_effort=body.reasoning_effort,
+        reasoning_effort=known_effort(state, body.reasoning_effort, bool(body.tools)),
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         include_reasoning=body.include_reasoning is not False,
@@ -240,7 +241,7 @@ def _message(answer: ChatAnswer) -> ChatMessage:
     only_other = not answer.text and (answer.tool_calls or answer.reasoning)
     message = ChatMessage(None if only_other else answer.text)
     if answer.reasoning:
-        message.reasoning_content = answer.reasoning
+        message.reasoning = message.reasoning_content = answer.reasoning
     if answer.tool_calls:
         message.tool_calls = [
             MessageToolCall(call.id, ChatFunctionCall(call.name, call.arguments))
@@ -254,7 +255,7 @@ def _delta(event: Delta) -> ChatDelta:
         case TextDelta(text=text):
             return ChatDelta(content=text) if text else ChatDelta()
         case ReasoningDelta(text=text):
-            return ChatDelta(reasoning_content=text) if text else ChatDelta()
+            return ChatDelta(reasoning=text, reasoning_content=text) if text else ChatDelta()
         case ToolCallBegin():
             function = FunctionDelta(event.name)
             chunk = ToolCallChunk(event.index, function, event.id, "function")

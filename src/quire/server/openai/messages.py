@@ -25,6 +25,14 @@ _UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Where prompts are cached anyway, asking for it changes nothing.
+_UNUSED_IN_PART: dict[str, tuple[Any, ...]] = {
+    "cache_control": tuple(
+        {"type": "ephemeral", **ttl} for ttl in ({}, {"ttl": "5m"}, {"ttl": "1h"})
+    )
+}
+
+
 class TextPartParam(StrictModel):
     type: str
     text: str
@@ -37,7 +45,7 @@ class TextPartParam(StrictModel):
                 f"parts of type {data['type'][:40]!r} are not supported, only text is.",
                 code="unsupported_parameter",
             )
-        return data
+        return drop_unused(data, _UNUSED_IN_PART)
 
 
 class CalledFunction(StrictModel):
@@ -80,7 +88,7 @@ class ChatMessageParam(StrictModel):
     """A chat message.
 
     `developer` is OpenAI's newer name of `system`. Role `function` and `function_call` are its
-    older names of a tool and its call.
+    older names of a tool and its call. `reasoning` is another name of `reasoning_content`.
     """
 
     role: str
@@ -96,7 +104,18 @@ class ChatMessageParam(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        return drop_unused(data, _UNSUPPORTED_IN_MESSAGE)
+        data = drop_unused(data, _UNSUPPORTED_IN_MESSAGE)
+        if isinstance(data, dict) and data.get("reasoning") is not None:
+            data = {**data}
+            reasoning = data.pop("reasoning")
+            if data.get("reasoning_content") not in (None, reasoning):
+                raise RequestError(
+                    "'reasoning' and 'reasoning_content' are two names of one field, with two "
+                    "values.",
+                    "reasoning",
+                )
+            data["reasoning_content"] = reasoning
+        return data
 
     @field_validator(
         "content", mode="before", json_schema_input_type=str | list[TextPartParam] | None

@@ -69,13 +69,15 @@ class MessageToolCall(msgspec.Struct):
 class ChatMessage(msgspec.Struct):
     """An answer's message.
 
-    `content` is null where there are only calls, or only reasoning. `function_call` is there where
+    `reasoning` and `reasoning_content` are two names that clients know one text by. `content` is
+    null where there are only calls, or only reasoning. `function_call` is there where
     the request has `functions`.
     """
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[MessageToolCall] | UnsetType = UNSET
     function_call: ChatFunctionCall | UnsetType = UNSET
@@ -99,6 +101,7 @@ class ToolCallChunk(msgspec.Struct):
 class ChatDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallChunk] | UnsetType = UNSET
     function_call: FunctionDelta | UnsetType = UNSET

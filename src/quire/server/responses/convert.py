@@ -13,7 +13,7 @@ from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.server.errors import ApiError, unsupported
 from quire.server.generation.conversation import ConversationBuilder
 from quire.server.generation.dialogue import Dialogue, ToolChoice
-from quire.server.generation.thinking import template_variables, thinking_switch
+from quire.server.generation.thinking import known_effort, template_variables, thinking_switch
 from quire.server.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -142,7 +142,7 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_kwargs=variables,
-        reasoning_effort=effort,
+        reasoning_effort=known_effort(state, effort, bool(body.tools)),
         with_tokens=logprobs,
         request_id=new_id("resp", "_"),
     )

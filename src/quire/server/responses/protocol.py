@@ -21,6 +21,8 @@ from quire.server.strict_model import (
 
 MAX_TOOLS = 256
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+"""Reasoning comes as text, which clients can send back as well."""
 
 # Fields of OpenAI's API that are not implemented, with the values that mean "not used".
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -43,9 +45,10 @@ _UNSUPPORTED_IN_TOOL: dict[str, tuple[Any, ...]] = {
 }
 _UNSUPPORTED_IN_REASONING: dict[str, tuple[Any, ...]] = {
     "context": ("auto",),
-    "generate_summary": (),
+    # There is no summary beside the reasoning itself, which "auto" leaves open.
+    "generate_summary": ("auto",),
     "mode": ("standard",),
-    "summary": (),
+    "summary": ("auto",),
 }
 
 
@@ -232,9 +235,9 @@ class CreateRequest(PromptFields):
     @classmethod
     def _includable(cls, include: list[str] | None) -> list[str] | None:
         for name in include or ():
-            if name != LOGPROBS:
+            if name not in (LOGPROBS, ENCRYPTED):
                 raise RequestError(
-                    f"{name[:100]!r} is not supported; the only thing to include is {LOGPROBS!r}.",
+                    f"{name[:100]!r} is not supported; known are {LOGPROBS!r} and {ENCRYPTED!r}.",
                     code="unsupported_parameter",
                 )
         return include
