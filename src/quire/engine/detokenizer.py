@@ -79,7 +79,8 @@ class Detokenizer:
         if not self._pending:
             kept = [token for token in tokens if token not in self._skipped]
             text = self._decode([*self._context, *kept])
-            if _BROKEN not in text and text.startswith(self._before):
+            sure = self._tokenizer.byte_level or _BROKEN not in text
+            if sure and text.startswith(self._before):
                 return text[len(self._before) :]
         return "".join(map(self.step, tokens)) + self.finish()
 

@@ -49,7 +49,7 @@ class Tokenizer:
             weakref.WeakKeyDictionary()
         )
         self._texts: dict[int, str] = {}
-        self._byte_level = _is_byte_level(hub)
+        self.byte_level = _is_byte_level(hub)
         added = hub.get_added_tokens_decoder()
         self._added = frozenset(added)
         self.added_tokens = {token.content: id for id, token in added.items()}
@@ -143,7 +143,7 @@ class Tokenizer:
             return b""
         if id in self._added:
             return str(piece).encode()
-        if self._byte_level and all(char in _BYTE_OF for char in piece):
+        if self.byte_level and all(char in _BYTE_OF for char in piece):
             return bytes(_BYTE_OF[char] for char in piece)
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
