@@ -78,8 +78,11 @@ class MaskBuilder:
         """
         wide = -(-tokenizer_vocab // 32)
         room = masks if wide <= self._words else np.empty((len(masks), wide), dtype=np.int32)
-        room[:] = -1
         lines = np.cumsum([0] + [row.lines for row in rows]).tolist()
+        for row, line in zip(rows, lines, strict=False):
+            # One call writes one mask: the others of a row, and those of no grammar, allow all.
+            if row.state is None or row.state.error or row.lines > 1:
+                room[line : line + row.lines] = -1
         known = [
             (row, row.state, line)
             for row, line in zip(rows, lines, strict=False)
