@@ -77,11 +77,6 @@ def test_unknown_architecture_lists_the_known() -> None:
         spec_from_config({})
 
 
-def test_quantized_checkpoint_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"quantized \(fp8\)"):
-        spec_from_config({**LLAMA, "quantization_config": {"quant_method": "fp8"}})
-
-
 def test_model_type_stands_in_for_the_architecture() -> None:
     config = {**LLAMA, "model_type": "llama", "architectures": None}
     assert spec_from_config(config).family == "llama"
