@@ -155,12 +155,14 @@ def open_stream(server: Server, read: int) -> socket.socket:
         {"model": MODEL, "prompt": "a", "max_tokens": 1500, "stream": True, "ignore_eos": True}
     ).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     connection.sendall(head.encode() + body)
     while read > 0:
-        read -= len(connection.recv(min(read, 4096)))
+        data = connection.recv(min(read, 4096))
+        assert data, "the server has closed the connection"
+        read -= len(data)
     return connection
 
 
