@@ -410,7 +410,7 @@ def test_input_tokens(client: openai.OpenAI) -> None:
          openai.BadRequestError, "input[0].content[0]"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
          openai.BadRequestError, "input[0].call_id"),
-        ({"reasoning": {"summary": "auto"}}, openai.BadRequestError, "reasoning.summary"),
+        ({"reasoning": {"summary": "detailed"}}, openai.BadRequestError, "reasoning.summary"),
         ({"previous_response_id": "resp_nowhere"}, openai.NotFoundError, "previous_response_id"),
         ({"extra_body": {"logit_bias": {"x": 1}}}, openai.BadRequestError, "logit_bias"),
         ({"extra_body": {"nonsense": 1}}, openai.BadRequestError, "nonsense"),
