@@ -7,17 +7,19 @@ Here the first is done once per launch and module, the second once per dtype.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from triton.runtime import interpreter
 
 
 def reuse_what_stays() -> None:
-    """Replaces three functions of the interpreter, in this process, for good."""
+    """Replaces four functions of the interpreter, in this process, for good."""
     patched: set[int] = set()
     dtypes: dict[tuple[type, str], Any] = {}
     launch = interpreter.GridExecutor.__call__
     find_dtype = interpreter._get_np_dtype
+    rewrite_source = interpreter.FunctionRewriter.rewrite_ast
 
     def run_grid(self: Any, *args: Any, **kwargs: Any) -> None:
         patched.clear()  # the end of the launch before has restored the language
@@ -39,6 +41,16 @@ def reuse_what_stays() -> None:
             dtypes[key] = find_dtype(dtype)
         return dtypes[key]
 
+    def rewrite_ast(self: Any) -> Any:
+        # A collection may run finalizers that parse code themselves (a traceback does), and Python
+        # 3.11 fails if one parse interrupts another.
+        gc.disable()
+        try:
+            return rewrite_source(self)
+        finally:
+            gc.enable()
+
+    interpreter.FunctionRewriter.rewrite_ast = rewrite_ast  # type: ignore[method-assign]
     interpreter.GridExecutor.__call__ = run_grid  # type: ignore[method-assign]
     interpreter.InterpretedFunction.__call__ = call_device_function  # type: ignore[method-assign]
     interpreter._get_np_dtype = numpy_dtype
