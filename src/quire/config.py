@@ -227,7 +227,8 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
         wanted = getattr(kind, "__name__", str(kind))
         raise ConfigError(f"{name} must be {wanted}, got {value!r}", name) from None
     if isinstance(value, int | float) and not -bound <= value < bound:
-        raise ConfigError(f"{name} must be in [{-bound}, {bound}), got {value}", name)
+        wanted = "an integer" if isinstance(value, int) else "finite,"
+        raise ConfigError(f"{name} must be {wanted} in [{-bound}, {bound}), got {value}", name)
     return value
 
 

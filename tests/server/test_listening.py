@@ -128,7 +128,7 @@ def test_a_unix_socket_takes_nobodys_place(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="a server is there already"):
             bind(args)
     assert not (tmp_path / "sock").exists()
-    with pytest.raises(ConfigError, match="has at most [0-9]+ bytes"):
+    with pytest.raises(ConfigError, match=r"has at most [0-9]+ bytes"):
         bind(ServerArgs(uds=str(tmp_path / ("x" * 200))))
 
 

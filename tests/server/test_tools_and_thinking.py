@@ -169,9 +169,6 @@ def test_responses_tool_choice(
         ({"extra_body": {"chat_template_kwargs": {"mood": "good"}}}, "chat_template_kwargs"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
         ({"extra_body": {"chat_template_kwargs": {"bos_token": "x"}}}, "chat_template_kwargs"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "look", "arguments": "{"},
-                    {"type": "function_call_output", "call_id": "c", "output": ""}]},
-         "input[0].call_id"),
     ],
 )  # fmt: skip
 def test_responses_errors(gpt: openai.OpenAI, engine: Speaker, options: Any, param: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.errors import RequestError
 from quire.server.args import ServerArgs
 from quire.server.parsers.registry import reasoning_format, tool_parser
 from quire.server.parsers.stream import ToolParser
@@ -37,7 +39,9 @@ class ChatFormat:
         template = "\n".join(tokenizer.chat_templates.values())
         written = None
         if tokenizer.chat_templates:
-            written = tokenizer.traits(tokenizer.template(with_tools=True)).call
+            # Chats are refused where a template is not valid, which the log has told.
+            with contextlib.suppress(RequestError):
+                written = tokenizer.traits(tokenizer.template(with_tools=True)).call
         parser = tool_parser(args.tool_call_parser, written)
         reasoning = reasoning_format(args.reasoning_parser, template)
         marks = () if parser is None else (*parser.starts, *parser.marks)
