@@ -1,8 +1,7 @@
 """Fails if modules of `quire` import each other in a circle, and prints every circle.
 
-Imports at a module's top level and under `TYPE_CHECKING` count. Imports inside functions do not:
-they run later, when both modules are complete. The implicit import of a parent package counts only
-where it is written out.
+All imports count, under `TYPE_CHECKING` and inside functions too: what is imported late is needed
+all the same. The implicit import of a parent package counts only where it is written out.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -28,22 +26,11 @@ def modules(source: Path, package: str) -> dict[str, Path]:
     return found
 
 
-def top_level(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields the statements that run on import, or would under `TYPE_CHECKING`."""
-    for node in nodes:
-        yield node
-        if isinstance(node, ast.If | ast.Try | ast.With | ast.ClassDef):
-            for name in ("body", "orelse", "finalbody"):
-                yield from top_level(getattr(node, name, []))
-            for handler in getattr(node, "handlers", []):
-                yield from top_level(handler.body)
-
-
 def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     """Returns the modules in `known` that the module `name` at `path` imports."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
-    for node in top_level(ast.parse(path.read_text(encoding="utf-8")).body):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -35,9 +35,10 @@ def test_a_circle_of_two(tmp_path: Path, back: str) -> None:
     assert shortest(found, ["pkg.a", "pkg.b"]) == ["pkg.a", "pkg.b", "pkg.a"]
 
 
-def test_imports_within_functions_do_not_count(tmp_path: Path) -> None:
+def test_imports_within_functions_count(tmp_path: Path) -> None:
     late = "def later():\n    import pkg.a\n"
-    assert not circles(graph(tmp_path, {"a.py": "import pkg.b", "b.py": late, "__init__.py": ""}))
+    found = graph(tmp_path, {"a.py": "import pkg.b", "b.py": late, "__init__.py": ""})
+    assert circles(found) == [["pkg.a", "pkg.b"]]
 
 
 def test_a_package_that_its_module_imports(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from quire.layers.build import Build
 from quire.layers.linear import Linear, Output
 from quire.layers.norm import RMSNorm
 from quire.layers.residual import Residual
-from quire.layers.rotary import RopeSpec, RotaryTable
+from quire.layers.rope_spec import RopeSpec
+from quire.layers.rotary import RotaryTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.layers.rotary import LinearScaling, Llama3Scaling, RopeSpec, Scaling, YarnScaling
+from quire.layers.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, Scaling, YarnScaling
 
 
 def scaled_frequencies(spec: RopeSpec, scaling: Scaling, periods: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import Mlp, MlpSpec
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.residual import Residual
-from quire.layers.rotary import RopeSpec, RotaryTable
+from quire.layers.rope_spec import RopeSpec
+from quire.layers.rotary import RotaryTable
 from quire.models.spec import LayerSpec, ModelSpec
 from quire.plan import KVGroup
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.layers.attention import AttentionSpec
 from quire.layers.mlp import MlpSpec
-from quire.models.families import settings
+from quire.models.families import rope, settings
 from quire.models.families.family import Family, Source
 from quire.models.spec import LayerSpec, ModelSpec, NormSpec
 
@@ -43,7 +43,7 @@ def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
     layers = settings.integer(config, "num_hidden_layers", high=settings.MOST_LAYERS)
     heads, kv_heads, head_dim = settings.heads(config, hidden)
     trained = settings.integer(config, "max_position_embeddings", 2048)
-    rope = settings.rope(config, head_dim, trained)
+    turns = rope.rope_spec(config, head_dim, trained)
     mixer = AttentionSpec(
         heads=heads,
         kv_heads=kv_heads,
@@ -51,7 +51,7 @@ def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
         scale=head_dim**-0.5,
         qkv_bias=False,
         out_bias=False,
-        rope=rope,
+        rope=turns,
     )
     ffn = MlpSpec(
         width=settings.integer(config, "intermediate_size", high=settings.MOST_FEATURES),
@@ -68,7 +68,7 @@ def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
         learned_positions=None,
         tied_head=settings.flag(config, "tie_word_embeddings", False),
         dtype=settings.dtype(config),
-        max_positions=settings.max_positions(rope, trained),
+        max_positions=rope.max_positions(turns, trained),
         bos_token_id=settings.bos_token_id(config),
         eos_token_ids=settings.token_ids(config, "eos_token_id"),
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelError
-from quire.layers.rotary import LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from quire.layers.rope_spec import LinearScaling, Llama3Scaling, Scaling, YarnScaling
 from quire.models.families import settings
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from quire.errors import ModelError
-from quire.layers.rotary import LinearScaling, RopeSpec, YarnScaling
 
 Config = Mapping[str, Any]
 
@@ -106,37 +105,6 @@ def heads(config: Config, hidden_size: int) -> tuple[int, int, int]:
             "head_dim is not given"
         )
     return query, kv, integer(config, "head_dim", hidden_size // query)
-
-
-def rope(config: Config, head_dim: int, max_positions: int) -> RopeSpec:
-    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` before it."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise ModelError(f"config.json: rope settings must be an object, got {scaling!r}")
-    if any(isinstance(value, Mapping) for value in scaling.values()):
-        raise ModelError("config.json: rope settings that differ between layers are not supported")
-    theta = number(scaling, "rope_theta", number(config, "rope_theta", 10000.0))
-    share = number(scaling, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
-    rotary_dim = int(head_dim * share)
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ModelError(f"config.json: cannot rotate {rotary_dim} of {head_dim} dimensions")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return RopeSpec(theta, rotary_dim)
-    # Most models have no scaling.
-    from quire.models.families.rope_scaling import read_scaling
-
-    return RopeSpec(theta, rotary_dim, read_scaling(str(kind), scaling, config, max_positions))
-
-
-def max_positions(spec: RopeSpec | None, trained: int) -> int:
-    """The longest sequence: `trained`, extended where a scaling says by how much."""
-    scaling = None if spec is None else spec.scaling
-    if isinstance(scaling, LinearScaling):
-        return int(trained * scaling.factor)
-    if isinstance(scaling, YarnScaling):
-        return max(trained, int(scaling.original_max_positions * scaling.factor))
-    return trained
 
 
 def windows(config: Config, layers: int, width: int | None, first: int) -> tuple[int | None, ...]:
