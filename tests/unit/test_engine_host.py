@@ -24,6 +24,8 @@ def test_a_long_temporary_folder_still_gives_a_socket(
     folder = host._private_folder()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "engine"))
+    assert not folder.is_relative_to(long)
+    assert folder.stat().st_mode & 0o077 == 0  # nobody else may connect
     (folder / "engine").unlink()
     folder.rmdir()
 
