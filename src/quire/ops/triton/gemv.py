@@ -30,8 +30,6 @@ from quire.ops.triton.gemm_plan import GemmPlan, Launch, LinearArgs
 from quire.ops.triton.launch import options
 from quire.ops.triton.quantized_tiles import Operands, load_groups, load_tile, widen
 
-MAX_M = 4
-
 
 @triton.jit
 def _row_scale(
