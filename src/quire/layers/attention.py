@@ -38,6 +38,10 @@ class AttentionSpec:
     rope: RopeSpec | None = None
     softcap: float | None = None
 
+    def layer(self, hidden: int, rotary: RotaryTable | None, build: Build) -> Attention:
+        """Returns the layer, for hidden states of this width."""
+        return Attention(self, hidden, rotary, build)
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:

@@ -20,6 +20,10 @@ class MlpSpec:
     act: Activation
     bias: bool
 
+    def layer(self, hidden: int, build: Build) -> Mlp:
+        """Returns the layer, for hidden states of this width."""
+        return Mlp(self, hidden, build)
+
 
 class Mlp(nn.Module):
     """down(act(up(x))); with the activation "silu_and_mul", up is gate and up stacked."""

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from quire import ops
-from quire.layers.attention import Attention, AttentionSpec, KVLayout
+from quire.layers.attention import KVLayout
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
 from quire.layers.linear import Linear
-from quire.layers.mlp import Mlp, MlpSpec
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.residual import Residual
 from quire.layers.rope_spec import RopeSpec
 from quire.layers.rotary import RotaryTable
 from quire.models.spec import LayerSpec, ModelSpec
 from quire.plan import KVGroup
-
-MIXERS: dict[type, Callable[..., Attention]] = {AttentionSpec: Attention}
-"""The module of each kind of mixer, by the type of its spec."""
-FFNS: dict[type, Callable[..., Mlp]] = {MlpSpec: Mlp}
-"""The module of each kind of feed-forward layer, by the type of its spec."""
 
 
 class Block(nn.Module):
@@ -39,9 +33,9 @@ class Block(nn.Module):
         hidden = model.hidden_size
         mixer = replace(spec.mixer, window=model.window(spec.mixer))
         self.attention_norm = _norm(model, build.within("attention_norm"))
-        self.attention = MIXERS[type(mixer)](mixer, hidden, rotary, build.within("attention"))
+        self.attention = mixer.layer(hidden, rotary, build.within("attention"))
         self.mlp_norm = _norm(model, build.within("mlp_norm"))
-        self.mlp = FFNS[type(spec.ffn)](spec.ffn, hidden, build.within("mlp"))
+        self.mlp = spec.ffn.layer(hidden, build.within("mlp"))
 
     def forward(
         self, x: Residual, batch: ForwardBatch, group: GroupBatch, kv: ops.KVLayer
@@ -51,7 +45,8 @@ class Block(nn.Module):
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that either part needs for intermediates."""
-        return max(self.attention.workspace_bytes(tokens), self.mlp.workspace_bytes(tokens))
+        mlp: int = self.mlp.workspace_bytes(tokens)
+        return max(self.attention.workspace_bytes(tokens), mlp)
 
 
 class Decoder(nn.Module):

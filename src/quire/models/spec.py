@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from quire.layers.attention import AttentionSpec
-from quire.layers.mlp import MlpSpec
+from quire.layers.build import Build
 
 MixerSpec = AttentionSpec
 """The kinds of layers that mix tokens. A further one joins this union."""
-FfnSpec = MlpSpec
-"""The kinds of layers that treat each token alone. A further one joins this union."""
+
+
+class FfnSpec(Protocol):
+    """A layer that treats each token alone, as data. Each kind lies beside its layer."""
+
+    def layer(self, hidden: int, build: Build) -> Any:
+        """Returns the layer, a module. It takes the residual stream and the norm before the layer,
+        returns the stream after it, and has `workspace_bytes`, as `Mlp` has."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

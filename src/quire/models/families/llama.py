@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from quire.layers.attention import AttentionSpec
 from quire.layers.mlp import MlpSpec
@@ -83,7 +83,7 @@ def with_layers(
     """Returns the spec with fields of all its mixers and feed-forward layers changed, and with each
     layer's window."""
     changed = [
-        LayerSpec(replace(layer.mixer, **mixer), replace(layer.ffn, **(ffn or {})))
+        LayerSpec(replace(layer.mixer, **mixer), replace(cast(Any, layer.ffn), **(ffn or {})))
         for layer in spec.layers
     ]
     if windows is not None:
