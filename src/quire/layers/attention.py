@@ -106,7 +106,7 @@ class Attention(nn.Module):
     ) -> Residual:
         """Returns x + attention(norm(x)), [T, hidden]."""
         spec = self.spec
-        qkv = self.project(x, norm)
+        qkv = self.project(x, norm, batch)
         tokens = len(qkv)
         rotary = self._rotary[0]
         q = ops.qk_norm_rope_store(
@@ -137,7 +137,7 @@ class Attention(nn.Module):
         )
         return self.out.add(out.reshape(tokens, -1), x)
 
-    def project(self, x: Residual, norm: RMSNorm | None) -> Tensor:
+    def project(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Tensor:
         """Returns q, k and v of the heads of this rank, side by side."""
         qkv: Tensor = self.qkv(x.total(), norm=norm)
         return qkv

@@ -84,7 +84,8 @@ class Linear(nn.Module):
         else:
             weight = ops.Weight.plain(tied)
             self.stacks = (Stack(0, len(self.outputs), weight, None),)
-        for index, stack in enumerate(self.stacks):
+        # Tied weights are the other module's parameters.
+        for index, stack in enumerate(() if self.tied else self.stacks):
             behind = f"_{index}" if index else ""
             for name in ("values", "scales", "zeros", "groups", "input_scale"):
                 tensor = getattr(stack.weight, name)
