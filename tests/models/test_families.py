@@ -66,7 +66,13 @@ def check_logits(
         torch.testing.assert_close(torch.cat(parts), expected, atol=tolerance, rtol=0.0)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3-window", "gpt2"])
+HALF = [
+    "llama", "qwen2", "qwen3-window", "gpt2", "gemma2", "gemma3", "olmo2", "granite",
+    "cohere2-bias", "exaone4", "glm4", "ministral3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HALF)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Half precision is about as far from fp32 as transformers is."""

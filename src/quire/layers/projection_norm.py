@@ -79,6 +79,11 @@ class ProjectionNormAttention(Attention):
         ]
         return torch.cat((*normed, v), dim=1)
 
+    def workspace_bytes(self, tokens: int) -> int:
+        """Returns an upper bound of the memory that `forward` needs for intermediates."""
+        # The normed q and k, and all three side by side.
+        return super().workspace_bytes(tokens) + 2 * self.qkv.workspace_bytes(tokens)
+
     def _scaled(self, x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
         """Returns x * scale * weight, rounded where `ops.rms_norm` rounds."""
         return ((x.float() * scale).to(weight.dtype) * weight).to(x.dtype)

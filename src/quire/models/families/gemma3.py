@@ -43,7 +43,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     head_dim = base.head_dims[0]
     local = rope.rope_spec({**config, **near}, head_dim, trained)
     ropes = [local if m.window is not None else m.rope for m in base.attention]
-    base = llama.with_layers(base, {"qk_norm": base.norm}, windows=windows, norms="both")
+    base = llama.with_layers(base, {"qk_norm": base.norm})
     # A scaling of positions is counted in already.
     return replace(layer_types.with_ropes(base, ropes), max_positions=trained)
 

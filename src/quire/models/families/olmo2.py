@@ -40,7 +40,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     windows = layer_types.windows(config, len(base.layers), 4, width)
     trained = settings.integer(config, "max_position_embeddings", 2048)
     local = rope.rope_spec({**config, **near}, base.head_dims[0], trained)
-    spec = llama.with_layers(spec, {}, windows=windows, norms="output")
+    spec = llama.with_layers(spec, {}, windows=windows)
     ropes = [mixer.rope if mixer.window is None else local for mixer in spec.attention]
     return layer_types.with_ropes(spec, ropes)
 
