@@ -49,6 +49,11 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 
+GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
+
+EMBEDDINGS = {"Gemma2": 0.15}
+"""Scales of embeddings that the models multiply by more."""
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 6}),
@@ -80,6 +85,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "gemma2": ("Gemma2", {"sliding_window": 11, **GEMMA}),
     "gpt2": ("GPT2", {}),
     "gpt2-exact-gelu": ("GPT2", {"activation_function": "gelu", "n_inner": 100}),
 }
@@ -100,6 +106,9 @@ def make(folder: Path, case: str, **save: Any) -> Any:
             if parameter.dim() > 1:
                 # Large enough that every layer changes the outcome and greedy text does not loop.
                 strength = 12.0 if "wpe" in key else 1.2
+                if "embed_tokens" in key:
+                    # Scaled embeddings must not drown what layers add.
+                    strength *= EMBEDDINGS.get(name, 1.0)
                 parameter.normal_(0.0, strength * parameter.shape[-1] ** -0.5)
             else:
                 strength = 0.02 if key.endswith("ln_f.bias") else 0.2

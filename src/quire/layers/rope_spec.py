@@ -42,8 +42,9 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """theta: the base of the geometric series of frequencies. rotary_dim: the first dimensions of
-    a head that turn."""
+    a head that turn. interleaved: neighbours turn in pairs, rather than halves."""
 
     theta: float
     rotary_dim: int
     scaling: Scaling | None = None
+    interleaved: bool = False

@@ -8,6 +8,7 @@ from quire.models.families.family import Family
 
 ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
+    "Gemma2ForCausalLM": "gemma2",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
