@@ -159,7 +159,7 @@ class PrefixTree:
             return
         source = node.at(index)
         inside = match.tail is None or more < match.tail.tokens
-        if NO_BLOCK in source or False:
+        if NO_BLOCK in source or (self._exact and inside):
             match.tail = None
             return
         match.length += more

@@ -85,10 +85,10 @@ def with_layers(
 ) -> ModelSpec:
     """Returns the spec with fields of all its mixers and feed-forward layers changed, with each
     layer's window, and with fields of all its `LayerSpec`s."""
-    windows = windows or [layer.mixer.window for layer in spec.layers]
+    windows = windows or [own.window for own in spec.attention]
     changed = []
     for layer, window in zip(spec.layers, windows, strict=True):
-        own = replace(layer.mixer, **mixer, window=window)
+        own = replace(cast(Any, layer.mixer), **mixer, window=window)
         changed.append(LayerSpec(own, replace(cast(Any, layer.ffn), **(ffn or {})), **shape))
     return replace(spec, layers=tuple(changed))
 
