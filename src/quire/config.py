@@ -173,12 +173,6 @@ class EngineArgs:
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _one_of("pooling", self.pooling, ("auto", "last", "mean"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet: this "
-                "version serves a model on one device",
-                "tensor_parallel_size",
-            )
 
     def _check_tiers(self) -> None:
         for name, value in (
