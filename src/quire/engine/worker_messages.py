@@ -49,6 +49,10 @@ class Collect(msgspec.Struct, tag=True):
     """Waits for the oldest step; not answered, as all ranks have the same result."""
 
 
+class Leave(msgspec.Struct, tag=True):
+    """Releases the device and leaves the ranks, which all do at once; not answered."""
+
+
 class Done(msgspec.Struct, tag=True):
     """Answers a call. measurement: of `Measure`."""
 
@@ -61,7 +65,7 @@ class Broken(msgspec.Struct, tag=True):
     failure: Failure
 
 
-ToWorker = Setup | Measure | Allocate | Capture | Run | Collect
+ToWorker = Setup | Measure | Allocate | Capture | Run | Collect | Leave
 FromWorker = Done | Broken
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_array)
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker, dec_hook=decode_array)

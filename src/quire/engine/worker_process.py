@@ -26,6 +26,7 @@ from quire.engine.worker_messages import (
     Capture,
     Collect,
     Done,
+    Leave,
     Measure,
     Run,
     Setup,
@@ -33,7 +34,7 @@ from quire.engine.worker_messages import (
     encode,
 )
 from quire.errors import QuireError
-from quire.parallel.torch_group import join_group
+from quire.parallel.torch_group import join_group, leave_group
 from quire.runner import ModelRunner
 
 
@@ -69,6 +70,10 @@ def serve(pipe: Connection) -> None:
                 gc.collect()
                 gc.freeze()
                 pipe.send_bytes(encode(Done()))
+            case Leave():
+                worker.shutdown()
+                leave_group()
+                return
             case Setup():
                 raise QuireError("a worker is made once")
 

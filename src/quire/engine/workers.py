@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +22,7 @@ from quire.engine.worker_messages import (
     Allocate,
     Capture,
     Collect,
+    Leave,
     Measure,
     Run,
     Setup,
@@ -36,6 +39,7 @@ _MEMORY = "/dev/shm"
 _STEP_SECONDS = 60.0
 _EAGER_STEP_SECONDS = 600.0
 """Seconds that a step may take; the longer where its first one may compile kernels."""
+_LEAVE_SECONDS = 5.0
 
 
 class WorkerExecutor:
@@ -143,15 +147,20 @@ class WorkerExecutor:
         return self.local.control(message)
 
     def shutdown(self) -> None:
-        broken = False
+        broken = self._watch is not None and self._watch.error is not None
         if self._watch is not None:
             self._watch.close()
-            broken = self._watch.error is not None
             self._watch = None
+        if not broken:
+            with contextlib.suppress(EngineDeadError):
+                self._call(Leave())
+        if "local" in self.__dict__:
+            self.local.shutdown()
+        # NCCL may wait there for ranks that are gone.
+        leaving = threading.Thread(target=leave_group, args=(broken,), daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_SECONDS)
         for worker in self.workers:
             worker.stop(at_once=broken)
         self.workers = []
-        if "local" in self.__dict__:
-            self.local.shutdown()
-        leave_group(broken=broken)
         self._folder.cleanup()

@@ -73,8 +73,9 @@ def abort_group() -> None:
         dist.distributed_c10d._get_default_group().abort()
 
 
-def leave_group(*, broken: bool = False) -> None:
-    """Leaves the group of all ranks. broken: some are gone, and are not waited for."""
+def leave_group(broken: bool = False) -> None:
+    """Leaves the group of all ranks, which all do at once. broken: some are gone, and are not
+    waited for."""
     if dist.is_initialized():
         if broken and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
