@@ -12,12 +12,12 @@ import msgspec
 
 from quire.errors import ConfigError
 
-OPTIMIZATIONS = ("graphs", "overlap", "fusions", "skinny", "pdl")
+OPTIMIZATIONS = ("graphs", "overlap", "fusions", "skinny", "pdl", "symmetric")
 """The values of `EngineArgs.disable`.
 
 graphs: CUDA graphs. overlap: launching a step before the last one is read. fusions: norms,
 activations and residuals inside linear layers. skinny: our kernels for linear layers of few rows.
-pdl: programmatic dependent launch.
+pdl: programmatic dependent launch. symmetric: our kernels for sums over ranks.
 """
 
 

@@ -11,6 +11,7 @@ from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
 from quire.models import ModelSpec, build_model
 from quire.parallel import SingleGroup
+from quire.parallel.torch_group import TorchGroup, join_group
 from quire.quantization import Quantization
 
 _SIZES = (2, 3, 4, 5, 6, 8, 16)
@@ -30,6 +31,20 @@ def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
         return config
     first = torch.device(config.device).index or 0
     return replace(config, device=f"cuda:{first + rank}")
+
+
+def group_of_ranks(
+    config: EngineConfig, folder: str, rank: int, world: int, timeout: float
+) -> TorchGroup:
+    """Meets the other ranks, see `join_group`. config: with the rank's own device."""
+    device = torch.device(config.device)
+    group = join_group(device, folder, rank, world, timeout)
+    if device.type == "cpu" or "symmetric" in config.args.disable:
+        return group
+    # A CPU has no kernels for it.
+    from quire.parallel.symmetric_memory import symmetric_group
+
+    return symmetric_group(device, getattr(torch, config.dtype))
 
 
 def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Quantization) -> None:

@@ -15,10 +15,9 @@ import traceback
 from collections import deque
 from multiprocessing.connection import Connection
 
-import torch
-
 from quire.engine.features import features_at_start, hooks_of
 from quire.engine.messages import Failure
+from quire.engine.ranks import group_of_ranks
 from quire.engine.shared_memory import FlightRecorder, share
 from quire.engine.worker_messages import (
     Allocate,
@@ -34,7 +33,7 @@ from quire.engine.worker_messages import (
     encode,
 )
 from quire.errors import QuireError
-from quire.parallel.torch_group import join_group, leave_group
+from quire.parallel.torch_group import leave_group
 from quire.runner import ModelRunner
 
 
@@ -47,7 +46,7 @@ def serve(pipe: Connection) -> None:
     hooks = hooks_of(features_at_start(config, complete=True), config)
     share(hooks, config, setup.folder, create=False)
     recorder = FlightRecorder(setup.folder, world)
-    group = join_group(torch.device(config.device), setup.folder, rank, world, setup.timeout)
+    group = group_of_ranks(config, setup.folder, rank, world, setup.timeout)
     worker = ModelRunner(config, None, hooks, group)
     launched: deque[int] = deque()
     while True:
@@ -58,7 +57,9 @@ def serve(pipe: Connection) -> None:
                 worker.submit(plan)
             case Collect():
                 worker.collect()
-                recorder.read(rank, launched.popleft())
+                step_id = launched.popleft()
+                recorder.read(rank, step_id)
+                group.check(step_id)
             case Measure():
                 pipe.send_bytes(encode(Done(worker.measure())))
             case Allocate(num_blocks):
@@ -66,6 +67,8 @@ def serve(pipe: Connection) -> None:
                 pipe.send_bytes(encode(Done()))
             case Capture():
                 worker.capture()
+                if config.device != "cpu" and not config.eager:
+                    group.started()
                 # What stands now stands for good: the collector need not walk it again and again.
                 gc.collect()
                 gc.freeze()

@@ -10,12 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.engine.rank_watch import RankWatch
-from quire.engine.ranks import config_of_rank
+from quire.engine.ranks import config_of_rank, group_of_ranks
 from quire.engine.remote_worker import RemoteWorker
 from quire.engine.shared_memory import FlightRecorder, share
 from quire.engine.worker_messages import (
@@ -31,7 +29,7 @@ from quire.engine.worker_messages import (
 )
 from quire.errors import EngineDeadError
 from quire.executor import Capacity, OnProgress
-from quire.parallel.torch_group import abort_group, join_group, leave_group
+from quire.parallel.torch_group import abort_group, leave_group
 from quire.plan import HeadInputs, StepPlan, StepResult
 from quire.runner import Hook, ModelRunner
 
@@ -58,8 +56,8 @@ class WorkerExecutor:
         world: int = 2,
         timeout: float | None = None,
     ) -> None:
-        captured = config.device != "cpu" and not config.eager
-        timeout = timeout or (_STEP_SECONDS if captured else _EAGER_STEP_SECONDS)
+        self._captured = config.device != "cpu" and not config.eager
+        timeout = timeout or (_STEP_SECONDS if self._captured else _EAGER_STEP_SECONDS)
         self.workers: list[RemoteWorker] = []
         self._watch: RankWatch | None = None
         # Files there are memory, which a GPU can be given to read.
@@ -76,8 +74,8 @@ class WorkerExecutor:
                 self.workers.append(RemoteWorker(setup))
             self._watch = RankWatch(self.workers, self._recorder, abort_group, timeout)
             with self._watch.waiting(limited=False):
-                group = join_group(torch.device(own.device), folder, 0, world, timeout)
-            self.local = ModelRunner(own, progress, hooks, group)
+                self._group = group_of_ranks(own, folder, 0, world, timeout)
+            self.local = ModelRunner(own, progress, hooks, self._group)
         except BaseException:
             self.shutdown()
             raise
@@ -106,6 +104,8 @@ class WorkerExecutor:
             self._call(Capture())
             capacity = self.local.capture()
             self._await()
+            if self._captured:
+                self._group.started()
         return capacity
 
     @property
@@ -140,7 +140,9 @@ class WorkerExecutor:
         with self._watched.waiting():
             self._call(Collect())
             result = self.local.collect()
-            self._recorder.read(0, self._launched.popleft())
+            step_id = self._launched.popleft()
+            self._recorder.read(0, step_id)
+            self._group.check(step_id)
         return result
 
     def control(self, message: dict[str, Any]) -> Any:

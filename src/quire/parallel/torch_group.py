@@ -25,15 +25,25 @@ class TorchGroup:
         self.rank = dist.get_rank(handle)
         self.world = dist.get_world_size(handle)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
         x = x.contiguous()
         dist.all_reduce(x, group=self.handle)
-        return x
+        return x if residual is None else x.add_(residual)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         parts = x.new_empty((self.world, *x.shape))
         _gather(parts.view(-1), x.reshape(-1), group=self.handle)
         return parts.movedim(0, dim - 1 if dim < 0 else dim).flatten(*_pair(dim, x.dim()))
+
+    def started(self) -> None:
+        """Takes note that all ranks are ready: from now on none may let others wait for long."""
+
+    def check(self, step_id: int) -> None:
+        """Checks the collectives of a step that has been read.
+
+        Raises:
+            EngineDeadError: a device has waited for another rank in vain.
+        """
 
 
 def _pair(dim: int, dims: int) -> tuple[int, int]:
