@@ -20,9 +20,9 @@ ONE_SHOT_WORDS = 1 << 18
 TWO_SHOT_WORDS = 1 << 22
 """The most words that buffers have room for: tensors of 1 MB and 16 MB."""
 _ALIGNMENT = 1 << 10
-_START_TRIES = 2**31 - 1
+_START_TRIES = 100_000_000
 _TRIES = 2_000_000
-"""Looks that a wait may take while ranks start, and from then on, which is some three seconds."""
+"""Looks that a wait may take: minutes while ranks start, some three seconds from then on."""
 _CALLS, _REPLAYS = 10, 3
 """Sums of a graph, and replays of it, to measure one way of summing."""
 
@@ -150,7 +150,7 @@ class SymmetricGroup(TorchGroup):
             where = next((name for name, at in self._sites.items() if at == site), "")
             raise EngineDeadError(
                 f"rank {self.rank} waited in vain for rank {waited - 1} in {where or 'a sum'}, "
-                f"found after step {step_id} (sum {epoch} there)"
+                f"read with step {step_id} (sum {epoch} there)"
             )
 
 
@@ -193,6 +193,7 @@ def symmetric_group(device: torch.device, dtype: torch.dtype) -> TorchGroup:
     if not _all_agree(group is not None, device) or group is None:
         return plain
     group.choose(dtype)
+    group.check(0)
     return group
 
 

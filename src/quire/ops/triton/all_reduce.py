@@ -286,7 +286,7 @@ def one_shot(peers: Peers, x: Tensor, residual: Tensor | None, site: int) -> Ten
 def two_shot(
     peers: Peers, x: Tensor, residual: Tensor | None, site: int, first_epoch: int
 ) -> Tensor:
-    """Returns the same as `one_shot`. first_epoch: the place in `Peers.epochs` where those of `two_shot` begin."""
+    """Returns the same as `one_shot`. first_epoch: where the epochs of `two_shot` begin."""
     own = (peers.two_shot, peers.flags)
     return _run(two_shot_kernel, peers, x, residual, site, first_epoch, TWO_SHOT_TILE, own, 8)
 
