@@ -43,10 +43,14 @@ def _activation(
     tl.store(out_ptr + row * width + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _run(x: Tensor, act: str, gated: bool, pdl: bool | None) -> Tensor:
+def run_activation(
+    x: Tensor, act: str, gated: bool, pdl: bool | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Returns act(x), or act(x's first half) times the second where it is `gated`, in `dtype` or
+    x's own."""
     width = x.shape[-1] // 2 if gated else x.shape[-1]
     rows = x.reshape(-1, x.shape[-1])
-    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    out = torch.empty((*x.shape[:-1], width), dtype=dtype or x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     # Few rows: narrow blocks, to spread over the card; many: wide ones, to amortize the launch.
@@ -61,9 +65,9 @@ def _run(x: Tensor, act: str, gated: bool, pdl: bool | None) -> Tensor:
 
 def silu_and_mul(x: Tensor, *, pdl: bool | None = None) -> Tensor:
     """See `ops.silu_and_mul`; computed in fp32."""
-    return _run(x, "silu", True, pdl)
+    return run_activation(x, "silu", True, pdl)
 
 
 def gelu(x: Tensor, approximate: str = "none", *, pdl: bool | None = None) -> Tensor:
     """See `ops.gelu`; computed in fp32."""
-    return _run(x, "gelu_tanh" if approximate == "tanh" else "gelu", False, pdl)
+    return run_activation(x, "gelu_tanh" if approximate == "tanh" else "gelu", False, pdl)
