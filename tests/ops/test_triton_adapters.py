@@ -70,7 +70,7 @@ def test_tokens_are_grouped_by_slot(kernel_device: str, lengths: list[int]) -> N
     used = (twin.slots >= 0).nonzero().flatten()
     expected = used[torch.argsort(twin.slots[used], stable=True)]
     assert torch.equal(found.order[: len(used)].long(), expected)
-    tiles = found.tiles[: int(found.count)].tolist()
+    tiles = found.tiles[: int(found.num_tiles)].tolist()
     covered = [(slot, int(found.order[first + i])) for slot, first, n in tiles for i in range(n)]
     assert covered == [(int(twin.slots[t]), int(t)) for t in expected]
     assert all(0 < n <= found.tile for _, _, n in tiles)
@@ -78,7 +78,7 @@ def test_tokens_are_grouped_by_slot(kernel_device: str, lengths: list[int]) -> N
 
 def test_a_step_without_adapters_has_no_tiles(kernel_device: str) -> None:
     found = rows_of([-1] * 5, kernel_device, kernels, 3)
-    assert int(found.count) == 0
+    assert int(found.num_tiles) == 0
     out = draw(5, 40).to(kernel_device)
     weights = slot_weights([(4,)] * 3, (40,), 64, 4, torch.float32, kernel_device)
     before = out.clone()
@@ -87,7 +87,7 @@ def test_a_step_without_adapters_has_no_tiles(kernel_device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes,inputs,ranks",
+    ("sizes", "inputs", "ranks"),
     [
         ((96, 32, 32), 64, [(4, 4, 4), (16, 0, 8), (0, 0, 0), (1, 3, 0)]),
         ((200,), 272, [(16,), (7,), (64,), (0,)]),

@@ -51,14 +51,14 @@ class AdapterRows(NamedTuple):
     slots: int32 [T], each token's slot, -1 for none.
     order: int32 [T], the tokens of slot 0, then those of slot 1, and so on; the rest is undefined.
     tiles: int32 [most, 3], (slot, first place in `order`, tokens) of runs of at most `tile` tokens
-        of one slot. count: int32 [1], how many tiles there are.
+        of one slot. num_tiles: int32 [1], how many there are.
     The twin of `add_adapters` reads `slots` only, and leaves the others empty.
     """
 
     slots: Tensor
     order: Tensor
     tiles: Tensor
-    count: Tensor
+    num_tiles: Tensor
     tile: int = 0
 
 

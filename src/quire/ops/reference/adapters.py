@@ -29,7 +29,7 @@ def add_adapters(
 ) -> Tensor:
     """Adds scale * B (A norm(x)) to the rows of `out` [T, outputs] whose tokens use an adapter, in
     place. x: [T, inputs]. Other rows keep their bits. Returns `out`."""
-    for slot in rows.slots.unique().tolist():
+    for slot in sorted(set(rows.slots.tolist())):
         if slot < 0:
             continue
         which = torch.nonzero(rows.slots == slot).flatten()

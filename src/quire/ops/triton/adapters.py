@@ -311,14 +311,14 @@ def add_adapters(
         "PDL": card.pdl,
     }  # fmt: skip
     launch(_shrink, (min(most * splits, 4 * card.num_sms),))(
-        x, memory, table, rows.order, rows.tiles, rows.count, x if norm is None else norm.weight,
-        inner, squares, tokens, inputs, memory.stride(0), table.stride(0), x.stride(0), width, part,
+        x, memory, table, rows.order, rows.tiles, rows.num_tiles,
+        x if norm is None else norm.weight, inner, squares, tokens, inputs, memory.stride(0), table.stride(0), x.stride(0), width, part,
         BR=_width(width), BK=_INPUTS, EVEN=part * splits == inputs, **common,
         **options(card.pdl, num_warps=4, num_stages=3),
     )  # fmt: skip
     blocks = _blocks(weights.sizes, device)
     launch(_expand, (min(most * len(blocks), 8 * card.num_sms),))(
-        out, inner, squares, memory, table, rows.order, rows.tiles, rows.count, blocks, tokens,
+        out, inner, squares, memory, table, rows.order, rows.tiles, rows.num_tiles, blocks, tokens,
         inputs, len(blocks), memory.stride(0), table.stride(0), out.stride(0), width,
         tokens * width, 0.0 if norm is None else norm.eps,
         BN=_OUTPUTS, BR=_width(weights.rank), HEAD=HEAD, WORDS=WORDS, **common,
