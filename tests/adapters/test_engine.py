@@ -209,22 +209,21 @@ def test_a_slot_that_is_always_in_use_is_given_up(
     llm.shutdown()
 
 
-def test_base_rows_are_those_of_an_engine_without_adapters(
-    checkpoint: Path, expected: dict[int, list[int]]
-) -> None:
+def test_base_rows_are_those_of_an_engine_without_adapters(checkpoint: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3, ignore_eos=True)
-    plain = LLM(
-        str(checkpoint / "model"), skip_tokenizer_init=True, max_num_seqs=8, max_model_len=128,
-        num_kv_blocks=200, block_size=4,
-    )  # fmt: skip
-    (alone,) = plain.generate([PROMPT], params, False)
+    prompts = [PROMPT, PROMPT[1:], PROMPT[2:]]
+    plain = open_llm(checkpoint, enable_lora=False, enable_prefix_caching=False)
+    alone = plain.generate(prompts, params, False)
     with pytest.raises(RequestError, match="enable_lora"):
         plain.generate([PROMPT], params, False, lora_request=asked(checkpoint, [0])[0])
     plain.shutdown()
-    llm = open_llm(checkpoint)
+    llm = open_llm(checkpoint, enable_prefix_caching=False)
     requests = asked(checkpoint, [0, -1, 1])
-    outputs = llm.generate([PROMPT] * 3, params, False, lora_request=requests)
-    assert outputs[1].outputs[0].logprobs == alone.outputs[0].logprobs
+    llm.generate(prompts, params, False, lora_request=requests)
+    # Both adapters are in their slots now, so all three start together.
+    outputs = llm.generate(prompts, params, False, lora_request=requests)
+    assert outputs[1].outputs[0].logprobs == alone[1].outputs[0].logprobs
+    assert outputs[0].outputs[0].logprobs != alone[0].outputs[0].logprobs
     llm.shutdown()
 
 
@@ -294,8 +293,8 @@ def test_requests_of_llm_are_checked(llm: LLM, checkpoint: Path) -> None:
         llm.generate([PROMPT], GREEDY, False, lora_request="0")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="not empty"):
         LoRARequest("", "path")
+    llm.generate([PROMPT], GREEDY, False, lora_request=request)
     with pytest.raises(RequestError, match="already been loaded"):
-        llm.generate([PROMPT], GREEDY, False, lora_request=request)
         llm.generate([PROMPT], GREEDY, False, lora_request=LoRARequest("0", checkpoint / "1"))
 
 

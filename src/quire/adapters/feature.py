@@ -83,6 +83,8 @@ class AdapterFeature(Feature, LoopFeature):
         """By the version's id, in order of arrival."""
         self._readings: list[_Reading] = []
         self._load: _Load | None = None
+        self._news = False
+        """Whether the last poll woke or ended requests, which the loop has yet to act on."""
         self._numbers = 0
         self._counts = _Counts()
         self._pool: AdapterPool
@@ -162,17 +164,19 @@ class AdapterFeature(Feature, LoopFeature):
 
     @property
     def waits(self) -> bool:
-        return bool(self._waiting or self._readings or self._load)
+        return bool(self._waiting or self._readings or self._load or self._news)
 
     def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
         if not self.waits:
             return (), ()
+        patience, self._news = 0.0 if self._news else patience, False
         if patience:
             time.sleep(patience / 5)
         failed = self._take_read()
         woken: list[str] = []
-        self._take_load(woken, failed)
+        self._take_load(failed)
         self._begin(woken)
+        self._news = bool(woken or failed)
         return woken, failed
 
     def _take_read(self) -> list[Failure]:
@@ -195,7 +199,7 @@ class AdapterFeature(Feature, LoopFeature):
                 reading.answer.set_result(None)
         return failed
 
-    def _take_load(self, woken: list[str], failed: list[Failure]) -> None:
+    def _take_load(self, failed: list[Failure]) -> None:
         """Takes in the load that is under way, if it has ended."""
         load = self._load
         if load is None or not load.sent:
@@ -208,9 +212,6 @@ class AdapterFeature(Feature, LoopFeature):
             self._slots.fill(load.slot, load.version.digest)
             self._counts.loads += 1
             self._counts.seconds += time.monotonic() - load.began
-            for waiting in list(self._waiting.values()):
-                if waiting.version.digest == load.version.digest:
-                    woken += self._wake(waiting)
         else:
             self._counts.failures += 1
             self._registry.renew(load.version)
@@ -219,24 +220,30 @@ class AdapterFeature(Feature, LoopFeature):
     def _begin(self, woken: list[str]) -> None:
         """Begins to read what was not, and to fill a slot for who has waited longest."""
         reading = {id(reading.version) for reading in self._readings}
+        lacking = []
         for waiting in list(self._waiting.values()):
             version = waiting.version
-            if not version.digest:
-                if id(version) not in reading:
-                    self._readings.append(_Reading(version, self._pool.read(version.path)))
-            elif self._slots.place(version.digest) >= 0:
-                woken += self._wake(waiting)
-            elif self._load is None:
-                slot = self._slots.take()
-                if slot >= 0:
-                    self._numbers += 1
-                    self._load = _Load(self._numbers, slot, version, time.monotonic())
+            if version.digest and self._slots.place(version.digest) < 0:
+                lacking.append(version)
+            elif not version.digest and id(version) not in reading:
+                self._readings.append(_Reading(version, self._pool.read(version.path)))
+        if not lacking:
+            self._slots.reopen()
+        for waiting in list(self._waiting.values()):
+            woken += self._wake(waiting)
+        if lacking and self._load is None:
+            slot = self._slots.take()
+            if slot >= 0:
+                self._numbers += 1
+                self._load = _Load(self._numbers, slot, lacking[0], time.monotonic())
 
     def _wake(self, waiting: _Waiting) -> list[str]:
-        """Returns the requests that wait for a version, which are then asked for again."""
+        """Gives a version's slot to the requests that wait for it, if it has one that is open.
+        Returns those requests, which are then asked for again."""
+        digest = waiting.version.digest
+        if not all(self._slots.enter(digest, name) for name in waiting.requests):
+            return []
         self._waiting.pop(id(waiting.version), None)
-        if not self._waiting:
-            self._slots.reopen()
         return list(waiting.requests)
 
     def _failures(self, version: Version, error: QuireError) -> list[Failure]:

@@ -52,5 +52,7 @@ def load_requested(core: EngineCore, asked: Asked, count: int) -> list[str]:
         answer: Future[None] | None = core.control(message)
         if answer is None:
             raise RequestError("this engine takes no adapters (enable_lora)", "lora_request")
+        while not answer.done():
+            core.step()
         answer.result()
     return ["" if one is None else one.name for one in each]

@@ -20,10 +20,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from quire.adapters.layout import Adapter, Layout, LowRank, Target
+from quire.adapters.registry import CONFIG
 from quire.errors import RequestError
 from quire.quantization import FLOATS
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 
 MOST_RANK = 256
 _MOST_CONFIG_BYTES = 1 << 20

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.adapters.peft import CONFIG
 from quire.errors import ConfigError
+
+CONFIG = "adapter_config.json"
+"""The file that makes a folder an adapter."""
 
 _NAME = re.compile(r"[^\s/\\\x00-\x1f.][^\\\x00-\x1f]{0,255}")
 _FOLDER = re.compile(r"[^/\\\x00-\x1f.][^/\\\x00-\x1f]{0,254}")

@@ -312,7 +312,8 @@ def add_adapters(
     }  # fmt: skip
     launch(_shrink, (min(most * splits, 4 * card.num_sms),))(
         x, memory, table, rows.order, rows.tiles, rows.num_tiles,
-        x if norm is None else norm.weight, inner, squares, tokens, inputs, memory.stride(0), table.stride(0), x.stride(0), width, part,
+        x if norm is None else norm.weight, inner, squares, tokens, inputs, memory.stride(0),
+        table.stride(0), x.stride(0), width, part,
         BR=_width(width), BK=_INPUTS, EVEN=part * splits == inputs, **common,
         **options(card.pdl, num_warps=4, num_stages=3),
     )  # fmt: skip
