@@ -10,6 +10,7 @@ import typer
 
 from quire import __version__
 from quire.cli.bench_commands import app as bench
+from quire.cli.eval_commands import app as evaluate
 from quire.cli.help import SettingsCommand
 from quire.cli.settings import SamplingArgs, with_settings
 from quire.config import EngineArgs
@@ -26,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+app.add_typer(evaluate, name="eval")
 
 
 def main() -> None:
