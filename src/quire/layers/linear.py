@@ -137,27 +137,19 @@ class Linear(nn.Module):
         return self.stacks[0].weight
 
     def forward(
-        self, x: Tensor, norm: RMSNorm | None = None, act: Activation | None = None
+        self,
+        x: Tensor,
+        norm: RMSNorm | None = None,
+        act: Activation | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """Returns act(norm(x) Wᵀ + bias), over all ranks. `act` "silu_and_mul" halves the width.
+        """Returns act(norm(x) Wᵀ + bias), over all ranks, or residual + x Wᵀ + bias. `act`
+        "silu_and_mul" halves the width.
 
         Raises:
             ConfigError: a norm or an activation of a row-parallel layer: a norm would see a share
                 of the inputs only, an activation a share of the sum.
         """
-        return self._compute(x, None, norm, act)
-
-    def add(self, x: Tensor, residual: Residual) -> Residual:
-        """Returns residual + x Wᵀ + bias."""
-        return Residual(self._compute(x, residual.total(), None, None))
-
-    def _compute(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm: RMSNorm | None,
-        act: Activation | None,
-    ) -> Tensor:
         if self.split == "inputs":
             if norm is not None or act is not None:
                 raise ConfigError(
@@ -177,6 +169,10 @@ class Linear(nn.Module):
             if scale is None:
                 x = norm(x)
         return ops.linear(x, self.weight, self.bias, residual, scale, act)
+
+    def add(self, x: Tensor, residual: Residual) -> Residual:
+        """Returns residual + x Wᵀ + bias."""
+        return Residual(self(x, residual=residual.total()))
 
     def _apart(
         self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, act: Activation | None
