@@ -21,11 +21,13 @@ def stored_tensors(rounded: Rounded, recipe: Recipe, dtype: torch.dtype) -> dict
     if recipe.format != "pack-quantized":
         found["weight"] = rounded.values
         return found
-    found["weight_packed"] = pack(rounded.values, grid.bits)
+    found["weight_packed"] = pack(rounded.values, grid.stored_bits)
     found["weight_shape"] = torch.tensor(rounded.values.shape)
     zeros = rounded.scales.zeros
     if zeros is not None:
-        found["weight_zero_point"] = pack(zeros.to(torch.int8).t(), grid.bits).t().contiguous()
+        found["weight_zero_point"] = (
+            pack(zeros.to(torch.int8).t(), grid.stored_bits).t().contiguous()
+        )
     return found
 
 

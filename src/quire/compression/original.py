@@ -44,7 +44,7 @@ class OriginalModel:
         self.config = load_config(folder)
         self.spec = spec_from_config(self.config)
         self.dtype = dtype or self.spec.dtype
-        if not isinstance(model_quantization(folder, self.config, self.spec), Unquantized):
+        if type(model_quantization(folder, self.config, self.spec)) is not Unquantized:
             raise ConfigError(f"{folder} is quantized already", "model")
         family = family_named(self.spec.family)
         if family is None:

@@ -31,6 +31,11 @@ class Grid:
     outputs: int = 1
     symmetric: bool = True
 
+    @property
+    def stored_bits(self) -> int:
+        """Bits that one number takes: fewer than 4 are stored in 4."""
+        return max(4, self.bits)
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -93,7 +98,7 @@ class Recipe:
         """Returns the `quantization_config` of config.json. ignore: modules left as they are."""
         grid = self.grid
         kind = "float" if grid.float else "int"
-        common: dict[str, Any] = {"num_bits": grid.bits, "type": kind}
+        common: dict[str, Any] = {"num_bits": grid.stored_bits, "type": kind}
         strategy = "block" if grid.outputs > 1 else "group" if grid.group else "channel"
         weights = {
             **common,
