@@ -17,6 +17,7 @@ from quire.compression.scaling import move_scales
 from quire.compression.statistics import InputStatistics
 from quire.errors import ConfigError, ModelError
 from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import named_slices
 from quire.models.decoder import Block
 
@@ -124,8 +125,10 @@ def _others(source: OriginalModel, block: Block, index: int) -> dict[str, Tensor
 
 
 def _value(block: Block, name: str) -> Tensor:
-    """Returns a parameter that is stored under its own name."""
+    """Returns a parameter that is stored under its own name, as it is stored."""
     parameter = dict(block.named_parameters()).get(name)
     if parameter is None:
         raise ModelError(f"{name} of a layer cannot be written back")
-    return parameter.data
+    owner = block.get_submodule(name.rpartition(".")[0])
+    added = owner.offset if isinstance(owner, RMSNorm) and name.endswith(".weight") else 0.0
+    return parameter.data.float() - added

@@ -19,7 +19,7 @@ from quire.layers.mlp import MlpSpec
 from quire.layers.parameter_slice import named_slices
 from quire.layers.rotary import RotaryTable
 from quire.models import load_config, model_quantization, spec_from_config
-from quire.models.decoder import Block, Decoder
+from quire.models.decoder import Block, Decoder, make_block
 from quire.models.families.family import Source as Place
 from quire.models.files import open_file, weight_files
 from quire.models.registry import family_named
@@ -30,8 +30,7 @@ from quire.quantization import Quantization, Unquantized
 class OriginalModel:
     """A folder with an unquantized checkpoint of a dense model.
 
-    stored: by the canonical name of a tensor, the name it is stored under. prefix: what the latter
-    have before the former.
+    stored: by the canonical name of a tensor, the name it is stored under.
 
     Raises:
         ModelError: the folder holds no such model.
@@ -63,11 +62,9 @@ class OriginalModel:
         for path in weight_files(folder):
             file = open_file(self._stack, path)
             for stored in file.keys():  # noqa: SIM118 (no mapping)
-                name = stored.removeprefix(family.prefix)
+                name = family.canonical(stored)
                 self.stored[name], self._files[name] = stored, file
         self._rotary: dict[Any, RotaryTable] = {}
-        prefixed = any(stored != name for name, stored in self.stored.items())
-        self.prefix = family.prefix if prefixed else ""
 
     def close(self) -> None:
         """Closes the files. Idempotent."""
@@ -91,12 +88,14 @@ class OriginalModel:
             self._rotary[rope] = RotaryTable(rope, self.spec.max_positions, device=self.device)
         rotary = None if rope is None else self._rotary[rope]
         build = self._build(quantization).within(f"layers.{index}")
-        return Block(layer, self.spec, rotary, build).eval()
+        block: Block = make_block(layer, self.spec, rotary, build).eval()
+        return block
 
     def shapes(self, index: int) -> Block:
         """Returns a block of the model that takes no memory."""
         build = replace(self._build(None), device=torch.device("meta"), name=f"layers.{index}")
-        return Block(self.spec.layers[index], self.spec, None, build)
+        block: Block = make_block(self.spec.layers[index], self.spec, None, build)
+        return block
 
     def outer(self) -> Decoder:
         """Returns the model without its blocks, loaded."""
@@ -104,6 +103,17 @@ class OriginalModel:
         model.layers = nn.ModuleList()
         self.fill(model)
         return model
+
+    def stored_name(self, name: str) -> str:
+        """Returns the name to store a tensor under, one of the checkpoint's or of a new kind."""
+        if name in self.stored:
+            return self.stored[name]
+        module, _, kind = name.rpartition(".")
+        return f"{self.stored_module(module)}.{kind}"
+
+    def stored_module(self, module: str) -> str:
+        """Returns the checkpoint's own name of a module."""
+        return self.stored.get(f"{module}.weight", f"{module}.weight").removesuffix(".weight")
 
     def place(self, name: str) -> Place:
         """Returns where a parameter of the model lies in the checkpoint."""

@@ -189,8 +189,7 @@ class _Run:
 
     def _stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns tensors by the names that the original stores such under."""
-        prefix = self.source.prefix
-        return {prefix + name: tensor for name, tensor in tensors.items()}
+        return {self.source.stored_name(name): tensor for name, tensor in tensors.items()}
 
     @torch.inference_mode()
     def _report(self, done: BlocksDone) -> Report:
@@ -260,8 +259,8 @@ class _Run:
                 total += size
         about = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
         (job.folder / _INDEX).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
-        prefix = source.prefix
-        ignore = [prefix + name for name in (*sorted(self.ignored), *self._heads())]
+        left = [*sorted(self.ignored), *self._heads()]
+        ignore = list(dict.fromkeys([*left, *map(source.stored_module, left)]))
         settings = self.recipe.settings(ignore)
         old = source.config.get("quantization_config")
         if isinstance(old, dict):
@@ -304,7 +303,9 @@ def _sizes(file: Path) -> dict[str, int]:
 @torch.inference_mode()
 def _embedded(outer: Decoder, tokens: Tensor) -> Tensor:
     """Returns hidden states [n, length, width], on the host, before the first block."""
-    lines = [outer.embedding(line.to(outer.device)).cpu() for line in tokens]
+    # Published models round it.
+    scale = torch.tensor(outer.spec.embedding_scale, dtype=outer.dtype).item()
+    lines = [outer.embedding(line.to(outer.device)).mul_(scale).cpu() for line in tokens]
     return torch.stack(lines)
 
 

@@ -4,6 +4,7 @@ model computes: AWQ (Lin et al. 2023) protects the weights of large inputs, Smoo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -38,22 +39,21 @@ class Fold:
 
 
 def folds(block: Block) -> Iterator[Fold]:
-    """Yields the layers of a block that have such a place before them: a norm, or the projection
-    whose output they take, if nothing but a product lies between."""
+    """Yields the layers of a block that have such a place before them: a norm of theirs alone, or
+    the projection whose output they take, if nothing but a product lies between."""
     attention, mlp = block.attention, block.mlp
-    if isinstance(mlp, Mlp) and mlp.act == "silu_and_mul":
-        yield Fold("mlp.down", mlp.down, _same, lambda factors: _divide_rows(mlp.up, 1, factors))
-        yield Fold("mlp.up", mlp.up, _same, lambda factors: _divide_norm(block.mlp_norm, factors))
-    elif isinstance(mlp, Mlp):
-        yield Fold("mlp.up", mlp.up, _same, lambda factors: _divide_norm(block.mlp_norm, factors))
+    # Parts that compute in parallel take the same norm.
+    apart = block.mlp_norm is not None
+    if isinstance(mlp, Mlp):
+        if mlp.act.endswith("_and_mul"):
+            yield Fold("mlp.down", mlp.down, _same, functools.partial(_divide_rows, mlp.up, 1))
+        if apart:
+            yield Fold("mlp.up", mlp.up, _same, functools.partial(_divide_norm, block.mlp_norm))
     if isinstance(attention, Attention):
         yield _values_fold(attention)
-        yield Fold(
-            "attention.qkv",
-            attention.qkv,
-            _same,
-            lambda factors: _divide_norm(block.attention_norm, factors),
-        )
+        if apart and block.attention_norm is not None:
+            norm = functools.partial(_divide_norm, block.attention_norm)
+            yield Fold("attention.qkv", attention.qkv, _same, norm)
 
 
 def _same(x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def _values_fold(attention: Attention) -> Fold:
 
 def _divide_norm(norm: RMSNorm, factors: Tensor) -> None:
     norm.weight.data.copy_(norm.weight.data.float() / factors)
-    if isinstance(norm, LayerNorm):
+    if isinstance(norm, LayerNorm) and norm.bias is not None:
         norm.bias.data.copy_(norm.bias.data.float() / factors)
 
 

@@ -33,7 +33,7 @@ def checkpoint_quantization(
             f"{settings['quant_method']}; leave it out",
             "quantization",
         )
-    prefix = _family(spec).prefix
+    family = _family(spec)
     tensors: dict[str, TensorInfo] = {}
     # A folder without weights serves for random ones, and for sizes.
     files = weight_files(folder) if any(folder.glob("*.safetensors")) else []
@@ -43,7 +43,7 @@ def checkpoint_quantization(
             for name in sorted(opened.keys()):
                 view = opened.get_slice(name)
                 info = TensorInfo(DTYPES.get(view.get_dtype()), tuple(view.get_shape()))
-                tensors[name.removeprefix(prefix)] = info
+                tensors[family.canonical(name)] = info
     return Checkpoint(method, _module_of(spec), tensors)
 
 
