@@ -141,28 +141,19 @@ class Linear(nn.Module):
         return self.stacks[0].weight
 
     def forward(
-        self, x: Tensor, norm: RMSNorm | None = None, act: Activation | None = None
+        self,
+        x: Tensor,
+        norm: RMSNorm | None = None,
+        act: Activation | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """Returns act(norm(x) Wᵀ + bias), over all ranks. A gated `act` halves the width.
+        """Returns act(norm(x) Wᵀ + bias), over all ranks, or residual + x Wᵀ + bias. A gated `act`
+        halves the width.
 
         Raises:
             ConfigError: a norm or an activation of a row-parallel layer: a norm would see a share
                 of the inputs only, an activation a share of the sum.
         """
-        return self._compute(x, None, norm, act)
-
-    def add(self, x: Tensor, residual: Residual) -> Residual:
-        """Returns residual + x Wᵀ + bias, or without the residual if that is to stay apart."""
-        onto = None if residual.apart else residual.total()
-        return Residual(self._compute(x, onto, None, None))
-
-    def _compute(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm: RMSNorm | None,
-        act: Activation | None,
-    ) -> Tensor:
         if self.split == "inputs" and (norm is not None or act is not None):
             raise ConfigError(
                 f"{self.name}: a linear layer whose inputs are split over ranks takes no "
@@ -184,6 +175,10 @@ class Linear(nn.Module):
             if scale is None:
                 x = norm(x)
         return ops.linear(x, self.weight, self.bias, residual, scale, act)
+
+    def add(self, x: Tensor, residual: Residual) -> Residual:
+        """Returns residual + x Wᵀ + bias, or without the residual if that is to stay apart."""
+        return Residual(self(x, residual=None if residual.apart else residual.total()))
 
     def _apart(
         self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, act: Activation | None
