@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.arrays import Int32
 from quire.config import EngineArgs
@@ -13,7 +13,6 @@ from quire.engine.builder import build_core, resolve
 from quire.engine.interrupts import interrupts_held
 from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.prompt_inputs import Prompt, as_conversations, as_list, one_each, read_prompt
-from quire.engine.stats import EngineStats
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import RequestError
@@ -22,6 +21,9 @@ from quire.pooling_params import PoolingParams
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Progress, StepProgress
+
+if TYPE_CHECKING:
+    from quire.engine.stats import EngineStats
 
 Message = Mapping[str, Any]
 

@@ -38,6 +38,11 @@ def resolve(args: EngineArgs) -> EngineConfig:
     hf_config = load_config(path)
     spec = spec_from_config(hf_config)
     model_quantization(path, hf_config, spec, args.quantization)  # refuses before workers start
+    if args.speculates:
+        # Few engines do.
+        from quire.speculation.settings import check_settings
+
+        check_settings(args, spec)
     device = _device(args.device)
     tokenizer = path
     if args.tokenizer is not None:

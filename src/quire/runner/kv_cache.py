@@ -6,12 +6,14 @@ import math
 import mmap
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
 from quire import ops
 from quire.errors import ConfigError
 from quire.layers.attention import KVLayout
+from quire.models import Decoder
 from quire.ops import KVFormat, KVLayer
 from quire.plan import KVGroup
 
@@ -28,7 +30,7 @@ class KVCache:
 
     Zeros at first, as attention may read what nobody wrote.
 
-    layouts: by group. head_scales: float32 [all layers, 2, kv_heads], where heads have fixed ones.
+    layouts: by group. head_scales: by layer float32 [2, kv_heads], where heads have fixed ones.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class KVCache:
         layouts: Sequence[KVLayout],
         kv_format: KVFormat,
         device: torch.device,
-        head_scales: Tensor | None = None,
+        head_scales: Sequence[Tensor] | Tensor | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self._tensors: list[list[Tensor]] = []
@@ -57,7 +59,7 @@ class KVCache:
                 if scales is not None:
                     own = scales[:, i, 0], scales[:, i, 1]
                 elif head_scales is not None:
-                    own = head_scales[layer, 0], head_scales[layer, 1]
+                    own = head_scales[layer][0], head_scales[layer][1]
                 by_layer[layer] = KVLayer(values[:, i, 0], values[:, i, 1], *own)
         self.layers: list[KVLayer] = [by_layer[layer] for layer in sorted(by_layer)]
 
@@ -74,6 +76,20 @@ class KVCache:
             if raw.shape[1] % 8 == 0:
                 raw = raw.view(torch.int64)
             ops.copy_blocks(raw, src, dst, max(1, _COPY_BYTES // raw[0].nbytes))
+
+
+def kv_groups(
+    models: Sequence[Decoder], block_size: int, kv_format: KVFormat
+) -> tuple[KVGroup, ...]:
+    """Returns the models' KV groups, one after the other, and their layers counted through."""
+    groups: list[KVGroup] = []
+    first = 0
+    for model in models:
+        for group in model.kv_groups(block_size, kv_format):
+            layers = tuple(first + layer for layer in group.layers)
+            groups.append(msgspec.structs.replace(group, layers=layers))
+        first += len(model.layers)
+    return tuple(groups)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from quire.ops.triton.activation import gelu, silu_and_mul
 from quire.ops.triton.adjust import adjust
 from quire.ops.triton.attention import attention_schedule, paged_attention
+from quire.ops.triton.drafts import begin_drafts, keep_drafts
 from quire.ops.triton.embedding import embedding
 from quire.ops.triton.gate import wait_for_flag
 from quire.ops.triton.linear import linear
@@ -22,11 +23,13 @@ from quire.ops.triton.step import (
 __all__ = [
     "adjust",
     "attention_schedule",
+    "begin_drafts",
     "collect_rows",
     "embedding",
     "expand_rows",
     "finish_rows",
     "gelu",
+    "keep_drafts",
     "layer_norm",
     "linear",
     "mask_logits",

@@ -1,0 +1,87 @@
+"""How long steps take, measured before any request comes: what drafts are weighed against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from quire.executor import StepSeconds
+from quire.runner.hooks.hook import Hook, Level
+from quire.runner.program import BodyShape, CapturedPrograms, HeadShape, StepProgram
+from quire.runner.state import Limits
+
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_RUNS = 3
+_PATIENCE = 3.0
+"""Seconds after which no larger sizes are measured."""
+
+
+@torch.inference_mode()
+def measure_steps(
+    program: StepProgram,
+    graphs: CapturedPrograms | None,
+    hooks: Sequence[Hook],
+    limits: Limits,
+) -> StepSeconds:
+    """Returns the seconds of decode steps by rows, of verifying steps by tokens, and of the hooks'
+    own programs `NAME/SIZE` by size under their NAME.
+
+    The steps have no rows, so attention and what reads its KV take next to nothing: they take as
+    long with drafts as without. graphs: replayed where there are some.
+    """
+    device = program.device
+    found: StepSeconds = {"decode": {}, "verify": {}}
+    longest = {"decode": 1, "verify": 2}
+    begun = time.perf_counter()
+    for size in sorted({min(size, limits.logit_rows) for size in (*_SIZES, limits.logit_rows)}):
+        for kind, most in longest.items():
+            if size <= (limits.lanes if kind == "decode" else limits.logit_rows):
+                run = _step(program, graphs, size, most)
+                found[kind][size] = _seconds(run, device)
+        if time.perf_counter() - begun > _PATIENCE:
+            break
+    for hook in hooks:
+        for name, own in hook.timed().items():
+            kind, _, size_text = name.partition("/")
+            found.setdefault(kind, {})[int(size_text)] = _seconds(own, device)
+    return found
+
+
+def _step(
+    program: StepProgram, graphs: CapturedPrograms | None, size: int, longest: int
+) -> Callable[[], None]:
+    """Returns what runs a body and a plain head of so many tokens."""
+    rows = size if longest == 1 else max(1, size // 2)
+    if graphs is not None:
+        body, head = graphs.body(size, rows, longest), graphs.head(size, Level.PLAIN)
+        if body is not None and head is not None:
+            captured = graphs
+
+            def replay() -> None:
+                captured.replay(body)
+                captured.replay(head)
+
+            return replay
+
+    def run() -> None:
+        program.body(BodyShape(size, 0, longest))
+        program.head(HeadShape(size, Level.PLAIN))
+
+    return run
+
+
+def _seconds(run: Callable[[], None], device: torch.device) -> float:
+    """Returns the least of some runs, after one to warm up."""
+    run()
+    best = float("inf")
+    for _ in range(_RUNS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - begun)
+    return best
