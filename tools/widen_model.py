@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 CONSTANT = 2.0**-14
-"""What the additional dimension holds: its square is lost beside those of the stream's."""
+"""The value of the additional dimension: its square is lost beside those of the stream's."""
 GAIN = 2.0**15
 BARRED = -3.0e4
 """The last norm's weight for it, and the head's weight for barred tokens."""

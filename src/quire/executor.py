@@ -31,7 +31,7 @@ class Capacity(msgspec.Struct, frozen=True):
     seconds: how long parts of its start took ("weights", "graphs"), as far as it has them.
     full_step: prompt tokens that fill a step: twice as many take about twice as long.
     logit_rows: most rows that a step can sample from, drafts included; None: one per lane.
-    drafts: the most draft tokens of a generating row. step_seconds: where that is not 0.
+    drafts: the most draft tokens of a generating row. step_seconds: what was measured for features.
     """
 
     groups: tuple[KVGroup, ...]

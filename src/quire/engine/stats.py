@@ -6,7 +6,7 @@ import msgspec
 
 from quire.engine.telemetry import Histogram
 from quire.offload.tier_stats import TierStats
-from quire.speculation.stats import SpeculationStats
+from quire.speculation.source_stats import SpeculationStats
 
 
 class EngineStats(msgspec.Struct):

@@ -6,14 +6,12 @@ import math
 import mmap
 from collections.abc import Sequence
 
-import msgspec
 import torch
 from torch import Tensor
 
 from quire import ops
 from quire.errors import ConfigError
 from quire.layers.attention import KVLayout
-from quire.models import Decoder
 from quire.ops import KVFormat, KVLayer
 from quire.plan import KVGroup
 
@@ -76,20 +74,6 @@ class KVCache:
             if raw.shape[1] % 8 == 0:
                 raw = raw.view(torch.int64)
             ops.copy_blocks(raw, src, dst, max(1, _COPY_BYTES // raw[0].nbytes))
-
-
-def kv_groups(
-    models: Sequence[Decoder], block_size: int, kv_format: KVFormat
-) -> tuple[KVGroup, ...]:
-    """Returns the models' KV groups, one after the other, and their layers counted through."""
-    groups: list[KVGroup] = []
-    first = 0
-    for model in models:
-        for group in model.kv_groups(block_size, kv_format):
-            layers = tuple(first + layer for layer in group.layers)
-            groups.append(msgspec.structs.replace(group, layers=layers))
-        first += len(model.layers)
-    return tuple(groups)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -36,7 +36,7 @@ from quire.runner.hooks.logprobs import SampledLogprobs
 from quire.runner.hooks.penalties import Penalties
 from quire.runner.hooks.prompt_logprobs import PromptLogprobs
 from quire.runner.hooks.sampling import Sampling
-from quire.runner.kv_cache import KVCache, kv_groups
+from quire.runner.kv_cache import KVCache
 from quire.runner.program import BodyShape, CapturedPrograms, HeadShape, ModelLanes, StepProgram
 from quire.runner.readback import Step
 from quire.runner.state import BatchState, Limits
@@ -119,10 +119,14 @@ class ModelRunner:
         self._models = self.model, *(model for hook in self._features for model in hook.models())
         head_dims = [size for model in self._models for size in model.spec.head_dims]
         self._kv_format = ops.kv_format(self.config.kv_cache_dtype, self.dtype, *head_dims)
-        self._groups = groups = kv_groups(self._models, self.config.block_size, self._kv_format)
+        groups: list[KVGroup] = []
+        for model in self._models:
+            first = sum(len(group.layers) for group in groups)
+            groups += model.kv_groups(self.config.block_size, self._kv_format, first)
+        self._groups = tuple(groups)
         blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(groups))
         self._seconds["weights"] = time.perf_counter() - began
-        return Measurement(groups, blocks)
+        return Measurement(self._groups, blocks)
 
     def allocate(self, num_blocks: tuple[int, ...]) -> None:
         """Makes the KV cache, of so many blocks of each group, and the batch state."""
@@ -149,13 +153,10 @@ class ModelRunner:
             began = time.perf_counter()
             full = self._capture()
             self._seconds["graphs"] = time.perf_counter() - began
-        times: StepSeconds = {}
-        if self.limits.drafts:
-            # What a draft must be worth.
-            from quire.runner.step_seconds import measure_steps
-
-            with ops.use_policy(self._policy):
-                times = measure_steps(self.program, self._graphs, self.hooks, self.limits)
+        step_seconds: StepSeconds = {}
+        with ops.use_policy(self._policy):
+            for hook in self._features:
+                step_seconds |= hook.seconds(self.program, self._graphs)
         slots = 0 if self._transfer is None else self._transfer.slots
         return Capacity(
             self._groups,
@@ -165,7 +166,7 @@ class ModelRunner:
             full_step=full,
             logit_rows=self.limits.logit_rows,
             drafts=self.limits.drafts,
-            step_seconds=times,
+            step_seconds=step_seconds,
         )
 
     def _load(self) -> None:

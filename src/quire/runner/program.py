@@ -121,10 +121,9 @@ class StepProgram:
         self, lanes: ModelLanes, hooks: Sequence[Hook], drafts: Drafts | None = None
     ) -> None:
         self.model, self._state = lanes.model, lanes.state
-        self._lanes = lanes
+        self.lanes = lanes
         self.hooks = tuple(hooks)
         self._drafts = drafts
-        self.device = lanes.state.device
         model, state = lanes.model, lanes.state
         limits, width = state.limits, model.spec.hidden_size
         options = {"dtype": model.dtype, "device": state.device}
@@ -133,13 +132,13 @@ class StepProgram:
 
     def body(self, shape: BodyShape, *, shallow: bool = False) -> None:
         """Computes the step's tokens. shallow: only the first layers, up to one of each kind."""
-        state, position = self._state, self._lanes.position
+        state, position = self._state, self.lanes.position
         rows = state.rows.first(shape.rows)
         drafts = self._drafts if shape.longest > 1 else None
         if drafts is not None:
             ops.place_drafts(rows, position, state.tokens, drafts)
         logit_rows = state.logit_rows  # all: heads are padded further than bodies
-        hidden = self._lanes.forward(rows, logit_rows, shape, drafts=drafts, shallow=shallow)
+        hidden = self.lanes.forward(rows, logit_rows, shape, drafts=drafts, shallow=shallow)
         ops.collect_rows(hidden, rows, logit_rows, position, self.last, self.hidden)
 
     def head(self, shape: HeadShape) -> None:

@@ -20,7 +20,8 @@ from quire.scheduler.lanes import Launched
 class FeatureSet:
     """Calls the methods of `Feature` for all features at once.
 
-    ready, fetch, reusable: bound methods, for the parts of the scheduler that call them themselves.
+    ready, fetch, reusable, verified: bound methods, for the parts of the scheduler that call them
+        themselves.
     looks_ahead: the features that propose drafts.
     """
 
@@ -38,7 +39,7 @@ class FeatureSet:
         self._result = self._calls["result"]
         self._release = self._calls["release"]
         self._finish = self._calls["finish"]
-        self._verified = self._calls["verified"]
+        self.verified = self._calls["verified"]
         self._transferred = self._calls["transferred"]
         self._pending = self._calls["pending"]
         self._preempt = self._calls["preempt"]
@@ -108,10 +109,6 @@ class FeatureSet:
         if result.finished_transfers or result.failed_transfers:
             for transferred in self._transferred:
                 transferred(result.finished_transfers, result.failed_transfers)
-
-    def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
-        for verified in self._verified:
-            verified(lanes, drafts, accepted)
 
     def cut(self, step: Launched, tokens: Int32, n: Int32) -> list[int]:
         """Lets features shorten the number of tokens that rows keep, in `n`. Returns the rows that

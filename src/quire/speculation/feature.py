@@ -19,11 +19,11 @@ from quire.loop_feature import LoopFeature
 from quire.plan import DRAFT_IDS, DRAFT_START, RowFlag, claim_width
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
+from quire.speculation.draft_count import AcceptanceRates, StepCosts, choose, may_pay
 from quire.speculation.hook import DRAFT_CHUNKS, DRAFT_ROWS
-from quire.speculation.lookup import Match, RecentTexts, TextIndex
-from quire.speculation.policy import Acceptance, StepCosts, choose, may_pay
+from quire.speculation.lookup import RecentTexts, TextIndex, TextMatch
 from quire.speculation.settings import SpeculationSettings, read_settings
-from quire.speculation.stats import SourceStats, SpeculationStats
+from quire.speculation.source_stats import SourceStats, SpeculationStats
 
 NONE, MODEL, LOOKUP = 0, 1, 2
 """Kinds of drafts. Those of a lookup have a kind for each class of lengths of their match."""
@@ -59,7 +59,7 @@ class _Text:
     def __init__(self, request: Request, least: int, most: int) -> None:
         self.request = request
         self.index = TextIndex(least, most, room=request.known + 64)
-        self.match: Match | None = None
+        self.match: TextMatch | None = None
 
     def update(self) -> Int32:
         """Takes in what has come; returns all known tokens, int32 [known]."""
@@ -88,7 +88,7 @@ class SpeculationFeature(Feature, LoopFeature):
         self._least_lag = np.zeros(lanes, dtype=np.int32)
         self._most_lag = np.zeros(lanes, dtype=np.int32)
         self._kinds = np.zeros(lanes, dtype=np.int32)
-        self._acceptance = Acceptance(_KINDS, lanes)
+        self._acceptance = AcceptanceRates(_KINDS, lanes)
         self._in_flight: deque[Int32] = deque()
         self._prompt_tokens = 0
         self._next_lookup = 0
@@ -146,7 +146,7 @@ class SpeculationFeature(Feature, LoopFeature):
                 kinds[place] = LOOKUP + np.searchsorted(_CLASSES, match.length, side="right")
         return kinds
 
-    def _match(self, lane: int) -> Match | None:
+    def _match(self, lane: int) -> TextMatch | None:
         request, text = self._requests[lane], self._texts[lane]
         if request is None:
             return None

@@ -20,6 +20,7 @@ from torch import Tensor
 from quire import ops
 from quire.arrays import Int32, int32
 from quire.config import EngineConfig
+from quire.executor import StepSeconds
 from quire.models import (
     Decoder,
     build_model,
@@ -34,11 +35,12 @@ from quire.plan import StepPlan
 from quire.runner import Hook
 from quire.runner.hooks.hook import HeadContext
 from quire.runner.kv_cache import KVCache
-from quire.runner.program import BodyShape, ModelLanes
+from quire.runner.program import BodyShape, CapturedPrograms, ModelLanes, StepProgram
 from quire.runner.readback import Step
 from quire.runner.state import BatchState, ColumnSpec, Limits
 from quire.runner.upload import Upload
 from quire.speculation.settings import SpeculationSettings, read_settings
+from quire.speculation.step_times import measure_steps
 
 DRAFT_ROWS, DRAFT_CHUNKS = "draft_rows", "draft_chunks"
 """Entries of `StepPlan.writes`. By lane: the tokens of the model's first pass, and the drafts that
@@ -66,6 +68,13 @@ class Verifier(Hook):
     def bind(self, state: BatchState) -> None:
         self._state = state
 
+    def passes(self) -> Mapping[str, Mapping[int, Callable[[], None]]]:
+        """Returns what makes drafts on the device, by name and size, to be measured."""
+        return {}
+
+    def seconds(self, program: StepProgram, graphs: CapturedPrograms | None) -> StepSeconds:
+        return measure_steps(program, graphs, self.passes()) if self.drafts else {}
+
     def tokens(self, ctx: HeadContext) -> None:
         """Replaces what was drawn by the row's draft as often as `simulated` says, and never gives
         it otherwise. For benchmarks only: such tokens are not the model's."""
@@ -84,9 +93,9 @@ class Verifier(Hook):
 
 
 @dataclass(slots=True)
-class _Launch:
-    """What a step launches of the model's. tokens: of the first pass or the chunks. counts: rows
-    that take part in each pass. longest: tokens of a row."""
+class _DraftLaunch:
+    """Counts of a step's launches of the model. tokens: of the first pass or the chunks. counts:
+    rows that take part in each further pass. longest: tokens of a row."""
 
     rows: int
     tokens: int
@@ -108,8 +117,8 @@ class DraftModel(Verifier):
         self._config = config
         self._settings = settings
         self._replay: Mapping[str, Callable[[], None]] = {}
-        self._rows: _Launch | None = None
-        self._chunks: _Launch | None = None
+        self._rows: _DraftLaunch | None = None
+        self._chunks: _DraftLaunch | None = None
         self._truncates = np.zeros(config.scheduler.max_num_seqs, dtype=bool)
 
     # -- start ---------------------------------------------------------------------------------
@@ -246,15 +255,14 @@ class DraftModel(Verifier):
     def capture(self, programs: Mapping[str, Callable[[], None]]) -> None:
         self._replay = programs
 
-    def timed(self) -> Mapping[str, Callable[[], None]]:
-        found: dict[str, Callable[[], None]] = {}
+    def passes(self) -> Mapping[str, Mapping[int, Callable[[], None]]]:
+        found: dict[str, dict[int, Callable[[], None]]] = {"draft": {}, "catch_up": {}}
         limits = self._state.limits
-        for size in sorted({min(size, limits.lanes) for size in _TIMED}):
+        for size in sorted({min(size, limits.lanes, limits.tokens) for size in _TIMED}):
             decode, first = self._launch_of(size, size, 1), self._launch_of(2 * size, size, 2)
-            found[f"draft/{size}"] = functools.partial(self._run, "draft", decode, False)
-            if 2 * size <= limits.logit_rows:
-                run = functools.partial(self._run, "catch_up", first, False)
-                found[f"catch_up/{2 * size}"] = run
+            found["draft"][size] = functools.partial(self._run, "draft", decode)
+            if 2 * size <= min(limits.logit_rows, limits.tokens):
+                found["catch_up"][2 * size] = functools.partial(self._run, "catch_up", first)
         return found
 
     def _launch_of(self, tokens: int, rows: int, longest: int) -> BodyShape:
@@ -298,12 +306,12 @@ class DraftModel(Verifier):
             counts = [int((drafts > done).sum()) for done in range(1, depth)]
             total, longest = int(firsts.sum()), max(2, int(firsts.max()))
             truncates = bool(self._truncates[lanes].any())
-            self._rows = _Launch(len(lanes), total, longest, counts, truncates)
+            self._rows = _DraftLaunch(len(lanes), total, longest, counts, truncates)
         if DRAFT_CHUNKS in plan.writes:
             lanes, lengths = plan.writes[DRAFT_CHUNKS]
             self._put(upload, self._chunk_words, lanes, np.full_like(lanes, PROMPT), lengths)
             total, longest = int(lengths.sum()), int(lengths.max())
-            self._chunks = _Launch(len(lanes), total, longest, [])
+            self._chunks = _DraftLaunch(len(lanes), total, longest, [])
 
     def _put(
         self, upload: Upload, words: Tensor, lanes: Int32, counts: Int32, lengths: Int32

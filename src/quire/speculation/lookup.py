@@ -19,7 +19,7 @@ _CANDIDATES = 8
 """Places that are compared, the latest first."""
 
 
-class Match(NamedTuple):
+class TextMatch(NamedTuple):
     """A place in an indexed text behind which it went on. length: tokens before it that agree."""
 
     text: TextIndex
@@ -77,7 +77,7 @@ class TextIndex:
             key = (key * _FACTOR + token + 1) & _MASK
         return key
 
-    def find(self, tokens: Int32) -> Match | None:
+    def find(self, tokens: Int32) -> TextMatch | None:
         """Returns where the text went on as `tokens`, int32 [n], may: behind the longest run that
         is the end of `tokens`, the latest of equals. None: such a run does not occur."""
         if len(tokens) < self._least:
@@ -90,7 +90,7 @@ class TextIndex:
             if place < self._count:  # not the end of the text itself
                 length = self._agreeing(tokens, place)
                 if length > best:
-                    best, found = length, Match(self, place, length)
+                    best, found = length, TextMatch(self, place, length)
                 if best >= min(self._most, len(tokens)):
                     break
             place = int(self._before[place - 1])
@@ -125,7 +125,7 @@ class RecentTexts:
             self._old, self._young = self._young, TextIndex(self._least, self._compared)
         self._young.extend(tokens)
 
-    def find(self, tokens: Int32) -> Match | None:
+    def find(self, tokens: Int32) -> TextMatch | None:
         """See `TextIndex.find`."""
         found = self._young.find(tokens)
         if self._old is not None and (found is None or found.length < self._compared):

@@ -28,7 +28,7 @@ _EMBEDDED_DRAFT = "quire-tiny-draft"
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """What users ask for.
+    """Settings that are checked.
 
     model: the draft model's folder, None: no draft model. lookup: whether texts are searched.
     most: drafts of a row. lookup_min, lookup_max: tokens that must agree before a text is taken for

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.arrays import Int32
+from quire.executor import StepSeconds
 from quire.models import Decoder
 from quire.ops import LogitRows, StepRows
 from quire.plan import Admit, HeadInputs, StepPlan
@@ -140,9 +141,11 @@ class Hook:
         change nothing if the lanes of their rows are all -1."""
         return {}
 
-    def timed(self) -> Mapping[str, Callable[[], None]]:
-        """Returns what steps with drafts launch for it besides, `NAME/SIZE` each, to be measured:
-        see `StepSeconds`."""
+    def seconds(self, program: Any, graphs: Any) -> StepSeconds:
+        """Measures what steps take that are planned by it. Called once, when all is captured.
+
+        program: the `StepProgram`. graphs: its `CapturedPrograms`, or None.
+        """
         return {}
 
     def capture(self, programs: Mapping[str, Callable[[], None]]) -> None:

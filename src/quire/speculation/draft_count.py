@@ -1,4 +1,4 @@
-"""How many drafts each row verifies: as many as make the step's tokens come fastest.
+"""Chooses how many drafts each row verifies: as many as make the step's tokens come fastest.
 
 With d drafts, each accepted with probability a if those before it were, a row gives
 1 + a + ... + a^d tokens on average (Leviathan et al., 2023). A step's tokens over its seconds is
@@ -20,10 +20,10 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 _MARGIN = 1.02
 """Drafts must make a step this much better: measurements and estimates are not exact."""
 _PRIOR = 0.6
-"""Acceptance of a source of which nothing is known yet."""
+"""AcceptanceRates of a source of which nothing is known yet."""
 _PRIOR_WEIGHT = 4.0
 _FADE, _LANE_FADE = 0.998, 0.9
-"""What is left, per step and per verified row, of what was seen before."""
+"""The share that is left, per step and per verified row, of what was seen before."""
 
 
 class StepCosts:
@@ -71,7 +71,7 @@ class _Table:
         return found
 
 
-class Acceptance:
+class AcceptanceRates:
     """The probability that a draft is accepted if those before it are, by kind of draft and lane.
 
     What a lane has shown counts most, then what its kind has shown lately. kinds: of drafts.

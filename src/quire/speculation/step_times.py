@@ -1,16 +1,15 @@
-"""How long steps take, measured before any request comes: what drafts are weighed against."""
+"""Measures how long steps take, before any request comes: what drafts are weighed against."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
 from quire.executor import StepSeconds
-from quire.runner.hooks.hook import Hook, Level
+from quire.runner.hooks.hook import Level
 from quire.runner.program import BodyShape, CapturedPrograms, HeadShape, StepProgram
-from quire.runner.state import Limits
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _RUNS = 3
@@ -22,30 +21,29 @@ _PATIENCE = 3.0
 def measure_steps(
     program: StepProgram,
     graphs: CapturedPrograms | None,
-    hooks: Sequence[Hook],
-    limits: Limits,
+    others: Mapping[str, Mapping[int, Callable[[], None]]],
 ) -> StepSeconds:
-    """Returns the seconds of decode steps by rows, of verifying steps by tokens, and of the hooks'
-    own programs `NAME/SIZE` by size under their NAME.
+    """Returns the seconds of decode steps by rows, of verifying steps by tokens, and of `others` by
+    name and size.
 
     The steps have no rows, so attention and what reads its KV take next to nothing: they take as
     long with drafts as without. graphs: replayed where there are some.
     """
-    device = program.device
+    state = program.lanes.state
+    device, limits = state.device, state.limits
     found: StepSeconds = {"decode": {}, "verify": {}}
     longest = {"decode": 1, "verify": 2}
     begun = time.perf_counter()
-    for size in sorted({min(size, limits.logit_rows) for size in (*_SIZES, limits.logit_rows)}):
+    largest = min(limits.logit_rows, limits.tokens)
+    for size in sorted({min(size, largest) for size in (*_SIZES, largest)}):
         for kind, most in longest.items():
-            if size <= (limits.lanes if kind == "decode" else limits.logit_rows):
+            if size <= (limits.lanes if kind == "decode" else largest):
                 run = _step(program, graphs, size, most)
                 found[kind][size] = _seconds(run, device)
         if time.perf_counter() - begun > _PATIENCE:
             break
-    for hook in hooks:
-        for name, own in hook.timed().items():
-            kind, _, size_text = name.partition("/")
-            found.setdefault(kind, {})[int(size_text)] = _seconds(own, device)
+    for name, runs in others.items():
+        found[name] = {size: _seconds(run, device) for size, run in runs.items()}
     return found
 
 
