@@ -18,7 +18,7 @@ from torch import Tensor
 from quire import ops
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models import Decoder
-from quire.ops import Drafts, KVLayer, LogitRows, StepRows
+from quire.ops import Drafts, LogitRows, StepRows
 from quire.runner.hooks.hook import HeadContext, Hook, Level
 from quire.runner.state import BatchState
 
@@ -66,7 +66,7 @@ class ModelLanes:
 
     model: Decoder
     state: BatchState
-    layers: Sequence[KVLayer]
+    layers: Sequence[Any]
     groups: range
     position: Tensor
 
@@ -85,11 +85,12 @@ class ModelLanes:
         to one of each kind.
         """
         state = self.state
+        groups = [(state.groups[i], state.tables[i]) for i in self.groups]
         expanded = ops.expand_rows(
             rows,
             self.position,
             state.tokens,
-            [(state.tables[i], state.groups[i].tokens_per_block) for i in self.groups],
+            [(table, group.tokens_per_block) for group, table in groups if group.kind != "state"],
             logit_rows,
             num_tokens=shape.tokens,
             max_seq_len=state.limits.length,
@@ -100,7 +101,10 @@ class ModelLanes:
             positions=expanded.positions,
             query_start=rows.query_start,
             seq_lens=expanded.seq_lens,
-            groups=tuple(GroupBatch(*group) for group in expanded.groups),
+            groups=(
+                *(GroupBatch(*group) for group in expanded.groups),
+                *(GroupBatch(rows.lanes, t) for group, t in groups if group.kind == "state"),
+            ),
             q_lens=expanded.q_lens,
             max_q_len=shape.longest,
             max_seq_len=expanded.max_seq_len,

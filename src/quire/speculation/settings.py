@@ -100,12 +100,18 @@ def check_settings(args: EngineArgs, target: ModelSpec) -> None:
 
     Raises:
         ConfigError, ModelError: as `read_settings`; the draft model has another vocabulary, or
-            fewer positions.
+            fewer positions; either has recurrent layers.
     """
     settings = read_settings(args)
+    if not settings.most:
+        return
+    if len(target.attention) < len(target.layers):
+        raise _wrong("models with recurrent layers are not supported: drafts would advance them")
     if settings.model is None:
         return
     draft = spec_from_config(load_config(settings.model))
+    if len(draft.attention) < len(draft.layers):
+        raise _wrong("a draft model with recurrent layers is not supported")
     if draft.vocab_size != target.vocab_size:
         raise _wrong(
             f"the draft model's vocabulary has {draft.vocab_size} tokens, the model's "
