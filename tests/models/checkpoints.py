@@ -60,8 +60,8 @@ HYBRID = {
     "head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 24,
 }
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -129,6 +129,8 @@ def make(folder: Path, case: str, **save: Any) -> Any:
             if parameter.dim() > 1:
                 # Large enough that every layer changes the outcome and greedy text does not loop.
                 strength = 12.0 if "wpe" in key else 1.2
+                if "conv1d" in key:
+                    strength = 3.0  # small vectors, brought to unit length, would magnify rounding
                 if "embed_tokens" in key:
                     # Scaled embeddings must not drown what layers add.
                     strength *= EMBEDDINGS.get(name, 1.0)
@@ -136,6 +138,8 @@ def make(folder: Path, case: str, **save: Any) -> Any:
             else:
                 strength = 0.02 if key.endswith("ln_f.bias") else 0.2
                 parameter.add_(torch.randn_like(parameter) * strength)
+                if key.endswith("A_log"):
+                    parameter.sub_(3.0)  # states that last
     model.save_pretrained(folder, **save)
     return model
 

@@ -20,7 +20,7 @@ from tests.models.checkpoints import make
 from tests.models.harness import Harness
 
 PROMPTS = [[5, 17, 99, 3, 42, 7, 7, 150, 23], [11]]
-CASES = ["qwen3-tied-bias", "llama-mqa-tied", "gpt2", "qwen3-window"]
+CASES = ["qwen3-tied-bias", "llama-mqa-tied", "gpt2", "qwen3-window", "qwen3-next", "qwen3.5"]
 """Two KV heads over two ranks, one KV head that both hold, LayerNorm and biases, two KV groups; a
 vocabulary that does not divide evenly in all of them. The first two also with 8-bit KV, where each
 rank has the scales of its own heads."""

@@ -98,7 +98,7 @@ def gated_delta(
 
     mixed: [T, 2 Hk Dk + Hv Dv], q, k and v of all heads side by side; each of Hk heads of q and k
         serves Hv / Hk value heads in turn. They are brought to unit length here.
-    a, b: [T, Hv], any stride between tokens; g = -exp(a_log) softplus(a + dt_bias), and the
+    a, b: [T, Hv], of one stride between tokens; g = -exp(a_log) softplus(a + dt_bias), and the
         strength is sigmoid(b). a_log, dt_bias: float32 [Hv].
     Rows of one token take the recurrent form, others the chunked one. Places of padding are
     undefined.

@@ -5,6 +5,12 @@ from quire.ops.triton.adjust import adjust
 from quire.ops.triton.attention import attention_schedule, paged_attention
 from quire.ops.triton.embedding import embedding
 from quire.ops.triton.gate import wait_for_flag
+from quire.ops.triton.gated_delta_net import (
+    gated_delta,
+    gated_rms_norm,
+    short_conv,
+    sigmoid_gate,
+)
 from quire.ops.triton.linear import linear
 from quire.ops.triton.mask import mask_logits
 from quire.ops.triton.norm import layer_norm, rms_norm
@@ -27,6 +33,8 @@ __all__ = [
     "embedding",
     "expand_rows",
     "finish_rows",
+    "gated_delta",
+    "gated_rms_norm",
     "layer_norm",
     "linear",
     "mask_logits",
@@ -37,6 +45,8 @@ __all__ = [
     "rms_norm",
     "sample",
     "scatter",
+    "short_conv",
+    "sigmoid_gate",
     "token_logprobs",
     "wait_for_flag",
 ]
