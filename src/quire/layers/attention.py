@@ -146,7 +146,7 @@ class Attention(nn.Module):
         kv: ops.KVLayer,
     ) -> Residual:
         """Returns x + attention(norm(x)), [T, hidden]."""
-        return self.out.add(self.attend(self.project(x, norm), batch, group, kv), x)
+        return self.out.add(self.attend(self.project(x, norm, batch), batch, group, kv), x)
 
     def attend(
         self, qkv: Tensor, batch: ForwardBatch, group: GroupBatch, kv: ops.KVLayer
@@ -184,7 +184,7 @@ class Attention(nn.Module):
         )
         return out.reshape(tokens, -1)
 
-    def project(self, x: Residual, norm: RMSNorm | None) -> Tensor:
+    def project(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Tensor:
         """Returns q, k and v of the heads of this rank, side by side."""
         qkv: Tensor = self.qkv(x.total(), norm=norm)
         return qkv

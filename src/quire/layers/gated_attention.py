@@ -40,7 +40,7 @@ class GatedAttention(Attention):
         group: GroupBatch,
         kv: Any,
     ) -> Residual:
-        projected: Tensor = self.project(x, norm)
+        projected: Tensor = self.project(x, norm, batch)
         gate = projected[:, -self.qkv.sizes[3] :]
         out = self.attend(projected[:, : sum(self.qkv.sizes[:3])], batch, group, kv)
         return self.out.add(sigmoid_gate(out, gate), x)

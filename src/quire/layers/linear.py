@@ -84,7 +84,8 @@ class Linear(nn.Module):
         else:
             weight = ops.Weight.plain(tied)
             self.stacks = (Stack(0, len(self.outputs), weight, None),)
-        for index, stack in enumerate(self.stacks):
+        # Tied weights are the other module's parameters.
+        for index, stack in enumerate(() if self.tied else self.stacks):
             behind = f"_{index}" if index else ""
             for name in ("values", "scales", "zeros", "groups", "input_scale"):
                 tensor = getattr(stack.weight, name)
@@ -168,8 +169,7 @@ class Linear(nn.Module):
             if self.group.world > 1:
                 # What every rank holds whole may enter the sum over ranks only once.
                 bias = self.bias if self.group.rank == 0 else None
-                out = self.group.all_reduce(ops.linear(x, self.weight, bias))
-                return out if residual is None else out.add_(residual)
+                return self.group.all_reduce(ops.linear(x, self.weight, bias), residual, self.name)
         if len(self.stacks) > 1:
             return self._apart(x, residual, norm, act)
         scale = None

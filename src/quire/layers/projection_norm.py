@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.attention import Attention, AttentionSpec
+from quire.layers.batch import ForwardBatch
 from quire.layers.build import Build
 from quire.layers.norm import NormSpec, RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
@@ -58,8 +59,8 @@ class ProjectionNormAttention(Attention):
             spec.kv_heads * dim, dim, spec.projection_norm, build.within("k_projection_norm")
         )
 
-    def project(self, x: Residual, norm: RMSNorm | None) -> Tensor:
-        q, k, v = torch.split(super().project(x, norm), self.qkv.sizes, dim=1)
+    def project(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Tensor:
+        q, k, v = torch.split(super().project(x, norm, batch), self.qkv.sizes, dim=1)
         if self.group.world == 1:
             return torch.cat((self.q_projection_norm(q), self.k_projection_norm(k), v), dim=1)
         # A rank's heads give it a share of the mean. Where ranks hold copies of a head, all heads
@@ -77,6 +78,11 @@ class ProjectionNormAttention(Attention):
             )
         ]
         return torch.cat((*normed, v), dim=1)
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Returns an upper bound of the memory that `forward` needs for intermediates."""
+        # The normed q and k, and all three side by side.
+        return super().workspace_bytes(tokens) + 2 * self.qkv.workspace_bytes(tokens)
 
     def _scaled(self, x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
         """Returns x * scale * weight, rounded where `ops.rms_norm` rounds."""

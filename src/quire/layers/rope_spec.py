@@ -36,7 +36,16 @@ class YarnScaling:
     truncate: bool = True
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class FactorScaling:
+    """The frequency of each pair divided by a factor of its own, [rotary_dim / 2] (LongRoPE, Ding
+    et al. 2024); cosines and sines are multiplied by `attention_factor`."""
+
+    factors: tuple[float, ...]
+    attention_factor: float
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | FactorScaling
 
 
 @dataclass(frozen=True, slots=True)

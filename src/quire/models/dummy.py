@@ -47,8 +47,9 @@ def _key(seed: int, name: str) -> int:
 
 def _fill(part: ParameterSlice, key: int) -> None:
     ranges, device = part.ranges, part.device
-    (top, bottom), (left, right) = ranges if len(ranges) == 2 else (*ranges, (0, 1))
-    whole = part.shape[1] if len(part.shape) == 2 else 1
+    top, bottom = ranges[0]
+    left, right = ranges[1] if len(ranges) == 2 else (0, math.prod(part.shape[1:]))
+    whole = math.prod(part.shape[1:])
     columns = torch.arange(left, right, dtype=torch.int32, device=device)
     # On a CPU, a chunk stays in its cache through all of the hash's passes.
     step = max(1, (1 << 15 if device.type == "cpu" else 1 << 24) // max(1, right - left))
@@ -56,7 +57,8 @@ def _fill(part: ParameterSlice, key: int) -> None:
         own = torch.arange(start, min(start + step, bottom), dtype=torch.int64, device=device)
         index = _wrapped(own * whole).unsqueeze(1) + columns
         values = (_hash(index.bitwise_xor_(key)) >> 8).float().mul_(_SCALE)
-        part.write(values if len(ranges) == 2 else values.squeeze(1), start - top)
+        sizes = [high - low for low, high in ranges[1:]]
+        part.write(values.view(-1, *sizes), start - top)
 
 
 def _wrapped(x: Tensor) -> Tensor:

@@ -89,7 +89,8 @@ def with_layers(
     changed = []
     for layer, window in zip(spec.layers, windows, strict=True):
         own = replace(cast(Any, layer.mixer), **mixer, window=window)
-        changed.append(LayerSpec(own, replace(cast(Any, layer.ffn), **(ffn or {})), **shape))
+        own_ffn = replace(cast(Any, layer.ffn), **(ffn or {}))
+        changed.append(replace(layer, mixer=own, ffn=own_ffn, **shape))
     return replace(spec, layers=tuple(changed))
 
 
