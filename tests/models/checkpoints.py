@@ -215,7 +215,6 @@ def redraw(model: Any, embeddings: float = 1.0) -> None:
                 strength = 12.0 if "wpe" in key else 1.2
                 if "conv1d" in key:
                     strength = 3.0  # small vectors, brought to unit length, would magnify rounding
-                    strength = 3.0  # small vectors, brought to unit length, would magnify rounding
                 strength *= embeddings if "embed_tokens" in key else 1.0
                 parameter.normal_(0.0, strength * parameter.shape[-1] ** -0.5)
             else:
