@@ -119,7 +119,8 @@ class ModelRunner:
         head_dims = self.model.spec.head_dims
         self._kv_format = ops.kv_format(self.config.kv_cache_dtype, self.dtype, *head_dims)
         self._groups = groups = self.model.kv_groups(self.config.block_size, self._kv_format)
-        blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(groups))
+        budget, drafts = self._cache_budget(groups), self.limits.drafts
+        blocks = memory.blocks_per_group(self.config, groups, budget, drafts)
         self._seconds["weights"] = time.perf_counter() - began
         return Measurement(groups, blocks)
 

@@ -15,14 +15,20 @@ _MEAN_STATES = 3
 
 
 def split_with_states(
-    config: EngineConfig, groups: Sequence[KVGroup], budget: int | None
+    config: EngineConfig, groups: Sequence[KVGroup], budget: int | None, drafts: int
 ) -> tuple[int, ...]:
     """Returns the blocks of each group, of which some are states: as many of each as a number of
     mean requests hold. How many requests run at once follows from the states there are.
 
     Raises:
-        ConfigError: not even one sequence of `max_model_len` fits, with two states.
+        ConfigError: not even one sequence of `max_model_len` fits, with two states; or rows may have
+            drafts.
     """
+    if drafts:
+        raise ConfigError(
+            "speculation is not supported for models with recurrent states: no state can go back "
+            "behind a rejected draft"
+        )
     limits, size = config.scheduler, config.block_size
     longest = -(-limits.max_model_len // size)
     mean = -(-min(limits.max_model_len, _MEAN_TOKENS) // size)
