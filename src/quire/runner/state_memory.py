@@ -21,7 +21,7 @@ def split_with_states(
     mean requests hold. How many requests run at once follows from the states there are.
 
     Raises:
-        ConfigError: not even one sequence of `max_model_len` fits, with two states; or rows may have
+        ConfigError: not even one sequence of `max_model_len` fits, with two states; rows may have
             drafts.
     """
     if drafts:
