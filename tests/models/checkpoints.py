@@ -80,6 +80,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"head_dim": 16, "num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+    ),
+    "qwen3-moe-normed": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window": (
+        "Mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 11},
+    ),
     "gpt2": ("GPT2", {}),
     "gpt2-exact-gelu": ("GPT2", {"activation_function": "gelu", "n_inner": 100}),
 }

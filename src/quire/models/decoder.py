@@ -14,7 +14,6 @@ from quire.layers.attention import KVLayout
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
-from quire.layers.linear import Linear
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.residual import Residual
 from quire.layers.rope_spec import RopeSpec
@@ -41,7 +40,7 @@ class Block(nn.Module):
         self, x: Residual, batch: ForwardBatch, group: GroupBatch, kv: ops.KVLayer
     ) -> Residual:
         x = self.attention(x, self.attention_norm, batch, group, kv)
-        return self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]
+        return self.mlp(x, self.mlp_norm, batch)  # type: ignore[no-any-return]
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that either part needs for intermediates."""
@@ -174,8 +173,8 @@ class Decoder(nn.Module):
     def finish(self) -> None:
         """Ends loading."""
         for module in self.modules():
-            if isinstance(module, Linear):
-                module.finish()
+            if module is not self and callable(finish := getattr(module, "finish", None)):
+                finish()
 
 
 def _table(tables: dict[RopeSpec, RotaryTable], layer: LayerSpec) -> RotaryTable | None:

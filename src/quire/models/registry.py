@@ -10,8 +10,10 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """The architectures of config.json, and the families whose modules build them."""
 
