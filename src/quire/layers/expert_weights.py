@@ -142,18 +142,34 @@ class ExpertLinear(nn.Module):
         return self.bias.data[:, place * self.size : (place + 1) * self.size]
 
     def _of_each(self) -> Iterator[ParameterSlice]:
-        share = self.cut.share()
-        for expert in range(self.count):
+        share, (first, end) = self.cut.share(), self.cut.experts
+        for expert in range(self.cut.count):
             for place, name in enumerate(self.names):
-                prefix = ".".join(filter(None, (str(self.cut.experts[0] + expert), name)))
-                weight = self._rows(expert, place)
+                prefix = ".".join(filter(None, (str(expert), name)))
+                own = first <= expert < end
+                weight = self._rows(expert - first, place) if own else None
                 for stored in self.scheme.stored:
-                    yield _slice(f"{prefix}.{stored.name}", weight, stored, share)
+                    yield self._slice(f"{prefix}.{stored.name}", weight, stored, share)
                 bias = self._bias(place)
                 if bias is not None:
-                    yield ParameterSlice.of(
-                        f"{prefix}.bias", bias[expert], (self.cut.outputs,), (self.cut.rows,)
-                    )
+                    rows = self.cut.rows if own else (0, 0)
+                    target = bias[expert - first if own else 0]
+                    yield ParameterSlice.of(f"{prefix}.bias", target, (self.cut.outputs,), (rows,))
+
+    def _slice(
+        self, name: str, weight: ops.Weight | None, stored: StoredTensor, share: ProjectionShare
+    ) -> ParameterSlice:
+        """Returns a tensor of one expert. weight: None if it is another rank's, who reads it."""
+
+        def write(part: Tensor, start: int) -> None:
+            if weight is not None:
+                stored.write(weight, part, start, share)
+
+        shape, ranges = stored.shape(share.outputs, share.inputs), stored.ranges(share)
+        if weight is None:
+            ranges = ((0, 0),) * len(shape)
+        device = self.weight.values.device
+        return ParameterSlice(name, shape, ranges, write, device, stored.dtypes)
 
     def _fused(self, place: int) -> Iterator[ParameterSlice]:
         prefix = f"{self.names[place]}." if self.names[place] else ""
@@ -214,16 +230,6 @@ class ExpertLinear(nn.Module):
     def workspace_bytes(self, rows: int) -> int:
         """Returns an upper bound of the memory of the results of `rows` rows, in fp32."""
         return 4 * rows * len(self.names) * self.size
-
-
-def _slice(
-    name: str, weight: ops.Weight, stored: StoredTensor, share: ProjectionShare
-) -> ParameterSlice:
-    def write(part: Tensor, start: int) -> None:
-        stored.write(weight, part, start, share)
-
-    shape, ranges = stored.shape(share.outputs, share.inputs), stored.ranges(share)
-    return ParameterSlice(name, shape, ranges, write, weight.values.device, stored.dtypes)
 
 
 def even_cut(size: int, unit: int, rank: int, world: int) -> Range:
