@@ -4,6 +4,8 @@ from quire.ops.triton.activation import gelu, silu_and_mul
 from quire.ops.triton.adjust import adjust
 from quire.ops.triton.attention import attention_schedule, paged_attention
 from quire.ops.triton.embedding import embedding
+from quire.ops.triton.experts import experts_mlp
+from quire.ops.triton.experts_route import route
 from quire.ops.triton.gate import wait_for_flag
 from quire.ops.triton.linear import linear
 from quire.ops.triton.mask import mask_logits
@@ -25,6 +27,7 @@ __all__ = [
     "collect_rows",
     "embedding",
     "expand_rows",
+    "experts_mlp",
     "finish_rows",
     "gelu",
     "layer_norm",
@@ -35,6 +38,7 @@ __all__ = [
     "pool_rows",
     "qk_norm_rope_store",
     "rms_norm",
+    "route",
     "sample",
     "scatter",
     "silu_and_mul",

@@ -57,11 +57,11 @@ def _row_scales(x_ptrs, K, eps, BM: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.c
 
 
 @triton.jit
-def _product(
+def product(
     x_ptrs, w_ptrs, s_ptrs, z_ptrs, g_ptr, scale, k_begin, k_end, K, eps,
     BM: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     NORM: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr = False,
 ):  # fmt: skip
     """fp32 sums over [k_begin, k_end): [BM, R]; x_ptrs [BM, 1], w_ptrs, s_ptrs, z_ptrs [R, 1]."""
     ks = tl.arange(0, BK)
@@ -79,7 +79,7 @@ def _product(
                 s = load_groups(s_ptrs, k0, K, BK, GROUP, EVEN_K)
             if HAS_ZEROS:
                 z = load_groups(z_ptrs, k0, K, BK, GROUP, EVEN_K)
-            w = widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS)
+            w = widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS, E2M1)
         if NORM == "exact":
             g = norm_weight(g_ptr, k, K, EVEN_K)
             x = normalise(x.to(tl.float32), scale[:, None], g[None, :], dtype).to(dtype)
@@ -163,7 +163,7 @@ def skinny_kernel(
     scale = tl.full([BM], 1.0, tl.float32)
     if NORM == "exact":
         scale = _row_scales(x_ptrs, K, eps, BM, BK, EVEN_K)
-    acc = _product(
+    acc = product(
         x_ptrs, w_ptrs, s_ptrs, z_ptrs, g_ptr, scale, k_begin, k_end, K, eps, BM, R, BK, EVEN_K,
         NORM, SWAP, UPCAST, BITS, GROUP, HAS_ZEROS,
     )  # fmt: skip
