@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -25,6 +26,7 @@ class AttentionSpec:
     qk_norm_eps: heads of q and k go through an RMSNorm with it; None: they do not.
     window: how many positions a token sees, itself included; None: all of them.
     rope: how heads are rotated, or None.
+    sinks: whether each head has a score of its own in the softmax.
     """
 
     heads: int
@@ -37,6 +39,7 @@ class AttentionSpec:
     window: int | None = None
     rope: RopeSpec | None = None
     softcap: float | None = None
+    sinks: bool = False
 
     def layer(self, hidden: int, rotary: RotaryTable | None, build: Build) -> Attention:
         """Returns the layer, for hidden states of this width."""
@@ -94,6 +97,12 @@ class Attention(nn.Module):
         if spec.qk_norm_eps is not None:
             self.q_norm = RMSNorm(dim, spec.qk_norm_eps, build.within("q_norm"))
             self.k_norm = RMSNorm(dim, spec.qk_norm_eps, build.within("k_norm"))
+        self.sinks: Any = None
+        if spec.sinks:
+            # Few models have them.
+            from quire.layers.sinks import Sinks
+
+            self.sinks = Sinks(spec.heads, build.within("sinks"))
         self.layout = KVLayout(self.qkv.sizes[1] // dim, dim, query_heads=self.qkv.sizes[0] // dim)
 
     def forward(
@@ -132,6 +141,7 @@ class Attention(nn.Module):
             scale=spec.scale,
             window=spec.window,
             softcap=spec.softcap,
+            sinks=None if self.sinks is None else self.sinks.weight,
             scratch=group.scratch,
         )
         return self.out.add(out.reshape(tokens, -1), x)
