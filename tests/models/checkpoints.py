@@ -100,6 +100,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Mixtral",
         {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 11},
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "intermediate_size": 64,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 12,
+            "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "gpt2": ("GPT2", {}),
     "gpt2-exact-gelu": ("GPT2", {"activation_function": "gelu", "n_inner": 100}),
 }

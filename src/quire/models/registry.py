@@ -8,6 +8,7 @@ from quire.models.families.family import Family
 
 ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
