@@ -104,6 +104,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {
             "head_dim": 16,
+            "hidden_size": 64,
             "intermediate_size": 64,
             "num_local_experts": 6,
             "num_experts_per_tok": 3,

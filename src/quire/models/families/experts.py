@@ -19,6 +19,8 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _EXPERT = re.compile(r"layers\.(\d+)\.mlp\.(up|down)\.(\d+)(?:\.(gate|up))?\.(.+)")
 _ROUTER = re.compile(r"layers\.(\d+)\.mlp\.router\.(.+)")
+_FUSED = re.compile(r"layers\.(\d+)\.mlp\.(up|down)(?:\.(?:gate|up))?\.([^.]+)")
+_FUSED_STEMS = {"up": "gate_up_proj", "down": "down_proj"}
 _SHARED = re.compile(r"layers\.(\d+)\.mlp\.shared\.(.+)\.([^.]+)")
 _SHARED_STEMS = {"up.gate": "gate_proj", "up.up": "up_proj", "down": "down_proj"}
 
@@ -58,11 +60,14 @@ def source(
     block: str = "mlp",
     names: Mapping[str, str] | None = None,
     correction: str = "gate.e_score_correction_bias",
+    shared: str = "shared_experts",
 ) -> Callable[[ModelSpec, str], Source]:
-    """Returns the `Family.source` of a Llama whose experts have tensors of their own.
+    """Returns the `Family.source` of a Llama with experts, each of which has tensors of its own, or
+    which share some where their layout is "fused".
 
     block: the name of the layer's feed-forward part. names: of an expert's projections gate, up and
-    down. correction: the tensor that counts for the choice alone.
+    down. correction: the tensor that counts for the choice alone. shared: the expert that every
+    token takes.
     """
     stems = names or {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
@@ -77,11 +82,21 @@ def source(
             return Source(f"model.layers.{index}.{block}.{own}")
         if found := _SHARED.fullmatch(name):
             index, stem, tensor = found.groups()
-            own = f"{_SHARED_STEMS[stem]}.{tensor}"
-            return Source(f"model.layers.{index}.{block}.shared_experts.{own}")
+            own = f"_gate.{tensor}" if stem == "gate" else f".{_SHARED_STEMS[stem]}.{tensor}"
+            return Source(f"model.layers.{index}.{block}.{shared}{own}")
+        if (found := _FUSED.fullmatch(name)) and _is_fused(spec, int(found[1])):
+            index, part, tensor = found.groups()
+            behind = "" if tensor == "weight" else f"_{tensor}"
+            own = f"{_FUSED_STEMS[part]}{behind}"
+            return Source(f"model.layers.{index}.{block}.experts.{own}")
         return llama.source(spec, name)
 
     return find
+
+
+def _is_fused(spec: ModelSpec, index: int) -> bool:
+    ffn = spec.layers[index].ffn
+    return isinstance(ffn, ExpertsSpec) and ffn.layout == "fused"
 
 
 def indices(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
