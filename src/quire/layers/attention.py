@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from quire import ops
 from quire.errors import ConfigError
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.linear import Linear, Output
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import NormSpec, RMSNorm
 from quire.layers.residual import Residual
 from quire.layers.rope_spec import RopeSpec
 from quire.layers.rotary import RotaryTable
@@ -23,7 +23,7 @@ class AttentionSpec:
     """Multi-head attention with grouped KV heads.
 
     qkv_bias, out_bias: whether those projections have biases.
-    qk_norm_eps: heads of q and k go through an RMSNorm with it; None: they do not.
+    qk_norm: the RMSNorm that heads of q and k go through, or None.
     window: how many positions a token sees, itself included; None: all of them.
     rope: how heads are rotated, or None.
     sinks: whether each head has a score of its own in the softmax.
@@ -35,7 +35,7 @@ class AttentionSpec:
     scale: float
     qkv_bias: bool
     out_bias: bool
-    qk_norm_eps: float | None = None
+    qk_norm: NormSpec | None = None
     window: int | None = None
     rope: RopeSpec | None = None
     softcap: float | None = None
@@ -94,9 +94,9 @@ class Attention(nn.Module):
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if spec.qk_norm_eps is not None:
-            self.q_norm = RMSNorm(dim, spec.qk_norm_eps, build.within("q_norm"))
-            self.k_norm = RMSNorm(dim, spec.qk_norm_eps, build.within("k_norm"))
+        if spec.qk_norm is not None:
+            self.q_norm = spec.qk_norm.layer(dim, build.within("q_norm"))
+            self.k_norm = spec.qk_norm.layer(dim, build.within("k_norm"))
         self.sinks: Any = None
         if spec.sinks:
             # Few models have them.
@@ -108,14 +108,14 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Residual,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         batch: ForwardBatch,
         group: GroupBatch,
         kv: ops.KVLayer,
     ) -> Residual:
         """Returns x + attention(norm(x)), [T, hidden]."""
         spec = self.spec
-        qkv = self.qkv(x.total(), norm=norm)
+        qkv = self.project(x, norm, batch)
         tokens = len(qkv)
         rotary = self._rotary[0]
         q = ops.qk_norm_rope_store(
@@ -126,7 +126,8 @@ class Attention(nn.Module):
             cos_sin=None if rotary is None else rotary.cos_sin,
             q_weight=None if self.q_norm is None else self.q_norm.weight,
             k_weight=None if self.k_norm is None else self.k_norm.weight,
-            eps=spec.qk_norm_eps or 0.0,
+            eps=0.0 if spec.qk_norm is None else spec.qk_norm.eps,
+            interleaved=spec.rope is not None and spec.rope.interleaved,
             scratch=group.scratch,
         )
         out = ops.paged_attention(
@@ -145,6 +146,11 @@ class Attention(nn.Module):
             scratch=group.scratch,
         )
         return self.out.add(out.reshape(tokens, -1), x)
+
+    def project(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Tensor:
+        """Returns q, k and v of the heads of this rank, side by side."""
+        qkv: Tensor = self.qkv(x.total(), norm=norm)
+        return qkv
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""

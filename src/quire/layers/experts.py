@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from quire import ops
@@ -77,11 +76,13 @@ class Router(nn.Module):
         self.bias = build.empty(spec.experts) if spec.router_bias else None
         self.correction = as_fp32(spec.experts, build) if spec.correction else None
 
-    def forward(self, x: Tensor, norm: RMSNorm, live: Tensor) -> Routed:
+    def forward(self, x: Tensor, norm: RMSNorm | None, live: Tensor) -> Routed:
         """Returns norm(x) and its experts; tokens from `live` on have none."""
-        scale = norm.scale
+        scale = None if norm is None else norm.scale
+        if norm is not None and scale is None:
+            x = norm(x)
         return _route(
-            x if scale is not None else norm(x),
+            x,
             self.weight,
             self.routing,
             live=live,
@@ -148,18 +149,22 @@ class Experts(nn.Module):
         if spec.shared_width:
             self.shared = SharedExpert(spec, hidden, build.within("shared"))
 
-    def forward(self, x: Residual, norm: RMSNorm, batch: ForwardBatch) -> Residual:
-        """Returns x + experts(norm(x)), [T, hidden]."""
-        total = x.total()
-        routed = self.router(total, norm, batch.query_start[-1:])
+    def forward(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Residual:
+        """Returns x + experts(norm(x)), [T, hidden], or without x if that is to stay apart."""
+        stream = x.total()
+        onto = None if x.apart else stream
+        routed = self.router(stream, norm, batch.query_start[-1:])
         if self.shared is not None:
-            total = self.shared(routed.x, total)
+            onto = self.shared(routed.x, onto)
         alone = self.group.world == 1
         out = _experts_mlp(
             routed.x, routed.ids, routed.weights, self.up.weights, self.down.weights, self.spec.act,
-            total if alone else None,
+            onto if alone else None,
         )  # fmt: skip
-        return Residual(out if alone else self.group.all_reduce(out).add_(total))
+        if not alone:
+            out = self.group.all_reduce(out)
+            out = out if onto is None else out.add_(onto)
+        return Residual(out)
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""
@@ -183,12 +188,15 @@ class SharedExpert(nn.Module):
         if spec.shared_gate:
             self.gate = SharedGate(hidden, build)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Returns residual + gate(x) * expert(x), [T, hidden]; x is normed."""
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Returns residual, if there is one, + gate(x) * expert(x), [T, hidden]; x is normed."""
         inner = self.up(x, act="silu_and_mul")
-        if self.gate is None:
+        if self.gate is None and residual is not None:
             return self.down.add(inner, Residual(residual)).total()
-        return torch.addcmul(residual, self.gate(x), self.down(inner))
+        out: Tensor = self.down(inner)
+        if self.gate is not None:
+            out = out.mul_(self.gate(x))
+        return out if residual is None else out.add_(residual)
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""

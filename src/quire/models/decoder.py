@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from quire import ops
@@ -14,7 +15,6 @@ from quire.layers.attention import KVLayout
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
-from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.residual import Residual
 from quire.layers.rope_spec import RopeSpec
 from quire.layers.rotary import RotaryTable
@@ -31,9 +31,9 @@ class Block(nn.Module):
         super().__init__()
         hidden = model.hidden_size
         mixer = replace(spec.mixer, window=model.window(spec.mixer))
-        self.attention_norm = _norm(model, build.within("attention_norm"))
+        self.attention_norm = model.norm.layer(hidden, build.within("attention_norm"))
         self.attention = mixer.layer(hidden, rotary, build.within("attention"))
-        self.mlp_norm = _norm(model, build.within("mlp_norm"))
+        self.mlp_norm = model.norm.layer(hidden, build.within("mlp_norm"))
         self.mlp = spec.ffn.layer(hidden, build.within("mlp"))
 
     def forward(
@@ -71,11 +71,13 @@ class Decoder(nn.Module):
         }
         self.rotary = nn.ModuleList(tables.values())
         blocks = [
-            Block(layer, spec, _table(tables, layer), build.within(f"layers.{index}"))
+            _block(layer, spec, _table(tables, layer), build.within(f"layers.{index}"))
             for index, layer in enumerate(spec.layers)
         ]
         self.layers = nn.ModuleList(blocks)
-        self.norm = _norm(spec, build.within("norm"))
+        self.norm = spec.norm.layer(spec.hidden_size, build.within("norm"))
+        # Published models round it.
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
         self.head = LMHead(
             spec.hidden_size,
             spec.vocab_size,
@@ -139,6 +141,8 @@ class Decoder(nn.Module):
             group_batch.scratch.setdefault("workspace", self._workspace)
             group_batch.scratch["schedule"] = self._schedule(batch, *key, kv[0].format)
         embedded = self.embedding(batch.input_ids)
+        if self._embedding_scale != 1.0:
+            embedded = embedded.mul_(self._embedding_scale)
         if self.positions is not None:
             embedded = embedded.add_(self.positions(batch.positions))
         x = Residual(embedded)
@@ -168,7 +172,10 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns logits [N, vocab] of hidden states [N, hidden], in the model's dtype, gathered
         over ranks."""
-        return self.head.logits(hidden)
+        logits, cap = self.head.logits(hidden), self.spec.logit_softcap
+        if self.spec.logit_scale != 1.0:
+            logits = logits.mul_(self.spec.logit_scale)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def finish(self) -> None:
         """Ends loading."""
@@ -181,6 +188,10 @@ def _table(tables: dict[RopeSpec, RotaryTable], layer: LayerSpec) -> RotaryTable
     return None if layer.mixer.rope is None else tables[layer.mixer.rope]
 
 
-def _norm(spec: ModelSpec, build: Build) -> RMSNorm:
-    kind = RMSNorm if spec.norm.kind == "rms" else LayerNorm
-    return kind(spec.hidden_size, spec.norm.eps, build)
+def _block(spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build) -> Any:
+    if spec.norms == "input" and not spec.parallel and spec.multiplier == 1.0:
+        return Block(spec, model, rotary, build)
+    # Most models have the plain shape.
+    from quire.models.general_block import GeneralBlock
+
+    return GeneralBlock(spec, model, rotary, build)

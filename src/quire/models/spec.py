@@ -9,6 +9,7 @@ import torch
 
 from quire.layers.attention import AttentionSpec
 from quire.layers.build import Build
+from quire.layers.norm import NormSpec
 
 MixerSpec = AttentionSpec
 """The kinds of layers that mix tokens. A further one joins this union."""
@@ -23,18 +24,19 @@ class FfnSpec(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormSpec:
-    kind: Literal["rms", "layer"]
-    eps: float
-
-
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: x + mixer(norm(x)), then x + ffn(norm(x))."""
+    """One layer: x + mixer(norm(x)), then x + ffn(norm(x)).
+
+    norms: whether those are norms of what each part takes, of what it gives, or both.
+    parallel: the ffn takes what the mixer takes. multiplier: of what either part gives.
+    """
 
     mixer: MixerSpec
     ffn: FfnSpec
+    norms: Literal["input", "output", "both"] = "input"
+    parallel: bool = False
+    multiplier: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ class ModelSpec:
     learned_positions: rows of a learned position table, None where positions are rotary.
     tied_head: logits come from the token embeddings.
     dtype: what the checkpoint is stored in. max_positions: the longest sequence it was made for.
+    embedding_scale: multiplies token embeddings, rounded to the model's dtype.
+    logit_scale: multiplies logits. logit_softcap: logits become softcap * tanh(logit / softcap).
     """
 
     family: str
@@ -59,6 +63,9 @@ class ModelSpec:
     max_positions: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:

@@ -106,7 +106,7 @@ def _check(
     problems: list[str] = []
     for file in files:
         for stored_name in sorted(file.keys()):
-            name = stored_name.removeprefix(family.prefix)
+            name = family.canonical(stored_name)
             wanted = places.get(name)
             if wanted is None and not (tied and name == family.head):
                 ignored = family.ignored is not None and family.ignored.search(name)

@@ -56,7 +56,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
         router_bias=True,
         layout="interleaved",
     )
-    norm = replace(base.norm, eps=settings.number(config, "rms_norm_eps", 1e-5))
+    norm = replace(base.norm, eps=settings.number(config, "rms_norm_eps", 1e-5), wide=True)
     return replace(experts.with_experts(base, ffn, lambda index: True), norm=norm)
 
 

@@ -123,7 +123,8 @@ def route_kernel(
         x = load_k(x_ptrs + k, k, K, EVEN_K)
         if HAS_NORM:
             g = norm_weight(g_ptr, k, K, EVEN_K)
-            x = normalise(x.to(tl.float32), rms[:, None], g, dtype).to(dtype)
+            x = normalise(x.to(tl.float32), rms[:, None], g, dtype, g_ptr.dtype.element_ty)
+            x = x.to(dtype)
             if pid_e == 0:
                 at = normed_ptr + ms.to(tl.int64)[:, None] * K + k
                 tl.store(at, x, mask=(ms < T)[:, None] & (k < K))

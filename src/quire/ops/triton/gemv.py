@@ -49,12 +49,13 @@ def _row_scale(
 
 @triton.jit
 def _add_products(
-    acc, squares, w, x_ptr, k, K, scale, g, EVEN_K: tl.constexpr, NORM: tl.constexpr,
+    acc, squares, w, x_ptr, k, K, scale, g, g_dtype: tl.constexpr, EVEN_K: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     """acc [R, BK] += w [R, BK] * x [BK]; squares [BK] += x * x where the norm is applied late."""
     x = load_k(x_ptr + k, k, K, EVEN_K).to(tl.float32)
     if NORM == "exact":
-        x = normalise(x, scale, g, x_ptr.dtype.element_ty)
+        x = normalise(x, scale, g, x_ptr.dtype.element_ty, g_dtype)
     elif NORM == "late":
         squares += x * x
         x *= g
@@ -153,8 +154,9 @@ def gemv_kernel(
         new_squares = ()
         for m in tl.static_range(MB):
             acc, sq = _add_products(
-                accs[m], squares[m], wf, xs[m], k, K, scales[m], g, EVEN_K, NORM
-            )
+                accs[m], squares[m], wf, xs[m], k, K, scales[m], g, g_ptr.dtype.element_ty, EVEN_K,
+                NORM,
+            )  # fmt: skip
             new_accs = new_accs + (acc,)
             new_squares = new_squares + (sq,)
         accs = new_accs
