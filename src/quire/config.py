@@ -12,12 +12,12 @@ import msgspec
 
 from quire.errors import ConfigError
 
-OPTIMIZATIONS = ("graphs", "overlap", "fusions", "skinny", "pdl")
+OPTIMIZATIONS = ("graphs", "overlap", "fusions", "skinny", "pdl", "symmetric")
 """The values of `EngineArgs.disable`.
 
 graphs: CUDA graphs. overlap: launching a step before the last one is read. fusions: norms,
 activations and residuals inside linear layers. skinny: our kernels for linear layers of few rows.
-pdl: programmatic dependent launch.
+pdl: programmatic dependent launch. symmetric: our kernels for sums over ranks.
 """
 
 
@@ -173,12 +173,6 @@ class EngineArgs:
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _one_of("pooling", self.pooling, ("auto", "last", "mean"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet: this "
-                "version serves a model on one device",
-                "tensor_parallel_size",
-            )
 
     def _check_tiers(self) -> None:
         for name, value in (

@@ -169,8 +169,7 @@ class Linear(nn.Module):
             if self.group.world > 1:
                 # What every rank holds whole may enter the sum over ranks only once.
                 bias = self.bias if self.group.rank == 0 else None
-                out = self.group.all_reduce(ops.linear(x, self.weight, bias))
-                return out if residual is None else out.add_(residual)
+                return self.group.all_reduce(ops.linear(x, self.weight, bias), residual, self.name)
         if len(self.stacks) > 1:
             return self._apart(x, residual, norm, act)
         scale = None

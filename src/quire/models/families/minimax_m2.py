@@ -50,7 +50,8 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
         config = {**config, "partial_rotary_factor": rotary / settings.integer(config, "head_dim")}
     base = llama.base_spec(config, "minimax_m2")
     layer = base.layers[0]
-    own = {field.name: getattr(layer.mixer, field.name) for field in fields(layer.mixer)}
+    plain = base.attention[0]
+    own = {field.name: getattr(plain, field.name) for field in fields(plain)}
     mixer = ProjectionNormSpec(**own, projection_norm=base.norm)
     base = replace(base, layers=(replace(layer, mixer=mixer),) * len(base.layers))
     count = experts.count(config)
