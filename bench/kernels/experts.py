@@ -36,7 +36,7 @@ from quire.ops.triton.launch import compiling
 from quire.ops.weight import Weight, WeightFormat
 
 BYTES_PER_US = 4.0e6
-"""What the card reads in a microsecond, as other kernels here have shown."""
+"""Bytes that the card reads in a microsecond, as other kernels here have shown."""
 FORMATS = {
     "bf16": WeightFormat(torch.bfloat16),
     "fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32),

@@ -17,7 +17,7 @@ from quire.ops.experts import ExpertWeights
 from quire.quantization import ProjectionShare, Range, Scheme, StoredTensor
 
 Layout = Literal["each", "fused", "interleaved"]
-"""How a checkpoint stores experts.
+"""Layout of experts in a checkpoint.
 
 "each": tensors of their own for each projection of each expert.
 "fused": a tensor for all experts, [experts, outputs, inputs]; gates and then ups are one.
@@ -27,7 +27,7 @@ Layout = Literal["each", "fused", "interleaved"]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What of a projection this rank holds. experts, rows, columns: of so many experts, outputs of
+    """A rank's part of a projection. experts, rows, columns: of so many experts, outputs of
     each projection, and inputs."""
 
     experts: Range

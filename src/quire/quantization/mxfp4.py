@@ -38,12 +38,15 @@ class Mxfp4:
         format = WeightFormat(
             torch.uint8, bits=4, scales=torch.float8_e8m0fnu, group=_GROUP, code="e2m1"
         )
-        stored = _Blocks("blocks", "values", BYTES), Exponents("scales", "scales", BYTES, 1, _GROUP)
+        stored = (
+            ExpertBlocks("blocks", "values", BYTES),
+            Exponents("scales", "scales", BYTES, 1, _GROUP),
+        )
         return Scheme(format, stored)
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks(StoredTensor):
+class ExpertBlocks(StoredTensor):
     """Values in blocks of 32, [outputs, blocks, 16], the even input's in the low half of a byte."""
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What families with layers of experts share: reading their sizes, and names of their tensors."""
+"""Parts that families with experts share: reading their sizes, and names of their tensors."""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ from quire.ops.experts import Routing
 
 
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
-    base = qwen3.spec(config, "qwen3_moe")
+    # Unlike in dense Qwen3, the head size follows from the hidden size where it is not given.
+    hidden = settings.integer(config, "hidden_size", high=settings.MOST_FEATURES)
+    base = qwen3.spec({**config, "head_dim": settings.heads(config, hidden)[2]}, "qwen3_moe")
     count = experts.count(config)
     ffn = ExpertsSpec(
         experts=count,

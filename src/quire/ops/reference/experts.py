@@ -1,4 +1,4 @@
-"""Experts: which ones a token goes to, and their products."""
+"""The router of experts, and their products."""
 
 from __future__ import annotations
 

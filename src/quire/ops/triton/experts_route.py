@@ -1,4 +1,4 @@
-"""Which experts tokens go to: the router, and the order of tokens by expert."""
+"""The router, and the order of tokens by expert."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def route(
     first: int = 0,
     count: int | None = None,
 ) -> Routed:
-    """See `reference.experts.route`. A token's experts do not depend on other tokens."""
+    """See `reference.experts.route`."""
     tokens, hidden = x.shape
     experts, top_k = len(weight), routing.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)
