@@ -184,6 +184,12 @@ def test_formats(plan: ExpertsPlan, name: str) -> None:
     check(plan, format, torch.float32, 5, hidden=96, width=64)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_4_bit_floats_in_half_precision(dtype: torch.dtype) -> None:
+    for plan in (GEMV, GROUPED):
+        check(plan, E2M1, dtype, 3, hidden=64, width=64)
+
+
 @pytest.mark.parametrize("tokens", [1, 17, slow(90)])
 def test_any_number_of_tokens(tokens: int) -> None:
     check(None, None, torch.float32, tokens)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.triton.gemm_common import load_k, tile_rows, wait_for_predecessor
-from quire.ops.triton.quantized_tiles import load_groups, load_tile, widen
+from quire.ops.triton.quantized_tiles import LIFT, load_groups, load_tile, widen
 from quire.ops.triton.skinny_gemm import product
 
 
@@ -25,7 +25,8 @@ def _tile(
     w_ptrs, s_ptrs, z_ptrs, k0, K, R: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr,
 ):  # fmt: skip
-    """Returns weights of inputs [k0, k0 + BK), fp32 [R, BK], without the scales of outputs."""
+    """Returns weights of inputs [k0, k0 + BK), fp32 [R, BK], without the scales of outputs; 4-bit
+    floats 1 / LIFT as large."""
     w = load_tile(w_ptrs, k0, K, BK, BITS, EVEN_K)
     s = 1.0
     z = 0.0
@@ -63,6 +64,8 @@ def up_gemv_kernel(
             x = load_k(x_ptr + k0 + ks, k0 + ks, K, EVEN_K).to(tl.float32)
             acc += w * x[None, :]
         y = tl.sum(acc, 1)
+        if E2M1:
+            y *= LIFT
         if HAS_SCALES:
             y *= tl.load(s_ptr + rows * stride_sn).to(tl.float32)
         if HAS_BIAS:
@@ -116,6 +119,8 @@ def down_gemv_kernel(
                     part *= tl.load(s_ptr + rows * stride_sn).to(tl.float32)[:, None]
                 acc += part
         total = tl.sum(acc, 1)
+        if E2M1:
+            total *= LIFT
         if HAS_BIAS:
             for j in tl.static_range(TOP_K):
                 expert = tl.load(ids_ptr + t * TOP_K + j)

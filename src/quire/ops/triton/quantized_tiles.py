@@ -17,6 +17,10 @@ from quire.ops.triton.launch import launch
 from quire.ops.weight import Weight
 
 
+LIFT = tl.constexpr(2.0**63)
+"""The square root of what 4-bit floats are too small by when they become fp32."""
+
+
 @triton.jit
 def load_tile(w_ptrs, k0, K, BK: tl.constexpr, BITS: tl.constexpr, EVEN_K: tl.constexpr):
     """Returns stored values of inputs [k0, k0 + BK), 0 from K on: [R, BK], or [R, BK / 8] words of
@@ -71,9 +75,8 @@ def _nibble(words, zeros, scales, PLACE: tl.constexpr):
 def _float4(words, scales, PLACE: tl.constexpr):
     """Returns value * scale of the 4-bit float at PLACE of each word. Its exponent and mantissa are
     put where those of fp32 end, which makes it 2^126 times smaller, subnormal numbers included."""
-    bits = words >> (4 * PLACE)
-    small = ((bits & 7) << 22) | ((bits & 8) << 28)
-    return small.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scales
+    small = ((words << (22 - 4 * PLACE)) & 0x1C00000) | ((words << (28 - 4 * PLACE)) & -0x80000000)
+    return small.to(tl.float32, bitcast=True) * scales
 
 
 @triton.jit
@@ -91,7 +94,8 @@ def widen(
     HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr = False,
 ):  # fmt: skip
     """Returns fp32 [R, BK] of a tile: (value - zero) * scale. scales: of groups, not read if GROUP
-    is 0; zeros: not read without HAS_ZEROS, and then 8 for 4 bits. E2M1: 4 bits are floats."""
+    is 0; zeros: not read without HAS_ZEROS, and then 8 for 4 bits. E2M1: 4 bits are floats, which
+    come out 1 / LIFT as large: a product more for each would show."""
     GROUPS: tl.constexpr = BK // GROUP if GROUP > 0 and BK > GROUP else 1
     if BITS == 4:
         z = zeros if HAS_ZEROS else 8.0
@@ -99,7 +103,7 @@ def widen(
         if HAS_ZEROS:
             z = _spread(zeros, R, GROUPS, BK // 8 // GROUPS)
         if GROUP > 0:
-            s = _spread(scales, R, GROUPS, BK // 8 // GROUPS)
+            s = _spread(scales * LIFT if E2M1 else scales, R, GROUPS, BK // 8 // GROUPS)
         high = w >> 20
         even = tl.join(
             tl.join(_number(w, z, s, 0, E2M1), _number(w, z, s, 4, E2M1)),

@@ -26,7 +26,7 @@ from quire.ops.triton.gemm_common import (
 )
 from quire.ops.triton.gemm_plan import GemmPlan, Launch, LinearArgs
 from quire.ops.triton.launch import options, traits
-from quire.ops.triton.quantized_tiles import Operands, load_groups, load_tile, widen
+from quire.ops.triton.quantized_tiles import LIFT, Operands, load_groups, load_tile, widen
 
 MAX_SPLIT_TILES = 16384
 
@@ -80,6 +80,8 @@ def product(
             if HAS_ZEROS:
                 z = load_groups(z_ptrs, k0, K, BK, GROUP, EVEN_K)
             w = widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS, E2M1)
+            if E2M1 and dtype == tl.float16:
+                w *= LIFT
         if NORM == "exact":
             g = norm_weight(g_ptr, k, K, EVEN_K)
             x = normalise(
@@ -96,6 +98,8 @@ def product(
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    if E2M1 and dtype != tl.float16:
+        acc *= LIFT
     if SWAP:
         acc = tl.trans(acc)
     if NORM == "late":
