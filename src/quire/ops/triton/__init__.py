@@ -6,6 +6,8 @@ from quire.ops.triton.adjust import adjust
 from quire.ops.triton.attention import attention_schedule, paged_attention
 from quire.ops.triton.drafts import begin_drafts, keep_drafts
 from quire.ops.triton.embedding import embedding
+from quire.ops.triton.experts import experts_mlp
+from quire.ops.triton.experts_route import route
 from quire.ops.triton.gate import wait_for_flag
 from quire.ops.triton.gated_delta_net import (
     gated_delta,
@@ -37,6 +39,7 @@ __all__ = [
     "collect_rows",
     "embedding",
     "expand_rows",
+    "experts_mlp",
     "finish_rows",
     "gated_delta",
     "gated_rms_norm",
@@ -50,6 +53,7 @@ __all__ = [
     "preactivation",
     "qk_norm_rope_store",
     "rms_norm",
+    "route",
     "sample",
     "scatter",
     "short_conv",
