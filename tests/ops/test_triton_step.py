@@ -313,7 +313,7 @@ def test_rows_finish_side_by_side(kernel_device: str, side: Any) -> None:
 
 @pytest.mark.parametrize("side", SIDES)
 def test_lanes_end_where_rows_have_no_drafts(kernel_device: str, side: Any) -> None:
-    """What is computed of a row launched before its lane's end was known is padding."""
+    """A row that was launched before its lane's end was known is padding."""
     names = "one", "stop", "length", "broken"
     for run, given, reason in (FINISHED[name] for name in names):
         out = finish(side, kernel_device, [run], width=3)

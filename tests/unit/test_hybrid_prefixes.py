@@ -1,5 +1,5 @@
-"""How much of their prompts requests take from the cache where there are recurrent states, against
-attention only: on traces of shared and shortened prefixes and of conversations."""
+"""Tokens that requests take from the cache where there are recurrent states, against attention only:
+on traces of shared and shortened prefixes and of conversations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Trace = Callable[[random.Random], Iterator[Turn]]
 
 
 class Served:
-    """What the requests of a trace got from the cache."""
+    """A scheduler over a trace, and the tokens that it took from the cache."""
 
     def __init__(self, states: int) -> None:
         groups, counts = [FULL], [20_000]

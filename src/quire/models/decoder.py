@@ -14,7 +14,7 @@ from quire.layers.attention import AttentionSpec
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
-from quire.layers.layout import Layout, block_bytes
+from quire.layers.layout import MixerLayout, block_bytes
 from quire.layers.residual import Residual
 from quire.layers.rope_spec import RopeSpec
 from quire.layers.rotary import RotaryTable
@@ -84,7 +84,7 @@ class Decoder(nn.Module):
         )
         self._workspace: dict[Any, Any] = {}
         # Layers of one layout have what they keep booked together.
-        layouts: list[Layout] = [block.attention.layout for block in blocks]
+        layouts: list[MixerLayout] = [block.attention.layout for block in blocks]
         # Layers that see everything come first.
         order = "full", "window", "state"
         self.kv_layouts = tuple(

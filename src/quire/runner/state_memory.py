@@ -1,4 +1,4 @@
-"""How memory is split between KV and recurrent states."""
+"""The split of memory between KV and recurrent states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.errors import ConfigError
 from quire.plan import KVGroup
 
 _MEAN_TOKENS = 4096
-"""What a request is assumed to have, prompt and answer, for a split that suits most work."""
+"""Tokens that a request is assumed to have, prompt and answer: a split that suits most work."""
 _MEAN_STATES = 3
 """States per request: its own, and checkpoints near the end of its prompt and of its turn."""
 
