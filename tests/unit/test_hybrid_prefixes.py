@@ -1,5 +1,5 @@
-"""Tokens that requests take from the cache where there are recurrent states, against attention only:
-on traces of shared and shortened prefixes and of conversations."""
+"""Tokens taken from the cache where there are recurrent states, against attention only: on traces
+of shared and shortened prefixes and of conversations."""
 
 from __future__ import annotations
 
