@@ -46,8 +46,8 @@ class GeneralBlock(nn.Module):
         mixed = self.attention(apart, self.attention_norm, batch, group, kv)
         x = self._sum(x, mixed, self.attention_out_norm)
         if self.spec.parallel:
-            return self._sum(x, self.mlp(apart, self.attention_norm), self.mlp_out_norm)
-        return self._sum(x, self.mlp(x, self.mlp_norm), self.mlp_out_norm)
+            return self._sum(x, self.mlp(apart, self.attention_norm, batch), self.mlp_out_norm)
+        return self._sum(x, self.mlp(x, self.mlp_norm, batch), self.mlp_out_norm)
 
     def _sum(self, x: Residual, given: Residual, norm: RMSNorm | None) -> Residual:
         """Returns the stream x after what one part gave was added to it."""

@@ -128,7 +128,8 @@ class ModelRunner:
             first = sum(len(group.layers) for group in groups)
             groups += model.kv_groups(self.config.block_size, self._kv_format, first)
         self._groups = tuple(groups)
-        blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(groups))
+        budget, drafts = self._cache_budget(groups), self.limits.drafts
+        blocks = memory.blocks_per_group(self.config, groups, budget, drafts)
         self._seconds["weights"] = time.perf_counter() - began
         return Measurement(self._groups, blocks)
 
