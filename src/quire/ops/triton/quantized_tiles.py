@@ -16,7 +16,6 @@ from quire.ops.triton.gemm_common import load_k
 from quire.ops.triton.launch import launch
 from quire.ops.weight import Weight
 
-
 LIFT = tl.constexpr(2.0**63)
 """The square root of what 4-bit floats are too small by when they become fp32."""
 
