@@ -55,11 +55,19 @@ FEATURES = (
         _imported("quire.speculation.hook:open_hook"),
         wanted=lambda config: config.args.speculates,
     ),
-    # The last: masks of draft positions need the drafts that others have written.
+    # After drafts: masks of their positions need what others have written.
     FeatureEntry(
         _imported("quire.structured:open_grammars"),
         _imported("quire.runner.hooks.mask:Mask"),
         asked=lambda params, options: params.structured_outputs is not None,
+    ),
+    # The last: what others refuse is never bound to an adapter.
+    FeatureEntry(
+        _imported("quire.adapters.feature:AdapterFeature"),
+        _imported("quire.adapters.hook:AdapterHook"),
+        wanted=lambda config: (
+            config.args.enable_lora or bool(config.args.lora) or config.args.lora_dir is not None
+        ),
     ),
 )
 """Every feature, in the order in which the scheduler and the loop call them."""

@@ -188,6 +188,8 @@ class ModelRunner:
             seed=self.config.args.seed,
             progress=self._told("weights"),
         )
+        for hook in self._features:
+            hook.attach(self.model)
 
     def _prepare(self, groups: Sequence[KVGroup]) -> None:
         """Makes the batch state, and the program over it."""
@@ -207,7 +209,7 @@ class ModelRunner:
         for hook in self.hooks:
             hook.bind(self.state)
         for hook in self._features:
-            hook.attach(self.cache)
+            hook.take_cache(self.cache)
         own = range(len(self.model.kv_layouts))
         lanes = ModelLanes(self.model, self.state, self.cache.layers, own, self.state.position)
         self.program = StepProgram(lanes, self.hooks, acceptance.claims)
@@ -304,15 +306,16 @@ class ModelRunner:
         self._apply(step)
         for hook in self._features:
             hook.begin(step)
-        longest = int(plan.q_len.max(initial=1))
-        rows, tokens = plan.num_rows, plan.num_tokens
+        tokens, longest = plan.num_tokens, int(plan.q_len.max(initial=1))
         if not tokens:
             return step
-        captured = None if self._graphs is None else self._graphs.body(tokens, rows, longest)
+        altered = any(hook.altered(plan) for hook in self._features)
+        shape = BodyShape(tokens, plan.num_rows, longest, altered)
+        captured = None if self._graphs is None else self._graphs.body(shape)
         if self._graphs is not None and captured is not None:
             self._graphs.replay(captured)
         else:
-            self.program.body(BodyShape(tokens, rows, longest))
+            self.program.body(shape)
         for hook in self.hooks:
             hook.hidden(step, self.program.hidden[:tokens])
         return step

@@ -25,11 +25,13 @@ from quire.runner.state import BatchState
 
 @dataclass(frozen=True, slots=True)
 class BodyShape:
-    """Places for tokens and rows, and the most tokens of a row."""
+    """Places for tokens and rows, the most tokens of a row, and whether a hook changes what the
+    model computes."""
 
     tokens: int
     rows: int
     longest: int
+    altered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class HeadShape:
 class CapturedPrograms(Protocol):
     """Programs that can be replayed, by shape."""
 
-    def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
+    def body(self, step: BodyShape) -> BodyShape | None:
         """Returns the shape of the captured body that a step is padded to; None: none holds it."""
         ...
 
@@ -142,6 +144,8 @@ class StepProgram:
         if drafts is not None:
             ops.place_drafts(rows, position, state.tokens, drafts)
         logit_rows = state.logit_rows  # all: heads are padded further than bodies
+        for hook in self.hooks:
+            hook.body(rows, shape.tokens, shape.altered)
         hidden = self.lanes.forward(rows, logit_rows, shape, drafts=drafts, shallow=shallow)
         ops.collect_rows(hidden, rows, logit_rows, position, self.last, self.hidden)
 

@@ -179,7 +179,7 @@ class DraftModel(Verifier):
         self._own_used = Drafts(*self._claims[:2], ints(lanes))
         self._floats, self._ints = columns["sampling_floats"], columns["sampling_ints"]
 
-    def attach(self, cache: KVCache) -> None:
+    def take_cache(self, cache: KVCache) -> None:
         state, own = self._state, len(self._model.kv_layouts)
         self._lanes = ModelLanes(
             self._model,

@@ -53,7 +53,7 @@ def _step(
     """Returns what runs a body and a plain head of so many tokens."""
     rows = size if longest == 1 else max(1, size // 2)
     if graphs is not None:
-        body, head = graphs.body(size, rows, longest), graphs.head(size, Level.PLAIN)
+        body, head = graphs.body(BodyShape(size, rows, longest)), graphs.head(size, Level.PLAIN)
         if body is not None and head is not None:
             captured = graphs
 

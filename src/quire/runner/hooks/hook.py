@@ -71,8 +71,10 @@ class Hook:
     drafts: the most draft tokens of a row that steps must verify for it.
     entries: names in `StepPlan.writes` that it reads there, and that are no columns.
     gates: whether it can make a head wait for the host, with the methods `lacks` and `bring`.
+    alters: whether it can change what the model computes, with the methods `altered` and `body`.
     """
 
+    alters: bool = False
     drafts: int = 0
     entries: frozenset[str] = frozenset()
     gates: bool = False
@@ -92,10 +94,13 @@ class Hook:
         """Returns the per-lane columns it keeps; plans fill them through `StepPlan.writes`."""
         return ()
 
+    def attach(self, model: Decoder) -> None:
+        """Takes the model, whose weights are loaded. Called once, before memory is measured."""
+
     def bind(self, state: BatchState) -> None:
         """Takes the state that holds its columns. Called once, before anything below."""
 
-    def attach(self, cache: KVCache) -> None:
+    def take_cache(self, cache: KVCache) -> None:
         """Takes the KV cache, once, if the hook has models."""
 
     def stage(self, plan: StepPlan, upload: Upload) -> None:
@@ -103,6 +108,13 @@ class Hook:
 
     def pack(self, plan: StepPlan, inputs: Int32) -> None:
         """Fills in its part of a step's `BatchState.inputs`."""
+
+    def altered(self, plan: StepPlan) -> bool:
+        """Whether the plan's body is one that it changes. Called after `stage`."""
+        return False
+
+    def body(self, rows: StepRows, tokens: int, altered: bool) -> None:
+        """Prepares the model for a body over so many tokens. A part of the body's program."""
 
     def begin(self, step: Step) -> None:
         """Launches what comes before the step's body, once the plan is applied."""
