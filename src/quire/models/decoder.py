@@ -91,7 +91,7 @@ class Decoder(nn.Module):
         # Layers that see everything come first.
         self._group_keys = list(dict.fromkeys(sorted(keys, key=lambda key: key[0] is not None)))
         self._layer_groups = [self._group_keys.index(key) for key in keys]
-        self._shallow = 1 + max(keys.index(key) for key in self._group_keys)
+        self._shallow = 1 + max(map(spec.layers.index, set(spec.layers)))
 
     def kv_groups(
         self, block_size: int, kv_format: ops.KVFormat | None = None
