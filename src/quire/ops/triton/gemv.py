@@ -135,12 +135,18 @@ def gemv_kernel(
     for k0 in tl.range(0, BK if SINGLE else K, BK, num_stages=STAGES):
         k = k0 + ks
         if STAGES > 1:
-            w = load_tile(w_ptrs, k0, K, BK, BITS, EVEN_K)
+            w_now = load_tile(w_ptrs, k0, K, BK, BITS, EVEN_K)
+            s_now = 1.0
+            z_now = 0.0
             if GROUP > 0:
-                s = load_groups(s_ptrs, k0, K, BK, GROUP, EVEN_K)
+                s_now = load_groups(s_ptrs, k0, K, BK, GROUP, EVEN_K)
             if HAS_ZEROS:
-                z = load_groups(z_ptrs, k0, K, BK, GROUP, EVEN_K)
-        wf = widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS)
+                z_now = load_groups(z_ptrs, k0, K, BK, GROUP, EVEN_K)
+        else:
+            w_now = w
+            s_now = s
+            z_now = z
+        wf = widen(w_now, s_now, z_now, R, BK, BITS, GROUP, HAS_ZEROS)
         if STAGES == 1 and not SINGLE:
             w = load_tile(w_ptrs, k0 + BK, K, BK, BITS, False)
             if GROUP > 0:
