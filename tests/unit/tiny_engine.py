@@ -90,6 +90,7 @@ class TinyEngine:
         policy: str = "fcfs",
         hooks: Sequence[Hook] = (),
         world: int = 1,
+        timeout: float | None = None,
         features: Sequence[Feature] = (),
         dtype: str = "float32",
         device: str = "cpu",
@@ -130,7 +131,7 @@ class TinyEngine:
         if world == 1:
             self.executor = self.runner = ModelRunner(config, hooks=hooks)
         else:
-            self.executor = WorkerExecutor(config, hooks=hooks, world=world)
+            self.executor = WorkerExecutor(config, hooks=hooks, world=world, timeout=timeout)
             self.runner = self.executor.local
         self.scheduler = Scheduler(scheduler, self.executor.start(), features)
         self.plans: list[StepPlan] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
@@ -126,6 +126,11 @@ class EngineCore:
             self._turn_on(each, {})
         for feature in self._loop_features:
             feature.check(params)
+
+    def control(self, message: dict[str, Any]) -> Any:
+        """Asks the features, in order. Returns the first answer that is not None."""
+        answers = (feature.on_control(message) for feature in self._loop_features)
+        return next((answer for answer in answers if answer is not None), None)
 
     def _turn_on(self, params: SamplingParams, options: RequestOptions) -> None:
         """Turns on the features that a request asks for and that do not run yet."""

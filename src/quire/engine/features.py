@@ -46,6 +46,18 @@ def _offload(config: EngineConfig) -> LoopFeature:
     return OffloadLoop(config)
 
 
+def _adapters(config: EngineConfig) -> LoopFeature:
+    from quire.adapters.feature import AdapterFeature
+
+    return AdapterFeature(config)
+
+
+def _adapters_hook(config: EngineConfig) -> Hook:
+    from quire.adapters.hook import AdapterHook
+
+    return AdapterHook(config)
+
+
 def _structured(config: EngineConfig) -> LoopFeature:
     from quire.structured import open_grammars
 
@@ -65,11 +77,19 @@ FEATURES = (
         asked=lambda params, options: options.get("pooling") is not None,
     ),
     FeatureEntry(_offload, wanted=lambda config: config.args.host_cache_gb > 0.0),
-    # The last: masks of draft positions need the drafts that others have written.
+    # After drafts: masks of their positions need what others have written.
     FeatureEntry(
         _structured,
         _structured_hook,
         asked=lambda params, options: params.structured_outputs is not None,
+    ),
+    # The last: what others refuse is never bound to an adapter.
+    FeatureEntry(
+        _adapters,
+        _adapters_hook,
+        wanted=lambda config: (
+            config.args.enable_lora or bool(config.args.lora) or config.args.lora_dir is not None
+        ),
     ),
 )
 """Every feature, in the order in which the scheduler and the loop call them."""

@@ -70,7 +70,7 @@ class Decoder(nn.Module):
         }
         self.rotary = nn.ModuleList(tables.values())
         blocks = [
-            _block(layer, spec, _table(tables, layer), build.within(f"layers.{index}"))
+            make_block(layer, spec, _table(tables, layer), build.within(f"layers.{index}"))
             for index, layer in enumerate(spec.layers)
         ]
         self.layers = nn.ModuleList(blocks)
@@ -169,7 +169,8 @@ def _table(tables: dict[RopeSpec, RotaryTable], layer: LayerSpec) -> RotaryTable
     return None if rope is None else tables[rope]
 
 
-def _block(spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build) -> Any:
+def make_block(spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build) -> Any:
+    """Returns a layer of the model."""
     if spec.norms == "input" and not spec.parallel and spec.multiplier == 1.0:
         return Block(spec, model, rotary, build)
     # Most models have the plain shape.

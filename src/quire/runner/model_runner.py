@@ -178,6 +178,8 @@ class ModelRunner:
             seed=self.config.args.seed,
             progress=self._told("weights"),
         )
+        for hook in self._features:
+            hook.attach(self.model)
 
     def _prepare(self, groups: Sequence[KVGroup]) -> None:
         """Makes the batch state, and the program over it."""
@@ -290,15 +292,16 @@ class ModelRunner:
         """Applies the plan and computes its tokens."""
         step = Step.of(plan, self.device)
         self._apply(step)
-        longest = int(plan.q_len.max(initial=1))
-        rows, tokens = plan.num_rows, plan.num_tokens
+        tokens, longest = plan.num_tokens, int(plan.q_len.max(initial=1))
         if not tokens:
             return step
-        captured = None if self._graphs is None else self._graphs.body(tokens, rows, longest)
+        altered = any(hook.altered(plan) for hook in self._features)
+        shape = BodyShape(tokens, plan.num_rows, longest, altered)
+        captured = None if self._graphs is None else self._graphs.body(shape)
         if self._graphs is not None and captured is not None:
             self._graphs.replay(captured)
         else:
-            self.program.body(BodyShape(tokens, rows, longest))
+            self.program.body(shape)
         for hook in self.hooks:
             hook.hidden(step, self.program.hidden[:tokens])
         return step

@@ -25,11 +25,13 @@ from quire.runner.state import BatchState
 
 @dataclass(frozen=True, slots=True)
 class BodyShape:
-    """Places for tokens and rows, and the most tokens of a row."""
+    """Places for tokens and rows, the most tokens of a row, and whether a hook changes what the
+    model computes."""
 
     tokens: int
     rows: int
     longest: int
+    altered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class HeadShape:
 class CapturedPrograms(Protocol):
     """Programs that can be replayed, by shape."""
 
-    def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
+    def body(self, step: BodyShape) -> BodyShape | None:
         """Returns the shape of the captured body that a step is padded to; None: none holds it."""
         ...
 
@@ -122,6 +124,8 @@ class StepProgram:
             max_q_len=shape.longest,
             max_seq_len=expanded.max_seq_len,
         )
+        for hook in self.hooks:
+            hook.body(rows, shape.tokens, shape.altered)
         hidden = self.model(batch, self._cache.layers, shallow=shallow)
         ops.collect_rows(hidden, rows, logit_rows, self._position, self.last, self.hidden)
 

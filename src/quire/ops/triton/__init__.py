@@ -1,6 +1,7 @@
 """Triton kernels for NVIDIA GPUs, under the ops' names and signatures (see `ops.reference`)."""
 
 from quire.ops.triton.activation import run as activate
+from quire.ops.triton.adapters import adapter_rows, add_adapters, preactivation
 from quire.ops.triton.adjust import adjust
 from quire.ops.triton.attention import attention_schedule, paged_attention
 from quire.ops.triton.embedding import embedding
@@ -21,6 +22,8 @@ from quire.ops.triton.step import (
 
 __all__ = [
     "activate",
+    "adapter_rows",
+    "add_adapters",
     "adjust",
     "attention_schedule",
     "collect_rows",
@@ -33,6 +36,7 @@ __all__ = [
     "paged_attention",
     "place_drafts",
     "pool_rows",
+    "preactivation",
     "qk_norm_rope_store",
     "rms_norm",
     "sample",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.arrays import Int32
 from quire.ops import LogitRows, StepRows
@@ -68,8 +68,10 @@ class Hook:
     drafts: the most draft tokens of a row that steps must verify for it.
     entries: names in `StepPlan.writes` that it reads there, and that are no columns.
     gates: whether it can make a head wait for the host, with the methods `lacks` and `bring`.
+    alters: whether it can change what the model computes, with the methods `altered` and `body`.
     """
 
+    alters: bool = False
     drafts: int = 0
     entries: frozenset[str] = frozenset()
     gates: bool = False
@@ -85,6 +87,9 @@ class Hook:
         """Returns the per-lane columns it keeps; plans fill them through `StepPlan.writes`."""
         return ()
 
+    def attach(self, model: nn.Module) -> None:
+        """Takes the model, whose weights are loaded. Called once, before memory is measured."""
+
     def bind(self, state: BatchState) -> None:
         """Takes the state that holds its columns. Called once, before anything below."""
 
@@ -93,6 +98,13 @@ class Hook:
 
     def pack(self, plan: StepPlan, inputs: Int32) -> None:
         """Fills in its part of a step's `BatchState.inputs`."""
+
+    def altered(self, plan: StepPlan) -> bool:
+        """Whether the plan's body is one that it changes. Called after `stage`."""
+        return False
+
+    def body(self, rows: StepRows, tokens: int, altered: bool) -> None:
+        """Prepares the model for a body over so many tokens. A part of the body's program."""
 
     def lane_level(self, admit: Admit) -> Level:
         """Returns what heads must be able to do for the rows of a request that takes a lane."""

@@ -44,6 +44,13 @@ _COUNTERS = {
 }
 """Maps fields of `EngineStats` to their metrics' names and meanings."""
 
+_ADAPTER_COUNTERS = {
+    "loads": ("adapter_loads", "LoRA adapters copied to the device."),
+    "load_seconds": ("adapter_load_seconds", "Seconds that this took in all."),
+    "failures": ("adapter_failures", "LoRA adapters that could not be read or copied."),
+}
+"""Maps entries of `EngineStats.adapters`, which has some where adapters are taken, likewise."""
+
 _TIER_COUNTERS = {
     "host_hit_tokens": ("host_hit_tokens", "Prompt tokens whose KV came from host memory."),
     "disk_hit_tokens": ("disk_hit_tokens", "Prompt tokens whose KV came from files."),
@@ -102,6 +109,8 @@ class EngineMetrics(Collector):
             yield from _gauges(self._stats)
             yield from _counters(self._stats, _COUNTERS)
             yield from _histograms(self._stats)
+            if self._stats.adapters:
+                yield from _adapters(self._stats.adapters)
             if self._stats.tiers is not None:
                 yield from _tiers(self._stats.tiers)
 
@@ -117,6 +126,21 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
         for group, count in enumerate(getattr(stats, f"blocks_{state}")):
             blocks.add_metric([str(group), state], count)
     yield blocks
+
+
+def _adapters(found: dict[str, float]) -> Iterator[Metric]:
+    states = ("known", "cached", "resident")
+    counts = _gauge("adapters", "LoRA adapters, by state.", labels=("state",))
+    for state in states:
+        counts.add_metric([state], found[state])
+    yield counts
+    yield _gauge(
+        "adapter_requests_waiting",
+        "Requests parked until their LoRA adapter is on the device.",
+        found["waiting"],
+    )
+    for field, (name, help) in _ADAPTER_COUNTERS.items():
+        yield CounterMetricFamily(f"quire_{name}", help, value=found[field])
 
 
 def _tiers(tiers: TierStats) -> Iterator[Metric]:
