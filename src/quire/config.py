@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_origin, get_type_hints
 
@@ -100,6 +101,12 @@ class EngineArgs:
     lora_cache_gb: float = _setting(4.0, "Host memory, in GB, for LoRA adapters that were read.")
     enable_chunked_prefill: bool = _setting(
         True, "Split long prompts over steps so that decodes ride along."
+    )
+    speculative: Mapping[str, Any] | None = _setting(
+        None, "Speculative decoding, as JSON: see docs/speculation.md for its keys."
+    )
+    speculative_model: str | None = _setting(
+        None, "Draft model, a folder or hub id: short for speculative's key model."
     )
     scheduling_policy: Literal["fcfs", "priority"] = _setting(
         "fcfs", "Queue order: arrival, or priority with ageing (lower runs first)."
@@ -197,6 +204,11 @@ class EngineArgs:
             )
         if self.disk_cache is not None and not self.disk_cache_gb:
             raise ConfigError("disk_cache needs disk_cache_gb > 0", "disk_cache_gb")
+
+    @property
+    def speculates(self) -> bool:
+        """Whether speculative decoding is asked for."""
+        return self.speculative is not None or self.speculative_model is not None
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:

@@ -95,15 +95,16 @@ class Decoder(nn.Module):
         self._shallow = 1 + max(map(spec.layers.index, set(spec.layers)))
 
     def kv_groups(
-        self, block_size: int, kv_format: ops.KVFormat | None = None
+        self, block_size: int, kv_format: ops.KVFormat | None = None, first: int = 0
     ) -> tuple[KVGroup, ...]:
         """Returns the groups of layers that are booked together: those of one layout, those that
         see everything first. Sizes are those of this rank. kv_format: how KV is stored, by default
-        as the model computes it."""
+        as the model computes it. first: the number of the first layer."""
         kv_format = kv_format or ops.KVFormat(self.dtype)
         groups = []
         for index, layout in enumerate(self.kv_layouts):
-            members = tuple(i for i, group in enumerate(self._layer_groups) if group == index)
+            layers = enumerate(self._layer_groups, first)
+            members = tuple(layer for layer, group in layers if group == index)
             groups.append(
                 KVGroup(
                     layers=members,

@@ -4,6 +4,7 @@ from quire.ops.triton.activation import run as activate
 from quire.ops.triton.adapters import adapter_rows, add_adapters, preactivation
 from quire.ops.triton.adjust import adjust
 from quire.ops.triton.attention import attention_schedule, paged_attention
+from quire.ops.triton.drafts import begin_drafts, keep_drafts
 from quire.ops.triton.embedding import embedding
 from quire.ops.triton.gate import wait_for_flag
 from quire.ops.triton.linear import linear
@@ -26,10 +27,12 @@ __all__ = [
     "add_adapters",
     "adjust",
     "attention_schedule",
+    "begin_drafts",
     "collect_rows",
     "embedding",
     "expand_rows",
     "finish_rows",
+    "keep_drafts",
     "layer_norm",
     "linear",
     "mask_logits",
