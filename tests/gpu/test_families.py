@@ -1,4 +1,4 @@
-"""What kernels compute of every shape of a layer, against the twins on the same card."""
+"""Kernels against the twins on the same card, for every shape of a layer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "SmolLM3": {},
 }
 CLOSE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
-"""Of logits whose deviation is 1."""
+"""The largest relative error of logits, in root mean square."""
 
 
 def fill(model: Decoder) -> None:
@@ -61,7 +61,7 @@ def fill(model: Decoder) -> None:
 
 
 def logits(model: Decoder, backend: str, kv_cache_dtype: str) -> Tensor:
-    """Of a prompt in two chunks beside single tokens, then of drafts."""
+    """Returns logits of prompts in chunks, single tokens and drafts."""
     draw = random.Random(0)
     harness = Harness(model, block_size=16, kv_cache_dtype=kv_cache_dtype, padding=3)
     long, short = (harness.add([draw.randrange(512) for _ in range(n)]) for n in (140, 30))

@@ -51,7 +51,7 @@ GEMMA3_12B: dict[str, Any] = {
     },
     "torch_dtype": "bfloat16",
 }
-"""As published, without what concerns pictures."""
+"""The published config, without what concerns pictures."""
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
