@@ -11,6 +11,7 @@ a small kernel of a given length between the qkv and the o projection, tokens pe
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -24,23 +25,32 @@ from skeleton import batch_steps, decode_steps
 from quire.ops.triton.gemm_plan import Shape
 from quire.ops.triton.gemm_table import BUCKETS, GemmTable, key_of
 from quire.ops.triton.gemm_tune import Measured, tune
+from quire.ops.weight import WeightFormat
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
 from shapes import MODELS
 from shapes import Shape as Model
 
+FORMATS = {
+    "bf16": None,
+    "int8": WeightFormat(torch.int8, scales=torch.float32),
+    "fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32),
+    "fp8-g128": WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=128),
+    "int4": WeightFormat(torch.uint8, bits=4, scales=torch.bfloat16, group=128),
+}
 BANDWIDTH = 4.24e6
 """Bytes per µs of a GEMV, measured on an H200."""
 
 
-def layer_shapes(model: Model, rows: int) -> dict[str, Shape]:
-    """The linear layers of a step: qkv and gate_up take a norm, gate_up gates."""
+def layer_shapes(model: Model, rows: int, form: WeightFormat | None) -> dict[str, Shape]:
+    """The linear layers of a step: qkv and gate_up take a norm, gate_up gates. The head of a
+    quantized model may be in its format, or as it is."""
     shapes = {}
     for name, (n, k) in model.projections.items():
         gated = name == "gate_up"
         norm = name in ("qkv", "gate_up")
-        shapes[name] = Shape(rows, n // 2 if gated else n, k, torch.bfloat16, norm, gated)
-    shapes["lm_head"] = Shape(rows, model.vocab, model.hidden, torch.bfloat16)
+        shapes[name] = Shape(rows, n // 2 if gated else n, k, torch.bfloat16, norm, gated, form)
+    shapes["lm_head"] = Shape(rows, model.vocab, model.hidden, torch.bfloat16, format=form)
     return shapes
 
 
@@ -76,13 +86,15 @@ class Report:
             share = 100 * shape.weight_bytes / best.us / BANDWIDTH
             kind = best.plan.kernel[0]
             cells.append(f"{best.us:6.1f}{kind}{share:3.0f}%{cublas.us:6.1f}")
-        return f"{label:<16}" + " ".join(cells)
+        return f"{label:<24}" + " ".join(cells)
 
 
-def print_plans(table: GemmTable, models: list[Model], rows: list[int]) -> None:
-    print("\nplans at the fewest rows:")
+def print_plans(
+    table: GemmTable, models: list[Model], rows: list[int], label: str, form: WeightFormat | None
+) -> None:
+    print(f"\n{label}: plans at the fewest rows:")
     for model in models:
-        for name, shape in layer_shapes(model, rows[0]).items():
+        for name, shape in layer_shapes(model, rows[0], form).items():
             plan = table.entries.get(key_of(shape))
             print(f"  {model.name:<13}{name:<8}", json.dumps(plan.as_json()) if plan else "-")
 
@@ -91,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=[""], help="parts of model names")
     parser.add_argument("--rows", nargs="*", type=int, default=list(BUCKETS))
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["bf16"])
     parser.add_argument("--seconds", type=float, default=130.0, help="limit for the tuning")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 4)
     options = parser.parse_args()
@@ -107,7 +120,14 @@ def main() -> None:
     done("combinations of prologue and epilogue checked")
 
     report = Report(out)
-    shapes = [s for rows in options.rows for m in models for s in layer_shapes(m, rows).values()]
+    forms = [(name, FORMATS[name]) for name in options.formats]
+    shapes = [
+        shape
+        for rows in options.rows
+        for model in models
+        for _, form in forms
+        for shape in layer_shapes(model, rows, form).values()
+    ]
     limit = options.seconds
     table = tune(shapes, workers=options.workers, seconds=limit, report=report.add)
     if out:
@@ -117,19 +137,20 @@ def main() -> None:
         print("  failed:", failure)
 
     print("\nper layer: µs (g gemv, s skinny, t torch), % of 4.24 TB/s, cuBLAS µs; by rows of x")
-    print(" " * 16 + " ".join(f"{rows}".center(17) for rows in options.rows))
-    for model in models:
-        for name in layer_shapes(model, 1):
-            row = [layer_shapes(model, rows)[name] for rows in options.rows]
-            print(report.line(f"{model.name[:8]} {name}", row))
-    print_plans(table, models, options.rows)
+    print(" " * 24 + " ".join(f"{rows}".center(17) for rows in options.rows))
+    for model, (label, form) in itertools.product(models, forms):
+        for name in layer_shapes(model, 1, form):
+            row = [layer_shapes(model, rows, form)[name] for rows in options.rows]
+            print(report.line(f"{model.name[:10]} {label} {name}", row))
+    for label, form in forms:
+        print_plans(table, models, options.rows, label, form)
     done("layers printed")
 
-    for model in models:
+    for model in models if "bf16" in options.formats else ():
         for line in decode_steps(model, table):
             print(line, flush=True)
     done("decode steps of one row")
-    for model in models:
+    for model in models if "bf16" in options.formats else ():
         for line in batch_steps(model, table, [r for r in (8, 64, 256) if r in options.rows]):
             print(line, flush=True)
     done("end")

@@ -84,7 +84,8 @@ class Linear(nn.Module):
         else:
             weight = ops.Weight.plain(tied)
             self.stacks = (Stack(0, len(self.outputs), weight, None),)
-        for index, stack in enumerate(self.stacks):
+        # Tied weights are the other module's parameters.
+        for index, stack in enumerate(() if self.tied else self.stacks):
             behind = f"_{index}" if index else ""
             for name in ("values", "scales", "zeros", "groups", "input_scale"):
                 tensor = getattr(stack.weight, name)
@@ -139,7 +140,7 @@ class Linear(nn.Module):
     def forward(
         self, x: Tensor, norm: RMSNorm | None = None, act: Activation | None = None
     ) -> Tensor:
-        """Returns act(norm(x) Wᵀ + bias), over all ranks. `act` "silu_and_mul" halves the width.
+        """Returns act(norm(x) Wᵀ + bias), over all ranks. A gated `act` halves the width.
 
         Raises:
             ConfigError: a norm or an activation of a row-parallel layer: a norm would see a share
@@ -148,8 +149,9 @@ class Linear(nn.Module):
         return self._compute(x, None, norm, act)
 
     def add(self, x: Tensor, residual: Residual) -> Residual:
-        """Returns residual + x Wᵀ + bias."""
-        return Residual(self._compute(x, residual.total(), None, None))
+        """Returns residual + x Wᵀ + bias, or without the residual if that is to stay apart."""
+        onto = None if residual.apart else residual.total()
+        return Residual(self._compute(x, onto, None, None))
 
     def _compute(
         self,
@@ -189,10 +191,8 @@ class Linear(nn.Module):
             parts.append(ops.linear(x, weight, None if self.bias is None else self.bias[start:end]))
             start = end
         out = torch.cat(parts, 1)
-        if act == "silu_and_mul":
-            out = ops.silu_and_mul(out)
-        elif act is not None:
-            out = ops.gelu(out, "tanh" if act == "gelu_tanh" else "none")
+        if act is not None:
+            out = ops.activate(out, act)
         return out if residual is None else out.add_(residual)
 
     def slices(self) -> Iterator[ParameterSlice]:

@@ -65,5 +65,10 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         raise ModelError(
             f"unknown architecture: {found}. Known are: {', '.join(sorted(ARCHITECTURES))}"
         )
+    if "text_config" in config:
+        # Most models are nothing but text.
+        from quire.models.families.text_config import text_config
+
+        config = text_config(config)
     unsupported.check(config, family.implements)
     return family.spec(config)

@@ -51,5 +51,5 @@ def checkpoint_quantization(
             for name in sorted(opened.keys()):
                 view = opened.get_slice(name)
                 info = TensorInfo(DTYPES.get(view.get_dtype()), tuple(view.get_shape()))
-                tensors[name.removeprefix(family.prefix)] = info
+                tensors[family.canonical(name)] = info
     return Checkpoint(method, module_of, tensors)

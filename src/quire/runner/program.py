@@ -97,12 +97,13 @@ class StepProgram:
         drafts = self._drafts if shape.longest > 1 else None
         if drafts is not None:
             ops.place_drafts(rows, self._position, state.tokens, drafts)
+        groups = [(state.groups[i], state.tables[i]) for i in self._groups]
         logit_rows = state.logit_rows  # all: heads are padded further than bodies
         expanded = ops.expand_rows(
             rows,
             self._position,
             state.tokens,
-            [(state.tables[i], state.groups[i].tokens_per_block) for i in self._groups],
+            [(table, group.tokens_per_block) for group, table in groups if group.kind != "state"],
             logit_rows,
             num_tokens=shape.tokens,
             max_seq_len=state.limits.length,
@@ -113,7 +114,10 @@ class StepProgram:
             positions=expanded.positions,
             query_start=rows.query_start,
             seq_lens=expanded.seq_lens,
-            groups=tuple(GroupBatch(*group) for group in expanded.groups),
+            groups=(
+                *(GroupBatch(*group) for group in expanded.groups),
+                *(GroupBatch(rows.lanes, t) for group, t in groups if group.kind == "state"),
+            ),
             q_lens=expanded.q_lens,
             max_q_len=shape.longest,
             max_seq_len=expanded.max_seq_len,

@@ -84,7 +84,7 @@ class BatchState:
             ColumnSpec("min_total"),
             ColumnSpec("max_total"),
             *(
-                ColumnSpec(f"table.{i}", (-(-limits.length // group.tokens_per_block),))
+                ColumnSpec(f"table.{i}", (group.table_width(limits.length),))
                 for i, group in enumerate(self.groups)
             ),
             *columns,

@@ -190,7 +190,8 @@ class Scheduler:
         """Frees lanes and blocks."""
         for request in requests:
             valid = request.computed if request.generating else request.planned
-            detached = self.blocks.detach(request.lane, request.tokens.view(), valid)
+            exact = valid == request.planned
+            detached = self.blocks.detach(request.lane, request.tokens.view(), valid, exact=exact)
             if self._features.release(request) and ended:
                 self._detached[request.request_id] = detached
             else:
@@ -361,6 +362,9 @@ class Scheduler:
         ended[cut] = False
         finished: list[int] = np.nonzero(ended)[0].tolist()
         if finished:
+            # The device computes nothing further for a lane that it has seen end.
+            stopped = step.lanes[ended & (stop == StopReason.STOP_TOKEN)]
+            self._lanes.planned[stopped] = self._lanes.computed[stopped]
             self._release([step.requests[i] for i in finished], ended=True)
             for i in finished:
                 self._finish(step.requests[i], _REASONS.get(int(stop[i]), FinishReason.LENGTH))

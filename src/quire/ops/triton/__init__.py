@@ -1,6 +1,6 @@
 """Triton kernels for NVIDIA GPUs, under the ops' names and signatures (see `ops.reference`)."""
 
-from quire.ops.triton.activation import gelu, silu_and_mul
+from quire.ops.triton.activation import run as activate
 from quire.ops.triton.adjust import adjust
 from quire.ops.triton.attention import attention_schedule, paged_attention
 from quire.ops.triton.embedding import embedding
@@ -20,13 +20,13 @@ from quire.ops.triton.step import (
 )
 
 __all__ = [
+    "activate",
     "adjust",
     "attention_schedule",
     "collect_rows",
     "embedding",
     "expand_rows",
     "finish_rows",
-    "gelu",
     "layer_norm",
     "linear",
     "mask_logits",
@@ -37,7 +37,6 @@ __all__ = [
     "rms_norm",
     "sample",
     "scatter",
-    "silu_and_mul",
     "token_logprobs",
     "wait_for_flag",
 ]

@@ -23,12 +23,14 @@ from quire.ops.triton.gemm_plan import (
     Launch,
     LinearArgs,
     Shape,
+    multiplies,
     shape_of,
     streams,
 )
 from quire.ops.triton.gemm_table import fixed_plan, plan_for
 from quire.ops.triton.gemv import gemv
 from quire.ops.triton.launch import traits
+from quire.ops.triton.mma_gemv import mma_gemv
 from quire.ops.triton.skinny_gemm import MAX_SPLIT_TILES, Workspace, skinny_gemm
 
 __all__ = [
@@ -109,6 +111,10 @@ def prepare(
     _check(args, plan)
     x = args.x
     pdl = traits(x.device).pdl if pdl is None else pdl
+    if plan.kernel == "mma":
+        if args.norm is not None or not multiplies(shape_of(args)):
+            raise ConfigError("a plan for tensor cores got what they do not take", "plan")
+        return mma_gemv(args, out, plan, pdl=pdl)
     if args.norm is not None:
         # An unscaled x * weight may exceed fp16, which tensor cores would take it in.
         risky = plan.norm == "late" and plan.kernel == "skinny" and x.dtype == torch.float16

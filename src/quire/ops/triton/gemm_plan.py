@@ -12,10 +12,15 @@ from quire.ops.arguments import RmsScale
 from quire.ops.triton.launch import launch
 from quire.ops.weight import Weight, WeightFormat
 
-GATED = {"silu_and_mul": "silu"}
+GATED = {"silu_and_mul": "silu", "gelu_tanh_and_mul": "gelu_tanh"}
 """Activations of a layer whose weight stacks gate rows on up rows: act(gate) * up."""
 PLAIN = ("gelu", "gelu_tanh")
 """Activations of each output by itself."""
+
+CHUNK_WORDS = 16
+"""Words of 32 bits of a weight row that a warp of `mma_gemv` takes at a time."""
+MMA_ROWS = 8
+"""The most rows of x that `mma_gemv` takes."""
 
 NormMode = Literal["none", "exact", "late", "separate"]
 
@@ -62,9 +67,11 @@ class LinearArgs:
 class GemmPlan:
     """One way to run a linear layer.
 
-    kernel: "gemv", "skinny", or "torch" (cuBLAS with the rest as kernels of its own).
+    kernel: "gemv", "mma" (a GEMV on tensor cores, for few bits), "skinny", or "torch" (cuBLAS with
+        the rest as kernels of its own).
     bm, bn, bk: tile in rows of x, outputs, and K; gated tiles read 2 bn weight rows. bm is the
-        padded M of a GEMV.
+        padded M of a GEMV. "mma" has tiles of its own.
+    stages: tiles under way; of "mma", chunks that each of its `warps` has under way.
     split_k: programs that share one tile's K; the last to arrive adds their sums in fixed order.
     swap: weights as the left operand, which fills a Hopper warpgroup's 64 rows with them.
     norm: "exact" needs each row's mean square before the product; "late" scales the sums afterwards
@@ -73,7 +80,7 @@ class GemmPlan:
     eager: let the successor start before, not after, that wait: it prefetches earlier.
     """
 
-    kernel: Literal["gemv", "skinny", "torch"]
+    kernel: Literal["gemv", "mma", "skinny", "torch"]
     bm: int = 1
     bn: int = 1
     bk: int = 1
@@ -107,7 +114,8 @@ TORCH = GemmPlan("torch", norm="separate")
 
 class Shape(NamedTuple):
     """The shape that a choice depends on. m: rows of x; n: outputs; k: inputs; dtype: of x; format:
-    of a weight with scales, None where it is stored in `dtype`."""
+    of a weight with scales, None where it is stored in `dtype`; aligned: rows of x and of such a
+    weight begin at multiples of 16 bytes."""
 
     m: int
     n: int
@@ -116,6 +124,7 @@ class Shape(NamedTuple):
     norm: bool = False
     gated: bool = False
     format: WeightFormat | None = None
+    aligned: bool = True
 
     @property
     def weight_bytes(self) -> int:
@@ -125,10 +134,34 @@ class Shape(NamedTuple):
 
 def shape_of(args: LinearArgs) -> Shape:
     x, weight = args.x, args.weight
+    plain = weight.scales is None
     return Shape(
         x.shape[0], args.n, args.k, x.dtype, args.norm is not None, args.gated,
-        None if weight.scales is None else replace(weight.format, inputs="none"),
+        None if plain else replace(weight.format, inputs="none"),
+        plain or (_aligned(x) and _aligned(weight.values)),
     )  # fmt: skip
+
+
+def _aligned(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
+def chunk_inputs(bits: int) -> int:
+    """Returns the inputs that `CHUNK_WORDS` hold."""
+    return CHUNK_WORDS * 32 // bits
+
+
+def multiplies(shape: Shape) -> bool:
+    """Whether `mma_gemv` takes a shape, on cards that have its instruction."""
+    form = shape.format
+    if form is None or shape.m > MMA_ROWS or not shape.aligned or form.code != "integer":
+        return False
+    if shape.dtype not in (torch.bfloat16, torch.float16) or form.ordered:
+        return False
+    if form.bits not in (0, 4) or (form.zeros and not (form.bits and form.group)):
+        return False
+    inputs = chunk_inputs(form.bits or 8)
+    return shape.k % inputs == 0 and form.group % inputs == 0
 
 
 def streams(weight: Weight) -> bool:

@@ -18,7 +18,13 @@ from pathlib import Path
 import torch
 import triton
 
-from quire.ops.triton.gemm_plan import TORCH, GemmPlan, Shape
+from quire.ops.triton.gemm_plan import (
+    TORCH,
+    GemmPlan,
+    Shape,
+    chunk_inputs,
+    multiplies,
+)
 from quire.ops.triton.launch import DeviceTraits
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -125,6 +131,17 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
     )  # fmt: skip
 
 
+def _mma_plan(shape: Shape) -> GemmPlan:
+    inputs = chunk_inputs(shape.format.bits if shape.format and shape.format.bits else 8)
+    chunks = shape.k // inputs
+    # Few enough warps that a multiprocessor holds programs of the next layer beside this one's.
+    warps = 4 if chunks <= 32 else 8 if chunks <= 64 else 16
+    return GemmPlan(
+        "mma", bm=8, bn=8 if shape.gated else 16, bk=inputs, warps=warps,
+        stages=min(8, max(1, chunks // warps)), norm="separate" if shape.norm else "none",
+    )  # fmt: skip
+
+
 def _unpacks(shape: Shape) -> bool:
     return shape.format is not None and (shape.format.bits > 0 or shape.format.group > 0)
 
@@ -146,6 +163,8 @@ def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
 def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
     """A sane plan where nothing was measured. Large weights at many rows are left to cuBLAS, which
     is near its limit there; so is what tensor cores do not take, beyond a GEMV."""
+    if multiplies(shape) and traits.capability >= (8, 0):
+        return _mma_plan(shape)
     if shape.m <= 4:
         return _gemv_plan(shape, traits.num_sms)
     if _unpacks(shape):
@@ -175,4 +194,7 @@ def plan_for(shape: Shape, card: str, traits: DeviceTraits) -> GemmPlan:
     """The table's plan for a shape (m rounded up to its bucket), else the heuristic's."""
     if bucket(shape.m) is None:
         return TORCH
-    return table_for(card).entries.get(key_of(shape)) or heuristic(shape, traits)
+    plan = table_for(card).entries.get(key_of(shape))
+    if plan is None or (plan.kernel == "mma" and not shape.aligned):
+        return heuristic(shape, traits)
+    return plan

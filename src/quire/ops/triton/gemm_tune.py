@@ -9,6 +9,7 @@ cuBLAS, with the other steps as kernels of their own, is one of the candidates.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,16 @@ from torch import Tensor
 from quire.ops.arguments import RmsScale
 from quire.ops.reference.quantized import LARGEST
 from quire.ops.triton import activation, gemm, norm
-from quire.ops.triton.gemm_plan import TORCH, GemmPlan, Launch, LinearArgs, NormMode, Shape
+from quire.ops.triton.gemm_plan import (
+    TORCH,
+    GemmPlan,
+    Launch,
+    LinearArgs,
+    NormMode,
+    Shape,
+    chunk_inputs,
+    multiplies,
+)
 from quire.ops.triton.gemm_table import GemmTable, bucket, key_of
 from quire.ops.triton.launch import compiling, traits
 from quire.ops.triton.quantized_tiles import dequantize
@@ -78,7 +88,7 @@ def torch_linear(args: LinearArgs) -> Tensor:
         values = dequantize(args.weight, x.dtype)
     y = torch.nn.functional.linear(x, values, args.bias)
     if args.gated:
-        y = activation.silu_and_mul(y)
+        y = activation.run(y, "silu_and_mul")
     return y if args.residual is None else y + args.residual
 
 
@@ -115,9 +125,22 @@ def _skinny_candidates(shape: Shape, sms: int) -> Iterator[GemmPlan]:
             )  # fmt: skip
 
 
+def _mma_candidates(shape: Shape) -> Iterator[GemmPlan]:
+    inputs = chunk_inputs(shape.format.bits if shape.format and shape.format.bits else 8)
+    chunks = shape.k // inputs
+    for warps, under_way in itertools.product((2, 4, 8, 16), (1, 2, 3, 4, 6, 8)):
+        if chunks % (warps * under_way) == 0:
+            yield GemmPlan(
+                "mma", bm=8, bn=8 if shape.gated else 16, bk=inputs, warps=warps, stages=under_way,
+                norm="separate" if shape.norm else "none",
+            )  # fmt: skip
+
+
 def candidates(shape: Shape, sms: int) -> list[GemmPlan]:
     """Tiles worth trying; how to apply the norm and how far to prefetch are decided afterwards."""
     plans = list(_gemv_candidates(shape)) if shape.m <= 4 else []
+    if multiplies(shape):
+        plans += _mma_candidates(shape)
     if shape.m >= 2:
         plans += _skinny_candidates(shape, sms)
     return plans
@@ -125,6 +148,8 @@ def candidates(shape: Shape, sms: int) -> list[GemmPlan]:
 
 def refinements(plan: GemmPlan, shape: Shape, *, norms: bool) -> list[GemmPlan]:
     """The ways to apply the norm (`norms`), or the prefetch depths, of a tile that did well."""
+    if plan.kernel == "mma":
+        return []
     if norms:
         if not shape.norm:
             return []

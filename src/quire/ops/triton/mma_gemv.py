@@ -1,0 +1,370 @@
+"""One to eight rows times a weight of 8 or 4 bits: tensor cores multiply what registers unpack.
+
+A product of so few rows is a read of the weight. But to widen 37 values of 4 bits a clock to fp32,
+and to multiply each by each row, takes more instructions than a multiprocessor issues. So pairs of
+values become pairs of 16-bit floats with two instructions, and `mma.sync` (m16n8k16) multiplies 16
+weight rows by up to 8 rows of x. Each thread loads 16 neighbouring bytes of two weight rows, and
+the same inputs of one row of x, into the registers where the instruction takes them: the order in
+which a sum runs over inputs is free, so nothing is shuffled, and only the sums of a program's warps
+go through shared memory.
+
+A program's warps share K in turns of 64 bytes of a row. What a warp reads first is asked for before
+the predecessor has ended. A group's scale is applied to the group's sum, which is fp32.
+"""
+
+# Tuples that grow in a loop unrolled at compile time have no single type.
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.triton.activation import activate
+from quire.ops.triton.gemm_common import gdc_launch_dependents, wait_for_predecessor
+from quire.ops.triton.gemm_plan import (
+    CHUNK_WORDS,
+    GemmPlan,
+    Launch,
+    LinearArgs,
+    chunk_inputs,
+)
+from quire.ops.triton.launch import options
+from quire.ops.triton.quantized_tiles import Operands
+
+_MULTIPLY = "mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 {{$0, $1, $2, $3}}, "
+_SUMS = ", {{${0}, ${1}, ${2}, ${3}}};"
+CHUNK: tl.constexpr = tl.constexpr(CHUNK_WORDS)
+
+
+def _registers(count: int, text: str) -> str:
+    lines = "\n".join(line.strip() for line in text.strip().splitlines())
+    return f"{{\n.reg .b32 a<{count}>, b<{count}>, y<4>, t;\n{lines}\n}}"
+
+
+def _four_bits(t: str, magic: str, one: str) -> str:
+    """Returns instructions for a word of two rows, $4 and $5, and 8 inputs, $8 to $11. $6, $7: what
+    is added to 2^7 (bf16) or 2^10 (fp16) + value. Values 4 places apart make a pair."""
+    lines = []
+    for source, out, zero in ((4, "a", 6), (5, "b", 7)):
+        for pair in range(4):
+            place = f"${source}"
+            if pair:
+                lines.append(f"shr.u32 t, ${source}, {4 * pair};")
+                place = "t"
+            lines.append(f"lop3.b32 {out}{pair}, {place}, 0x000F000F, {magic}, 0xEA;")
+            lines.append(f"fma.rn.{t}x2 {out}{pair}, {out}{pair}, y0, ${zero};")
+    lines.insert(0, f"mov.b32 y0, {one};")
+    lines += [
+        "prmt.b32 y0, $8, $10, 0x5410;", "prmt.b32 y1, $8, $10, 0x7632;",
+        "prmt.b32 y2, $9, $11, 0x5410;", "prmt.b32 y3, $9, $11, 0x7632;",
+    ]  # fmt: skip
+    multiply = _MULTIPLY.format(t=t)
+    lines.append(multiply + "{a0, b0, a1, b1}, {y0, y1}" + _SUMS.format(12, 13, 14, 15))
+    lines.append(multiply + "{a2, b2, a3, b3}, {y2, y3}" + _SUMS.format(0, 1, 2, 3))
+    return _registers(4, "\n".join(lines))
+
+
+def _eight_bits(t: str, unpack: str, count: int = 2) -> str:
+    """Returns instructions for a word of two rows, $4 and $5, and 4 inputs, $6 and $7.
+
+    unpack: makes pairs o0 and o1 of the word w. count: registers that it needs of a row."""
+    text = "\n".join(
+        unpack.replace("o0", f"{out}0").replace("o1", f"{out}1").replace("o2", f"{out}2")
+        .replace("o3", f"{out}3").replace("w,", f"${word},")
+        for word, out in ((4, "a"), (5, "b"))
+    )  # fmt: skip
+    end = "{a0, b0, a1, b1}, {$6, $7}" + _SUMS.format(8, 9, 10, 11)
+    return _registers(count, f"{text}\n{_MULTIPLY.format(t=t)}{end}")
+
+
+# Signed bytes plus 128 in the mantissa of 2^23; the float that remains is exact in 16 bits.
+_INT8_TO_BF16 = """
+xor.b32 t, w, 0x80808080;
+prmt.b32 o0, t, 0x4B000000, 0x7440; prmt.b32 o1, t, 0x4B000000, 0x7441;
+prmt.b32 o2, t, 0x4B000000, 0x7442; prmt.b32 o3, t, 0x4B000000, 0x7443;
+sub.f32 o0, o0, 0f4B000080; sub.f32 o1, o1, 0f4B000080;
+sub.f32 o2, o2, 0f4B000080; sub.f32 o3, o3, 0f4B000080;
+prmt.b32 o0, o0, o1, 0x7632; prmt.b32 o1, o2, o3, 0x7632;
+"""
+_INT8_TO_FP16 = """
+xor.b32 t, w, 0x80808080; mov.b32 y0, 0x64646464; mov.b32 y1, 0x64806480;
+prmt.b32 o0, t, y0, 0x4140; prmt.b32 o1, t, y0, 0x4342;
+sub.rn.f16x2 o0, o0, y1; sub.rn.f16x2 o1, o1, y1;
+"""
+# Exponent and mantissa move to their places in 16 bits; the difference of the biases is a factor.
+_FP8 = """
+mov.b32 y0, {factor}; prmt.b32 o0, w, 0, 0x1404; prmt.b32 o1, w, 0, 0x3424;
+shr.u32 t, o0, {shift}; and.b32 t, t, {mask}; lop3.b32 o0, o0, 0x80008000, t, 0xEA;
+shr.u32 t, o1, {shift}; and.b32 t, t, {mask}; lop3.b32 o1, o1, 0x80008000, t, 0xEA;
+mul.rn.{t}x2 o0, o0, y0; mul.rn.{t}x2 o1, o1, y0;
+"""
+INSTRUCTIONS = {
+    (torch.uint8, torch.bfloat16): _four_bits("bf16", "0x43004300", "0x3F803F80"),
+    (torch.uint8, torch.float16): _four_bits("f16", "0x64006400", "0x3C003C00"),
+    (torch.int8, torch.bfloat16): _eight_bits("bf16", _INT8_TO_BF16, 4),
+    (torch.int8, torch.float16): _eight_bits("f16", _INT8_TO_FP16),
+    (torch.float8_e4m3fn, torch.bfloat16): _eight_bits(
+        "bf16", _FP8.format(factor="0x7B807B80", shift=4, mask="0x07F007F0", t="bf16")
+    ),
+    (torch.float8_e4m3fn, torch.float16): _eight_bits(
+        "f16", _FP8.format(factor="0x5C005C00", shift=1, mask="0x3F803F80", t="f16")
+    ),
+}
+"""What unpacks and multiplies, by the dtypes of stored values and of x."""
+
+
+@triton.jit
+def _load_words(pointers):
+    """Returns four neighbouring words of each thread, which no other thread reads."""
+    return tl.inline_asm_elementwise(
+        "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [pointers],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_inputs(pointers):
+    """Returns eight neighbouring inputs of each thread, as pairs."""
+    return tl.inline_asm_elementwise(
+        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [pointers],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _multiply4(ASM: tl.constexpr, low, high, zero0, zero1, x0, x1, x2, x3, sums):
+    """Returns sums plus the products of a word of each of two rows and 8 inputs."""
+    return tl.inline_asm_elementwise(
+        ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [low, high, zero0, zero1, x0, x1, x2, x3, sums[0], sums[1], sums[2], sums[3]],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _multiply8(ASM: tl.constexpr, low, high, x0, x1, sums):
+    """Returns sums plus the products of a word of each of two rows and 4 inputs."""
+    return tl.inline_asm_elementwise(
+        ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
+        [low, high, x0, x1, sums[0], sums[1], sums[2], sums[3]],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_chunks(
+    low_ptrs, high_ptrs, low_scale, high_scale, low_zero, high_zero, first, turn, W,
+    WARPS: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr, PER_GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Returns COUNT chunks of words of both rows from `first` on, with their groups' scales and
+    zeros. Pointers are at the warp's turn. Any chunk behind the last is the last, unless all are
+    WHOLE."""
+    chunks = ()
+    for index in tl.static_range(COUNT):
+        at = first + index * WARPS * CHUNK
+        if not WHOLE:
+            at = tl.minimum(at, W - (turn + 1) * CHUNK)
+        scales = ()
+        zeros = ()
+        if PER_GROUP > 0:
+            group = (at // CHUNK + turn) // PER_GROUP
+            scales = (tl.load(low_scale + group), tl.load(high_scale + group))
+            if HAS_ZEROS:
+                zeros = (tl.load(low_zero + group), tl.load(high_zero + group))
+        chunks = chunks + (
+            (_load_words(low_ptrs + at), _load_words(high_ptrs + at), scales, zeros),
+        )
+    return chunks
+
+
+@triton.jit
+def _pair(zeros, ROW: tl.constexpr, WARPS: tl.constexpr, FP16: tl.constexpr, STORED: tl.constexpr):
+    """Returns -(2^7 or 2^10 + zero) as a pair of 16-bit floats; without STORED the zero is 8."""
+    zero = tl.full([32 * WARPS], 8, tl.int32)
+    if STORED:
+        zero = zeros[ROW].to(tl.int32)
+    bits = zero | (0xE400 if FP16 else 0xC300)
+    return bits | (bits << 16)
+
+
+@triton.jit
+def _add_chunk(
+    sums, chunk, x_ptrs, inside, WARPS: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr,
+    FP16: tl.constexpr, GROUPED: tl.constexpr, HAS_ZEROS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Returns sums plus the products of a chunk: 4 words of each of two rows."""
+    low, high, scales, zeros = chunk
+    new = sums
+    if GROUPED:
+        none = tl.zeros([32 * WARPS], tl.float32)
+        new = (none, none, none, none)
+    for half in tl.static_range(2):
+        p0, p1, p2, p3 = _load_inputs(x_ptrs + half * (8 if BITS == 4 else 4))
+        if not EVEN:
+            p0 = tl.where(inside, p0, 0)
+            p1 = tl.where(inside, p1, 0)
+            p2 = tl.where(inside, p2, 0)
+            p3 = tl.where(inside, p3, 0)
+        if BITS == 4:
+            q0, q1, q2, q3 = _load_inputs(x_ptrs + half * 8 + 4)
+            if not EVEN:
+                q0 = tl.where(inside, q0, 0)
+                q1 = tl.where(inside, q1, 0)
+                q2 = tl.where(inside, q2, 0)
+                q3 = tl.where(inside, q3, 0)
+            zero0 = _pair(zeros, 0, WARPS, FP16, HAS_ZEROS)
+            zero1 = _pair(zeros, 1, WARPS, FP16, HAS_ZEROS)
+            new = _multiply4(ASM, low[2 * half], high[2 * half], zero0, zero1, p0, p1, p2, p3, new)
+            new = _multiply4(
+                ASM, low[2 * half + 1], high[2 * half + 1], zero0, zero1, q0, q1, q2, q3, new
+            )
+        else:
+            new = _multiply8(ASM, low[2 * half], high[2 * half], p0, p1, new)
+            new = _multiply8(ASM, low[2 * half + 1], high[2 * half + 1], p2, p3, new)
+    if GROUPED:
+        s0 = scales[0].to(tl.float32)
+        s1 = scales[1].to(tl.float32)
+        new = (
+            sums[0] + new[0] * s0, sums[1] + new[1] * s0,
+            sums[2] + new[2] * s1, sums[3] + new[3] * s1,
+        )  # fmt: skip
+    return new
+
+
+@triton.jit
+def _store(y, res_ptr, y_ptr, stride_rm, stride_ym, m, cols, M, N, HAS_RES: tl.constexpr):
+    mask = (m < M) & (cols < N)
+    if HAS_RES:
+        y += tl.load(res_ptr + m * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + m * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def mma_gemv_kernel(
+    x_ptr, w_ptr, w_scale_ptr, w_zero_ptr, bias_ptr, res_ptr, y_ptr, M, N, W,
+    stride_xm, stride_wn, stride_sn, stride_rm, stride_ym,
+    WARPS: tl.constexpr, COUNT: tl.constexpr, SINGLE: tl.constexpr, EVEN: tl.constexpr,
+    BITS: tl.constexpr, ASM: tl.constexpr, FP16: tl.constexpr, PER_GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RES: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr,
+):  # fmt: skip
+    """Computes y [M, N] of x [M, K] and w [N, W words] (gated: [2 N, W]), 16 weight rows a program.
+
+    x_ptr: int32 pairs, stride_xm in them. COUNT: chunks that a warp has under way. SINGLE: these
+    are all. EVEN: none is missing. PER_GROUP: chunks of a group; 0: each output has one scale.
+    """
+    if PDL and EAGER:
+        gdc_launch_dependents()
+    pid = tl.program_id(0)
+    thread = tl.arange(0, 32 * WARPS)
+    turn = thread // 32
+    eighth = thread % 32 // 4
+    quarter = thread % 4
+    if GLU:
+        low = tl.minimum(pid * 8 + eighth, N - 1)
+        high = low + N
+    else:
+        low = tl.minimum(pid * 16 + eighth, N - 1)
+        high = tl.minimum(pid * 16 + 8 + eighth, N - 1)
+    low_ptrs = w_ptr + low.to(tl.int64) * stride_wn + turn * CHUNK + quarter * 4
+    high_ptrs = w_ptr + high.to(tl.int64) * stride_wn + turn * CHUNK + quarter * 4
+    STEP: tl.constexpr = WARPS * COUNT * CHUNK
+    PAIRS: tl.constexpr = 4 if BITS == 4 else 2  # of inputs, in a word
+    chunks = _load_chunks(
+        low_ptrs, high_ptrs, w_scale_ptr + low * stride_sn, w_scale_ptr + high * stride_sn,
+        w_zero_ptr + low * stride_sn, w_zero_ptr + high * stride_sn, 0, turn, W, WARPS, COUNT,
+        SINGLE and EVEN, PER_GROUP, HAS_ZEROS,
+    )  # fmt: skip
+    if PDL:
+        wait_for_predecessor(EAGER)
+    # Columns of the product that x has no rows for repeat its last row, and are not stored.
+    x_ptrs = x_ptr + tl.minimum(eighth, M - 1) * stride_xm + (turn * CHUNK + quarter * 4) * PAIRS
+    none = tl.zeros([32 * WARPS], tl.float32)
+    sums = (none, none, none, none)
+    for first in range(0, STEP if SINGLE else W, STEP):
+        current = chunks
+        if not SINGLE:
+            chunks = _load_chunks(
+                low_ptrs, high_ptrs, w_scale_ptr + low * stride_sn, w_scale_ptr + high * stride_sn,
+                w_zero_ptr + low * stride_sn, w_zero_ptr + high * stride_sn, first + STEP, turn, W,
+                WARPS, COUNT, False, PER_GROUP, HAS_ZEROS,
+            )  # fmt: skip
+        for index in tl.static_range(COUNT):
+            at = first + index * WARPS * CHUNK
+            inside = at + turn * CHUNK < W
+            if not EVEN:
+                at = tl.minimum(at, W - (turn + 1) * CHUNK)
+            sums = _add_chunk(
+                sums, current[index], x_ptrs + at * PAIRS, inside, WARPS, BITS, ASM, FP16,
+                PER_GROUP > 0, HAS_ZEROS, EVEN,
+            )  # fmt: skip
+    y0, y1, y2, y3 = sums
+    if WARPS > 1:
+        total = tl.join(tl.join(y0, y1), tl.join(y2, y3))
+        total = tl.sum(tl.reshape(total, [WARPS, 32, 2, 2]), 0)
+        y02, y13 = tl.split(total)
+        y0, y1 = tl.split(y02)
+        y2, y3 = tl.split(y13)
+    lane = tl.arange(0, 32)
+    m = lane % 4 * 2
+    if GLU:
+        cols = pid * 8 + lane // 4
+        low1 = tl.minimum(cols, N - 1)
+        high1 = low1 + N
+    else:
+        cols = pid * 16 + lane // 4
+        low1 = tl.minimum(cols, N - 1)
+        high1 = tl.minimum(cols + 8, N - 1)
+    if PER_GROUP == 0:
+        s0 = tl.load(w_scale_ptr + low1 * stride_sn).to(tl.float32)
+        s1 = tl.load(w_scale_ptr + high1 * stride_sn).to(tl.float32)
+        y0 *= s0
+        y1 *= s0
+        y2 *= s1
+        y3 *= s1
+    if HAS_BIAS:
+        b0 = tl.load(bias_ptr + low1).to(tl.float32)
+        b1 = tl.load(bias_ptr + high1).to(tl.float32)
+        y0 += b0
+        y1 += b0
+        y2 += b1
+        y3 += b1
+    y0 = activate(y0, ACT)
+    y1 = activate(y1, ACT)
+    if GLU:
+        _store(y0 * y2, res_ptr, y_ptr, stride_rm, stride_ym, m, cols, M, N, HAS_RES)
+        _store(y1 * y3, res_ptr, y_ptr, stride_rm, stride_ym, m + 1, cols, M, N, HAS_RES)
+    else:
+        y2 = activate(y2, ACT)
+        y3 = activate(y3, ACT)
+        _store(y0, res_ptr, y_ptr, stride_rm, stride_ym, m, cols, M, N, HAS_RES)
+        _store(y1, res_ptr, y_ptr, stride_rm, stride_ym, m + 1, cols, M, N, HAS_RES)
+        _store(y2, res_ptr, y_ptr, stride_rm, stride_ym, m, cols + 8, M, N, HAS_RES)
+        _store(y3, res_ptr, y_ptr, stride_rm, stride_ym, m + 1, cols + 8, M, N, HAS_RES)
+
+
+def mma_gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Launch:
+    """`args` without a norm into `out` [M, N], where `multiplies` holds for their shape."""
+    x, own, res, n = args.x, Operands(args.weight), args.residual, args.n
+    words = own.values.view(torch.int32)
+    count = words.shape[1]
+    step = plan.warps * plan.stages * CHUNK_WORDS
+    bits = own.bits or 8
+    operands = (
+        x.view(torch.int32), words, own.scales, own.zeros, x if args.bias is None else args.bias,
+        x if res is None else res, out, x.shape[0], n, count, x.stride(0) // 2, words.stride(0),
+        own.scales.stride(0), 0 if res is None else res.stride(0), out.stride(0),
+    )  # fmt: skip
+    named = options(
+        pdl, WARPS=plan.warps, COUNT=plan.stages, SINGLE=count <= step, EVEN=count % step == 0,
+        BITS=bits, ASM=INSTRUCTIONS[args.weight.dtype, x.dtype], FP16=x.dtype == torch.float16,
+        PER_GROUP=own.group // chunk_inputs(bits), HAS_ZEROS=own.has_zeros, GLU=args.gated,
+        ACT=args.act_name, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
+        PDL=pdl, EAGER=plan.eager, num_warps=plan.warps, num_stages=1,
+    )  # fmt: skip
+    rows = 8 if args.gated else 16
+    return Launch(mma_gemv_kernel, (triton.cdiv(n, rows),), operands, named)

@@ -1,0 +1,104 @@
+"""Products with weights in few bits, by every kernel that takes them, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import ops
+from quire.ops.reference.quantized import dequantize
+from quire.ops.triton import gemm
+from quire.ops.triton.gemm_plan import LinearArgs, multiplies, shape_of
+from quire.ops.triton.gemm_tune import candidates
+from quire.ops.triton.launch import traits
+from quire.ops.weight import Weight, WeightFormat
+
+FORMATS = {
+    "int8": WeightFormat(torch.int8, scales=torch.float32),
+    "int8-g128": WeightFormat(torch.int8, scales=torch.bfloat16, group=128),
+    "fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32),
+    "fp8-g128": WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=128),
+    "int4-g128": WeightFormat(torch.uint8, bits=4, scales=torch.bfloat16, group=128),
+    "int4-g128-zeros": WeightFormat(
+        torch.uint8, bits=4, scales=torch.float16, group=128, zeros=True
+    ),
+    "int4": WeightFormat(torch.uint8, bits=4, scales=torch.float32),
+}
+DEVICE = torch.device("cuda", 0)
+
+
+def draw(form: WeightFormat, outputs: int, inputs: int) -> Weight:
+    """Returns a weight of random values; every 8-bit float is a number."""
+    weight = Weight.empty(form, outputs, inputs, DEVICE)
+    size = weight.values.shape
+    if form.bits:
+        weight.values.copy_(torch.randint(0, 256, size, device=DEVICE))
+    elif form.values == torch.int8:
+        weight.values.copy_(torch.randint(-128, 128, size, device=DEVICE))
+    else:
+        weight.values.copy_((torch.randn(size, device=DEVICE) * 60).clamp(-448, 448))
+        # The smallest numbers too, which have no leading one.
+        weight.values.view(torch.uint8)[:, ::7] %= 8
+    assert weight.scales is not None
+    weight.scales.copy_(torch.rand(weight.scales.shape, device=DEVICE) * 1e-3 + 1e-3)
+    if weight.zeros is not None:
+        weight.zeros.copy_(torch.randint(0, 17, weight.zeros.shape, device=DEVICE))
+    return weight
+
+
+def expected(args: LinearArgs) -> Tensor:
+    y = args.x.double() @ dequantize(args.weight, torch.float64).T
+    if args.bias is not None:
+        y = y + args.bias.double()
+    if args.gated:
+        gate, up = y.chunk(2, -1)
+        y = torch.nn.functional.silu(gate) * up
+    elif args.act == "gelu_tanh":
+        y = torch.nn.functional.gelu(y, approximate="tanh")
+    return y if args.residual is None else y + args.residual.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_plan_gives_the_product(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    wrong = []
+    for rows, outputs, inputs, act, bias, residual in (
+        (1, 40, 1024, None, False, True),
+        (3, 37, 1152, None, True, False),
+        (8, 64, 4096, "silu_and_mul", False, False),
+        (5, 48, 640, "gelu_tanh", True, True),
+        (20, 64, 1024, "silu_and_mul", True, True),
+    ):
+        width = outputs * (2 if act == "silu_and_mul" else 1)
+        args = LinearArgs(
+            x=torch.randn(rows, inputs, device=DEVICE, dtype=dtype),
+            weight=draw(FORMATS[name], width, inputs),
+            bias=torch.randn(width, device=DEVICE, dtype=dtype) if bias else None,
+            residual=torch.randn(rows, outputs, device=DEVICE, dtype=dtype) if residual else None,
+            act=act,
+        )
+        want = expected(args)
+        shape = shape_of(args)
+        plans = candidates(shape, traits(DEVICE).num_sms)
+        assert multiplies(shape) == any(plan.kernel == "mma" for plan in plans) == (rows <= 8)
+        for plan in [gemm.choose(args), *plans]:
+            if plan.kernel == "torch" or not gemm._fits(plan.bk, FORMATS[name].group or 1):
+                continue
+            got = gemm.run(args, replace(plan, norm="none")).double()
+            error = float((got - want).norm() / want.norm())
+            if not error < {torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]:
+                wrong.append((rows, outputs, inputs, plan, error))
+    assert not wrong
+
+
+def test_rows_that_begin_anywhere_are_read_by_another_kernel() -> None:
+    weight = draw(FORMATS["int8"], 32, 1024)
+    x = torch.randn(1, 1032, device=DEVICE, dtype=torch.bfloat16)[:, 4:1028]
+    args = LinearArgs(x=x, weight=weight)
+    assert not multiplies(shape_of(args))
+    got = ops.linear(x, weight).double()
+    assert float((got - expected(args)).norm() / expected(args).norm()) < 5e-3
