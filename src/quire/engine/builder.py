@@ -39,6 +39,11 @@ def resolve(args: EngineArgs) -> EngineConfig:
     spec = spec_from_config(hf_config)
     # Both refuse before workers start.
     quantization = model_quantization(path, hf_config, spec, args.quantization)
+    if args.speculates:
+        # Few engines do.
+        from quire.speculation.settings import check_settings
+
+        check_settings(args, spec)
     device = _device(args.device)
     if args.tensor_parallel_size > 1:
         from quire.engine.ranks import check_ranks

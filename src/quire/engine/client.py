@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
-from quire.engine.messages import AbortRequest, AddRequest, GetSnapshot
+from quire.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    ChangeAdapters,
+    Failure,
+    GetSnapshot,
+)
 from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.remote_engine import RemoteEngine
 from quire.engine.replicas import Replicas
+from quire.engine.router import Placement
 from quire.engine.snapshot import Snapshot
 from quire.engine.stats import EngineStats
 from quire.engine.streams import RequestStream
@@ -144,12 +151,13 @@ class EngineClient:
         keep_special: frozenset[int] = frozenset(),
         tenant: str = "",
         share: float = 1.0,
+        adapter: str = "",
     ) -> AsyncIterator[StreamUpdate]:
         """Streams a request's `n` completions. Closing the iterator aborts what still runs.
 
         Args:
             keep_special: special tokens that are in the text despite `skip_special_tokens`.
-            tenant, share: see `Request`.
+            tenant, share, adapter: see `Request`.
 
         Raises:
             RequestError: the request is invalid, or can never run; before the first update.
@@ -160,9 +168,9 @@ class EngineClient:
         ids = await self._ids(prompt, params)
         if params.structured_outputs is not None:
             await self.check_grammar(params.structured_outputs)
-        placement = self._replicas.place(ids, cache_salt)
-        engine = self.replicas[placement.index]
-        handle, stream = engine.streams.open(request_id, params.n)
+        placement, (engine, handle, stream) = self._open(
+            request_id, params.n, ids, f"{adapter}\0{cache_salt}"
+        )
         try:
             engine.send(
                 AddRequest(
@@ -174,6 +182,7 @@ class EngineClient:
                     cache_salt=cache_salt,
                     tenant=tenant,
                     share=share,
+                    adapter=adapter,
                 )
             )
             prompt_tokens = ids.tolist()
@@ -242,15 +251,16 @@ class EngineClient:
         cache_salt: str = "",
         tenant: str = "",
         share: float = 1.0,
+        adapter: str = "",
     ) -> Embedding:
         """Returns the prompt's embedding. Cancelling it aborts the request. Raises as
         `generate`."""
         self._replicas.check_alive()
         pooling = pooling_of(params, self.config)
         ids = await self._ids(prompt, NO_TOKENS)
-        placement = self._replicas.place(ids, cache_salt)
-        engine = self.replicas[placement.index]
-        handle, stream = engine.streams.open(request_id, 1)
+        placement, (engine, handle, stream) = self._open(
+            request_id, 1, ids, f"{adapter}\0{cache_salt}"
+        )
         try:
             engine.send(
                 AddRequest(
@@ -263,6 +273,7 @@ class EngineClient:
                     pooling=pooling,
                     tenant=tenant,
                     share=share,
+                    adapter=adapter,
                 )
             )
             await stream.arrived.wait()
@@ -305,6 +316,18 @@ class EngineClient:
                 self._compiler.forget(params)
         verdict.result()
 
+    def _open(
+        self, request_id: str, n: int, ids: Int32, namespace: str
+    ) -> tuple[Placement, tuple[RemoteEngine, int, RequestStream]]:
+        """Chooses an engine for a request, and opens its stream."""
+        placement = self._replicas.place(ids, namespace)
+        engine = self.replicas[placement.index]
+        try:
+            return placement, (engine, *engine.streams.open(request_id, n))
+        except QuireError:
+            placement.end()
+            raise
+
     def _close(self, engine: RemoteEngine, request_id: str, handle: int, n: int) -> None:
         engine.streams.close(request_id, handle, n)
         # Ended completions do not mind; a request that was left early must not run on.
@@ -323,6 +346,40 @@ class EngineClient:
     async def stats(self) -> EngineStats:
         """Returns the counts of all engines. Raises EngineDeadError."""
         return await self._replicas.stats()
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that all engines which are alive have told of."""
+        alive = [engine.adapters for engine in self.replicas if engine.alive]
+        return tuple(name for name in (alive or [()])[0] if all(name in names for names in alive))
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
+        """Gives a name to an adapter, once the engine has read it. in_place: also a known name;
+        requests that run keep the adapter they began with.
+
+        Raises:
+            RequestError: the name is known, or the adapter cannot be used.
+            EngineDeadError: the engine is gone.
+        """
+        await self._change(lambda call: ChangeAdapters(call, name, path, in_place))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forgets a name; requests that run with its adapter go on.
+
+        Raises:
+            RequestError: there is no such name.
+            EngineDeadError: the engine is gone.
+        """
+        await self._change(lambda call: ChangeAdapters(call, name))
+
+    async def _change(self, question: Callable[[int], ChangeAdapters]) -> None:
+        self._replicas.check_alive()
+        failures: list[Failure | None] = [
+            await engine.ask(question) for engine in self.replicas if engine.alive
+        ]
+        for failure in failures:
+            if failure is not None:
+                raise failure.error()
 
     async def snapshot(self, tokens: bool) -> Snapshot:
         """Returns the engine's current state, of several that of one. Raises EngineDeadError.

@@ -12,6 +12,8 @@ from quire.config import EngineArgs, EngineConfig
 from quire.engine.host import EngineHost
 from quire.engine.link import Heartbeat, Link
 from quire.engine.messages import (
+    AdapterNames,
+    AdaptersChanged,
     Failed,
     FromEngine,
     Hello,
@@ -42,6 +44,7 @@ class RemoteEngine:
         host: the process, where this client has started it.
         losses: how often the engine, and all that it held, was lost.
         streams: running requests.
+        adapters: names of the engine's adapters, as it last told them.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class RemoteEngine:
         self.losses = 0
         self.host = host
         self.streams = StreamRouter()
+        self.adapters: tuple[str, ...] = ()
         self._args = args
         self._on_progress = on_progress
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -142,10 +146,14 @@ class RemoteEngine:
                 self._heartbeat.heard()
             case RequestRefused(handle, failure):
                 self.streams.refuse(handle, failure.error())
-            case StatsReply(call, found) | SnapshotReply(call, found):
+            case (
+                StatsReply(call, found) | SnapshotReply(call, found) | AdaptersChanged(call, found)
+            ):
                 answer = self._calls.get(call)
                 if answer is not None and not answer.done():
                     answer.set_result(found)
+            case AdapterNames(names):
+                self.adapters = tuple(names)
             case Loading(what, done, total):
                 if self._on_progress is not None and not self._ready.done():
                     self._on_progress(what, done, total)

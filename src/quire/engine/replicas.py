@@ -78,7 +78,7 @@ class Replicas:
         if not self.alive:
             raise EngineDeadError("the engine has stopped")
 
-    def place(self, tokens: Int32, cache_salt: str) -> Placement:
+    def place(self, tokens: Int32, namespace: str) -> Placement:
         """Chooses an engine for a request, `engines[placement.index]`.
 
         Raises:
@@ -86,14 +86,14 @@ class Replicas:
         """
         self.check_alive()
         if len(self.engines) == 1:
-            return self._router.place(tokens[:0], cache_salt, (0,))
+            return self._router.place(tokens[:0], namespace, (0,))
         for index, engine in enumerate(self.engines):
             if engine.losses != self._lost[index]:
                 self._lost[index] = engine.losses
                 self._router.replicas[index].forget()
         able = [index for index, engine in enumerate(self.engines) if engine.alive]
         responsive = [index for index in able if self.engines[index].responsive]
-        return self._router.place(tokens, cache_salt, responsive or able)
+        return self._router.place(tokens, namespace, responsive or able)
 
     async def stats(self) -> EngineStats:
         """Returns the counts of all that are alive, added up.

@@ -23,9 +23,9 @@ _UNKNOWN_TOKENS = 1 << 17
 """Tokens that a replica holds, as long as nobody has said how many."""
 
 
-def keys_of(tokens: Int32, cache_salt: str) -> list[bytes]:
-    """Returns the keys of a prompt's whole pieces."""
-    key, keys = root_hash((0, cache_salt)), []
+def keys_of(tokens: Int32, namespace: str) -> list[bytes]:
+    """Returns the keys of a prompt's whole pieces. namespace: equal where KV may be shared."""
+    key, keys = root_hash((0, namespace)), []
     for end in range(PIECE, len(tokens) + 1, PIECE):
         key = next_hash(key, tokens[end - PIECE : end].tobytes())
         keys.append(key)
@@ -101,9 +101,9 @@ class Router:
         self.replicas = [Replica() for _ in range(replicas)]
         self._turn = 0
 
-    def place(self, tokens: Int32, cache_salt: str, able: Sequence[int]) -> Placement:
+    def place(self, tokens: Int32, namespace: str, able: Sequence[int]) -> Placement:
         """Chooses one of the replicas that are able to take a request."""
-        keys = keys_of(tokens, cache_salt)
+        keys = keys_of(tokens, namespace)
         # Routers that know nothing of each other send equal beginnings to the same replica.
         self._turn += 1
         first = int.from_bytes(keys[0][:8]) if keys else self._turn

@@ -70,7 +70,7 @@ class Decoder(nn.Module):
         }
         self.rotary = nn.ModuleList(tables.values())
         blocks = [
-            _block(layer, spec, _table(tables, layer), build.within(f"layers.{index}"))
+            make_block(layer, spec, _table(tables, layer), build.within(f"layers.{index}"))
             for index, layer in enumerate(spec.layers)
         ]
         self.layers = nn.ModuleList(blocks)
@@ -95,15 +95,16 @@ class Decoder(nn.Module):
         self._shallow = 1 + max(layouts.index(layout) for layout in self.kv_layouts)
 
     def kv_groups(
-        self, block_size: int, kv_format: ops.KVFormat | None = None
+        self, block_size: int, kv_format: ops.KVFormat | None = None, first: int = 0
     ) -> tuple[KVGroup, ...]:
         """Returns the groups of layers that are booked together: those of one layout, those that
         see everything first. Sizes are those of this rank. kv_format: how KV is stored, by default
-        as the model computes it."""
+        as the model computes it. first: the number of the first layer."""
         kv_format = kv_format or ops.KVFormat(self.dtype)
         groups = []
         for index, layout in enumerate(self.kv_layouts):
-            members = tuple(i for i, group in enumerate(self._layer_groups) if group == index)
+            layers = enumerate(self._layer_groups, first)
+            members = tuple(layer for layer, group in layers if group == index)
             groups.append(
                 KVGroup(
                     layers=members,
@@ -169,7 +170,8 @@ def _table(tables: dict[RopeSpec, RotaryTable], layer: LayerSpec) -> RotaryTable
     return None if rope is None else tables[rope]
 
 
-def _block(spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build) -> Any:
+def make_block(spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build) -> Any:
+    """Returns a layer of the model."""
     if spec.norms == "input" and not spec.parallel and spec.multiplier == 1.0:
         return Block(spec, model, rotary, build)
     # Most models have the plain shape.

@@ -1,4 +1,5 @@
 """Programs as CUDA graphs: a body per token bucket, a head per bucket of logit rows and level.
+Where a hook can change what the model computes, bodies are captured with and without that.
 
 A replay costs the host some ten microseconds, where launching the kernels of a step one by one
 costs milliseconds.
@@ -10,6 +11,7 @@ import bisect
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,9 +142,11 @@ class Graphs:
     def __contains__(self, key: Any) -> bool:
         return key in self._graphs
 
-    def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
+    def body(self, step: BodyShape) -> BodyShape | None:
         """Returns the shape of the captured body that a step is padded to; None: none holds it."""
-        shape = self._buckets.body(tokens, rows, longest)
+        shape = self._buckets.body(step.tokens, step.rows, step.longest)
+        if shape is not None and step.altered:
+            shape = replace(shape, altered=True)
         return shape if shape in self else None
 
     def head(self, logit_rows: int, level: Level) -> HeadShape | None:
@@ -220,7 +224,10 @@ def program_works(
 ) -> dict[Any, Callable[[bool], None]]:
     """Returns what there is to capture: bodies, hooks' own programs, heads."""
     works: dict[Any, Callable[[bool], None]] = {}
-    for body in buckets.bodies():
+    bodies = buckets.bodies()
+    if any(hook.alters for hook in program.hooks):
+        bodies = [replace(body, altered=altered) for body in bodies for altered in (True, False)]
+    for body in bodies:
         works[body] = functools.partial(_run_body, program, body)
     for name, run in more.items():
         works[name] = functools.partial(_run_other, run)

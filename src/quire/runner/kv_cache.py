@@ -30,7 +30,7 @@ class KVCache:
 
     Zeros at first, as attention may read what nobody wrote.
 
-    layouts: by group. head_scales: float32 [all layers, 2, kv_heads], where heads have fixed ones.
+    layouts: by group. head_scales: by layer float32 [2, kv_heads], where heads have fixed ones.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class KVCache:
         layouts: Sequence[Layout],
         kv_format: KVFormat,
         device: torch.device,
-        head_scales: Tensor | None = None,
+        head_scales: Sequence[Tensor] | Tensor | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self._tensors: list[list[Tensor]] = []

@@ -128,13 +128,6 @@ class BatchState:
         """Returns inputs of no rows, int32 on the host."""
         return self._idle.copy()
 
-    def first_rows(self, count: int) -> StepRows:
-        """Returns the step's first `count` rows, as views."""
-        lanes, query_start, logit_start, flags = self.rows
-        return StepRows(
-            lanes[:count], query_start[: count + 1], logit_start[: count + 1], flags[:count]
-        )
-
 
 def _lay_out(
     shapes: Sequence[tuple[int, ...]], device: torch.device

@@ -355,6 +355,10 @@ class Scheduler:
             rows = rows[live]
             step, tokens, n, stop = step.select(rows), tokens[rows], n[rows], stop[rows]
         n = np.minimum(n, self._lanes.last[step.lanes] + 1 - self._lanes.known[step.lanes])
+        if step.drafts:
+            own = slice(step.num_generating)
+            for verified in self._features.verified:
+                verified(step.lanes[own], step.q_len[own] - 1, n[own])
         cut = self._features.cut(step, tokens, n)
         self._running.confirm(step, tokens, n)
         full = self._lanes.known[step.lanes] > self._lanes.last[step.lanes]
