@@ -13,10 +13,11 @@ import torch
 from quire import LLM, SamplingParams
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
-from quire.engine.ranks import config_of_rank
+from quire.engine.ranks import check_ranks, config_of_rank
 from quire.engine.workers import WorkerExecutor
 from quire.errors import ConfigError, EngineDeadError
 from quire.models import spec_from_config
+from quire.quantization import Unquantized
 from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
 
 PLAIN: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
@@ -79,6 +80,12 @@ def test_settings_that_take_one_rank(tmp_path: Path, name: str, value: Any) -> N
     message = refusal(model_folder(tmp_path, TINY), tensor_parallel_size=2, **{name: value})
     assert name in message
     assert "tensor_parallel_size=2" in message
+
+
+def test_ranks_and_results_to_the_bit() -> None:
+    args = EngineArgs(tensor_parallel_size=2, deterministic=True)
+    with pytest.raises(ConfigError, match=r"deterministic .* with tensor_parallel_size=2: sums"):
+        check_ranks(args, "cuda", spec_from_config(TINY), Unquantized())
 
 
 def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
