@@ -43,8 +43,12 @@ def test_a_killed_rank(tmp_path: Path) -> None:
     timer = threading.Timer(1.0, os.kill, (lost.pid, signal.SIGKILL))
     timer.start()
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    with pytest.raises(EngineDeadError, match="rank 1"):
+
+    def go_on() -> None:
         for _ in range(10_000):
             llm.generate([[5, 6, 7]], params, use_tqdm=False)
+
+    with pytest.raises(EngineDeadError, match="rank 1"):
+        go_on()
     llm.shutdown()
     assert lost.returncode == -signal.SIGKILL

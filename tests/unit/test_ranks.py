@@ -50,11 +50,16 @@ def completions(ranks: int, **settings: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("ranks", "settings"),
-    [(2, {}), (2, {"num_kv_blocks": 18, "quantization": "int8"}), (4, {"kv_cache_dtype": "int8"})],
-    ids=["2", "2-few-blocks-int8", "4-kv-int8"],
+    [
+        (2, {"speculative": {"method": "suffix", "num_speculative_tokens": 3}}),
+        (2, {"num_kv_blocks": 18, "quantization": "int8"}),
+        (4, {"kv_cache_dtype": "int8"}),
+    ],
+    ids=["2-drafts", "2-few-blocks-int8", "4-kv-int8"],
 )
 def test_ranks_give_the_tokens_of_one(ranks: int, settings: dict[str, Any]) -> None:
-    """Chunked prompts, prefix hits, preemption, a grammar; at 4 ranks, KV heads that two hold."""
+    """Chunked prompts, prefix hits, preemption, a grammar, drafts; at 4 ranks, KV heads that two
+    ranks hold."""
     assert completions(ranks, **settings) == completions(1, **settings)
 
 
