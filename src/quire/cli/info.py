@@ -11,6 +11,7 @@ import typer
 
 from quire.bench.record import card_name, versions
 from quire.cli.choices import choices_section
+from quire.cli.ranks import ranks_section
 from quire.config import EngineArgs
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def info(engine: EngineArgs, *, as_json: bool) -> None:
         "versions": versions(),
         "devices": devices(),
         "model": model_section(config),
+        "tensor_parallel_size": ranks_section(config),
         "settings": settings_section(config),
         "chosen": choices_section(config),
         "architectures": architectures(),
