@@ -74,8 +74,8 @@ def activation_error(tokens: int, width: int) -> float:
     x = random_bf16(tokens, 2 * width)
     gelu = torch.nn.functional.gelu(x.double(), approximate="tanh")
     return max(
-        error(activation.silu_and_mul(x), reference.silu_and_mul(x.double())),
-        error(activation.gelu(x, "tanh"), gelu),
+        error(activation.run(x, "silu_and_mul"), reference.activate(x.double(), "silu_and_mul")),
+        error(activation.run(x, "gelu_tanh"), gelu),
     )
 
 
@@ -137,7 +137,7 @@ def time_all(shape: Shape, tokens: int) -> Iterator[Callable[[], Row]]:
         bytes_ = 6 * tokens * shape.intermediate
         copies = copies_beyond_l2(bytes_, 16)
         x = random_bf16(copies, tokens, 2 * shape.intermediate)
-        variants: list[Trial] = [("default", lambda i: activation.silu_and_mul(x[i]))]
+        variants: list[Trial] = [("default", lambda i: activation.run(x[i], "silu_and_mul"))]
         return timed("SiLU·mul", shape.name, tokens, bytes_, copies, variants)
 
     yield from (rope, norms, silu)

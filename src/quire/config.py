@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_origin, get_type_hints
 
@@ -12,12 +13,12 @@ import msgspec
 
 from quire.errors import ConfigError
 
-OPTIMIZATIONS = ("graphs", "overlap", "fusions", "skinny", "pdl")
+OPTIMIZATIONS = ("graphs", "overlap", "fusions", "skinny", "pdl", "symmetric")
 """The values of `EngineArgs.disable`.
 
 graphs: CUDA graphs. overlap: launching a step before the last one is read. fusions: norms,
 activations and residuals inside linear layers. skinny: our kernels for linear layers of few rows.
-pdl: programmatic dependent launch.
+pdl: programmatic dependent launch. symmetric: our kernels for sums over ranks.
 """
 
 
@@ -101,6 +102,12 @@ class EngineArgs:
     enable_chunked_prefill: bool = _setting(
         True, "Split long prompts over steps so that decodes ride along."
     )
+    speculative: Mapping[str, Any] | None = _setting(
+        None, "Speculative decoding, as JSON: see docs/speculation.md for its keys."
+    )
+    speculative_model: str | None = _setting(
+        None, "Draft model, a folder or hub id: short for speculative's key model."
+    )
     scheduling_policy: Literal["fcfs", "priority"] = _setting(
         "fcfs", "Queue order: arrival, or priority with ageing (lower runs first)."
     )
@@ -180,12 +187,6 @@ class EngineArgs:
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _one_of("pooling", self.pooling, ("auto", "last", "mean"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet: this "
-                "version serves a model on one device",
-                "tensor_parallel_size",
-            )
 
     def _check_tiers(self) -> None:
         for name, value in (
@@ -203,6 +204,11 @@ class EngineArgs:
             )
         if self.disk_cache is not None and not self.disk_cache_gb:
             raise ConfigError("disk_cache needs disk_cache_gb > 0", "disk_cache_gb")
+
+    @property
+    def speculates(self) -> bool:
+        """Whether speculative decoding is asked for."""
+        return self.speculative is not None or self.speculative_model is not None
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:

@@ -13,7 +13,6 @@ from quire.engine.builder import build_core, resolve
 from quire.engine.interrupts import interrupts_held
 from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.prompt_inputs import Prompt, as_conversations, as_list, one_each, read_prompt
-from quire.engine.stats import EngineStats
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import RequestError
@@ -25,6 +24,7 @@ from quire.scheduler import Progress, StepProgress
 
 if TYPE_CHECKING:
     from quire.adapters import LoRARequest
+    from quire.engine.stats import EngineStats
 
 Message = Mapping[str, Any]
 

@@ -49,6 +49,39 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 3.0],
+    "original_max_position_embeddings": 256,
+}
+MINISTRAL3 = {
+    **YARN,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "max_position_embeddings": 256,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+FOUR = {"num_hidden_layers": 4}
+GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
+
+EMBEDDINGS = {"Gemma2": 0.15, "Gemma3Text": 0.15, "Granite": 0.3}
+"""Scales of embeddings that the models multiply by more."""
+
+HYBRID = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 6}),
@@ -80,9 +113,81 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "cohere2": ("Cohere2", {"sliding_window": 9, "logit_scale": 0.25, **FOUR}),
+    "cohere2-bias": ("Cohere2", {"sliding_window": 20, "attention_bias": True, **FOUR}),
+    "exaone4": ("Exaone4", {"sliding_window": 9, **FOUR}),
+    "exaone4-full": (
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3},
+    ),
+    "gemma2": ("Gemma2", {"sliding_window": 11, **GEMMA}),
+    "gemma3": ("Gemma3Text", {"sliding_window": 7, "num_hidden_layers": 7, **GEMMA}),
+    "gemma3-linear": (
+        "Gemma3Text",
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": _linear(8.0),
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            **GEMMA,
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 16, "attention_bias": True}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "ministral": (
+        "Ministral",
+        {
+            "head_dim": 8,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL3}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-mqa": ("Olmo2", {"num_key_value_heads": 1}),
+    "olmo3": ("Olmo3", {"sliding_window": 9, "rope_parameters": YARN, **FOUR}),
+    "phi3": ("Phi3", {"sliding_window": 20, "original_max_position_embeddings": 256}),
+    "phi3-short": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
+    "seed-oss": ("SeedOss", {"head_dim": 16, "mlp_bias": True, "attention_out_bias": True}),
+    "smollm3": ("SmolLM3", FOUR),
+    "smollm3-window": (
+        "SmolLM3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "no_rope_layers": [1, 0, 1],
+            "attention_bias": True,
+        },
+    ),
+    "qwen3-next": ("Qwen3Next", {**HYBRID, "mlp_only_layers": [0, 1, 2, 3]}),
+    "qwen3.5": ("Qwen3_5", HYBRID),
+    "qwen3.5-order": (
+        "Qwen3_5",
+        {
+            **HYBRID,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_num_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gpt2": ("GPT2", {}),
     "gpt2-exact-gelu": ("GPT2", {"activation_function": "gelu", "n_inner": 100}),
 }
+
+
+KINDS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 
 def make(folder: Path, case: str, **save: Any) -> Any:
@@ -91,21 +196,28 @@ def make(folder: Path, case: str, **save: Any) -> Any:
 
     name, changes = CASES[case]
     sizes = GPT2_SIZES if name == "GPT2" else SIZES
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **changes})
-    kind = {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM")
+    kind = KINDS.get(name, f"{name}ForCausalLM")
+    config_name = {"Qwen3_5": "Qwen3_5Text"}.get(name, name)
+    config = getattr(transformers, f"{config_name}Config")(**{**sizes, **changes})
     torch.manual_seed(sum(case.encode()))
     model = getattr(transformers, kind)(config).eval()
+    redraw(model, EMBEDDINGS.get(name, 1.0))
+    model.save_pretrained(folder, **save)
+    return model
+
+
+def redraw(model: Any, embeddings: float = 1.0) -> None:
+    """Draws weights large enough that every layer changes the outcome and greedy text does not
+    loop. embeddings: scales those of tokens, which must not drown what layers add."""
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                # Large enough that every layer changes the outcome and greedy text does not loop.
                 strength = 12.0 if "wpe" in key else 1.2
+                strength *= embeddings if "embed_tokens" in key else 1.0
                 parameter.normal_(0.0, strength * parameter.shape[-1] ** -0.5)
             else:
                 strength = 0.02 if key.endswith("ln_f.bias") else 0.2
                 parameter.add_(torch.randn_like(parameter) * strength)
-    model.save_pretrained(folder, **save)
-    return model
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:

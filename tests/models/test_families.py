@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire.models import Decoder, build_model, load_config, load_weights, spec_from_config
-from tests.models.checkpoints import CASES, greedy, make
+from tests.models.checkpoints import CASES, LONGROPE, greedy, make
 from tests.models.harness import Harness
 
 
@@ -66,7 +66,13 @@ def check_logits(
         torch.testing.assert_close(torch.cat(parts), expected, atol=tolerance, rtol=0.0)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3-window", "gpt2"])
+HALF = [
+    "llama", "qwen2", "qwen3-window", "gpt2", "gemma2", "gemma3", "olmo2", "granite",
+    "cohere2-bias", "exaone4", "glm4", "ministral3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HALF)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Half precision is about as far from fp32 as transformers is."""
@@ -75,6 +81,18 @@ def test_half_precision(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     half = oracle.to(dtype)
     tolerance = 0.3 if dtype is torch.bfloat16 else 0.04
     check_logits(Harness(load(tmp_path, dtype)), half, sequences, tolerance)
+
+
+def test_longrope_beyond_the_original_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences longer than the model was first trained for; shorter ones differ on purpose."""
+    original = {"original_max_position_embeddings": 16}
+    changes = {"rope_parameters": {**LONGROPE, **original}, **original}
+    monkeypatch.setitem(CASES, "phi3-long", ("Phi3", changes))
+    oracle = make(tmp_path, "phi3-long")
+    sequences = [prompt + prompt for prompt in prompts_of(3) if len(prompt) > 8]
+    check_logits(Harness(load(tmp_path)), oracle, sequences, 1e-4)
 
 
 def test_long_prompt_is_cut_into_tiles(tmp_path: Path) -> None:

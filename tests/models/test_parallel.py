@@ -21,6 +21,11 @@ from tests.models.harness import Harness
 
 PROMPTS = [[5, 17, 99, 3, 42, 7, 7, 150, 23], [11]]
 CASES = ["qwen3-tied-bias", "llama-mqa-tied", "gpt2", "qwen3-window"]
+FURTHER = [
+    "cohere2-bias", "exaone4", "gemma2", "gemma3-linear", "glm", "glm4", "granite", "ministral",
+    "ministral3", "olmo2", "olmo2-mqa", "olmo3", "phi3", "phi3-short", "seed-oss", "smollm3-window",
+]  # fmt: skip
+"""A checkpoint of each other family."""
 """Two KV heads over two ranks, one KV head that both hold, LayerNorm and biases, two KV groups; a
 vocabulary that does not divide evenly in all of them. The first two also with 8-bit KV, where each
 rank has the scales of its own heads."""
@@ -56,9 +61,9 @@ def _rank(rank: int, world: int, folders: list[Path], rendezvous: str, out: Any)
 
 
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
-    folders = [tmp_path / case for case in CASES]
-    for folder, case in zip(folders, CASES, strict=True):
-        make(folder, case)
+    folders = [tmp_path / case for case in CASES + FURTHER]
+    for folder in folders:
+        make(folder, folder.name)
     expected = all_tokens(folders, SingleGroup())
 
     context = multiprocessing.get_context("spawn")

@@ -17,7 +17,7 @@ from quire.config import EngineArgs
 from quire.errors import ConfigError, ModelError
 from quire.layers.build import Build
 from quire.layers.linear import Linear, Output
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import NormSpec
 from quire.layers.parameter_slice import ParameterSlice
 from quire.layers.residual import Residual
 from quire.models import (
@@ -139,7 +139,7 @@ def test_a_row_parallel_layer_takes_no_norm_and_no_activation(world: int) -> Non
     layer = Linear(16, 8, made, bias=False, split="inputs")
     x = torch.zeros(2, 16 // world)
     with pytest.raises(ConfigError, match=r"layer: .* takes no norm"):
-        layer(x, norm=RMSNorm(16 // world, 1e-6, made))
+        layer(x, norm=NormSpec(kind="rms", eps=1e-6).layer(16 // world, made))
     with pytest.raises(ConfigError, match=r"layer: .* takes no activation"):
         layer(x, act="gelu")
 

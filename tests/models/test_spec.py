@@ -18,6 +18,8 @@ DATA = Path(os.environ.get("QUIRE_DATA", "/nonexistent"))
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="QUIRE_DATA names no folder")
 
 PARAMETERS = {
+    "gemma2-2b": 2_614_341_888,
+    "gemma3-12b": 11_766_034_176,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "llama-2-7b": 6_738_415_616,
@@ -122,7 +124,7 @@ BAD = {
     "num_attention_heads": (5, "not a multiple of 5 heads"),
     "hidden_act": ("relu", "hidden_act 'relu' is not supported"),
     "rms_norm_eps": (-1.0, "rms_norm_eps must be a positive number"),
-    "rope_scaling": ({"type": "longrope", "factor": 2.0}, "rope type 'longrope'"),
+    "rope_scaling": ({"type": "dynamic", "factor": 2.0}, "rope type 'dynamic'"),
     "dtype": ("int8", "dtype 'int8' is not supported"),
     "attention_bias": ("yes", "attention_bias must be true or false"),
     "eos_token_id": ("</s>", "eos_token_id must be token ids"),

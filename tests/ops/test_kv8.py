@@ -220,6 +220,7 @@ class Store:
             "positions": self.positions, "slots": self.slots, "cos_sin": self.cos_sin,
             "q_weight": self.weight if normed else None,
             "k_weight": self.weight if normed else None, "eps": 1e-6, "scratch": None,
+            "interleaved": normed,
         }  # fmt: skip
 
     def wanted(self, normed: bool) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ def test_norms(dtype: torch.dtype) -> None:
     wide = x.double()
     rms = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     assert_close(ops.rms_norm(x, weight, 1e-5), rms)
+    assert_close(ops.rms_norm(x, weight, 1e-5, bias.expand(5, 24)), rms + bias.double())
     centred = wide - wide.mean(-1, keepdim=True)
     deviation = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert_close(ops.layer_norm(x, weight, bias, 1e-5), centred / deviation * weight + bias)
@@ -47,10 +48,12 @@ def test_activations(dtype: torch.dtype) -> None:
     x = randn(5, 24, dtype=dtype)
     wide = x.double()
     gate, up = wide.chunk(2, dim=-1)
-    assert_close(ops.silu_and_mul(x), gate / (1 + (-gate).exp()) * up)
-    assert_close(ops.gelu(x), wide * 0.5 * (1 + torch.erf(wide / math.sqrt(2))))
+    assert_close(ops.activate(x, "silu_and_mul"), gate / (1 + (-gate).exp()) * up)
+    assert_close(ops.activate(x, "gelu"), wide * 0.5 * (1 + torch.erf(wide / math.sqrt(2))))
     inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
-    assert_close(ops.gelu(x, "tanh"), wide * 0.5 * (1 + inner.tanh()))
+    tanh = wide * 0.5 * (1 + inner.tanh())
+    assert_close(ops.activate(x, "gelu_tanh"), tanh)
+    assert_close(ops.activate(x, "gelu_tanh_and_mul"), tanh[:, :12] * up)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,7 +101,10 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("normed", "rotary"), [(False, 8), (True, 8), (True, 4), (False, 0)])
-def test_qk_norm_rope_store(dtype: torch.dtype, normed: bool, rotary: int) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_qk_norm_rope_store(
+    dtype: torch.dtype, normed: bool, rotary: int, interleaved: bool
+) -> None:
     heads, kv_heads, dim, size = 6, 2, 8, 4
     cache, k_cache, v_cache = paged(5, kv_heads, size, dim, dtype)
     before = cache.clone()
@@ -120,14 +126,15 @@ def test_qk_norm_rope_store(dtype: torch.dtype, normed: bool, rotary: int) -> No
         q_weight=weights[0],
         k_weight=weights[1],
         eps=1e-6,
+        interleaved=interleaved,
     )
     expected_q, expected_k, v = qkv.double().split([heads, kv_heads, kv_heads], dim=1)
     if normed:
         expected_q = ops.rms_norm(expected_q, weights[0].double(), 1e-6)
         expected_k = ops.rms_norm(expected_k, weights[1].double(), 1e-6)
     if rotary:
-        expected_q = turned(expected_q, angles[positions.long()])
-        expected_k = turned(expected_k, angles[positions.long()])
+        expected_q = turned(expected_q, angles[positions.long()], interleaved)
+        expected_k = turned(expected_k, angles[positions.long()], interleaved)
     assert_close(q, expected_q)
     assert torch.equal(qkv, given)
     for token, slot in enumerate(slots.tolist()):
@@ -140,12 +147,16 @@ def test_qk_norm_rope_store(dtype: torch.dtype, normed: bool, rotary: int) -> No
     assert torch.equal(cache, before)
 
 
-def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """Pairs (i, i + rotary / 2) as complex numbers."""
+def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """Pairs (i, i + rotary / 2), or (2 i, 2 i + 1), as complex numbers."""
     half = angles.shape[-1]
-    numbers = torch.complex(x[..., :half], x[..., half : 2 * half])
+    rotary, rest = x[..., : 2 * half], x[..., 2 * half :]
+    step = rotary[..., ::2], rotary[..., 1::2]
+    numbers = torch.complex(*(step if interleaved else rotary.chunk(2, dim=-1)))
     numbers = numbers * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
-    return torch.cat((numbers.real, numbers.imag, x[..., 2 * half :]), dim=-1)
+    parts = numbers.real, numbers.imag
+    both = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return torch.cat((both, rest), dim=-1)
 
 
 @pytest.mark.usefixtures("host")
@@ -270,6 +281,6 @@ def test_an_op_has_its_twins_signature_and_runs_the_kernel_where_there_is_one(
     # A policy of its own: what was chosen under another is remembered.
     with ops.use_policy(ops.Policy()):
         assert_close(op(x, 3.0), -3 * x)
-        assert_close(ops.gelu(x), ops.gelu(x))
+        assert_close(ops.activate(x, "gelu"), ops.activate(x, "gelu"))
     with ops.use_policy(ops.Policy(backend="reference")):
         assert_close(op(x), 2 * x)

@@ -37,6 +37,22 @@ def test_rms_norm(kernel_device: str, dtype: torch.dtype, width: int) -> None:
     weight = draw(width, dtype=dtype, device=kernel_device, seed=1)
     assert_close(norm.rms_norm(x, weight, 1e-6), rms(x, weight, 1e-6))
     assert_close(norm.rms_norm(x, None, 1e-6), rms(x, None, 1e-6))
+    residual = draw(5, 2 * width, dtype=dtype, device=kernel_device, seed=2)[:, :width]
+    want = norm.rms_norm(x, weight, 1e-6).double() + residual.double()
+    assert_close(norm.rms_norm(x, weight, 1e-6, residual), want)
+
+
+def test_wide_weights_are_applied_before_rounding(kernel_device: str) -> None:
+    """Weights in fp32 of a state in 16 bits give what is rounded once, to the bit."""
+    x = draw(5, 96, dtype=torch.float16, device=kernel_device)
+    weight = 1 + 0.01 * draw(96, device=kernel_device, seed=1)
+    want = rms(x, weight, 1e-6).half()
+    assert torch.equal(norm.rms_norm(x, weight, 1e-6), want)
+    assert torch.equal(reference.rms_norm(x, weight, 1e-6), want)
+    assert not torch.equal(norm.rms_norm(x, weight.half(), 1e-6), want)
+    case = Rope(kernel_device, torch.float16, 64, 64)
+    weights = {name: 1 + 0.01 * value.float() for name, value in case.weights.items()}
+    case.check(None, weights)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,12 +79,11 @@ def test_activations(kernel_device: str, dtype: torch.dtype, width: int) -> None
     x = 3 * draw(4, 2 * width, dtype=dtype, device=kernel_device)
     gate, up = x.double().chunk(2, -1)
     functional = torch.nn.functional
-    assert_close(activation.silu_and_mul(x), functional.silu(gate) * up)
-    for approximate in ("tanh", "none"):
-        assert_close(
-            activation.gelu(x, approximate=approximate),
-            functional.gelu(x.double(), approximate=approximate),
-        )
+    assert_close(activation.run(x, "silu_and_mul"), functional.silu(gate) * up)
+    tanh = functional.gelu(gate, approximate="tanh") * up
+    assert_close(activation.run(x, "gelu_tanh_and_mul"), tanh)
+    assert_close(activation.run(x, "gelu"), functional.gelu(x.double()))
+    assert_close(activation.run(x, "gelu_tanh"), functional.gelu(x.double(), approximate="tanh"))
 
 
 def test_embedding_skips_padding_and_other_shards(kernel_device: str) -> None:
@@ -95,9 +110,20 @@ class Rope:
             "k_weight": draw(dim, dtype=dtype, device=device, seed=4),
         }
 
-    def check(self, cos_sin: Tensor | None, weights: dict[str, Tensor], **tuning: int) -> None:
+    def check(
+        self,
+        cos_sin: Tensor | None,
+        weights: dict[str, Tensor],
+        interleaved: bool = False,
+        **tuning: int,
+    ) -> None:
         """The same call on the kernel, and on the reference in float64."""
-        same = {"positions": self.positions, "slots": self.slots, "eps": 1e-6}
+        same = {
+            "positions": self.positions,
+            "slots": self.slots,
+            "eps": 1e-6,
+            "interleaved": interleaved,
+        }
         wide = self.cache.double()
         out = qk_norm_rope_store(
             self.qkv, KVLayer(self.cache[:, 1, 0], self.cache[:, 1, 1]),
@@ -121,6 +147,12 @@ def test_norm_rope_store(
 ) -> None:
     case = Rope(kernel_device, dtype, dim, rotary)
     case.check(case.cos_sin, case.weights, heads_per_program=heads_per_program)
+
+
+@pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (80, 32), (96, 96)])
+def test_interleaved_rope(kernel_device: str, dim: int, rotary: int) -> None:
+    case = Rope(kernel_device, torch.float32, dim, rotary)
+    case.check(case.cos_sin, case.weights, interleaved=True)
 
 
 def test_store_without_norm_or_rope(kernel_device: str) -> None:

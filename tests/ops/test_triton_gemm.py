@@ -6,6 +6,7 @@ On a GPU the kernels are compiled; on a CPU they run under Triton's interpreter.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from quire.errors import ConfigError
 from quire.ops.arguments import RmsScale
+from quire.ops.reference import rms_norm
 from quire.ops.reference.quantized import dequantize, quantize_rows, row_scales
 from quire.ops.triton import gemm
 from quire.ops.triton.gemm import LinearArgs
@@ -124,10 +126,21 @@ def _fields(plan: GemmPlan) -> dict[str, object]:
     return {name: getattr(plan, name) for name in GemmPlan.__dataclass_fields__}
 
 
-@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "silu_and_mul"])
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "silu_and_mul", "gelu_tanh_and_mul"])
 @pytest.mark.parametrize("plan", [GEMV, SKINNY], ids=lambda plan: plan.kernel)
 def test_activations(plan: GemmPlan, act: str) -> None:
     check(make_args(1, 24, 64, act=act), plan)
+
+
+@pytest.mark.parametrize("plan", [GEMV, SKINNY], ids=lambda plan: plan.kernel)
+def test_norm_weights_in_fp32_round_once(plan: GemmPlan) -> None:
+    """The state is then rounded where the twin rounds it, to the bit."""
+    args = make_args(1, 24, 64, torch.float16, norm="exact")
+    assert args.norm is not None
+    wide = RmsScale(args.norm.weight.float() + 2**-9, args.norm.eps)
+    normed = replace(args, x=rms_norm(args.x, *wide), norm=None)
+    exact = GemmPlan(**{**_fields(plan), "norm": "exact"})
+    assert torch.equal(gemm.run(replace(args, norm=wide), exact), gemm.run(normed, plan))
 
 
 @pytest.mark.parametrize("norm", [None, "exact", "late"])
@@ -210,7 +223,7 @@ def test_small_linear_takes_the_separate_norm_or_declines() -> None:
         scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + norm.eps)
         return ((x.float() * scale).to(x.dtype) * norm.weight).to(x.dtype)
 
-    args = make_args(1, 24, 64, torch.bfloat16, norm="exact")
+    args = make_args(1, 24, 64, torch.float16, norm="exact")
     y = gemm.small_linear(args, rms_norm=rms_norm)
     assert y is not None
     assert not calls

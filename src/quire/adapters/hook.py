@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from quire.adapters.peft import MOST_RANK
 from quire.adapters.pool import AdapterPool, Flags
@@ -56,9 +55,7 @@ class AdapterHook(Hook):
     def share(self, memory: SharedMemory) -> None:
         self._flags = memory.view(np.int64)
 
-    def attach(self, model: nn.Module) -> None:
-        if not isinstance(model, Decoder):
-            raise ConfigError("adapters need a decoder", "enable_lora")
+    def attach(self, model: Decoder) -> None:
         args, world = self._config.args, model.group.world
         self.pool = AdapterPool(
             model,

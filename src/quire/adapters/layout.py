@@ -83,7 +83,7 @@ class Layout:
         family = family_named(model.spec.family)
         if family is None:
             raise ConfigError(f"there is no family {model.spec.family!r}", "enable_lora")
-        self.prefix = family.prefix
+        self.canonical = family.canonical
         self.layers: list[Linear] = []
         self.targets: dict[str, list[Target]] = {}
         self._projections: list[list[Target]] = []

@@ -70,7 +70,7 @@ def read_adapter(folder: Path, layout: Layout) -> Adapter:
     digest.update(data)
     adapter = Adapter(digest.hexdigest())
     for module, (a, b) in _pairs(tensors).items():
-        targets = layout.targets.get(module.removeprefix(layout.prefix))
+        targets = layout.targets.get(layout.canonical(module))
         if targets is None:
             raise _wrong(f"{module}: the model has no linear layer of this name")
         expected = _pattern(patterns, module, rank)

@@ -14,7 +14,6 @@ from quire.ops.adapters import AdapterRows, SlotWeights
 from quire.ops.reference import adapters as twins
 
 adapter_rows = ops.op(twins.adapter_rows)
-_activate = ops.op(twins.activate)
 _add_adapters = ops.op(twins.add_adapters)
 _preactivation = ops.op(twins.preactivation)
 
@@ -56,7 +55,7 @@ class AdapterStage:
             # Each rank has added what its share of the inputs gives.
             out = layer.group.all_reduce(out)
         if act is not None:
-            out = _activate(out, act, x.dtype)
+            out = ops.activate(out, act, x.dtype)
         return out if residual is None or before is not None else out.add_(residual)
 
     def _product(

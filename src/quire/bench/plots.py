@@ -144,6 +144,21 @@ def switches(records: Sequence[BenchRecord], path: Path) -> None:
     _save(figure, path)
 
 
+def quality(records: Sequence[BenchRecord], path: Path) -> None:
+    """Shows how much each format raises perplexity, in percent, from 1 % on by the logarithm."""
+    figure, (panel,) = _panels(1, _title(records), width=9.0)
+    names = [record.case for record in records][::-1]
+    changes = [record.metrics["change_percent"] for record in records][::-1]
+    colors = ["#2563eb" if change <= 5 else "#dc2626" for change in changes]
+    bars = panel.barh(names, changes, color=colors)
+    panel.bar_label(bars, labels=[f" {change:+.3g} %" for change in changes], fontsize=8)
+    panel.set_xscale("symlog", linthresh=1.0)
+    panel.set_xlim(-2, 10 * max(10.0, *changes))
+    panel.axvline(5, color="black", linewidth=0.8, linestyle="--")
+    panel.set_xlabel("change of perplexity; dashed: the gate of quire quantize")
+    _save(figure, path)
+
+
 def _panels(count: int, title: str, width: float = 6.0) -> tuple[Any, list[Any]]:
     # A figure by itself, without pyplot: no display is looked for, and nothing stays in memory.
     from matplotlib.figure import Figure

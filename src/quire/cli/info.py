@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,15 +15,25 @@ from quire.config import EngineArgs
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.plan import KVGroup
 
 Section = dict[str, Any]
 
 
 def info(engine: EngineArgs, *, as_json: bool) -> None:
-    """Reads configuration only: no weights are loaded and no memory is taken on a device."""
+    """Reads configuration only: no weights are fetched or loaded, and no memory is taken on a
+    device."""
     from quire.engine.builder import resolve
+    from quire.models.config import is_hub_id
 
+    name = engine.model
+    if name is not None and is_hub_id(name):
+        from quire.models.hub import download
+
+        engine = replace(engine, model=str(download(name, engine.revision, weights=False)))
     config = resolve(engine)
+    if name is not None:
+        config = replace(config, model_name=name)
     sections = {
         "versions": versions(),
         "devices": devices(),
@@ -56,7 +66,11 @@ def architectures() -> list[str]:
 
 
 def model_section(config: EngineConfig) -> Section:
-    """Sizes come from the shapes of a model without weights."""
+    """Sizes come from the shapes of a model without weights.
+
+    KV bytes are told apart: those of every token of a request, those that windows keep at most, and
+    recurrent states.
+    """
     import torch
 
     from quire.layers.linear import Linear
@@ -77,7 +91,10 @@ def model_section(config: EngineConfig) -> Section:
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     stored = kv_format(config.kv_cache_dtype, dtype, *spec.head_dims)
     groups = model.kv_groups(config.block_size, stored)
-    per_token = sum(group.block_bytes // group.tokens_per_block for group in groups)
+    per_token = sum(_token_bytes(group) for group in groups if group.kind != "state")
+    kept = sum(_token_bytes(group) for group in groups if group.kind == "full")
+    windows = sum(_token_bytes(g) * g.window for g in groups if g.window is not None)
+    states = sum(group.block_bytes for group in groups if group.kind == "state")
     capacity = _kv_bytes(config, weight_bytes)
     return {
         "name": config.model_name,
@@ -93,10 +110,21 @@ def model_section(config: EngineConfig) -> Section:
         "vocab_size": spec.vocab_size,
         "parameters": parameters,
         "weight_bytes": weight_bytes,
-        "kv_groups": [f"{g.kind}, {len(g.layers)} layers" for g in groups],
-        "kv_bytes_per_token": per_token,
+        "kv_groups": [_group(group) for group in groups],
+        "kv_bytes_per_token": kept,
+        "window_bytes_per_request": windows,
+        "state_bytes_per_request": states,
         "kv_tokens_estimate": None if capacity is None else int(capacity // per_token),
     }
+
+
+def _token_bytes(group: KVGroup) -> int:
+    return group.block_bytes // group.tokens_per_block
+
+
+def _group(group: KVGroup) -> str:
+    window = "" if group.window is None else f" of {group.window} tokens"
+    return f"{group.kind}{window}, {len(group.layers)} layers"
 
 
 def _kv_bytes(config: EngineConfig, weight_bytes: int) -> float | None:

@@ -10,6 +10,7 @@ import typer
 
 from quire import __version__
 from quire.cli.bench_commands import app as bench
+from quire.cli.eval_commands import app as evaluate
 from quire.cli.help import SettingsCommand
 from quire.cli.settings import SamplingArgs, with_settings
 from quire.config import EngineArgs
@@ -26,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+app.add_typer(evaluate, name="eval")
 
 
 def main() -> None:
@@ -131,6 +133,73 @@ def run_batch(
 
     batch = Batch(source=source, target=target, errors=error_file)
     run(engine, api, batch, max_concurrency)
+
+
+@app.command()
+def quantize(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Model folder or hub id, in 16 or 32 bits.", show_default=False),
+    ] = None,
+    *,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="gptq, awq or rtn (to the nearest): integers of 4 or 8 bits in groups. "
+            "smoothquant, int8: 8 bits, inputs of layers too. fp8: 8-bit floats, inputs too."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make.")],
+    bits: Annotated[
+        int | None, typer.Option(help="4 (default) or 8, of gptq, awq and rtn.")
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Inputs that share a scale; -1: all. Default: 128. fp8: the side of a square "
+            "block, by default a scale for each output."
+        ),
+    ] = None,
+    symmetric: Annotated[
+        bool | None,
+        typer.Option(
+            "--symmetric/--asymmetric",
+            help="Without a zero for each group, or with one. Default: symmetric; awq has zeros.",
+            show_default=False,
+        ),
+    ] = None,
+    weight_only: Annotated[
+        bool, typer.Option("--weight-only", help="int8 and fp8: leave inputs of layers alone.")
+    ] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to calibrate with. Default: one that is built in."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Sequences to calibrate with.")] = 128,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 512,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(help="Layer to leave as it is, by name, or re:PATTERN. May be repeated."),
+    ] = None,
+    gate: Annotated[
+        float, typer.Option(help="Most percent that perplexity may rise; else nothing is written.")
+    ] = 5.0,
+    force: Annotated[bool, typer.Option("--force", help="Write it whatever it lost.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Hub revision of the model.")] = None,
+) -> None:
+    """Make a quantized checkpoint, and say what it lost. Run it again to go on after a kill."""
+    from quire.cli.quantize import quantize as run
+    from quire.compression import Options, Recipe
+
+    recipe = Recipe.of(
+        method, bits=bits, group_size=group_size, symmetric=symmetric, weight_only=weight_only
+    )
+    options = Options(
+        data=data, samples=samples, length=length, ignore=tuple(ignore or ()), gate=gate,
+        force=force, device=device,
+    )  # fmt: skip
+    run(model, revision, out, recipe, options)
 
 
 @app.command()

@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from quire.executor import OnProgress
 
@@ -37,6 +43,31 @@ def progress_bar(console: Console) -> Iterator[OnProgress]:
         progress.update(task, description=_TITLES[what], completed=done, total=total, amount=amount)
         if done >= total:
             progress.stop()
+
+    try:
+        yield update
+    finally:
+        progress.stop()
+
+
+@contextlib.contextmanager
+def amount_bar(console: Console, title: str) -> Iterator[Callable[[int, int], None]]:
+    """Yields a callback that is told what is done, and all, and draws a bar of it with the time
+    left. Nothing is drawn where there is no terminal."""
+    progress = Progress(
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    task = progress.add_task("", total=None)
+
+    def update(done: int, total: int) -> None:
+        progress.start()
+        progress.update(task, completed=done, total=total)
 
     try:
         yield update

@@ -86,7 +86,8 @@ class Linear(nn.Module):
         else:
             weight = ops.Weight.plain(tied)
             self.stacks = (Stack(0, len(self.outputs), weight, None),)
-        for index, stack in enumerate(self.stacks):
+        # Tied weights are the other module's parameters.
+        for index, stack in enumerate(() if self.tied else self.stacks):
             behind = f"_{index}" if index else ""
             for name in ("values", "scales", "zeros", "groups", "input_scale"):
                 tensor = getattr(stack.weight, name)
@@ -140,27 +141,19 @@ class Linear(nn.Module):
         return self.stacks[0].weight
 
     def forward(
-        self, x: Tensor, norm: RMSNorm | None = None, act: Activation | None = None
+        self,
+        x: Tensor,
+        norm: RMSNorm | None = None,
+        act: Activation | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """Returns act(norm(x) Wᵀ + bias), over all ranks. `act` "silu_and_mul" halves the width.
+        """Returns act(norm(x) Wᵀ + bias), over all ranks, or residual + x Wᵀ + bias. A gated `act`
+        halves the width.
 
         Raises:
             ConfigError: a norm or an activation of a row-parallel layer: a norm would see a share
                 of the inputs only, an activation a share of the sum.
         """
-        return self._compute(x, None, norm, act)
-
-    def add(self, x: Tensor, residual: Residual) -> Residual:
-        """Returns residual + x Wᵀ + bias."""
-        return Residual(self._compute(x, residual.total(), None, None))
-
-    def _compute(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm: RMSNorm | None,
-        act: Activation | None,
-    ) -> Tensor:
         if self.split == "inputs" and (norm is not None or act is not None):
             raise ConfigError(
                 f"{self.name}: a linear layer whose inputs are split over ranks takes no "
@@ -173,8 +166,7 @@ class Linear(nn.Module):
         if self.split == "inputs" and self.group.world > 1:
             # What every rank holds whole may enter the sum over ranks only once.
             bias = self.bias if self.group.rank == 0 else None
-            out = self.group.all_reduce(ops.linear(x, self.weight, bias))
-            return out if residual is None else out.add_(residual)
+            return self.group.all_reduce(ops.linear(x, self.weight, bias), residual, self.name)
         if len(self.stacks) > 1:
             return self._apart(x, residual, norm, act)
         scale = None
@@ -183,6 +175,10 @@ class Linear(nn.Module):
             if scale is None:
                 x = norm(x)
         return ops.linear(x, self.weight, self.bias, residual, scale, act)
+
+    def add(self, x: Tensor, residual: Residual) -> Residual:
+        """Returns residual + x Wᵀ + bias, or without the residual if that is to stay apart."""
+        return Residual(self(x, residual=None if residual.apart else residual.total()))
 
     def _apart(
         self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, act: Activation | None
@@ -196,10 +192,8 @@ class Linear(nn.Module):
             parts.append(ops.linear(x, weight, None if self.bias is None else self.bias[start:end]))
             start = end
         out = torch.cat(parts, 1)
-        if act == "silu_and_mul":
-            out = ops.silu_and_mul(out)
-        elif act is not None:
-            out = ops.gelu(out, "tanh" if act == "gelu_tanh" else "none")
+        if act is not None:
+            out = ops.activate(out, act)
         return out if residual is None else out.add_(residual)
 
     def slices(self) -> Iterator[ParameterSlice]:

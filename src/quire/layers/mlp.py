@@ -26,17 +26,17 @@ class MlpSpec:
 
 
 class Mlp(nn.Module):
-    """down(act(up(x))); with the activation "silu_and_mul", up is gate and up stacked."""
+    """down(act(up(x))); with a gated activation, up is gate and up stacked."""
 
     def __init__(self, spec: MlpSpec, hidden: int, build: Build) -> None:
         super().__init__()
         self.act: Activation = spec.act
-        names = ("gate", "up") if spec.act == "silu_and_mul" else ("up",)
+        names = ("gate", "up") if spec.act.endswith("_and_mul") else ("up",)
         outputs = [Output(name, spec.width) for name in names]
         self.up = Linear(hidden, outputs, build.within("up"), bias=spec.bias, split="outputs")
         self.down = Linear(spec.width, hidden, build.within("down"), bias=spec.bias, split="inputs")
 
-    def forward(self, x: Residual, norm: RMSNorm) -> Residual:
+    def forward(self, x: Residual, norm: RMSNorm | None) -> Residual:
         """Returns x + mlp(norm(x)), [T, hidden]."""
         return self.down.add(self.up(x.total(), norm=norm, act=self.act), x)
 

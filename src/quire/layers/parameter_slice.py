@@ -41,11 +41,14 @@ class ParameterSlice:
         shape: Sequence[int] | None = None,
         ranges: Sequence[Range] | None = None,
         initial: Literal["random", "ones", "zeros"] = "random",
+        offset: float = 0.0,
     ) -> ParameterSlice:
-        """Returns a slice of floats that are stored in `target` as they are, by default all."""
+        """Returns a slice of floats that are stored in `target`, plus `offset`, by default all."""
 
         def write(part: Tensor, start: int) -> None:
-            target[start : start + len(part)].copy_(part, non_blocking=True)
+            rows = target[start : start + len(part)].copy_(part, non_blocking=True)
+            if offset:
+                rows += offset
 
         shape = tuple(target.shape if shape is None else shape)
         ranges = tuple((0, size) for size in shape) if ranges is None else tuple(ranges)

@@ -7,7 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from quire.layers.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, Scaling, YarnScaling
+from quire.layers.rope_spec import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeSpec,
+    Scaling,
+    YarnScaling,
+)
 
 
 def scaled_frequencies(spec: RopeSpec, scaling: Scaling, periods: Tensor) -> Tensor:
@@ -15,6 +22,8 @@ def scaled_frequencies(spec: RopeSpec, scaling: Scaling, periods: Tensor) -> Ten
     [rotary_dim / 2]."""
     if isinstance(scaling, LinearScaling):
         return 1.0 / periods / scaling.factor
+    if isinstance(scaling, FactorScaling):
+        return 1.0 / (torch.tensor(scaling.factors) * periods)
     if isinstance(scaling, Llama3Scaling):
         return _llama3(1.0 / periods, scaling)
     return _yarn(periods, spec, scaling)

@@ -36,14 +36,24 @@ class YarnScaling:
     truncate: bool = True
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class FactorScaling:
+    """The frequency of each pair divided by a factor of its own, [rotary_dim / 2] (LongRoPE, Ding
+    et al. 2024); cosines and sines are multiplied by `attention_factor`."""
+
+    factors: tuple[float, ...]
+    attention_factor: float
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | FactorScaling
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """theta: the base of the geometric series of frequencies. rotary_dim: the first dimensions of
-    a head that turn."""
+    a head that turn. interleaved: neighbours turn in pairs, rather than halves."""
 
     theta: float
     rotary_dim: int
     scaling: Scaling | None = None
+    interleaved: bool = False

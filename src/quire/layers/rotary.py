@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quire.layers.rope_spec import RopeSpec, YarnScaling
+from quire.layers.rope_spec import FactorScaling, RopeSpec, YarnScaling
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
@@ -35,6 +35,6 @@ class RotaryTable(nn.Module):
                 torch.arange(positions, dtype=torch.float32), inverse_frequencies(spec)
             )
             table = torch.cat((angles.cos(), angles.sin()), dim=1)
-            if isinstance(spec.scaling, YarnScaling):
+            if isinstance(spec.scaling, YarnScaling | FactorScaling):
                 table *= spec.scaling.attention_factor
         self.register_buffer("cos_sin", table.to(device), persistent=False)

@@ -26,7 +26,9 @@ def resolve_model_path(model: str | None, revision: str | None = None) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ModelError(f"{model} is a file; a model is a folder with a config.json")
+        from quire.models.gguf import folder_of
+
+        return folder_of(path)
     if not _HUB_ID.fullmatch(model):
         raise ModelError(f"no such model folder: {model}")
     # The hub's client is slow to import, and local models do not need it.
@@ -65,5 +67,10 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         raise ModelError(
             f"unknown architecture: {found}. Known are: {', '.join(sorted(ARCHITECTURES))}"
         )
+    if "text_config" in config:
+        # Most models are nothing but text.
+        from quire.models.families.text_config import text_config
+
+        config = text_config(config)
     unsupported.check(config, family.implements)
     return family.spec(config)

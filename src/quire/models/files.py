@@ -60,6 +60,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 def open_file(stack: contextlib.ExitStack, file: Path) -> Any:
     """Open until `stack` ends. Raises ModelError for what is no safetensors file."""
+    if file.suffix == ".gguf":
+        from quire.models.gguf import GgufFile
+
+        return GgufFile(file)
     try:
         return stack.enter_context(safe_open(file, framework="pt", device="cpu"))
     except (SafetensorError, OSError) as error:

@@ -15,19 +15,24 @@ from huggingface_hub.errors import (
 
 from quire.errors import ModelError
 
-_WANTED = ["*.safetensors", "*.json", "*.jinja"]
+_SETTINGS = ["*.json", "*.jinja"]
+_WANTED = ["*.safetensors", *_SETTINGS]
 _UNWANTED = ["original/*", "consolidated*"]
 
 
-def download(model: str, revision: str | None) -> Path:
-    """Returns the folder of a model of the hub, fetched if it is not there yet.
+def download(model: str, revision: str | None, *, weights: bool = True) -> Path:
+    """Returns the folder of a model of the hub, fetched if it is not there yet. Without `weights`
+    only the small files that describe the model are fetched.
 
     Raises:
         ModelError: it cannot be had.
     """
     try:
         folder = snapshot_download(
-            model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+            model,
+            revision=revision,
+            allow_patterns=_WANTED if weights else _SETTINGS,
+            ignore_patterns=_UNWANTED,
         )
     except RepositoryNotFoundError as error:
         raise ModelError(

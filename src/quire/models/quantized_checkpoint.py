@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, ModelError
+from quire.models.families.family import Family
 from quire.models.files import DTYPES, open_file, weight_files
 from quire.models.registry import family_named
 from quire.models.spec import ModelSpec
 from quire.quantization import Quantization
 from quire.quantization.checkpoint import Checkpoint, method_of
-from quire.quantization.fields import TensorInfo
+from quire.quantization.fields import TensorInfo, Tensors
 from quire.quantization.settings import settings_of
 
 
@@ -32,16 +33,7 @@ def checkpoint_quantization(
             f"{settings['quant_method']}; leave it out",
             "quantization",
         )
-    family = family_named(spec.family)
-    if family is None:
-        raise ModelError(f"there is no family {spec.family!r}")
-
-    def module_of(projection: str) -> str:
-        source = family.source(spec, f"{projection}.weight")
-        if source.transposed or source.span is not None:
-            raise ModelError(f"quantized checkpoints of {spec.architecture} are not supported")
-        return source.name.removesuffix(".weight")
-
+    family = _family(spec)
     tensors: dict[str, TensorInfo] = {}
     # A folder without weights serves for random ones, and for sizes.
     files = weight_files(folder) if any(folder.glob("*.safetensors")) else []
@@ -51,5 +43,33 @@ def checkpoint_quantization(
             for name in sorted(opened.keys()):
                 view = opened.get_slice(name)
                 info = TensorInfo(DTYPES.get(view.get_dtype()), tuple(view.get_shape()))
-                tensors[name.removeprefix(family.prefix)] = info
-    return Checkpoint(method, module_of, tensors)
+                tensors[family.canonical(name)] = info
+    return Checkpoint(method, _module_of(spec), tensors)
+
+
+def read_quantization(
+    settings: Mapping[str, Any], spec: ModelSpec, tensors: Tensors
+) -> Quantization:
+    """Returns the quantization that settings with a `quant_method` describe. tensors: of the
+    checkpoint, by canonical name."""
+    return Checkpoint(method_of(settings), _module_of(spec), tensors)
+
+
+def _family(spec: ModelSpec) -> Family:
+    family = family_named(spec.family)
+    if family is None:
+        raise ModelError(f"there is no family {spec.family!r}")
+    return family
+
+
+def _module_of(spec: ModelSpec) -> Callable[[str], str]:
+    """Returns what gives the checkpoint's name of a projection."""
+    family = _family(spec)
+
+    def module_of(projection: str) -> str:
+        source = family.source(spec, f"{projection}.weight")
+        if source.transposed or source.span is not None:
+            raise ModelError(f"quantized checkpoints of {spec.architecture} are not supported")
+        return source.name.removesuffix(".weight")
+
+    return module_of

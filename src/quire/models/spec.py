@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 
 from quire.layers.attention import AttentionSpec
 from quire.layers.build import Build
+from quire.layers.norm import NormSpec
+from quire.layers.rotary import RotaryTable
 
-MixerSpec = AttentionSpec
-"""The kinds of layers that mix tokens. A further one joins this union."""
+
+class MixerSpec(Protocol):
+    """A layer that mixes tokens, as data. Each kind lies beside its layer."""
+
+    def layer(self, hidden: int, rotary: RotaryTable | None, build: Build) -> Any:
+        """Returns the layer, a module that is called as `Attention` is, and has `workspace_bytes`
+        and a `layout` (`layers/layout.py`)."""
+        ...
 
 
 class FfnSpec(Protocol):
@@ -23,18 +31,19 @@ class FfnSpec(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormSpec:
-    kind: Literal["rms", "layer"]
-    eps: float
-
-
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: x + mixer(norm(x)), then x + ffn(norm(x))."""
+    """One layer: x + mixer(norm(x)), then x + ffn(norm(x)).
+
+    norms: whether those are norms of what each part takes, of what it gives, or both.
+    parallel: the ffn takes what the mixer takes. multiplier: of what either part gives.
+    """
 
     mixer: MixerSpec
     ffn: FfnSpec
+    norms: Literal["input", "output", "both"] = "input"
+    parallel: bool = False
+    multiplier: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +54,8 @@ class ModelSpec:
     learned_positions: rows of a learned position table, None where positions are rotary.
     tied_head: logits come from the token embeddings.
     dtype: what the checkpoint is stored in. max_positions: the longest sequence it was made for.
+    embedding_scale: multiplies token embeddings, rounded to the model's dtype.
+    logit_scale: multiplies logits. logit_softcap: logits become softcap * tanh(logit / softcap).
     """
 
     family: str
@@ -59,12 +70,22 @@ class ModelSpec:
     max_positions: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
         """The mixers that keep keys and values, in the order of their layers."""
         mixers = (layer.mixer for layer in self.layers)
         return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+
+    def mixer(self, layer: LayerSpec) -> MixerSpec:
+        """Returns a layer's mixer, without a window that no sequence can exceed."""
+        mixer = layer.mixer
+        if not isinstance(mixer, AttentionSpec):
+            return mixer
+        return replace(mixer, window=self.window(mixer))
 
     @property
     def head_dims(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from quire.ops.kv import KVFormat, KVLayer, kv_format
 from quire.ops.rows import Drafts, Expanded, LogitRows, StepRows
 from quire.ops.weight import Weight, WeightFormat
 
+activate = op(reference.activate)
 adjust = op(reference.adjust)
 attention_schedule = op(reference.attention_schedule)
 collect_rows = op(reference.collect_rows)
@@ -19,7 +20,6 @@ copy_blocks = op(reference.copy_blocks)
 embedding = op(reference.embedding)
 expand_rows = op(reference.expand_rows)
 finish_rows = op(reference.finish_rows)
-gelu = op(reference.gelu)
 layer_norm = op(reference.layer_norm)
 linear = op(reference.linear)
 paged_attention = op(reference.paged_attention)
@@ -28,13 +28,12 @@ qk_norm_rope_store = op(reference.qk_norm_rope_store)
 rms_norm = op(reference.rms_norm)
 sample = op(reference.sample)
 scatter = op(reference.scatter)
-silu_and_mul = op(reference.silu_and_mul)
 token_logprobs = op(reference.token_logprobs)
 
 __all__ = [
     "Activation", "Drafts", "Expanded", "KVFormat", "KVLayer", "LogitRows", "Policy", "RmsScale",
-    "Scratch", "StepRows", "Weight", "WeightFormat", "adjust", "attention_schedule", "collect_rows",
-    "copy_blocks", "current_policy", "embedding", "expand_rows", "finish_rows", "gelu", "kv_format",
-    "layer_norm", "linear", "op", "paged_attention", "place_drafts", "qk_norm_rope_store",
-    "rms_norm", "sample", "scatter", "silu_and_mul", "token_logprobs", "use_policy",
+    "Scratch", "StepRows", "Weight", "WeightFormat", "activate", "adjust", "attention_schedule",
+    "collect_rows", "copy_blocks", "current_policy", "embedding", "expand_rows", "finish_rows",
+    "kv_format", "layer_norm", "linear", "op", "paged_attention", "place_drafts",
+    "qk_norm_rope_store", "rms_norm", "sample", "scatter", "token_logprobs", "use_policy",
 ]  # fmt: skip

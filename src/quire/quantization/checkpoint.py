@@ -12,6 +12,7 @@ from quire.quantization.awq import Awq
 from quire.quantization.compressed_tensors import CompressedTensors
 from quire.quantization.fields import Settings, Tensors
 from quire.quantization.fp8 import Fp8
+from quire.quantization.gguf import Gguf
 from quire.quantization.gptq import Gptq
 from quire.quantization.scheme import Scheme
 from quire.quantization.unquantized import Unquantized
@@ -30,6 +31,7 @@ METHODS: dict[str, Callable[[Settings], Method]] = {
     "awq": Awq.of,
     "compressed-tensors": CompressedTensors.of,
     "fp8": Fp8.of,
+    "gguf": Gguf.of,
     "gptq": Gptq.of,
     "modelopt": Fp8.of_modelopt,
 }

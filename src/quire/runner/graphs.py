@@ -162,8 +162,14 @@ class Graphs:
         self.capture(program_works(program, self._buckets, more), progress)
         for hook in hooks:
             hook.capture({name: functools.partial(self.replay, name) for name in hook.programs()})
-        few = self._buckets.few
-        return full_step(lambda tokens: self.seconds(few(tokens)), self._limits.tokens)
+        group = program.model.group
+
+        def seconds(tokens: int) -> float:
+            # The sum over ranks, so that all of them replay the same bodies next.
+            taken = torch.tensor(self.seconds(self._buckets.few(tokens)), device=self._device)
+            return float(group.all_reduce(taken))
+
+        return full_step(seconds, self._limits.tokens)
 
     @torch.inference_mode()
     def capture(
@@ -187,7 +193,8 @@ class Graphs:
                 progress(done, len(works))
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(stream):
-                graph.capture_begin(pool=self._pool)
+                # Threads of a process group may ask the device meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work(False)
                 finally:

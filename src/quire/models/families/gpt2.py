@@ -9,9 +9,10 @@ from typing import Any
 from quire.errors import ModelError
 from quire.layers.attention import AttentionSpec
 from quire.layers.mlp import MlpSpec
+from quire.layers.norm import NormSpec
 from quire.models.families import settings
 from quire.models.families.family import Family, Source
-from quire.models.spec import LayerSpec, ModelSpec, NormSpec
+from quire.models.spec import LayerSpec, ModelSpec
 
 _OUTER = {"embedding": "wte", "positions": "wpe", "norm": "ln_f", "head": "lm_head"}
 _STEMS = {
@@ -89,7 +90,7 @@ FAMILY = Family(
     name="gpt2",
     spec=_spec,
     source=_source,
-    prefix="transformer.",
+    prefixes={"transformer.": ""},
     # Causal masks, which the first release saved along with the weights.
     ignored=re.compile(r"^h\.\d+\.attn\.(bias|masked_bias)$"),
 )

@@ -9,9 +9,10 @@ from typing import Any, cast
 
 from quire.layers.attention import AttentionSpec
 from quire.layers.mlp import MlpSpec
+from quire.layers.norm import NormSpec
 from quire.models.families import rope, settings
 from quire.models.families.family import Family, Source
-from quire.models.spec import LayerSpec, ModelSpec, NormSpec
+from quire.models.spec import LayerSpec, ModelSpec
 
 _STEMS = {
     "attention_norm": "input_layernorm",
@@ -29,12 +30,13 @@ _STEMS = {
 _OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
-def source(spec: ModelSpec, name: str) -> Source:
+def source(spec: ModelSpec, name: str, stems: Mapping[str, str] = _STEMS) -> Source:
+    """stems: names of a layer's parts, those that differ from Llama's or all."""
     stem, _, tensor = name.rpartition(".")
     if stem in _OUTER:
         return Source(f"{_OUTER[stem]}.{tensor}")
     _, index, stem = stem.split(".", 2)
-    return Source(f"model.layers.{index}.{_STEMS[stem]}.{tensor}")
+    return Source(f"model.layers.{index}.{stems.get(stem) or _STEMS[stem]}.{tensor}")
 
 
 def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
@@ -79,18 +81,16 @@ def with_layers(
     mixer: Mapping[str, Any],
     ffn: Mapping[str, Any] | None = None,
     windows: Sequence[int | None] | None = None,
+    **shape: Any,
 ) -> ModelSpec:
-    """Returns the spec with fields of all its mixers and feed-forward layers changed, and with each
-    layer's window."""
-    changed = [
-        LayerSpec(replace(layer.mixer, **mixer), replace(cast(Any, layer.ffn), **(ffn or {})))
-        for layer in spec.layers
-    ]
-    if windows is not None:
-        changed = [
-            replace(layer, mixer=replace(layer.mixer, window=window))
-            for layer, window in zip(changed, windows, strict=True)
-        ]
+    """Returns the spec with fields of all its mixers and feed-forward layers changed, with each
+    layer's window, and with fields of all its `LayerSpec`s."""
+    windows = windows or [own.window for own in spec.attention]
+    changed = []
+    for layer, window in zip(spec.layers, windows, strict=True):
+        own = replace(cast(Any, layer.mixer), **mixer, window=window)
+        own_ffn = replace(cast(Any, layer.ffn), **(ffn or {}))
+        changed.append(replace(layer, mixer=own, ffn=own_ffn, **shape))
     return replace(spec, layers=tuple(changed))
 
 

@@ -14,7 +14,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     # Unlike Llama's, the head size does not follow from the hidden size where it is not given.
     base = llama.base_spec({**config, "head_dim": config.get("head_dim") or 128}, "qwen3")
     bias = settings.flag(config, "attention_bias", False)
-    mixer = {"qkv_bias": bias, "out_bias": bias, "qk_norm_eps": base.norm.eps}
+    mixer = {"qkv_bias": bias, "out_bias": bias, "qk_norm": base.norm}
     return llama.with_layers(base, mixer, windows=qwen2.windows(config, len(base.layers)))
 
 

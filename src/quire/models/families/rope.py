@@ -28,7 +28,8 @@ def rope_spec(config: settings.Config, head_dim: int, max_positions: int) -> Rop
     # Most models have no scaling.
     from quire.models.families.rope_scaling import read_scaling
 
-    return RopeSpec(theta, rotary_dim, read_scaling(str(kind), scaling, config, max_positions))
+    read = read_scaling(str(kind), scaling, config, max_positions, rotary_dim)
+    return RopeSpec(theta, rotary_dim, read)
 
 
 def max_positions(spec: RopeSpec | None, trained: int) -> int:

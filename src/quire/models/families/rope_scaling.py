@@ -7,12 +7,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelError
-from quire.layers.rope_spec import LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from quire.layers.rope_spec import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    Scaling,
+    YarnScaling,
+)
 from quire.models.families import settings
 
 
 def read_scaling(
-    kind: str, scaling: Mapping[str, Any], config: Mapping[str, Any], max_positions: int
+    kind: str,
+    scaling: Mapping[str, Any],
+    config: Mapping[str, Any],
+    max_positions: int,
+    rotary_dim: int,
 ) -> Scaling:
     """Returns the scaling of a kind that `scaling`, an object of `config`, describes.
 
@@ -30,17 +40,46 @@ def read_scaling(
         )
     if kind == "yarn":
         return _yarn(scaling, config, max_positions)
+    # Its first name was "su".
+    if kind in ("longrope", "su"):
+        return _longrope(scaling, config, max_positions, rotary_dim // 2)
     raise ModelError(
         f"config.json: rope type {kind!r} is not supported; known are: default, linear, llama3, "
-        "yarn"
+        "longrope, yarn"
+    )
+
+
+def _original(scaling: Mapping[str, Any], config: Mapping[str, Any], max_positions: int) -> int:
+    """Returns the positions that the model was trained with before they were extended."""
+    name = "original_max_position_embeddings"
+    return settings.integer({name: scaling.get(name) or config.get(name)}, name, max_positions)
+
+
+def _longrope(
+    scaling: Mapping[str, Any], config: Mapping[str, Any], max_positions: int, pairs: int
+) -> FactorScaling:
+    """Keys of one sequence must be rotated alike, however long it becomes, and prefixes are shared:
+    so a model for longer sequences than the original has the factors of long ones throughout."""
+    for name in ("short_mscale", "long_mscale"):
+        if scaling.get(name) is not None:
+            raise ModelError(f"config.json: {name} is not supported")
+    original = _original(scaling, config, max_positions)
+    # Phi's configs have it outside, which then counts.
+    original = settings.integer(config, "original_max_position_embeddings", original)
+    name = "long_factor" if max_positions > original else "short_factor"
+    factors = scaling.get(name)
+    if not isinstance(factors, list) or len(factors) != pairs:
+        raise ModelError(f"config.json: {name} must be {pairs} numbers")
+    factor = settings.number(scaling, "factor", max_positions / original)
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return FactorScaling(
+        tuple(settings.number({name: each}, name) for each in factors),
+        settings.number(scaling, "attention_factor", default),
     )
 
 
 def _yarn(scaling: Mapping[str, Any], config: Mapping[str, Any], max_positions: int) -> YarnScaling:
-    original = scaling.get("original_max_position_embeddings") or config.get(
-        "original_max_position_embeddings"
-    )
-    original_max = settings.integer({"original": original}, "original", max_positions)
+    original_max = _original(scaling, config, max_positions)
     factor = settings.number(scaling, "factor", max_positions / original_max)
     attention = scaling.get("attention_factor")
     if attention is None:

@@ -2,14 +2,7 @@
 
 from quire.ops.reference.attention import attention_schedule, paged_attention
 from quire.ops.reference.cache import qk_norm_rope_store
-from quire.ops.reference.dense import (
-    embedding,
-    gelu,
-    layer_norm,
-    linear,
-    rms_norm,
-    silu_and_mul,
-)
+from quire.ops.reference.dense import activate, embedding, layer_norm, linear, rms_norm
 from quire.ops.reference.step import (
     adjust,
     collect_rows,
@@ -23,7 +16,7 @@ from quire.ops.reference.step import (
 )
 
 __all__ = [
-    "adjust", "attention_schedule", "collect_rows", "copy_blocks", "embedding", "expand_rows",
-    "finish_rows", "gelu", "layer_norm", "linear", "paged_attention", "place_drafts",
-    "qk_norm_rope_store", "rms_norm", "sample", "scatter", "silu_and_mul", "token_logprobs",
+    "activate", "adjust", "attention_schedule", "collect_rows", "copy_blocks", "embedding",
+    "expand_rows", "finish_rows", "layer_norm", "linear", "paged_attention", "place_drafts",
+    "qk_norm_rope_store", "rms_norm", "sample", "scatter", "token_logprobs",
 ]  # fmt: skip

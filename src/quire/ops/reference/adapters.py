@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.ops.adapters import HEAD, WORDS, AdapterRows, SlotWeights, padded_rank
 from quire.ops.arguments import Activation, RmsScale
-from quire.ops.reference.dense import gelu, linear, rms_norm, silu_and_mul
+from quire.ops.reference.dense import linear, rms_norm
 from quire.ops.rows import StepRows
 from quire.ops.weight import Weight
 
@@ -58,12 +58,5 @@ def preactivation(
     x: Tensor, weight: Weight, bias: Tensor | None, norm: RmsScale | None, act: Activation
 ) -> Tensor:
     """Returns norm(x) @ weightᵀ + bias as `ops.linear` has it before the activation `act`: wider
-    than x where a kernel applies that to its sums. `activate` ends what this begins."""
+    than x where a kernel applies that to its sums. `ops.activate` ends what this begins."""
     return linear(x, weight, bias, norm=norm)
-
-
-def activate(x: Tensor, act: Activation, dtype: torch.dtype) -> Tensor:
-    """Returns act(x) in `dtype`."""
-    if act == "silu_and_mul":
-        return silu_and_mul(x).to(dtype)
-    return gelu(x, "tanh" if act == "gelu_tanh" else "none").to(dtype)

@@ -22,6 +22,7 @@ def qk_norm_rope_store(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
+    interleaved: bool = False,
     scratch: Scratch | None = None,
 ) -> Tensor:
     """Norms the heads of q and k, rotates them, and stores k and v in the paged cache.
@@ -31,6 +32,7 @@ def qk_norm_rope_store(
     slots: int [T], where each token goes (block * BS + offset), -1: nowhere.
     cos_sin: float32 [positions, rotary], cosines then sines, of the first `rotary` dimensions of a
         head, which turn in pairs (i, i + rotary / 2) (Su et al. 2021); None: no rotation.
+    interleaved: dimensions turn in pairs (2 i, 2 i + 1) instead.
     q_weight, k_weight: [D] RMSNorm weights over a head, applied before the rotation, or None.
     Returns q [T, Hq, D].
     """
@@ -42,7 +44,7 @@ def qk_norm_rope_store(
         q, k = qk[:, :heads], qk[:, heads:]
         qk = torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)), dim=1)
     if cos_sin is not None:
-        qk = _rotate(qk, *_cos_sin(cos_sin, positions, qkv.dtype, scratch))
+        qk = _rotate(qk, *_cos_sin(cos_sin, positions, qkv.dtype, scratch), interleaved)
     plan = _store_plan(slots, kv.k, scratch)
     _put(plan, qk[:, heads:], kv.k, kv.k_scale, kv.format)
     _put(plan, qkv[:, heads + kv_heads :], kv.v, kv.v_scale, kv.format)
@@ -80,11 +82,15 @@ def _cos_sin(
     return found
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     rotary = cos.shape[-1]
     if rotary < x.shape[-1]:
-        turned = _rotate(x[..., :rotary], cos, sin)
+        turned = _rotate(x[..., :rotary], cos, sin, interleaved)
         return torch.cat((turned, x[..., rotary:]), dim=-1)
+    if interleaved:
+        halves = x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).reshape(x.shape)
+        turned = _rotate(halves, cos, sin, False).view(*x.shape[:-1], 2, -1)
+        return turned.transpose(-1, -2).reshape(x.shape)
     half = rotary // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
     return (x * cos).add_(swapped.mul_(sin))

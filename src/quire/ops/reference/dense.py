@@ -14,16 +14,20 @@ from quire.ops.weight import Weight
 _WIDE = (torch.float32, torch.float64)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x / sqrt(mean(x²) + eps) * weight over the last axis (Zhang & Sennrich 2019).
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """Returns x / sqrt(mean(x²) + eps) * weight over the last axis (Zhang & Sennrich 2019), plus
+    `residual`.
 
-    The normalized value is rounded to x's dtype before the weight, as models were trained.
+    The normalized value is rounded to the weight's dtype before the product: models with weights of
+    x's dtype were trained like that, others round only what comes out.
     """
     if x.dtype in _WIDE:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
+        out = F.rms_norm(x, (x.shape[-1],), weight, eps)
+    else:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        out = (normed.to(weight.dtype) * weight).to(x.dtype)
+    return out if residual is None else residual + out
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -32,15 +36,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """Returns silu(gate) * up, [T, width], for x [T, 2 * width] = [gate | up] (Shazeer 2020)."""
-    width = x.shape[-1] // 2
-    return F.silu(x[..., :width]).mul_(x[..., width:])
-
-
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """Returns GELU(x), exact ("none") or by tanh ("tanh") (Hendrycks & Gimpel 2016)."""
-    return F.gelu(x, approximate=approximate)
+def activate(x: Tensor, act: Activation, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns act(x) (GELU: Hendrycks & Gimpel 2016), of the same shape, or, gated, act(gate) * up,
+    [T, width], for x [T, 2 * width] = [gate | up] (Shazeer 2020). dtype: by default x's."""
+    gate, *up = x.chunk(2, -1) if act.endswith("_and_mul") else (x,)
+    if act.startswith("silu"):
+        out = F.silu(gate)
+    else:
+        out = F.gelu(gate, approximate="tanh" if act.startswith("gelu_tanh") else "none")
+    return (out.mul_(up[0]) if up else out).to(dtype or x.dtype)
 
 
 def linear(
@@ -53,7 +57,7 @@ def linear(
 ) -> Tensor:
     """Returns act(norm(x) [T, in] @ weight [out, in]ᵀ + bias [out]) + residual [T, out].
 
-    norm: applied to x. act: "silu_and_mul" halves the width. What follows the product comes in this
+    norm: applied to x. act: a gated one halves the width. What follows the product comes in this
     order: scales, adapters, bias, activation, residual. The result may take the residual's place in
     memory.
     """
@@ -69,11 +73,8 @@ def linear(
         out = _scaled_product(x, weight)
         out = out if bias is None else out.add_(bias)
     if act is not None:
-        out = silu_and_mul(out) if act == "silu_and_mul" else gelu(out, _GELU[act])
+        out = activate(out, act)
     return out if residual is None else out.add_(residual)
-
-
-_GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def _scaled_product(x: Tensor, weight: Weight) -> Tensor:

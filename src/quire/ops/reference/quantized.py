@@ -21,7 +21,7 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     if plain and weight.scales is not None and dtype is not torch.float64:
         # In one pass: a large weight's intermediates would take more memory than itself.
         out = torch.empty(weight.values.shape, dtype=dtype, device=weight.values.device)
-        return torch.mul(weight.values, weight.scales, out=out)
+        return torch.mul(weight.values, weight.scales.float(), out=out)
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     values = weight.values
     if kind.packed > 1:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.arguments import Activation
 from quire.ops.triton.launch import launch, options, traits
 
 
@@ -43,11 +44,11 @@ def _activation(
     tl.store(out_ptr + row * width + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def run_activation(
-    x: Tensor, act: str, gated: bool, pdl: bool | None = None, dtype: torch.dtype | None = None
+def run(
+    x: Tensor, act: Activation, dtype: torch.dtype | None = None, *, pdl: bool | None = None
 ) -> Tensor:
-    """Returns act(x), or act(x's first half) times the second where it is `gated`, in `dtype` or
-    x's own."""
+    """See `ops.activate`; computed in fp32."""
+    gated = act.endswith("_and_mul")
     width = x.shape[-1] // 2 if gated else x.shape[-1]
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty((*x.shape[:-1], width), dtype=dtype or x.dtype, device=x.device)
@@ -57,17 +58,7 @@ def run_activation(
     block = min(triton.next_power_of_2(width), 1024 if rows.shape[0] <= 64 else 4096)
     use_pdl = traits(x.device).pdl if pdl is None else pdl
     launch(_activation, (rows.shape[0], triton.cdiv(width, block)))(
-        rows, out, width, rows.stride(0), BLOCK=block, ACT=act, GATED=gated, PDL=use_pdl,
-        **options(use_pdl, num_warps=min(max(block // 256, 1), 8)),
+        rows, out, width, rows.stride(0), BLOCK=block, ACT=act.removesuffix("_and_mul"),
+        GATED=gated, PDL=use_pdl, **options(use_pdl, num_warps=min(max(block // 256, 1), 8)),
     )  # fmt: skip
     return out
-
-
-def silu_and_mul(x: Tensor, *, pdl: bool | None = None) -> Tensor:
-    """See `ops.silu_and_mul`; computed in fp32."""
-    return run_activation(x, "silu", True, pdl)
-
-
-def gelu(x: Tensor, approximate: str = "none", *, pdl: bool | None = None) -> Tensor:
-    """See `ops.gelu`; computed in fp32."""
-    return run_activation(x, "gelu_tanh" if approximate == "tanh" else "gelu", False, pdl)

@@ -23,7 +23,6 @@ from quire.ops.arguments import Activation, RmsScale
 from quire.ops.choose import current_policy
 from quire.ops.reference.quantized import dequantize
 from quire.ops.rows import StepRows
-from quire.ops.triton.activation import run_activation
 from quire.ops.triton.gemm import LinearArgs, choose, run
 from quire.ops.triton.gemm_plan import GemmPlan, shape_of
 from quire.ops.triton.gemm_table import BUCKETS, fixed_plan
@@ -364,9 +363,3 @@ def _plan(args: LinearArgs) -> GemmPlan | None:
         return None
     plan = choose(args)
     return None if plan.kernel == "torch" else plan
-
-
-def activate(x: Tensor, act: Activation, dtype: torch.dtype) -> Tensor:
-    """See `ops.reference.adapters.activate`; computed in fp32."""
-    gated = act == "silu_and_mul"
-    return run_activation(x, "silu" if gated else act, gated, dtype=dtype)

@@ -64,9 +64,9 @@ def norm_weight(g_ptr, k, K, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def normalise(x, scale, g, dtype: tl.constexpr):
-    """Returns fp32 x * scale * g, rounded where Hugging Face's modules round."""
-    return ((x * scale).to(dtype).to(tl.float32) * g).to(dtype).to(tl.float32)
+def normalise(x, scale, g, dtype: tl.constexpr, g_dtype: tl.constexpr):
+    """Returns fp32 x * scale * g, rounded where `ops.rms_norm` rounds. g_dtype: of the weights."""
+    return ((x * scale).to(g_dtype).to(tl.float32) * g).to(dtype).to(tl.float32)
 
 
 @triton.jit

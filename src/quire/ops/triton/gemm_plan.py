@@ -12,7 +12,7 @@ from quire.ops.arguments import RmsScale
 from quire.ops.triton.launch import launch
 from quire.ops.weight import Weight, WeightFormat
 
-GATED = {"silu_and_mul": "silu"}
+GATED = {"silu_and_mul": "silu", "gelu_tanh_and_mul": "gelu_tanh"}
 """Activations of a layer whose weight stacks gate rows on up rows: act(gate) * up."""
 PLAIN = ("gelu", "gelu_tanh")
 """Activations of each output by itself."""

@@ -88,7 +88,7 @@ def torch_linear(args: LinearArgs) -> Tensor:
         values = dequantize(args.weight, x.dtype)
     y = torch.nn.functional.linear(x, values, args.bias)
     if args.gated:
-        y = activation.silu_and_mul(y)
+        y = activation.run(y, "silu_and_mul")
     return y if args.residual is None else y + args.residual
 
 

@@ -49,12 +49,13 @@ def _row_scale(
 
 @triton.jit
 def _add_products(
-    acc, squares, w, x_ptr, k, K, scale, g, EVEN_K: tl.constexpr, NORM: tl.constexpr,
+    acc, squares, w, x_ptr, k, K, scale, g, g_dtype: tl.constexpr, EVEN_K: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     """acc [R, BK] += w [R, BK] * x [BK]; squares [BK] += x * x where the norm is applied late."""
     x = load_k(x_ptr + k, k, K, EVEN_K).to(tl.float32)
     if NORM == "exact":
-        x = normalise(x, scale, g, x_ptr.dtype.element_ty)
+        x = normalise(x, scale, g, x_ptr.dtype.element_ty, g_dtype)
     elif NORM == "late":
         squares += x * x
         x *= g
@@ -140,12 +141,18 @@ def gemv_kernel(
     for k0 in tl.range(0, BK if SINGLE else K, BK, num_stages=STAGES):
         k = k0 + ks
         if STAGES > 1:
-            w = load_tile(w_ptrs, k0, K, BK, BITS, EVEN_K)
+            w_now = load_tile(w_ptrs, k0, K, BK, BITS, EVEN_K)
+            s_now = 1.0
+            z_now = 0.0
             if GROUP > 0:
-                s = load_groups(s_ptrs, k0, K, BK, GROUP, EVEN_K)
+                s_now = load_groups(s_ptrs, k0, K, BK, GROUP, EVEN_K)
             if HAS_ZEROS:
-                z = load_groups(z_ptrs, k0, K, BK, GROUP, EVEN_K)
-        wf = widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS)
+                z_now = load_groups(z_ptrs, k0, K, BK, GROUP, EVEN_K)
+        else:
+            w_now = w
+            s_now = s
+            z_now = z
+        wf = widen(w_now, s_now, z_now, R, BK, BITS, GROUP, HAS_ZEROS)
         if STAGES == 1 and not SINGLE:
             w = load_tile(w_ptrs, k0 + BK, K, BK, BITS, False)
             if GROUP > 0:
@@ -159,8 +166,9 @@ def gemv_kernel(
         new_squares = ()
         for m in tl.static_range(MB):
             acc, sq = _add_products(
-                accs[m], squares[m], wf, xs[m], k, K, scales[m], g, EVEN_K, NORM
-            )
+                accs[m], squares[m], wf, xs[m], k, K, scales[m], g, g_ptr.dtype.element_ty, EVEN_K,
+                NORM,
+            )  # fmt: skip
             new_accs = new_accs + (acc,)
             new_squares = new_squares + (sq,)
         accs = new_accs

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.ops.arguments import Activation, RmsScale
 from quire.ops.choose import current_policy
 from quire.ops.reference.quantized import dequantize as dequantize_any
-from quire.ops.triton.activation import gelu, silu_and_mul
+from quire.ops.triton.activation import run as activate
 from quire.ops.triton.gemm import LinearArgs, run_fixed, small_linear
 from quire.ops.triton.gemm_plan import streams
 from quire.ops.triton.gemm_table import BUCKETS
@@ -66,10 +66,8 @@ def loads(weight: Weight) -> bool:
 
 
 def _finish(out: Tensor, residual: Tensor | None, act: Activation | None) -> Tensor:
-    if act == "silu_and_mul":
-        out = silu_and_mul(out)
-    elif act is not None:
-        out = gelu(out, "tanh" if act == "gelu_tanh" else "none")
+    if act is not None:
+        out = activate(out, act)
     return out if residual is None else out.add_(residual)
 
 

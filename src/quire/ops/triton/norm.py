@@ -13,9 +13,9 @@ from quire.ops.triton.launch import launch, options, traits
 
 @triton.jit
 def _norm(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, width, eps, x_stride,
+    x_ptr, weight_ptr, bias_ptr, res_ptr, out_ptr, width, eps, x_stride, res_stride,
     BLOCK: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norms one row per program, held in registers."""
     row = tl.program_id(0).to(tl.int64)
@@ -37,15 +37,20 @@ def _norm(
     out = x * inverse
     kind = out_ptr.dtype.element_ty
     if not CENTER:
-        # Rounded before the weight, as published models were trained.
-        out = out.to(kind).to(tl.float32)
-    tl.store(out_ptr + row * width + at, (out * scale + shift).to(kind), mask=inside)
+        # Rounded as the weight is, see `ops.rms_norm`.
+        out = out.to(weight_ptr.dtype.element_ty).to(tl.float32)
+    out = out * scale + shift
+    if RESIDUAL:
+        residual = tl.load(res_ptr + row * res_stride + at, mask=inside, other=0.0)
+        out = out.to(kind).to(tl.float32) + residual.to(tl.float32)
+    tl.store(out_ptr + row * width + at, out.to(kind), mask=inside)
 
 
 def _run(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
     eps: float,
     *,
     center: bool,
@@ -59,17 +64,27 @@ def _run(
     block = triton.next_power_of_2(width)
     use_pdl = traits(x.device).pdl if pdl is None else pdl
     launch(_norm, (rows.shape[0],))(
-        rows, rows if weight is None else weight, rows if bias is None else bias, out, width, eps,
-        rows.stride(0),
-        BLOCK=block, CENTER=center, WEIGHT=weight is not None, BIAS=bias is not None, PDL=use_pdl,
+        rows, rows if weight is None else weight, rows if bias is None else bias,
+        rows if residual is None else residual, out, width, eps, rows.stride(0),
+        0 if residual is None else residual.stride(-2),
+        BLOCK=block, CENTER=center, WEIGHT=weight is not None, BIAS=bias is not None,
+        RESIDUAL=residual is not None, PDL=use_pdl,
         **options(use_pdl, num_warps=min(max(block // 512, 1), 16)),
     )  # fmt: skip
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, pdl: bool | None = None) -> Tensor:
-    """See `ops.rms_norm`. x: rows of any stride. weight: None stands for ones."""
-    return _run(x, weight, None, eps, center=False, pdl=pdl)
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None = None,
+    *,
+    pdl: bool | None = None,
+) -> Tensor:
+    """See `ops.rms_norm`. x: rows of any stride. weight: None stands for ones. residual: rows of
+    any stride."""
+    return _run(x, weight, None, residual, eps, center=False, pdl=pdl)
 
 
 def layer_norm(
@@ -81,4 +96,4 @@ def layer_norm(
     pdl: bool | None = None,
 ) -> Tensor:
     """See `ops.layer_norm`. Mean and variance are fp32. weight: None stands for ones."""
-    return _run(x, weight, bias, eps, center=True, pdl=pdl)
+    return _run(x, weight, bias, None, eps, center=True, pdl=pdl)

@@ -20,19 +20,26 @@ def _rotate(
     in_ptr, out_ptr, scale_ptr, weight_ptr, cos_sin_ptr, rows, live, in_stride, out_stride,
     scale_stride, eps,
     DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr, TAIL_PAD: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr,
+    OWN_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the heads `rows` [H] of one token from in_ptr to out_ptr. A head is held as
-    the two halves that rotate into each other, and a tail that does not rotate. KIND, OWN_SCALES:
-    of what is stored, see `kv8.constants`."""
+    two parts that rotate into each other, its halves or its even and odd dimensions, and a tail
+    that does not rotate. KIND, OWN_SCALES: of what is stored, see `kv8.constants`."""
     half: tl.constexpr = ROTARY // 2
-    kind = in_ptr.dtype.element_ty
+    # Rounded as the weight is, see `ops.rms_norm`.
+    kind = weight_ptr.dtype.element_ty
     pair = tl.arange(0, HALF_PAD)
+    at_a = pair
+    at_b = half + pair
+    if INTERLEAVED:
+        at_a = 2 * pair
+        at_b = 2 * pair + 1
     inside = live[:, None] & (pair[None, :] < half)
     from_row = in_ptr + rows[:, None] * in_stride
     to_row = out_ptr + rows[:, None] * out_stride
-    a = tl.load(from_row + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(from_row + half + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(from_row + at_a[None, :], mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(from_row + at_b[None, :], mask=inside, other=0.0).to(tl.float32)
     squares = tl.sum(a * a + b * b, 1)
     if TAIL_PAD > 0:
         at_tail = ROTARY + tl.arange(0, TAIL_PAD)
@@ -41,9 +48,8 @@ def _rotate(
         squares += tl.sum(tail * tail, 1)
     if NORM:
         inverse = tl.rsqrt(squares / DIM + eps)[:, None]
-        weight_a = tl.load(weight_ptr + pair, mask=pair < half, other=0.0).to(tl.float32)
-        weight_b = tl.load(weight_ptr + half + pair, mask=pair < half, other=0.0).to(tl.float32)
-        # Rounded before the weight, as published models were trained.
+        weight_a = tl.load(weight_ptr + at_a, mask=pair < half, other=0.0).to(tl.float32)
+        weight_b = tl.load(weight_ptr + at_b, mask=pair < half, other=0.0).to(tl.float32)
         a = (a * inverse).to(kind).to(tl.float32) * weight_a[None, :]
         b = (b * inverse).to(kind).to(tl.float32) * weight_b[None, :]
         if TAIL_PAD > 0:
@@ -63,8 +69,8 @@ def _rotate(
             top = tl.maximum(top, tl.max(tl.abs(tail), 1))
         scale_at = scale_ptr + rows * scale_stride
         inverse_scale = kv8.inverse_scale(top, scale_at, live, KIND, OWN_SCALES)
-    kv8.store(to_row + pair[None, :], a, inside, inverse_scale, KIND)
-    kv8.store(to_row + half + pair[None, :], b, inside, inverse_scale, KIND)
+    kv8.store(to_row + at_a[None, :], a, inside, inverse_scale, KIND)
+    kv8.store(to_row + at_b[None, :], b, inside, inverse_scale, KIND)
     if TAIL_PAD > 0:
         kv8.store(to_row + at_tail[None, :], tail, in_tail, inverse_scale, KIND)
 
@@ -78,7 +84,8 @@ def _qk_norm_rope_store(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr,
     D_PAD: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr, TAIL_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    ROPE: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PDL: tl.constexpr,
+    ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, groups of H heads: first those of q, then of k, then of v)."""
     Q_GROUPS: tl.constexpr = (HEADS + H - 1) // H
@@ -103,14 +110,14 @@ def _qk_norm_rope_store(
         _rotate(
             from_token, out_ptr + token * HEADS * DIM, k_scale_ptr, q_weight_ptr, cos_sin_ptr,
             rows, rows < HEADS, stride_h, DIM, 0, eps,
-            DIM, ROTARY, HALF_PAD, TAIL_PAD, Q_NORM, ROPE, 0, False,
+            DIM, ROTARY, HALF_PAD, TAIL_PAD, Q_NORM, ROPE, INTERLEAVED, 0, False,
         )  # fmt: skip
     elif group < Q_GROUPS + KV_GROUPS:
         rows = (group - Q_GROUPS) * H + tl.arange(0, H)
         _rotate(
             from_token + HEADS * stride_h, k_ptr + place, k_scale_ptr, k_weight_ptr, cos_sin_ptr,
             rows, rows < KV_HEADS, stride_h, kv_stride_h, scale_stride_h, eps,
-            DIM, ROTARY, HALF_PAD, TAIL_PAD, K_NORM, ROPE, KIND, OWN_SCALES,
+            DIM, ROTARY, HALF_PAD, TAIL_PAD, K_NORM, ROPE, INTERLEAVED, KIND, OWN_SCALES,
         )  # fmt: skip
     else:
         rows = (group - Q_GROUPS - KV_GROUPS) * H + tl.arange(0, H)
@@ -139,6 +146,7 @@ def qk_norm_rope_store(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
+    interleaved: bool = False,
     scratch: object = None,
     heads_per_program: int | None = None,
     pdl: bool | None = None,
@@ -148,8 +156,9 @@ def qk_norm_rope_store(
     qkv: [T, heads + 2 * kv_heads, D], the fused projection, read in place. positions: int [T].
     kv: of any block, head and token stride. slots: int [T], -1 is padding: nothing is stored and
     that token's q is undefined.
-    cos_sin: [positions, rotary], cosines, then sines, of pairs (i, i + rotary / 2); None rotates
-    nothing. q_weight, k_weight: [D], RMS norms over a head, or None. scratch is not used.
+    cos_sin: [positions, rotary], cosines, then sines, of pairs (i, i + rotary / 2), or
+    (2 i, 2 i + 1) if they are interleaved; None rotates nothing. q_weight, k_weight: [D], RMS norms
+    over a head, or None. scratch is not used.
     """
     del scratch
     tokens, all_heads, dim = qkv.shape
@@ -178,8 +187,8 @@ def qk_norm_rope_store(
         ROTARY=rotary, HALF_PAD=triton.next_power_of_2(rotary // 2),
         TAIL_PAD=triton.next_power_of_2(dim - rotary) if dim > rotary else 0,
         BLOCK_TOKENS=kv.k.shape[2], Q_NORM=q_weight is not None, K_NORM=k_weight is not None,
-        ROPE=cos_sin is not None, KIND=kinds["KIND"], OWN_SCALES=kinds["OWN_SCALES"],
-        PDL=use_pdl,
+        ROPE=cos_sin is not None, INTERLEAVED=interleaved, KIND=kinds["KIND"],
+        OWN_SCALES=kinds["OWN_SCALES"], PDL=use_pdl,
         **options(use_pdl, num_warps=1 if width == 1 else 4),
     )  # fmt: skip
     return out

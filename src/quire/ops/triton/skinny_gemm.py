@@ -82,7 +82,9 @@ def _product(
             w = widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS)
         if NORM == "exact":
             g = norm_weight(g_ptr, k, K, EVEN_K)
-            x = normalise(x.to(tl.float32), scale[:, None], g[None, :], dtype).to(dtype)
+            x = normalise(
+                x.to(tl.float32), scale[:, None], g[None, :], dtype, g_ptr.dtype.element_ty
+            ).to(dtype)
         elif NORM == "late":
             xf = x.to(tl.float32)
             squares += tl.sum(xf * xf, 1)

@@ -53,6 +53,7 @@ _SAMPLING = (
     "stop_token_ids",
     "ignore_eos",
     "min_tokens",
+    "speculative",
 )
 
 

@@ -23,6 +23,7 @@ from quire.server.telemetry.metrics import ServerMetrics
 if TYPE_CHECKING:
     from quire.engine.stats import EngineStats
     from quire.offload.tier_stats import TierStats
+    from quire.speculation.source_stats import SpeculationStats
 
 _COUNTERS = {
     "prefix_query_tokens": ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),
@@ -63,6 +64,13 @@ _TIER_COUNTERS = {
     "transfer_failures": ("kv_transfer_failures", "Moves of KV blocks between tiers that failed."),
 }
 """Maps fields of `TierStats`, which exists where there are lower tiers, likewise."""
+
+_SOURCE_COUNTERS = {
+    "rows": ("drafts", "Rows that verified drafts."),
+    "drafted": ("draft_tokens", "Draft tokens verified."),
+    "accepted": ("accepted_tokens", "Of them, accepted."),
+}
+"""Maps fields of `SourceStats`, which exists where there is speculation, likewise."""
 
 
 _HISTOGRAMS = {
@@ -113,6 +121,8 @@ class EngineMetrics(Collector):
                 yield from _adapters(self._stats.adapters)
             if self._stats.tiers is not None:
                 yield from _tiers(self._stats.tiers)
+            if self._stats.speculation is not None:
+                yield from _speculation(self._stats.speculation)
 
 
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
@@ -149,6 +159,32 @@ def _tiers(tiers: TierStats) -> Iterator[Metric]:
     blocks.add_metric(["disk"], tiers.disk_blocks)
     yield blocks
     yield from _counters(tiers, _TIER_COUNTERS)
+
+
+def _speculation(found: SpeculationStats) -> Iterator[Metric]:
+    stem = "spec_decode"
+    yield _gauge(
+        f"{stem}_drafts_per_row",
+        "Drafts of a generating row, in the last step.",
+        found.drafts_per_row,
+    )
+    yield _gauge(
+        f"{stem}_gain", "Expected speed of the last step over one without drafts.", found.gain
+    )
+    for field, (name, help) in _SOURCE_COUNTERS.items():
+        metric = CounterMetricFamily(f"quire_{stem}_{name}", help, labels=("source",))
+        for source, counts in found.sources.items():
+            metric.add_metric([source], getattr(counts, field))
+        yield metric
+    places = CounterMetricFamily(
+        f"quire_{stem}_accepted_tokens_per_pos",
+        "Draft tokens accepted, by their place in the row.",
+        labels=("source", "position"),
+    )
+    for source, counts in found.sources.items():
+        for position, count in enumerate(counts.accepted_at):
+            places.add_metric([source, str(position)], count)
+    yield places
 
 
 def _counters(stats: object, names: dict[str, tuple[str, str]]) -> Iterator[Metric]:

@@ -1,0 +1,57 @@
+"""The text that a model reads while it is quantized."""
+
+from __future__ import annotations
+
+import lzma
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import ConfigError
+from quire.evaluate import read_text
+
+_HELD_OUT = 8
+"""One sequence in so many is held out, to measure the outcome."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Tokens of calibration, int32 [n, length], and others held out, [m, length]."""
+
+    sequences: Tensor
+    held_out: Tensor
+
+
+def built_in_text() -> str:
+    """Returns the text that comes with Quire: parts of twelve works of English prose for the young,
+    published from 1884 to 1914, in the public domain in the USA."""
+    file = resources.files("quire") / "compression" / "calibration.txt.xz"
+    return lzma.decompress(file.read_bytes()).decode("utf-8")
+
+
+def calibration(tokenizer: Tokenizer, data: Path | None, samples: int, length: int) -> Calibration:
+    """Returns the first `samples` sequences of a text, or as many as it holds, and some held out.
+
+    data: a text file; None: the built-in text.
+
+    Raises:
+        ConfigError: the text is empty or too short.
+    """
+    text = built_in_text() if data is None else read_text(data)
+    tokens = torch.from_numpy(tokenizer.encode(text).copy())
+    count = len(tokens) // length
+    if count < 2:
+        raise ConfigError(
+            f"the text has {len(tokens)} tokens: two sequences of {length} are the least",
+            "data",
+        )
+    lines = tokens[: count * length].view(count, length)
+    wanted = min(count, samples + max(1, samples // (_HELD_OUT - 1)))
+    spread = torch.linspace(0, count - 1, wanted).long()
+    every = min(_HELD_OUT, wanted)
+    out = torch.arange(wanted) % every == every - 1
+    return Calibration(lines[spread[~out]], lines[spread[out]])

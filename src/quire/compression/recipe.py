@@ -1,0 +1,165 @@
+"""The choices of how a model is quantized, settled."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from quire.errors import ConfigError
+
+Method = Literal["gptq", "awq", "smoothquant", "fp8", "int8", "rtn"]
+Inputs = Literal["none", "token", "group", "tensor"]
+
+METHODS: tuple[Method, ...] = ("gptq", "awq", "smoothquant", "fp8", "int8", "rtn")
+_INTEGERS = ("gptq", "awq", "rtn")
+"""Methods that make integers of a chosen number of bits, with scales of groups."""
+GROUP = 128
+"""Inputs that share a scale, if nothing else is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The numbers that weights are rounded to.
+
+    bits: of one number. float: 8-bit floats (e4m3), else integers. group: inputs that share a
+    scale, 0: all. outputs: those that share one. symmetric: integers have no zero of their own.
+    """
+
+    bits: int
+    float: bool = False
+    group: int = 0
+    outputs: int = 1
+    symmetric: bool = True
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits that one number takes: fewer than 4 are stored in 4."""
+        return max(4, self.bits)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """method: makes the weights. grid: their numbers. inputs: how the inputs of layers are rounded:
+    not at all, with a scale for each token, for each token and group, or with one fixed scale."""
+
+    method: Method
+    grid: Grid
+    inputs: Inputs = "none"
+
+    @classmethod
+    def of(
+        cls,
+        method: str,
+        *,
+        bits: int | None = None,
+        group_size: int | None = None,
+        symmetric: bool | None = None,
+        weight_only: bool = False,
+    ) -> Recipe:
+        """Returns the recipe of a method with its own defaults for what is None.
+
+        Raises:
+            ConfigError: a choice that the method does not have.
+        """
+        for name in METHODS:
+            if name == method:
+                break
+        else:
+            raise ConfigError(f"method {method!r}; known are: {', '.join(METHODS)}", "method")
+        if name in _INTEGERS:
+            if weight_only:
+                raise ConfigError(f"{name} quantizes nothing but weights", "weight_only")
+            return cls(name, _integers(name, bits, group_size, symmetric))
+        if bits not in (None, 8):
+            raise ConfigError(f"{name} has 8 bits, not {bits}", "bits")
+        if symmetric is False:
+            raise ConfigError(f"{name} is symmetric", "symmetric")
+        if name == "fp8":
+            block = _block(group_size)
+            inputs: Inputs = "group" if block else "token"
+            grid = Grid(8, float=True, group=block, outputs=block or 1)
+            return cls(name, grid, "none" if weight_only else inputs)
+        if group_size is not None:
+            raise ConfigError(f"{name} has a scale for each output, and no groups", "group_size")
+        if weight_only and name == "smoothquant":
+            raise ConfigError(
+                "smoothquant is for inputs that are rounded; int8 takes weights only", "weight_only"
+            )
+        return cls(name, Grid(8), "none" if weight_only else "token")
+
+    @property
+    def format(self) -> str:
+        """The name of the layout in compressed-tensors."""
+        if self.grid.float:
+            return "float-quantized"
+        return "pack-quantized" if self.inputs == "none" else "int-quantized"
+
+    def settings(self, ignore: list[str]) -> dict[str, Any]:
+        """Returns the `quantization_config` of config.json. ignore: modules left as they are."""
+        grid = self.grid
+        kind = "float" if grid.float else "int"
+        common: dict[str, Any] = {"num_bits": grid.stored_bits, "type": kind}
+        strategy = "block" if grid.outputs > 1 else "group" if grid.group else "channel"
+        weights = {
+            **common,
+            "symmetric": grid.symmetric,
+            "strategy": strategy,
+            "group_size": grid.group if strategy == "group" else None,
+            "dynamic": False,
+        }
+        if strategy == "block":
+            weights["block_structure"] = [grid.outputs, grid.group]
+        if self.method == "gptq" and strategy == "group":
+            weights["actorder"] = "weight"
+        inputs = None
+        if self.inputs != "none":
+            inputs = {
+                **common,
+                "symmetric": True,
+                "strategy": self.inputs,
+                "group_size": grid.group if self.inputs == "group" else None,
+                "dynamic": self.inputs != "tensor",
+            }
+        group = {
+            "targets": ["Linear"],
+            "weights": weights,
+            "input_activations": inputs,
+            "output_activations": None,
+            "format": self.format,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.format,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": ignore,
+            "kv_cache_scheme": None,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the recipe as JSON has it."""
+        return asdict(self)
+
+
+def _integers(
+    method: Method, bits: int | None, group_size: int | None, symmetric: bool | None
+) -> Grid:
+    bits = 4 if bits is None else bits
+    if bits not in (4, 8):
+        raise ConfigError(f"bits must be 4 or 8, got {bits}", "bits")
+    size = GROUP if group_size is None else group_size
+    if size != -1 and (size < 16 or size % 16):
+        raise ConfigError(f"group_size must be -1 or a multiple of 16, got {size}", "group_size")
+    own = method != "awq" if symmetric is None else symmetric
+    return Grid(bits, group=max(size, 0), symmetric=own)
+
+
+def _block(size: int | None) -> int:
+    if size in (None, -1):
+        return 0
+    if size is None or size < 16 or size % 16:
+        raise ConfigError(
+            f"group_size of fp8, the side of its blocks, must be a multiple of 16, got {size}",
+            "group_size",
+        )
+    return size

@@ -1,0 +1,116 @@
+"""A folder in which a model is quantized, one block after the other, and goes on after a kill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quire.errors import ConfigError
+
+_JOB, _STATES = "job.json", "states.safetensors"
+
+
+@dataclass(slots=True)
+class BlocksDone:
+    """The blocks done, and what is known of them.
+
+    states: hidden states before the next block, by name. errors: by module. plain: modules left as
+    they are.
+    """
+
+    blocks: int
+    states: dict[str, Tensor]
+    errors: dict[str, float] = field(default_factory=dict)
+    plain: list[str] = field(default_factory=list)
+
+
+class WorkFolder:
+    """The folder beside the one to be made, until that is complete.
+
+    about: all that decides what is made.
+
+    Raises:
+        ConfigError: the folder to be made is there already, or an unfinished one was begun with
+            other settings.
+    """
+
+    def __init__(self, out: Path, about: Mapping[str, Any]) -> None:
+        self.out = out
+        self.folder = out.with_name(out.name + ".partial")
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"{out} exists already", "out")
+        told = json.dumps(about, sort_keys=True, default=str)
+        job = self.folder / _JOB
+        if job.exists():
+            if job.read_text("utf-8") != told:
+                raise ConfigError(
+                    f"{self.folder} was begun with another model, text or settings; remove it",
+                    "out",
+                )
+            return
+        begun = job.with_suffix(".tmp")
+        if self.folder.exists() and set(self.folder.iterdir()) - {begun}:
+            raise ConfigError(f"{self.folder} exists, and is no unfinished model", "out")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        begun.write_text(told, "utf-8")
+        begun.replace(job)
+
+    def load(self) -> BlocksDone | None:
+        """Returns what an earlier run has done; None: nothing."""
+        file = self.folder / _STATES
+        if not file.exists():
+            return None
+        try:
+            with safe_open(file, framework="pt") as opened:
+                about = opened.metadata()
+                states = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ConfigError(f"{file} is damaged; remove {self.folder}: {error}", "out") from error
+        found = json.loads(about["progress"])
+        return BlocksDone(found["blocks"], states, found["errors"], found["plain"])
+
+    def save(self, progress: BlocksDone) -> None:
+        """Keeps what is done: at no moment is there less on the disk than before."""
+        told = {"blocks": progress.blocks, "errors": progress.errors, "plain": progress.plain}
+        self._write(_STATES, progress.states, {"progress": json.dumps(told)})
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Writes a file of the model."""
+        self._write(name, tensors, {"format": "pt"})
+
+    def _write(self, name: str, tensors: Mapping[str, Tensor], about: dict[str, str]) -> None:
+        temporary = self.folder / f"{name}.tmp"
+        save_file(dict(tensors), temporary, metadata=about)
+        # The library lets nobody else read it.
+        temporary.chmod(0o644)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(self.folder / name)
+
+    def finish(self) -> None:
+        """Gives the folder its name; what was needed to go on goes."""
+        for name in (_JOB, _STATES):
+            (self.folder / name).unlink(missing_ok=True)
+        if self.out.exists():
+            self.out.rmdir()
+        self.folder.rename(self.out)
+
+    def copy(self, file: Path) -> None:
+        """Copies a file of the original."""
+        shutil.copyfile(file, self.folder / file.name)
+
+
+def fingerprint(file: Path) -> str:
+    """Returns a digest of a file's content."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,76 @@
+"""Texts, and the windows in which a model sees them."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.arrays import Int32
+from quire.errors import ConfigError
+
+_OPENERS = {".gz": gzip.decompress, ".xz": lzma.decompress}
+
+
+def read_text(file: Path) -> str:
+    """Returns the text of a UTF-8 file, which may be compressed (.gz, .xz).
+
+    Raises:
+        ConfigError: the file cannot be read, or holds nothing.
+    """
+    try:
+        data = file.read_bytes()
+        text = _OPENERS.get(file.suffix, bytes)(data).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+        raise ConfigError(f"cannot read {file}: {error}", "data") from error
+    if not text.strip():
+        raise ConfigError(f"{file} is empty", "data")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a text that the model sees at once, without what stands before.
+
+    tokens: int32 [n]. first: the first of them that counts; those before it are context. place: of
+    that token among all of the text that count.
+    """
+
+    tokens: Int32
+    first: int
+    place: int
+
+    @property
+    def counted(self) -> int:
+        return len(self.tokens) - self.first
+
+
+def windows_of(tokens: Int32, size: int, stride: int) -> list[Window]:
+    """Returns windows of `size` tokens, one every `stride`. Each token counts once: in the first
+    window that holds it and one before it.
+
+    Raises:
+        ConfigError: sizes that make no sense, or a text too short for a single token to count.
+    """
+    if size < 2:
+        raise ConfigError(f"a window of {size} tokens has none to predict", "window")
+    if not 1 <= stride <= size:
+        raise ConfigError(f"stride must be from 1 to the window's {size} tokens", "stride")
+    found, place, seen = [], 0, 0
+    for begin in range(0, len(tokens), stride):
+        end = min(begin + size, len(tokens))
+        first = max(seen - begin, 1)
+        if end - begin > first:
+            found.append(Window(tokens[begin:end], first, place))
+            place += end - begin - first
+        seen = end
+        if end == len(tokens):
+            break
+    if not found:
+        raise ConfigError(
+            f"the text has {len(tokens)} token{'s' * (len(tokens) != 1)}: too short, as the first "
+            "has nothing before it to be predicted from",
+            "data",
+        )
+    return found

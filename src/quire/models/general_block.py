@@ -1,0 +1,67 @@
+"""Layers of other shapes than norm, mixer, sum, norm, feed-forward, sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from quire import ops
+from quire.errors import ModelError
+from quire.layers.batch import ForwardBatch, GroupBatch
+from quire.layers.build import Build
+from quire.layers.norm import RMSNorm
+from quire.layers.residual import Residual
+from quire.layers.rotary import RotaryTable
+from quire.models.spec import LayerSpec, ModelSpec
+
+
+class GeneralBlock(nn.Module):
+    """One layer of any shape: x + multiplier * norm(mixer(norm(x))), then the same of the ffn, or,
+    in parallel, x + mixer(norm(x)) + ffn(norm(x)). Which of the norms there are is the spec's."""
+
+    def __init__(
+        self, spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build
+    ) -> None:
+        super().__init__()
+        hidden = model.hidden_size
+        self.spec = spec
+        self.attention = model.mixer(spec).layer(hidden, rotary, build.within("attention"))
+        self.mlp = spec.ffn.layer(hidden, build.within("mlp"))
+
+        def norm(name: str, there: bool) -> RMSNorm | None:
+            return model.norm.layer(hidden, build.within(name)) if there else None
+
+        inputs, outputs = spec.norms != "output", spec.norms != "input"
+        if outputs and model.norm.kind != "rms":
+            raise ModelError("norms of what a layer's parts give must be RMS norms")
+        self.attention_norm = norm("attention_norm", inputs)
+        self.attention_out_norm = norm("attention_out_norm", outputs)
+        # Parallel parts take the same.
+        self.mlp_norm = norm("mlp_norm", inputs and not spec.parallel)
+        self.mlp_out_norm = norm("mlp_out_norm", outputs)
+
+    def forward(self, x: Residual, batch: ForwardBatch, group: GroupBatch, kv: Any) -> Residual:
+        x = apart = Residual(x.total(), apart=True)
+        mixed = self.attention(apart, self.attention_norm, batch, group, kv)
+        x = self._sum(x, mixed, self.attention_out_norm)
+        if self.spec.parallel:
+            return self._sum(x, self.mlp(apart, self.attention_norm), self.mlp_out_norm)
+        return self._sum(x, self.mlp(x, self.mlp_norm), self.mlp_out_norm)
+
+    def _sum(self, x: Residual, given: Residual, norm: RMSNorm | None) -> Residual:
+        """Returns the stream x after what one part gave was added to it."""
+        part = given.total()
+        if norm is not None:
+            total = ops.rms_norm(part, norm.weight, norm.eps, x.total())
+        elif self.spec.multiplier == 1.0:
+            total = part.add_(x.total())
+        else:
+            total = part.mul_(self.spec.multiplier).add_(x.total())
+        return Residual(total, apart=True)
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Returns an upper bound of the memory that either part needs for intermediates."""
+        mixer: int = self.attention.workspace_bytes(tokens)
+        mlp: int = self.mlp.workspace_bytes(tokens)
+        return max(mixer, mlp)

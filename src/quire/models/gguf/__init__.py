@@ -1,0 +1,6 @@
+"""Models in GGUF files, the format of llama.cpp."""
+
+from quire.models.gguf.file import GgufFile
+from quire.models.gguf.folder import folder_of
+
+__all__ = ["GgufFile", "folder_of"]

@@ -1,0 +1,371 @@
+"""`quire quantize`: what it makes, what reads it, what it refuses, and what a kill costs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quire.compression import GateError, Options, Recipe, quantize
+from quire.compression.forward import Sequences
+from quire.compression.gptq import gptq
+from quire.compression.layout import stored_tensors
+from quire.compression.original import OriginalModel
+from quire.compression.recipe import Grid
+from quire.compression.rounding import find_scales, output_power, round_to
+from quire.compression.scaling import move_scales
+from quire.compression.statistics import watch_inputs
+from quire.errors import ConfigError, ModelError
+from quire.models.quantized_checkpoint import read_quantization
+from quire.ops import Weight
+from quire.ops.reference.quantized import dequantize
+from quire.quantization import ProjectionShare
+from quire.quantization.fields import TensorInfo
+from tests.models.checkpoints import make
+from tests.models.harness import Harness
+from tests.models.small_tokenizer import save_tokenizer
+from tests.models.test_quantized_checkpoints import loaded, logits, projections
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "gptq": {"method": "gptq", "group_size": 16},
+    "gptq-asymmetric": {"method": "gptq", "group_size": 16, "symmetric": False},
+    "gptq-8-channel": {"method": "gptq", "bits": 8, "group_size": -1},
+    "awq": {"method": "awq", "group_size": 16},
+    "rtn": {"method": "rtn", "group_size": 16},
+    "int8": {"method": "int8"},
+    "int8-weights": {"method": "int8", "weight_only": True},
+    "smoothquant": {"method": "smoothquant"},
+    "fp8": {"method": "fp8"},
+    "fp8-weights": {"method": "fp8", "weight_only": True},
+    "fp8-blocks": {"method": "fp8", "group_size": 16},
+}
+OPTIONS = Options(samples=6, length=32, gate=1e6)
+IN_BITS = {"gptq": 4, "gptq-asymmetric": 4, "awq": 4, "rtn": 4}
+
+
+def original(folder: Path, case: str = "qwen3") -> Path:
+    folder.mkdir()
+    make(folder, case)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("case", ["qwen3", "llama-biases"])
+def test_a_checkpoint_stands_for_its_model(name: str, case: str, tmp_path: Path) -> None:
+    source = original(tmp_path / "model", case)
+    report = quantize(source, "tiny", tmp_path / "out", Recipe.of(**RECIPES[name]), OPTIONS)
+    assert not (tmp_path / "out.partial").exists()
+    # Reloaded, the model computes nearly the same.
+    plain, found = logits(loaded(source)), logits(loaded(tmp_path / "out"))
+    error = (found - plain).norm() / plain.norm()
+    assert error < (0.8 if name in IN_BITS else 0.2)
+    told = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
+    assert told["perplexity"]["after"] == report.perplexity_after
+    assert told["unquantized"] == ["lm_head"]
+    modules = {key.removesuffix(".weight") for key, _, _ in projections(loaded(source))}
+    assert told["layer_errors"].keys() == modules
+    assert all(0 < e < 0.5 for e in told["layer_errors"].values())
+    assert report.bytes_after < report.bytes_before
+    assert "| KL to the original" in (tmp_path / "out" / "quantization_report.md").read_text()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_transformers_reads_the_same_weights(name: str, tmp_path: Path) -> None:
+    """The compressed-tensors library decompresses every weight to the numbers that Quire has."""
+    pytest.importorskip("compressed_tensors")
+    import transformers
+
+    source = original(tmp_path / "model", "llama-biases")
+    quantize(source, "tiny", tmp_path / "out", Recipe.of(**RECIPES[name]), OPTIONS)
+    settings = transformers.CompressedTensorsConfig(run_compressed=False)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", quantization_config=settings, dtype=torch.float32
+    ).eval()
+    weights = dict(oracle.named_parameters())
+    model = loaded(tmp_path / "out")
+    for key, _, own in projections(model):
+        torch.testing.assert_close(weights[key].double(), own, rtol=1e-5, atol=1e-7)
+    ids = [5, 17, 99, 3, 42, 7, 7, 150, 23]
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([ids])).logits[0]
+    found = logits(model)
+    recipe = Recipe.of(**RECIPES[name])
+    # The library, once it has decompressed weights, leaves inputs as they are.
+    bound = 1e-4 if recipe.inputs == "none" else 0.2 if recipe.grid.float else 0.05
+    assert (found - expected).norm() / expected.norm() < bound
+
+
+def test_methods_that_look_at_data_lose_less(tmp_path: Path) -> None:
+    source = original(tmp_path / "model")
+    lost = {}
+    for name in ("rtn", "gptq", "awq"):
+        report = quantize(source, "tiny", tmp_path / name, Recipe.of(**RECIPES[name]), OPTIONS)
+        lost[name] = sum(report.errors.values())
+    assert lost["gptq"] < lost["rtn"]
+    assert lost["awq"] < lost["rtn"]
+
+
+def _products(rows: int, width: int) -> Tensor:
+    torch.manual_seed(0)
+    mixed = torch.randn(rows, width) @ torch.randn(width, width) * torch.rand(width) ** 3
+    return mixed.t() @ mixed
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [0, 16])
+def test_gptq_changes_outputs_less_than_rounding(bits: int, symmetric: bool, group: int) -> None:
+    products, weight = _products(200, 48), torch.randn(24, 48)
+    products[5] = products[:, 5] = 0  # an input that is always zero
+    grid = Grid(bits, group=group, symmetric=symmetric)
+    plain = round_to(weight, find_scales(weight, grid, torch.float32))
+    searched = find_scales(weight, grid, torch.float32, products)
+    powers = [
+        output_power(rounded.dequantized() - weight, products)
+        for rounded in (plain, round_to(weight, searched), gptq(weight, searched, products))
+    ]
+    assert powers[2] < powers[1] <= powers[0] * 1.05
+    values = gptq(weight, searched, products).values
+    assert int(values.amin()) >= -(2 ** (bits - 1))
+    assert int(values.amax()) < 2 ** (bits - 1)
+
+
+def test_gptq_refuses_what_is_not_finite() -> None:
+    weight = torch.randn(4, 16)
+    scales = find_scales(weight, Grid(4), torch.float32)
+    with pytest.raises(ModelError, match="not finite"):
+        gptq(weight, scales, torch.full((16, 16), torch.nan))
+
+
+@pytest.mark.parametrize("method", ["awq", "smoothquant"])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "mistral-window"])
+def test_moved_scales_change_no_output(method: str, case: str, tmp_path: Path) -> None:
+    """Factors are folded into norms and projections such that the block computes the same."""
+    source = OriginalModel(original(tmp_path / "model", case), torch.device("cpu"), torch.float32)
+    block = source.block(0)
+    source.fill(block, "layers.0")
+    torch.manual_seed(0)
+    states = torch.randn(3, 24, 48) * torch.linspace(0.1, 5, 48)
+    sequences = Sequences(block, 24, torch.device("cpu"), torch.float32)
+    before, after = states.clone(), states.clone()
+    weights = block.mlp.up.weight.values.clone()
+    with watch_inputs(block, 1.0) as statistics:
+        sequences.run(block, before)
+    recipe = Recipe.of(method, group_size=16 if method == "awq" else None)
+    move_scales(block, statistics, recipe, torch.float32)
+    assert not torch.equal(block.mlp.up.weight.values, weights)
+    sequences.run(block, after)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+    moved = {name: own.products.clone() for name, own in statistics.items()}
+    with watch_inputs(block, 1.0) as statistics:
+        sequences.run(block, states.clone())
+    for name, own in statistics.items():
+        torch.testing.assert_close(own.products, moved[name], rtol=1e-3, atol=1e-2)
+
+
+def test_blocks_compute_as_the_model_does(tmp_path: Path) -> None:
+    source = OriginalModel(original(tmp_path / "model"), torch.device("cpu"), torch.float32)
+    tokens = torch.randint(0, 211, (5, 19), generator=torch.manual_seed(0))
+    outer = source.outer()
+    states = torch.stack([outer.embedding(line) for line in tokens])
+    for index in range(3):
+        block = source.block(index)
+        source.fill(block, f"layers.{index}")
+        Sequences(block, 19, torch.device("cpu"), torch.float32).run(block, states)
+    found = outer.logits(outer.norm(states[3]))
+    harness = Harness(loaded(source.folder))
+    (expected,) = harness.step([(harness.add(tokens[3].tolist()), 19)])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_gate(tmp_path: Path) -> None:
+    source = original(tmp_path / "model")
+    recipe = Recipe.of("rtn", group_size=16)
+    strict = Options(samples=6, length=32, gate=-99.0)
+    with pytest.raises(GateError, match="nothing is written"):
+        quantize(source, "tiny", tmp_path / "out", recipe, strict)
+    assert not (tmp_path / "out").exists()
+    # What was computed is not computed again.
+    blocks: list[int] = []
+    force = Options(
+        samples=6, length=32, gate=-99.0, force=True, on_block=lambda done, _: blocks.append(done)
+    )
+    report = quantize(source, "tiny", tmp_path / "out", recipe, force)
+    assert blocks == [3]
+    assert not report.passes
+    assert loaded(tmp_path / "out") is not None
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from quire.compression import Options, Recipe, quantize
+
+def on_block(done, total):
+    if done == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+quantize(
+    Path(sys.argv[1]), "tiny", Path(sys.argv[2]), Recipe.of("gptq", group_size=16),
+    Options(samples=6, length=32, gate=1e6, on_block=on_block),
+)
+"""
+
+
+def test_a_kill_costs_one_block(tmp_path: Path) -> None:
+    source = original(tmp_path / "model")
+    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "out").exists()
+    recipe = Recipe.of("gptq", group_size=16)
+    with pytest.raises(ConfigError, match="begun with another"):
+        quantize(source, "tiny", tmp_path / "out", Recipe.of("rtn", group_size=16), OPTIONS)
+    blocks: list[int] = []
+    options = Options(
+        samples=6, length=32, gate=1e6, on_block=lambda count, _: blocks.append(count)
+    )
+    quantize(source, "tiny", tmp_path / "out", recipe, options)
+    assert blocks == [2, 3]
+    quantize(source, "tiny", tmp_path / "whole", recipe, OPTIONS)
+    assert _digests(tmp_path / "out") == _digests(tmp_path / "whole")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.iterdir())
+    }
+
+
+def test_layers_left_alone(tmp_path: Path) -> None:
+    source = original(tmp_path / "model")
+    options = Options(
+        samples=6, length=32, gate=1e6,
+        ignore=("model.layers.1.mlp.down_proj", r"re:.*self_attn\.v_proj"),
+    )  # fmt: skip
+    report = quantize(source, "tiny", tmp_path / "out", Recipe.of("rtn", group_size=16), options)
+    left = ["model.layers.1.mlp.down_proj"]
+    left += [f"model.layers.{index}.self_attn.v_proj" for index in range(3)]
+    assert sorted(report.plain) == sorted([*left, "lm_head"])
+    exact = {name: own for name, _, own in projections(loaded(source))}
+    for name, _, own in projections(loaded(tmp_path / "out")):
+        assert torch.equal(own, exact[name]) == (name.removesuffix(".weight") in left)
+
+
+def test_all_other_tensors_and_files_are_kept(tmp_path: Path) -> None:
+    source = original(tmp_path / "model")
+    (source / "generation_config.json").write_text('{"temperature": 0.5}')
+    quantize(source, "tiny", tmp_path / "out", Recipe.of("rtn", group_size=16), OPTIONS)
+    before = load_file(source / "model.safetensors")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    for name, tensor in before.items():
+        if "proj" not in name:
+            own = load_file(tmp_path / "out" / index["weight_map"][name])[name]
+            assert torch.equal(own, tensor)
+            assert own.dtype == tensor.dtype
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_recipes_that_make_no_sense() -> None:
+    for choices, message in (
+        ({"method": "gguf"}, "known are: gptq, awq"),
+        ({"method": "gptq", "bits": 3}, "4 or 8"),
+        ({"method": "awq", "group_size": 24}, "multiple of 16"),
+        ({"method": "rtn", "weight_only": True}, "nothing but weights"),
+        ({"method": "int8", "group_size": 64}, "no groups"),
+        ({"method": "int8", "bits": 4}, "8 bits"),
+        ({"method": "fp8", "symmetric": False}, "symmetric"),
+        ({"method": "fp8", "group_size": 8}, "side of its blocks"),
+        ({"method": "smoothquant", "weight_only": True}, "int8 takes weights only"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Recipe.of(**choices)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    source = original(tmp_path / "model")
+    recipe = Recipe.of("rtn", group_size=16)
+    out = tmp_path / "out"
+    with pytest.raises(
+        ConfigError, match=r"48 inputs, which groups of 128 do not divide; 16 would"
+    ):
+        quantize(source, "tiny", out, Recipe.of("rtn"), OPTIONS)
+    with pytest.raises(ConfigError, match="no linear layer is named 'q_proj'"):
+        quantize(source, "tiny", out, recipe, Options(length=32, ignore=("q_proj",)))
+    short = tmp_path / "short"
+    short.write_text("abc")
+    with pytest.raises(ConfigError, match="two sequences of 200"):
+        quantize(source, "tiny", out, recipe, Options(data=short, length=200))
+    quantize(source, "tiny", out, recipe, OPTIONS)
+    with pytest.raises(ConfigError, match="exists already"):
+        quantize(source, "tiny", out, recipe, OPTIONS)
+    with pytest.raises(ConfigError, match="quantized already"):
+        quantize(out, "tiny", tmp_path / "again", recipe, OPTIONS)
+    transposed = original(tmp_path / "gpt2", "gpt2")
+    with pytest.raises(ModelError, match="fused or transposed"):
+        quantize(transposed, "tiny", tmp_path / "again", recipe, OPTIONS)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    source = original(tmp_path / "model")
+    command = [
+        sys.executable, "-m", "quire", "quantize", str(source), "--method", "gptq",
+        "--group-size", "16", "--samples", "6", "--length", "32", "--device", "cpu",
+        "--out", str(tmp_path / "out"),
+    ]  # fmt: skip
+    strict = [*command, "--gate", "-99"]
+    done = subprocess.run(strict, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "--force" in done.stderr
+    done = subprocess.run([*strict, "--force"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "perplexity" in done.stdout
+    assert loaded(tmp_path / "out") is not None
+
+
+def test_static_scales_of_inputs_are_read_back(tmp_path: Path) -> None:
+    source = original(tmp_path / "model")
+    recipe = Recipe("int8", Grid(8), "tensor")
+    quantize(source, "tiny", tmp_path / "out", recipe, OPTIONS)
+    weight = loaded(tmp_path / "out").layers[0].mlp.down.weight
+    assert weight.input_scale is not None
+    assert weight.format.inputs == "tensor"
+
+
+def test_stored_and_simulated_numbers_are_one(tmp_path: Path) -> None:
+    """A layout is read back to the numbers that rounding gave."""
+    torch.manual_seed(0)
+    weight = torch.randn(48, 96)
+    source = OriginalModel(
+        original(tmp_path / "model", "llama"), torch.device("cpu"), torch.float32
+    )
+    for choices in RECIPES.values():
+        recipe = Recipe.of(**choices)
+        rounded = round_to(weight[:, :48], find_scales(weight[:, :48], recipe.grid, torch.float16))
+        stored = stored_tensors(rounded, recipe, torch.float16)
+        name = "model.layers.0.self_attn.q_proj"
+        tensors = {f"{name}.{key}": tensor for key, tensor in stored.items()}
+        infos = {key: TensorInfo(t.dtype, tuple(t.shape)) for key, t in tensors.items()}
+        quantization = read_quantization(recipe.settings([]), source.spec, infos)
+        scheme = quantization.scheme_for("layers.0.attention.qkv.q", torch.float32)
+        own = Weight.empty(scheme.format, 48, 48, torch.device("cpu"))
+        share = ProjectionShare((0, 48), (0, 48), 48, 48)
+        for each in scheme.stored:
+            tensor = tensors[f"{name}.{each.name}"]
+            each.write(own, tensor if tensor.ndim else tensor[None], 0, share)
+        torch.testing.assert_close(
+            dequantize(own, torch.float32), rounded.dequantized(), rtol=1e-6, atol=1e-7
+        )
