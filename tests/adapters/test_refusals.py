@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("peft")
 
-from quire.adapters.layout import Layout
 from quire.adapters.peft import WEIGHTS, read_adapter
+from quire.adapters.projections import AdapterLayout
 from quire.adapters.registry import CONFIG, folder_of, names_in, parse_setting, valid_name
 from quire.errors import ConfigError, RequestError
 from quire.models import build_model, load_config, spec_from_config
@@ -32,9 +32,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def layout(checkpoint: Path) -> Layout:
+def layout(checkpoint: Path) -> AdapterLayout:
     spec = spec_from_config(load_config(checkpoint / "model"))
-    return Layout(build_model(spec, device="meta", dtype=torch.float32), 8)
+    return AdapterLayout(build_model(spec, device="meta", dtype=torch.float32), 8)
 
 
 @pytest.fixture
@@ -67,7 +67,9 @@ def adapter(checkpoint: Path, tmp_path: Path) -> Path:
         ({"lora_alpha": float("inf")}, "lora_alpha inf is not a number"),
     ],
 )
-def test_configs(adapter: Path, layout: Layout, config: dict[str, Any], message: str) -> None:
+def test_configs(
+    adapter: Path, layout: AdapterLayout, config: dict[str, Any], message: str
+) -> None:
     change(adapter, **config)
     with pytest.raises(RequestError, match=message) as refused:
         read_adapter(adapter, layout)
@@ -107,21 +109,21 @@ def added(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
     ],
 )
 def test_tensors(
-    adapter: Path, layout: Layout, edit: Callable[[Tensors], Tensors], message: str
+    adapter: Path, layout: AdapterLayout, edit: Callable[[Tensors], Tensors], message: str
 ) -> None:
     save(adapter, edit(tensors(adapter)))
     with pytest.raises(RequestError, match=message):
         read_adapter(adapter, layout)
 
 
-def test_unknown_modules(adapter: Path, layout: Layout) -> None:
+def test_unknown_modules(adapter: Path, layout: AdapterLayout) -> None:
     found = tensors(adapter)
     save(adapter, {name.replace("layers.0", "layers.9"): part for name, part in found.items()})
     with pytest.raises(RequestError, match=r"layers.9.\S+: the model has no linear layer"):
         read_adapter(adapter, layout)
 
 
-def test_damaged_and_oversized_files(adapter: Path, layout: Layout) -> None:
+def test_damaged_and_oversized_files(adapter: Path, layout: AdapterLayout) -> None:
     whole = (adapter / WEIGHTS).read_bytes()
     for damaged in (b"", whole[:-10], whole[:50], b"\xff" * 100, whole + b"\0"):
         (adapter / WEIGHTS).write_bytes(damaged)
