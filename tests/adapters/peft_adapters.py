@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 
 def linears(model: Any) -> list[str]:
-    """Returns the last names of a model's linear layers; the head is left out, and so are the
-    layers beside experts."""
+    """Returns the last names of a model's linear layers, the head left out."""
     names = [
         name
         for name, module in model.named_modules()
         if type(module).__name__ in ("Linear", "Conv1D")
     ]
-    if any("experts" in name for name, _ in model.named_modules()):
+    if model.config.model_type == "qwen3_next":
+        # PEFT takes the names of dense layers for those of experts there.
         names = [name for name in names if ".mlp." not in name]
     return sorted({name.rpartition(".")[2] for name in names} - {"lm_head"})
 
