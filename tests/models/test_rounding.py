@@ -179,3 +179,23 @@ def test_a_tensor_is_rounded_in_small_pieces(kind: str) -> None:
     exact = part[:64].float()
     error = (dequantize(weight.rows(0, 64), torch.float32) - exact).norm() / exact.norm()
     assert error < {"int4": 0.15, "fp8": 0.05}.get(kind, 0.02)
+
+
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "zero": (lambda w: torch.zeros_like(w), "zero throughout"),
+    "huge": (lambda w: w * 1e6, "as large as"),
+    "off centre": (lambda w: w + w.std(), "mean is"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_weights_that_make_no_sense_are_not_served(kind: str, tmp_path: Path) -> None:
+    make(tmp_path, "llama")
+    damage, message = DAMAGE[kind]
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = damage(tensors[name]).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded(tmp_path, None)
+    with pytest.raises(ModelError, match=rf"layers\.1\.mlp\.down .*{message}"):
+        loaded(tmp_path, "int8")
