@@ -11,7 +11,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 8000
 # Tests of several processes that compute together.
-RANK_TESTS := tests/models/test_parallel.py tests/unit/test_workers.py
+RANK_TESTS := tests/models/test_parallel.py tests/unit/test_workers.py tests/unit/test_ranks.py \
+	tests/server/test_lost_ranks.py
 MODELS ?= $(addprefix bench/configs/,qwen3-0.6b qwen2.5-1.5b qwen3-8b llama-2-7b)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check

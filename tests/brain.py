@@ -8,6 +8,7 @@ import numpy as np
 
 from quire.cache import BlockManager, DetachedBlocks, PrefixTree
 from quire.cache.node import NO_BLOCK, Node
+from quire.cache.state_slots import StateSlots
 from quire.plan import RowFlag, StepPlan
 from quire.request import Request, RequestStatus
 from quire.scheduler import Scheduler
@@ -32,6 +33,9 @@ def check_blocks(
     """No block is lost, freed twice or counted wrongly: the holders are recounted from these
     occupied lanes and detached blocks."""
     tree = manager.tree
+    for group in manager.groups:
+        if isinstance(group, StateSlots):
+            assert not group._new
     nodes = nodes_of(tree)
     assert len(nodes) == tree.num_nodes
     users = {id(node): 0 for node in nodes}
@@ -43,7 +47,7 @@ def check_blocks(
             at = at.parent
     if manager.caching:
         for lane, last in zip(lanes, lasts, strict=True):
-            for g in (g for g in range(len(manager.groups)) if not manager.groups[g].window):
+            for g in (g for g in range(len(manager.groups)) if manager.groups[g].sparse is None):
                 # A node that is used without its block would withhold that block from everybody.
                 table = manager.groups[g].table[lane, : last.end]
                 assert last.path(g, 0, last.end).tolist() == table.tolist()
@@ -61,17 +65,21 @@ def check_blocks(
             np.add.at(holders, group.held(lane), 1)
         for each in detached:
             np.add.at(holders, each.blocks[g], 1)
+        if isinstance(group, StateSlots):
+            on_their_way = [saved.slot for of_lane in group._saved.values() for saved in of_lane]
+            np.add.at(holders, on_their_way, 1)
         of_tree = [block for node in nodes for block in node.blocks[g] if block != NO_BLOCK]
         assert len(set(of_tree)) == len(of_tree)
         unheld = {block for block in of_tree if not holders[block]}
         holders[of_tree] += 1
-        if group.window is None:
+        if group.sparse is None:
             assert len(of_tree) == sum(node.count for node in nodes)
         assert (group.pool.holders == holders).all()
         assert group.pool.num_free == int((holders == 0).sum())
-        if group.window is not None:
-            assert set(tree.window_blocks[g]._blocks) == unheld
-            for block, (node, place) in tree.window_blocks[g]._blocks.items():
+        if group.sparse is not None:
+            places = group.sparse.places()
+            assert set(places) == unheld
+            for block, (node, place) in places.items():
                 owner = node.upto(place + 1)
                 assert owner.blocks[g][place - owner.start] == block
         else:
@@ -116,6 +124,9 @@ def check_rows_held(scheduler: Scheduler, plan: StepPlan) -> None:
     for lane in plan.lanes.tolist():
         floor = int(lanes.computed[lane])
         for group in scheduler.blocks.groups:
+            if isinstance(group, StateSlots):
+                assert group.pool.holders[group.held(lane)].tolist() == [1]
+                continue
             size = group.block_size
             last = -(-int(lanes.planned[lane]) // size)
             first = group.first_needed(

@@ -153,7 +153,7 @@ class FakeExecutor:
         self.salt_of = salt_of
         self.lanes: dict[int, Lane] = {}
         self.store = [
-            np.full(n * g.tokens_per_block, UNWRITTEN, dtype=np.int64)
+            np.full(n * (1 if g.kind == "state" else g.tokens_per_block), UNWRITTEN, dtype=np.int64)
             for g, n in zip(groups, num_blocks, strict=True)
         ]
         self._queue: deque[StepPlan] = deque()
@@ -262,7 +262,10 @@ class FakeExecutor:
         return self.store[group].reshape(-1, self._size(group))
 
     def _size(self, group: int) -> int:
-        return self.capacity.groups[group].tokens_per_block
+        return 1 if self._is_state(group) else self.capacity.groups[group].tokens_per_block
+
+    def _is_state(self, group: int) -> bool:
+        return self.capacity.groups[group].kind == "state"
 
     def _waste(self) -> int:
         self._garbage += 1
@@ -288,7 +291,7 @@ class FakeExecutor:
             ):
                 table = self.lanes[lane].tables[group]
                 for i, block in enumerate(appends.ids[at : at + count].tolist()):
-                    if start + i in table:
+                    if start + i in table and (start + i == 0 or not self._is_state(group)):
                         raise StoreError(f"lane {lane} got block {start + i} twice")
                     table[start + i] = block
                 at += count
@@ -300,8 +303,7 @@ class FakeExecutor:
             self.draft_starts[int(lane)] = int(start)
         self._move(plan, "out")
         for group, copies in enumerate(plan.copies):
-            size = self.capacity.groups[group].tokens_per_block
-            store = self.store[group].reshape(-1, size)
+            store = self._blocks(group)
             store[copies.dst] = store[copies.src]
 
     def _lane(self, admit: Admit) -> Lane:
@@ -375,6 +377,9 @@ class FakeExecutor:
 
     def _write(self, work: Work, before: dict[int, int]) -> None:
         for group, store in enumerate(self.store):
+            if self._is_state(group):
+                self._advance_state(work, group)
+                continue
             for i in range(work.length):
                 slot = self._slot(work, group, work.start + i)
                 self._check_alone(work, group, slot, before)
@@ -384,6 +389,22 @@ class FakeExecutor:
                     # A rejected draft leaves KV that nobody may read.
                     self._garbage += 1
                     store[slot] = -2 - self._garbage
+
+    def _advance_state(self, work: Work, group: int) -> None:
+        """The state must be that of the tokens before the row, and becomes that of its last. Copies
+        are left where the table asks for them."""
+        table, prefixes = work.state.tables[group], work.state.prefixes
+        own, states = table[0], self.store[group]
+        if work.start and states[own] != prefixes[work.start - 1]:
+            raise StoreError(f"lane {work.lane} goes on from another state")
+        for other, state in self.lanes.items():
+            if other != work.lane and state.tables[group].get(0) == own:
+                raise StoreError(f"lanes {work.lane} and {other} share a state")
+        end = work.start + work.valid
+        states[own] = prefixes[end - 1]
+        for pair in range(1, self.capacity.groups[group].table_width(0), 2):
+            if work.start < table[pair] <= end:
+                states[table[pair + 1]] = prefixes[table[pair] - 1]
 
     def _check_alone(self, work: Work, group: int, slot: int, before: dict[int, int]) -> None:
         """No other lane relies on what this write replaces."""
@@ -404,6 +425,8 @@ class FakeExecutor:
     def _read(self, work: Work) -> None:
         """Every position that a fed token attends to holds its own prefix."""
         for group, store in enumerate(self.store):
+            if self._is_state(group):
+                continue  # `_advance_state` has
             window = self.capacity.groups[group].window
             first = 0 if window is None else max(0, work.start - window + 1)
             for position in range(first, work.start + work.valid):

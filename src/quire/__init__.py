@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.adapters import LoRARequest
     from quire.llm import LLM
     from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
     from quire.pooling_params import PoolingParams
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "quire.llm",
+    "LoRARequest": "quire.adapters",
     "SamplingParams": "quire.sampling_params",
     "StructuredOutputsParams": "quire.sampling_params",
     "PoolingParams": "quire.pooling_params",
@@ -30,6 +32,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_origin, get_type_hints
 
@@ -12,12 +13,12 @@ import msgspec
 
 from quire.errors import ConfigError
 
-OPTIMIZATIONS = ("graphs", "overlap", "fusions", "skinny", "pdl")
+OPTIMIZATIONS = ("graphs", "overlap", "fusions", "skinny", "pdl", "symmetric")
 """The values of `EngineArgs.disable`.
 
 graphs: CUDA graphs. overlap: launching a step before the last one is read. fusions: norms,
 activations and residuals inside linear layers. skinny: our kernels for linear layers of few rows.
-pdl: programmatic dependent launch.
+pdl: programmatic dependent launch. symmetric: our kernels for sums over ranks.
 """
 
 
@@ -29,6 +30,14 @@ KV_CACHE_DTYPES = (
 
 QUANTIZATIONS = ("fp8", "int4", "int8", "w8a8")
 """The values of `EngineArgs.quantization`."""
+
+
+_COUNTS = (
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "max_queue",
+    "max_queue_tokens", "steps_in_flight", "tensor_parallel_size", "structured_outputs_cache",
+    "max_loras", "max_lora_rank",
+)  # fmt: skip
+"""Settings that are at least 1."""
 
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -84,8 +93,20 @@ class EngineArgs:
         None, "Folder for KV blocks that the host has no room to keep; survives restarts."
     )
     disk_cache_gb: float = _setting(32.0, "Most that the disk cache's folder may hold, in GB.")
+    enable_lora: bool = _setting(False, "Take LoRA adapters; so do lora and lora_dir.")
+    lora: tuple[str, ...] = _setting((), "LoRA adapter to serve, NAME=PATH (may be repeated).")
+    lora_dir: str | None = _setting(None, "Folder of LoRA adapters, named by their own folders.")
+    max_loras: int = _setting(8, "Most LoRA adapters that the device holds.")
+    max_lora_rank: int = _setting(16, "Largest rank of LoRA adapters, up to 256.")
+    lora_cache_gb: float = _setting(4.0, "Host memory, in GB, for LoRA adapters that were read.")
     enable_chunked_prefill: bool = _setting(
         True, "Split long prompts over steps so that decodes ride along."
+    )
+    speculative: Mapping[str, Any] | None = _setting(
+        None, "Speculative decoding, as JSON: see docs/speculation.md for its keys."
+    )
+    speculative_model: str | None = _setting(
+        None, "Draft model, a folder or hub id: short for speculative's key model."
     )
     scheduling_policy: Literal["fcfs", "priority"] = _setting(
         "fcfs", "Queue order: arrival, or priority with ageing (lower runs first)."
@@ -133,14 +154,8 @@ class EngineArgs:
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
             object.__setattr__(self, name, _checked(name, getattr(self, name), kind))
-        _at_least("max_model_len", self.max_model_len, 1)
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _at_least("num_kv_blocks", self.num_kv_blocks, 1)
-        _at_least("max_queue", self.max_queue, 1)
-        _at_least("max_queue_tokens", self.max_queue_tokens, 1)
-        _at_least("steps_in_flight", self.steps_in_flight, 1)
-        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        for name in _COUNTS:
+            _at_least_one(name, getattr(self, name))
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(
                 f"block_size must be a power of two, got {self.block_size}", "block_size"
@@ -153,7 +168,6 @@ class EngineArgs:
         if self.kv_cache_gb is not None and not self.kv_cache_gb > 0.0:
             raise ConfigError(f"kv_cache_gb must be > 0, got {self.kv_cache_gb}", "kv_cache_gb")
         self._check_tiers()
-        _at_least("structured_outputs_cache", self.structured_outputs_cache, 1)
         if not 0.0 < self.structured_outputs_timeout <= 3600.0:
             raise ConfigError(
                 "structured_outputs_timeout must be in (0, 3600], got "
@@ -173,12 +187,6 @@ class EngineArgs:
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _one_of("pooling", self.pooling, ("auto", "last", "mean"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet: this "
-                "version serves a model on one device",
-                "tensor_parallel_size",
-            )
 
     def _check_tiers(self) -> None:
         for name, value in (
@@ -196,6 +204,11 @@ class EngineArgs:
             )
         if self.disk_cache is not None and not self.disk_cache_gb:
             raise ConfigError("disk_cache needs disk_cache_gb > 0", "disk_cache_gb")
+
+    @property
+    def speculates(self) -> bool:
+        """Whether speculative decoding is asked for."""
+        return self.speculative is not None or self.speculative_model is not None
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
@@ -232,9 +245,9 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
     return value
 
 
-def _at_least(name: str, value: int | None, low: int) -> None:
-    if value is not None and value < low:
-        raise ConfigError(f"{name} must be at least {low}, got {value}", name)
+def _at_least_one(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{name} must be at least 1, got {value}", name)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

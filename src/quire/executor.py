@@ -18,6 +18,11 @@ FULL_STEP = 512
 """Tokens, where nothing was measured, and at least."""
 
 
+StepSeconds = dict[str, dict[int, float]]
+"""By what was measured, seconds by its size: `decode` steps by rows, `verify` steps, whose rows
+have drafts, by tokens, each with the head; and what hooks launch besides."""
+
+
 class Capacity(msgspec.Struct, frozen=True):
     """The limits of a started executor.
 
@@ -26,7 +31,7 @@ class Capacity(msgspec.Struct, frozen=True):
     seconds: how long parts of its start took ("weights", "graphs"), as far as it has them.
     full_step: prompt tokens that fill a step: twice as many take about twice as long.
     logit_rows: most rows that a step can sample from, drafts included; None: one per lane.
-    drafts: the most draft tokens of a generating row.
+    drafts: the most draft tokens of a generating row. step_seconds: what was measured for features.
     """
 
     groups: tuple[KVGroup, ...]
@@ -36,6 +41,7 @@ class Capacity(msgspec.Struct, frozen=True):
     full_step: int = FULL_STEP
     logit_rows: int | None = None
     drafts: int = 0
+    step_seconds: StepSeconds = {}
 
 
 class Measurement(msgspec.Struct, frozen=True):

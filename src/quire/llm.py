@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.arrays import Int32
 from quire.config import EngineArgs
@@ -13,7 +13,6 @@ from quire.engine.builder import build_core, resolve
 from quire.engine.interrupts import interrupts_held
 from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.prompt_inputs import Prompt, as_conversations, as_list, one_each, read_prompt
-from quire.engine.stats import EngineStats
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import RequestError
@@ -22,6 +21,10 @@ from quire.pooling_params import PoolingParams
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Progress, StepProgress
+
+if TYPE_CHECKING:
+    from quire.adapters import LoRARequest
+    from quire.engine.stats import EngineStats
 
 Message = Mapping[str, Any]
 
@@ -74,6 +77,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Completes all prompts, in as few steps as fit; outputs in the order of the prompts.
 
@@ -82,6 +86,7 @@ class LLM:
             sampling_params: for all prompts, or one each; None: the defaults.
             use_tqdm: show a progress bar, on a terminal.
             priority: one each, lower first (scheduling_policy="priority").
+            lora_request: an adapter for all prompts, or one or None each (enable_lora).
 
         Raises:
             RequestError: a request is invalid. Nothing has run then.
@@ -95,10 +100,15 @@ class LLM:
             raise RequestError("priorities are integers", "priority")
         if len(priorities) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(priorities)} priorities", "priority")
+        adapters = [""] * len(many)
+        if lora_request is not None:
+            from quire.adapters.lora_request import load_requested
+
+            adapters = load_requested(self._core, lora_request, len(many))
         self._core.check(params)
         jobs = [self._job(prompt, p) for prompt, p in zip(many, params, strict=True)]
         with self._requests([job.output.request_id for job in jobs]) as let_interrupt:
-            self._start(jobs, priorities)
+            self._start(jobs, priorities, adapters)
             with _progress_bar(len(jobs), use_tqdm) as advance:
                 self._run(jobs, advance, let_interrupt)
         return [job.output for job in jobs]
@@ -210,14 +220,15 @@ class LLM:
             open=params.n,
         )
 
-    def _start(self, jobs: list[_Job], priorities: list[int]) -> None:
-        for job, priority in zip(jobs, priorities, strict=True):
+    def _start(self, jobs: list[_Job], priorities: list[int], adapters: list[str]) -> None:
+        for job, priority, adapter in zip(jobs, priorities, adapters, strict=True):
             job.requests = self._core.add(
                 job.output.request_id,
                 job.ids,
                 job.params,
                 max_total=max_total(len(job.ids), job.params, self.config),
                 priority=priority,
+                adapter=adapter,
             )
 
     def _run(

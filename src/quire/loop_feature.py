@@ -51,6 +51,10 @@ class LoopFeature:
         """Returns file descriptors that become readable when `poll` has news."""
         return ()
 
+    def on_control(self, message: dict[str, Any]) -> Any:
+        """Answers a message from outside of the loop. None: it is for others."""
+        return None
+
     def stats(self) -> dict[str, Any]:
         """Returns fields of `EngineStats`."""
         return {}

@@ -57,12 +57,16 @@ def claim_width(drafts: int) -> int:
     return 4 * drafts
 
 
+STATE_SAVES = 8
+"""The most checkpoints that a row leaves."""
+
+
 class KVGroup(msgspec.Struct, frozen=True):
     """Layers whose KV blocks are booked together.
 
     `kind` full: every position is kept. window: the last `window` positions. state: a recurrent
-    state of fixed size. `block_bytes` is the size of one block over all layers of the group, on
-    one rank.
+    state of fixed size, for which a block is a slot. `block_bytes` is the size of one block over
+    all layers of the group, on one rank.
     """
 
     layers: tuple[int, ...]
@@ -70,6 +74,14 @@ class KVGroup(msgspec.Struct, frozen=True):
     tokens_per_block: int = 16
     block_bytes: int = 0
     window: int | None = None
+
+    def table_width(self, length: int) -> int:
+        """Returns the entries of a lane's block table. That of a state has the lane's slot, then
+        pairs (position, slot): the body copies the state behind that many tokens to that slot when
+        it comes by."""
+        if self.kind == "state":
+            return 1 + 2 * STATE_SAVES
+        return -(-length // self.tokens_per_block)
 
 
 class Admit(msgspec.Struct, array_like=True):

@@ -38,6 +38,7 @@ class RequestOptions(TypedDict, total=False):
     pooling: Pooling | None
     tenant: str
     share: float
+    adapter: str
 
 
 class TokenBuffer:
@@ -102,6 +103,8 @@ class Request:
         tenant: the API key that it runs for; tenants share the engine by their `share`, > 0.
         charged: tokens that its tenant has been charged for.
         leader: the sibling whose prompt this one shares (n > 1), or None.
+        adapter: name of the LoRA adapter that it runs with, "" for none. lora_id: stands for the
+            adapter's contents, 0 for none; set before the request is queued.
         pooling: how its prompt becomes one vector in place of tokens, or None.
         times: when it moved on; kept by the engine.
         lane_epoch: its lane's, while it has one (`Admit.lane_epoch`).
@@ -109,6 +112,7 @@ class Request:
 
     __slots__ = (
         "_counts",
+        "adapter",
         "arrival",
         "cache_salt",
         "charged",
@@ -150,11 +154,11 @@ class Request:
         seed: int = 0,
         sample_index: int = 0,
         leader: Request | None = None,
-        lora_id: int = 0,
         cache_salt: str = "",
         pooling: Pooling | None = None,
         tenant: str = "",
         share: float = 1.0,
+        adapter: str = "",
     ) -> None:
         self.request_id = request_id
         self._counts: Int32 = np.zeros(3, dtype=np.int32)
@@ -168,7 +172,8 @@ class Request:
         self.seed = seed
         self.sample_index = sample_index
         self.leader = leader
-        self.lora_id = lora_id
+        self.adapter = adapter
+        self.lora_id = 0
         self.cache_salt = cache_salt
         self.pooling: Pooling | None = pooling
         self.times = RequestTimes(arrival)

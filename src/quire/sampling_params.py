@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -92,6 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         skip_special_tokens, spaces_between_special_tokens: detokenization.
         detokenize: False leaves `text` empty; stop strings are then refused.
         structured_outputs: what the text must match; a dict becomes `StructuredOutputsParams`.
+        speculative: "off" verifies no drafts for it.
     """
 
     n: int = 1
@@ -116,6 +118,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    speculative: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -134,6 +137,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 msgspec.structs.force_setattr(self, name, tuple(value or ()))
         for name in _FLAGS:
             _flag(name, getattr(self, name))
+        if self.speculative not in ("auto", "off"):
+            raise _wrong_type("speculative", "auto or off", self.speculative)
         given: object = self.structured_outputs
         if isinstance(given, dict):
             params = _structured_outputs(given)

@@ -72,6 +72,16 @@ GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_
 EMBEDDINGS = {"Gemma2": 0.15, "Gemma3Text": 0.15, "Granite": 0.3}
 """Scales of embeddings that the models multiply by more."""
 
+HYBRID = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 6}),
@@ -160,6 +170,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "qwen3-next": ("Qwen3Next", {**HYBRID, "mlp_only_layers": [0, 1, 2, 3]}),
+    "qwen3.5": ("Qwen3_5", HYBRID),
+    "qwen3.5-order": (
+        "Qwen3_5",
+        {
+            **HYBRID,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_num_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gpt2": ("GPT2", {}),
     "gpt2-exact-gelu": ("GPT2", {"activation_function": "gelu", "n_inner": 100}),
 }
@@ -174,8 +196,9 @@ def make(folder: Path, case: str, **save: Any) -> Any:
 
     name, changes = CASES[case]
     sizes = GPT2_SIZES if name == "GPT2" else SIZES
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **changes})
     kind = KINDS.get(name, f"{name}ForCausalLM")
+    config_name = {"Qwen3_5": "Qwen3_5Text"}.get(name, name)
+    config = getattr(transformers, f"{config_name}Config")(**{**sizes, **changes})
     torch.manual_seed(sum(case.encode()))
     model = getattr(transformers, kind)(config).eval()
     redraw(model, EMBEDDINGS.get(name, 1.0))

@@ -58,6 +58,16 @@ class Harness:
             draw.shuffle(blocks)
             self.free.append(blocks)
 
+    def save(self, row: Row, position: int) -> int:
+        """Makes a step leave a copy of the row's state behind so many tokens. Returns its slot."""
+        table = row.tables[-1]
+        if not table:
+            table += [self.free[-1].pop(), *[0] * (self.groups[-1].table_width(0) - 1)]
+        slot = self.free[-1].pop()
+        place = table.index(0, 1)
+        table[place : place + 2] = [position, slot]
+        return slot
+
     def add(self, tokens: Sequence[int]) -> Row:
         sequence = Row(list(tokens), [[] for _ in self.groups])
         self.sequences.append(sequence)
@@ -107,7 +117,7 @@ class Harness:
         q_lens = tuple(count for _, count in rows)
         starts = [sum(q_lens[:i]) for i in range(len(q_lens) + 1)]
         return ForwardBatch(
-            input_ids=tensor(ids + pad),
+            input_ids=tensor(ids + [-1] * self.padding),
             positions=tensor(positions + pad),
             query_start=tensor(starts),
             seq_lens=tensor(lengths),
@@ -118,6 +128,8 @@ class Harness:
         )
 
     def _group(self, index: int, rows: Sequence[tuple[Row, int]], tensor) -> GroupBatch:  # type: ignore[no-untyped-def]
+        if self.groups[index].kind == "state":
+            return self._states(index, rows, tensor)
         size = self.block_size
         window = self.groups[index].window
         slots: list[int] = []
@@ -136,3 +148,13 @@ class Harness:
         width = max(len(table) for table in tables) + 1
         padded = [table + [-1] * (width - len(table)) for table in tables]
         return GroupBatch(tensor(slots + [-1] * self.padding), tensor(padded))
+
+    def _states(self, index: int, rows: Sequence[tuple[Row, int]], tensor) -> GroupBatch:  # type: ignore[no-untyped-def]
+        for sequence, _ in rows:
+            if not sequence.tables[index]:
+                rest = [0] * (self.groups[index].table_width(0) - 1)
+                sequence.tables[index] = [self.free[index].pop(), *rest]
+        empty = [-1] * self.groups[index].table_width(0)
+        lanes = [self.sequences.index(sequence) for sequence, _ in rows]
+        tables = [sequence.tables[index] or empty for sequence in self.sequences]
+        return GroupBatch(tensor(lanes), tensor(tables))

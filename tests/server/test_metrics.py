@@ -22,6 +22,7 @@ from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.gpu_metrics import GpuMetrics
 from quire.server.telemetry.metrics import ServerMetrics
 from quire.server.telemetry.vllm_names import NAMES
+from quire.speculation.source_stats import SourceStats, SpeculationStats
 
 ROOT = Path(__file__).parents[2]
 _SUFFIX = re.compile(r"_(bucket|sum|count)$")
@@ -67,6 +68,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
         blocks_cached=[2],
         blocks_free=[3],
         tiers=TierStats(),
+        speculation=SpeculationStats(sources={"suffix": SourceStats(3, 6, 4, [3, 1])}),
         histograms=Telemetry().histograms,
     )
     EngineMetrics(metrics, "a-model").update(stats, up=True)

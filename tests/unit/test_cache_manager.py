@@ -359,7 +359,7 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
 
 
 def test_unsupported_groups_are_refused() -> None:
-    with pytest.raises(ConfigError, match="recurrent state"):
+    with pytest.raises(ConfigError, match="without KV groups"):
         make(4, groups=(KVGroup(layers=(0,), kind="state"),))
     with pytest.raises(ConfigError, match="window of at least 1"):
         make(4, groups=(KVGroup(layers=(0,), kind="window"),))

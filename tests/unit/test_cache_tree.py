@@ -13,6 +13,7 @@ from quire.arrays import int32
 from quire.cache.block_hash import Namespace, next_hash, root_hash
 from quire.cache.node import NO_BLOCK, Node, common_start
 from quire.cache.prefix_tree import Match, PrefixTree
+from quire.cache.window_blocks import WindowBlocks
 from tests.brain import check_node, nodes_of
 
 _SIZE = 2
@@ -34,7 +35,7 @@ def grow(
     if whole > match.whole:
         blocks = int32(range(first_block + match.whole, first_block + whole))
         data = int32(tokens[match.whole * _SIZE : whole * _SIZE]).tobytes()
-        last = tree.extend(last, data, [blocks.tobytes()] * len(tree.windows), ahead)
+        last = tree.extend(last, data, [blocks.tobytes()] * tree.num_groups, ahead)
     return last
 
 
@@ -45,7 +46,7 @@ def ids(blocks: list[int]) -> list[bytes]:
 
 def tail(tree: PrefixTree, last: Node, tokens: list[int], block: int) -> Node | None:
     return tree.add_tail(
-        last, int32(tokens).tobytes(), [int32([block]).tobytes()] * len(tree.windows)
+        last, int32(tokens).tobytes(), [int32([block]).tobytes()] * tree.num_groups
     )
 
 
@@ -143,14 +144,15 @@ def test_a_cut_keeps_what_ended_below_it() -> None:
 
 
 def test_what_was_cut_is_joined_when_nothing_else_hangs_there() -> None:
-    tree = PrefixTree(_SIZE, [None, 3])
+    windows = WindowBlocks(1, 3, _SIZE)
+    tree = PrefixTree(_SIZE, [None, windows])
     tokens = list(range(8))
     first = grow(tree, tokens, 0)
     tree.block_hash(find(tree, tokens), _BASE)
-    tree.window_blocks[1].add(first, 0, 0)
+    windows.add(first, 0, 0)
     second = grow(tree, [0, 1, 2, 3, 50, 51], 10)
-    tree.window_blocks[1].add(first, 1, 1)
-    tree.window_blocks[1].add(first, 2, 2)
+    windows.add(first, 1, 1)
+    windows.add(first, 2, 2)
     tree.leave(second)
     assert evict(tree, 1) == [12]
     assert tree.num_nodes == 2
@@ -162,7 +164,7 @@ def test_what_was_cut_is_joined_when_nothing_else_hangs_there() -> None:
     for at in range(0, 8, _SIZE):
         hashes.append(next_hash(hashes[-1], int32(tokens[at : at + _SIZE]).tobytes()))
     assert tree.block_hash(find(tree, tokens), _BASE) == hashes[4]
-    assert [tree.window_blocks[1].take() for _ in range(3)] == [0, 1, 2]
+    assert [windows.take() for _ in range(3)] == [0, 1, 2]
     assert first.path(1, 0, 4).tolist() == [NO_BLOCK, NO_BLOCK, NO_BLOCK, 3]
     tree.leave(first)
     tree.leave(first)
@@ -293,34 +295,36 @@ def test_names_follow_the_tokens_wherever_nodes_are_cut() -> None:
 
 
 def test_a_window_needs_only_its_last_tokens() -> None:
-    tree = PrefixTree(_SIZE, [None, 3])
+    windows = WindowBlocks(1, 3, _SIZE)
+    tree = PrefixTree(_SIZE, [None, windows])
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     last = grow(tree, tokens, 0)
     for place in range(3):
-        tree.window_blocks[1].add(last, place, place)
-    assert len(tree.window_blocks[1]) == 3
-    assert tree.window_blocks[1].take() == 0
+        windows.add(last, place, place)
+    assert len(windows) == 3
+    assert windows.take() == 0
     # The last 2 tokens before 8 are there, and so are those before 6 and 4; not before 2, of whose
     # only block the second token would be copied.
     assert [find(tree, tokens, n).length for n in (8, 7, 6, 5, 4)] == [8, 7, 6, 5, 4]
     assert [find(tree, tokens, n).length for n in (3, 2, 1)] == [0, 0, 0]
-    assert tree.window_blocks[1].take() == 1
+    assert windows.take() == 1
     assert [find(tree, tokens, n).length for n in (8, 7, 6, 5, 4)] == [8, 7, 6, 0, 0]
-    tree.window_blocks[1].discard([2])
+    windows.discard([2])
     with pytest.raises(KeyError):
-        tree.window_blocks[1].take()
+        windows.take()
 
 
 def test_window_blocks_are_found_where_nodes_were_cut_since() -> None:
-    tree = PrefixTree(_SIZE, [None, 3])
+    windows = WindowBlocks(1, 3, _SIZE)
+    tree = PrefixTree(_SIZE, [None, windows])
     first = grow(tree, list(range(8)), 0)
     for place in range(3):
-        tree.window_blocks[1].add(first, place, place)
+        windows.add(first, place, place)
     second = grow(tree, [0, 1, 50, 51], 10)
     tree.leave(first)
     assert tree.evict(3, hashed=True).blocks[1].tolist() == [3, 2, 1]
-    assert len(tree.window_blocks[1]) == 1
-    assert tree.window_blocks[1].take() == 0
+    assert len(windows) == 1
+    assert windows.take() == 0
     assert second.path(1, 0, 2).tolist() == [NO_BLOCK, 11]
 
 

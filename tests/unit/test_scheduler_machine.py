@@ -79,6 +79,8 @@ class Gate(Feature):
 
 class SchedulerMachine(RuleBasedStateMachine):
     windows: tuple[int | None, ...] = (None,)
+    slots = 0
+    """Beyond one for each lane; without any there is no recurrent state."""
     host_blocks = 0
     failing = 0.0
 
@@ -124,10 +126,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             for i, window in enumerate(self.windows)
         ]
+        counts = [-(-pool // block_size)] * len(groups)
+        if self.slots:
+            groups.append(KVGroup(layers=(9,), kind="state", tokens_per_block=block_size))
+            counts.append(lanes + seed % self.slots)
+            drafts = False  # no state can go back behind a rejected draft
         self.salts: dict[str, str] = {}
         self.executor = FakeExecutor(
             groups,
-            [-(-pool // block_size)] * len(groups),
+            counts,
             vocab=vocab,
             stop_token=0,
             seed=seed,
@@ -321,11 +328,23 @@ class WindowedMachine(SchedulerMachine):
     windows = (None, 6)
 
 
+class RecurrentMachine(SchedulerMachine):
+    slots = 12
+
+
+class WindowedRecurrentMachine(RecurrentMachine):
+    windows = (None, 6)
+
+
 _SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = _SETTINGS
 TestWindowedMachine = WindowedMachine.TestCase
 TestWindowedMachine.settings = _SETTINGS
+TestRecurrentMachine = RecurrentMachine.TestCase
+TestRecurrentMachine.settings = _SETTINGS
+TestWindowedRecurrentMachine = WindowedRecurrentMachine.TestCase
+TestWindowedRecurrentMachine.settings = _SETTINGS
 TestTieredMachine = TieredMachine.TestCase
 TestTieredMachine.settings = _SETTINGS
 TestFailingMachine = FailingMachine.TestCase

@@ -14,7 +14,7 @@ from quire.ops.rows import PROMPT
 from quire.plan import KVGroup
 from quire.runner.hooks import HeadContext, Hook, Level
 from quire.runner.kv_cache import KVCache
-from quire.runner.program import BodyShape, HeadShape, StepProgram
+from quire.runner.program import BodyShape, HeadShape, ModelLanes, StepProgram
 from quire.runner.state import BatchState, ColumnSpec, Limits
 
 EMBEDDED = Path(quire.__file__).parent / "embedded"
@@ -80,8 +80,10 @@ def test_two_models_follow_one_text() -> None:
     second = state.columns["second_position"]
     hooks = [Likeliest(state.tokens, state.position), Likeliest(None, second)]
     programs = [
-        StepProgram(models[0], caches[0], state, hooks[:1], groups=ranges[0]),
-        StepProgram(models[1], caches[1], state, hooks[1:], groups=ranges[1], position=second),
+        StepProgram(ModelLanes(model, state, cache.layers, groups, position), [hook])
+        for model, cache, groups, position, hook in zip(
+            models, caches, ranges, (state.position, second), hooks, strict=True
+        )
     ]
     for table in state.tables:
         table[0, :4] = torch.arange(4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,8 +66,7 @@ def test_masks_reach_all_ranks(pair: TinyEngine) -> None:
 
 
 def test_a_rank_that_dies_is_an_error(pair: TinyEngine) -> None:
-    pair.executor._others[0]._process.kill()
-    pair.executor._others[0]._process.wait()
+    os.kill(pair.executor.workers[0].process.pid, signal.SIGKILL)
     pair.add("a", JOBS[0])
     with pytest.raises(EngineDeadError, match="rank 1"):
         pair.drain()

@@ -6,7 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from quire.arrays import int32
@@ -19,6 +21,7 @@ from quire.runner import Hook, ModelRunner
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler
 from quire.scheduler.progress import StepProgress
+from quire.speculation import open_speculation
 
 VOCAB = 128
 MAX_LEN = 256
@@ -90,12 +93,14 @@ class TinyEngine:
         policy: str = "fcfs",
         hooks: Sequence[Hook] = (),
         world: int = 1,
+        timeout: float | None = None,
         features: Sequence[Feature] = (),
         dtype: str = "float32",
         device: str = "cpu",
         deterministic: bool = False,
         enforce_eager: bool = False,
         complete: bool = True,
+        speculative: dict[str, Any] | None = None,
     ) -> None:
         scheduler = SchedulerConfig(
             max_num_seqs=lanes,
@@ -112,6 +117,7 @@ class TinyEngine:
                 seed=3,
                 deterministic=deterministic,
                 enforce_eager=enforce_eager,
+                speculative=speculative,
             ),
             model_path=str(folder),
             tokenizer_path=None,
@@ -130,9 +136,15 @@ class TinyEngine:
         if world == 1:
             self.executor = self.runner = ModelRunner(config, hooks=hooks)
         else:
-            self.executor = WorkerExecutor(config, hooks=hooks, world=world)
+            self.executor = WorkerExecutor(config, hooks=hooks, world=world, timeout=timeout)
             self.runner = self.executor.local
-        self.scheduler = Scheduler(scheduler, self.executor.start(), features)
+        capacity = self.executor.start()
+        if speculative is not None:
+            # Nothing measured: drafts cost nothing, so that there are many.
+            free = msgspec.structs.replace(capacity, step_seconds={})
+            drafting = open_speculation(config).start(self.executor, free)
+            features = [*features, *([] if drafting is None else [drafting])]
+        self.scheduler = Scheduler(scheduler, capacity, features)
         self.plans: list[StepPlan] = []
         self.progress: list[StepProgress] = []
 

@@ -33,13 +33,15 @@ class DetachedBlocks:
     """Blocks that a request's lane held, until they are freed.
 
     blocks: block ids per group, from table entry `starts` on. last: the request's last node in the
-    tree. tail: tokens of the partly filled block after that node, packed int32.
+    tree. tail: tokens of the partly filled block after that node, packed int32. length: tokens that
+    stay for reuse.
     """
 
     blocks: list[Int32]
     starts: list[int]
     last: Node | None
     tail: bytes = b""
+    length: int = 0
 
 
 @dataclass(slots=True)
@@ -73,13 +75,15 @@ class BlockManager:
         lanes = num_lanes + _LOADING_LANES
         self.block_size = groups[0].tokens_per_block
         self.groups = [
-            BlockTables(g, n, lanes, max_len) for g, n in zip(groups, num_blocks, strict=True)
+            _tables(group)(group, count, lanes, max_len, index)
+            for index, (group, count) in enumerate(zip(groups, num_blocks, strict=True))
         ]
         self.caching = caching
         self.on_evict: Sequence[Callable[[Sequence[Evicted]], None]] = ()
         """Called with the blocks that leave the tree, before they may be overwritten."""
-        self.tree = PrefixTree(self.block_size, [g.window for g in self.groups])
-        self.slides = any(g.window is not None for g in self.groups)
+        self.tree = PrefixTree(self.block_size, [group.sparse for group in self.groups])
+        self._sparse = [group for group in self.groups if group.sparse is not None]
+        self.slides = any(group.window is not None for group in self.groups)
         self.lanes = TreeLanes(self.tree, self.groups, lanes)
         self.loading_lanes = list(range(num_lanes, lanes))
         self.evicted = 0
@@ -132,40 +136,34 @@ class BlockManager:
 
         All of its `known` tokens are booked at once where every position is kept, so that a prompt
         once begun never waits for blocks; groups with a window book up to `chunk_end`. `computed`
-        (>= match.length) is where the request's first row starts. `spare` blocks per group must
-        stay available.
+        (>= match.length) is where the request's first row starts. `spare` blocks must stay
+        available in each group of which a lane needs more as it goes on.
         """
-        matched = match.whole
-        shares: list[Int32] = []
-        starts: list[int] = []
-        ends: list[int] = []
+        shares, sources, ends = [], [], []
         for g, group in enumerate(self.groups):
-            start = min(group.first_needed(computed), matched)
-            shared = match.node.path(g, start, matched)
-            end = known if group.window is None else chunk_end
-            needed = group.blocks(end) - matched + self.reclaimed(g, match, shared)
-            if needed + spare > self.available(g):
+            start, shared = group.share(match, computed)
+            ends.append(group.booked_at_once(known, chunk_end))
+            needed = group.blocks(ends[g]) - start - len(shared) + spare * group.grows
+            if needed + self.reclaimed(g, match, shared) > self.available(g):
                 return False
-            shares.append(shared)
-            starts.append(start)
-            ends.append(end)
-        self.lanes.enter(lane, namespace, match.node, matched)
+            shares.append((start, shared))
+            sources.append(group.source(match))
+        self.lanes.enter(lane, namespace, match.node, match.whole)
         if match.tail is not None:
             self.tree.touch(match.tail)
-        for g, group in enumerate(self.groups):
-            group.begin(lane, starts[g], shares[g])
-            if group.window is not None:
-                self.tree.window_blocks[g].discard(shares[g].tolist())
+        for group, (start, shared) in zip(self.groups, shares, strict=True):
+            group.begin(lane, start, shared)
         self._reach(int32([lane]), [int32([end]) for end in ends])
-        if match.source is not None:
-            for source, group in zip(match.source, self.groups, strict=True):
-                self._copy(group, source, int(group.table[lane, matched]))
+        for group, source in zip(self.groups, sources, strict=True):
+            group.note(lane, match)
+            if source is not None:
+                self._copy(group, source, int(group.table[lane, match.length // group.block_size]))
         return True
 
     def reclaimed(self, g: int, match: Match, shared: Int32) -> int:
         """Counts the matched blocks of group `g` that count as available until a request uses
         them. shared: int32, the ones a lane would share."""
-        if self.groups[g].window is None:
+        if self.groups[g].sparse is None:
             return self.tree.idle_blocks(match)
         return int((self.groups[g].pool.holders[shared] == 1).sum())
 
@@ -187,7 +185,7 @@ class BlockManager:
             return False
         whole, partial = divmod(length, self.block_size)
         for g, group in enumerate(self.groups):
-            if group.start[parent] > group.first_needed(length):
+            if not group.can_fork(parent, length):
                 return False
             if group.blocks(known) - whole + spare > self.available(g):
                 return False
@@ -227,18 +225,8 @@ class BlockManager:
 
     def slide(self, lanes: Int32, positions: Int32) -> None:
         """Frees blocks that no query of these distinct lanes from `positions` on reads."""
-        for g, group in enumerate(self.groups):
-            owners, columns, blocks = group.take_outside_window(lanes, positions)
-            for lane, column, block in zip(
-                owners.tolist(), columns.tolist(), blocks.tolist(), strict=True
-            ):
-                self._drop_window_block(g, self.lanes.last(lane), column, block)
-
-    def _drop_window_block(self, g: int, last: Node, column: int, block: int) -> None:
-        pool = self.groups[g].pool
-        pool.drop(int32([block]))
-        if pool.holders[block] == 1:
-            self.tree.window_blocks[g].add(last, column, block)
+        for group in self._sparse:
+            group.slide(lanes, positions, self.lanes.last)
 
     def insert(self, lanes: Int32, tokens: Int32, lengths: Int32, *, ahead: bool = False) -> None:
         """Enters the whole blocks among these distinct lanes' first `lengths` tokens into the tree.
@@ -253,6 +241,13 @@ class BlockManager:
         if self.caching:
             self.lanes.insert(lanes, tokens, lengths, ahead)
 
+    def compute(self, lane: int, tokens: Int32, start: int, end: int, known: int) -> None:
+        """Notes that the plan that is being made computes positions `start` to `end` of a lane's
+        `known` tokens. tokens: int32 [>= known], of this lane, for as long as it runs."""
+        if self.caching:
+            for group in self._sparse:
+                group.compute(lane, tokens, start, end, known)
+
     def enter_rest(self, lane: int, tokens: Int32, length: int) -> None:
         """Enters the whole blocks of a lane that is about to be released; known blocks stay as they
         are. tokens: int32 [>= length]."""
@@ -264,37 +259,38 @@ class BlockManager:
         """Detaches and frees all blocks of a lane. Idempotent."""
         self.free(self.detach(lane, tokens, length))
 
-    def detach(self, lane: int, tokens: Int32 | None = None, length: int = 0) -> DetachedBlocks:
+    def detach(
+        self, lane: int, tokens: Int32 | None = None, length: int = 0, *, exact: bool = True
+    ) -> DetachedBlocks:
         """Empties the lane, but keeps its blocks as they are until `free`. tokens: int32
-        [>= length], the first `length` of which are computed and stay for reuse."""
-        tail = b""
+        [>= length], the first `length` of which are computed and stay for reuse. exact: no step in
+        flight computes further ones."""
+        tail, kept = b"", 0
         if tokens is not None and self.caching:
             if self.lanes.diverged(lane):
                 self.enter_rest(lane, tokens, length)
             end = self.lanes.last(lane).end
             if end == length // self.block_size:
-                tail = tokens[end * self.block_size : length].tobytes()
-        detached = DetachedBlocks(
-            blocks=[group.held(lane).copy() for group in self.groups],
+                tail, kept = tokens[end * self.block_size : length].tobytes(), length
+        last = self.lanes.clear(lane)
+        if last is not None:
+            for group in self._sparse:
+                group.leave(lane, last)
+        return DetachedBlocks(
             starts=[int(group.start[lane]) for group in self.groups],
-            last=self.lanes.clear(lane),
+            blocks=[group.detach(lane, exact and kept > 0) for group in self.groups],
+            last=last,
             tail=tail,
+            length=kept,
         )
-        for group in self.groups:
-            group.clear(lane)
-        return detached
 
     def free(self, detached: DetachedBlocks) -> None:
         """Frees detached blocks. Idempotent."""
         if detached.last is None:
             return
         last = self._keep_tail(detached, detached.last)
-        for g, (ids, start) in enumerate(zip(detached.blocks, detached.starts, strict=True)):
-            if self.groups[g].window is None:
-                self.groups[g].pool.drop(ids)
-                continue
-            for i, block in enumerate(ids.tolist()):
-                self._drop_window_block(g, last, start + i, block)
+        for group, ids, start in zip(self.groups, detached.blocks, detached.starts, strict=True):
+            group.drop(ids, start, last, detached.length)
         self.tree.leave(detached.last)
         detached.blocks, detached.starts, detached.last = [], [], None
 
@@ -303,8 +299,8 @@ class BlockManager:
         if not detached.tail or any(start > last.end for start in detached.starts):
             return last
         blocks = [
-            int(ids[last.end - start])
-            for ids, start in zip(detached.blocks, detached.starts, strict=True)
+            group.tail(ids, last.end - start)
+            for group, ids, start in zip(self.groups, detached.blocks, detached.starts, strict=True)
         ]
         return self.lanes.keep_tail(last, detached.tail, blocks)
 
@@ -313,8 +309,7 @@ class BlockManager:
     def available(self, g: int) -> int:
         """Counts the blocks of a group that are free or evictable."""
         group = self.groups[g]
-        cached = self.tree.num_idle if group.window is None else len(self.tree.window_blocks[g])
-        return group.pool.num_free + cached
+        return group.pool.num_free + group.evictable(self.tree.num_idle)
 
     def _reclaim(self, g: int, n: int) -> None:
         """Makes `n` blocks of a group free; they are known to be available."""
@@ -322,9 +317,8 @@ class BlockManager:
         lacking = n - group.pool.num_free
         if lacking <= 0:
             return
-        if group.window is not None:
-            window_blocks = self.tree.window_blocks[g]
-            group.pool.drop(int32([window_blocks.take() for _ in range(lacking)]))
+        if group.sparse is not None:
+            group.pool.drop(int32([group.sparse.take() for _ in range(lacking)]))
             self.evicted += lacking
             return
         self.evict(g, lacking)
@@ -350,7 +344,7 @@ class BlockManager:
         """Frees evicted blocks in the pools; returns how many of all groups there were."""
         count = 0
         for group, ids in zip(self.groups, evicted.blocks, strict=True):
-            left = ids if group.window is None else ids[ids != NO_BLOCK]
+            left = ids if group.sparse is None else ids[ids != NO_BLOCK]
             group.pool.free(left)
             count += len(left)
         return count
@@ -371,6 +365,8 @@ class BlockManager:
         plans can copy from the blocks that it computes."""
         self.tree.mark_written()
         self.lanes.adjust()
+        for group in self._sparse:
+            group.planned(self.lanes.last)
         return [group.take_copies() for group in self.groups]
 
     def usage(self) -> list[Usage]:
@@ -383,13 +379,23 @@ class BlockManager:
         return out
 
 
+def _tables(group: KVGroup) -> type[BlockTables]:
+    """Returns the rules of a group's kind."""
+    if group.kind == "window":
+        # Many models have only layers that see everything.
+        from quire.cache.window_blocks import WindowTables
+
+        return WindowTables
+    if group.kind == "state":
+        from quire.cache.state_slots import StateSlots
+
+        return StateSlots
+    return BlockTables
+
+
 def _check(groups: Sequence[KVGroup]) -> None:
-    if not groups:
+    if not groups or groups[0].kind == "state":
         raise ConfigError("a model without KV groups cannot be scheduled")
-    for group in groups:
-        if group.kind == "state":
-            raise ConfigError("recurrent state groups are not supported yet")
-        if group.kind == "window" and (group.window is None or group.window < 1):
-            raise ConfigError(f"a window group needs a window of at least 1, got {group.window}")
-        if group.tokens_per_block != groups[0].tokens_per_block:
-            raise ConfigError("all KV groups must have the same number of tokens per block")
+    sizes = {group.tokens_per_block for group in groups if group.kind != "state"}
+    if len(sizes) > 1:
+        raise ConfigError("all KV groups must have the same number of tokens per block")

@@ -1,11 +1,15 @@
-"""One KV group's blocks of every lane."""
+"""One KV group's blocks of every lane, and the rules of its kind."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
 from quire.arrays import Int32, int32
 from quire.cache.block_pool import BlockPool
+from quire.cache.node import Node
+from quire.cache.prefix_tree import Match, SparseBlocks
 from quire.plan import BlockAppends, BlockCopies, KVGroup
 
 _NONE = int32([])
@@ -16,15 +20,28 @@ _NO_COPIES = BlockCopies(src=_NONE, dst=_NONE)
 class BlockTables:
     """The blocks that each lane holds in one group, and the changes that the next plan must carry.
 
+    This is the kind `full`, which keeps every position. Other kinds differ in what they override.
+
+    index: the group's. window: in tokens, for display.
+    sparse: the blocks that only the tree holds, of a kind of which a node may lack some; None where
+        nodes have all.
+    grows: lanes need further blocks as they go on.
+
     Attributes:
         table: int32 [lanes, blocks of the longest sequence]; a lane holds its entries from `start`
             up to `end`. Entries before `start` have left the window.
         start, end: int32 [lanes], in blocks. booked: int32 [lanes], `end` in tokens.
     """
 
-    def __init__(self, group: KVGroup, num_blocks: int, num_lanes: int, max_len: int) -> None:
+    window: int | None = None
+    sparse: SparseBlocks | None = None
+    grows = True
+
+    def __init__(
+        self, group: KVGroup, num_blocks: int, num_lanes: int, max_len: int, index: int = 0
+    ) -> None:
+        self.index = index
         self.pool = BlockPool(num_blocks)
-        self.window = group.window if group.kind == "window" else None
         self.block_size = group.tokens_per_block
         width = -(-max_len // self.block_size)
         self.table: Int32 = np.empty((num_lanes, width), dtype=np.int32)
@@ -36,9 +53,7 @@ class BlockTables:
 
     def first_needed(self, position: int) -> int:
         """Returns the first block that a query at `position` reads."""
-        if self.window is None:
-            return 0
-        return max(0, position - self.window + 1) // self.block_size
+        return 0
 
     def blocks(self, tokens: int) -> int:
         """Returns how many blocks hold `tokens` tokens."""
@@ -47,30 +62,42 @@ class BlockTables:
     def most_needed(self, tokens: int, chunk: int) -> int:
         """Returns the most blocks that a sequence of `tokens` tokens holds at once when it is
         computed at most `chunk` tokens at a time."""
-        if self.window is None:
-            return self.blocks(tokens)
-        # A window and a chunk need not start on a block boundary.
-        return min(self.blocks(tokens), self.blocks(self.window - 1 + chunk) + 1)
+        return self.blocks(tokens)
+
+    def booked_at_once(self, known: int, chunk_end: int) -> int:
+        """Returns up to which token a request with `known` tokens books when it is admitted."""
+        return known
+
+    # -- what requests share -------------------------------------------------------------------
+
+    def share(self, match: Match, computed: int) -> tuple[int, Int32]:
+        """Returns the matched blocks that a request from position `computed` on shares, int32, and
+        the table entry of the first."""
+        start = min(self.first_needed(computed), match.whole)
+        return start, match.node.path(self.index, start, match.whole)
+
+    def source(self, match: Match) -> int | None:
+        """Returns the block that a request copies to the one in which it goes on, or None."""
+        return None if match.source is None else match.source[self.index]
+
+    def note(self, lane: int, match: Match) -> None:
+        """Notes that a lane begins behind a match."""
+
+    def can_fork(self, parent: int, length: int) -> bool:
+        """Whether a lane still has what another one needs to go on from position `length`."""
+        return True
 
     def held(self, lane: int) -> Int32:
         """Returns the lane's blocks, int32 [end - start]."""
         return self.table[lane, self.start[lane] : self.end[lane]]
 
     def entries(self, lane: int, first: int, last: int) -> Int32:
-        """Returns a lane's blocks `first` to `last - 1`, int32; -1 for blocks that have left the
-        window."""
-        found = self.table[lane, first:last]
-        if self.window is not None:
-            places = np.arange(first, last, dtype=np.int32)
-            found = np.where(places < self.start[lane], np.int32(-1), found)
-        return found
+        """Returns a lane's blocks `first` to `last - 1`, int32; -1 for those it does not have."""
+        return self.table[lane, first:last]
 
     def entry_each(self, lanes: Int32, places: Int32) -> Int32:
         """Returns one block of each lane, int32 [n]; -1 as in `entries`."""
-        found = self.table[lanes, places]
-        if self.window is not None:
-            found[places < self.start[lanes]] = -1
-        return found
+        return self.table[lanes, places]
 
     def lacking(self, lanes: Int32, ends: Int32) -> tuple[Int32, Int32, int]:
         """Returns (lanes, counts, total) of the blocks that these distinct lanes lack to reach
@@ -114,23 +141,48 @@ class BlockTables:
         """Makes the next plan copy a block before its body runs."""
         self._copies.append((src, dst))
 
-    def take_outside_window(self, lanes: Int32, positions: Int32) -> tuple[Int32, Int32, Int32]:
-        """Takes from these distinct lanes the entries that no query from `positions` on reads.
-        Returns (lanes, indices, blocks) of the entries, still held in the pool."""
-        if self.window is None:
-            return _NONE, _NONE, _NONE
-        needed = np.maximum(positions - (self.window - 1), 0) // self.block_size
-        counts = np.minimum(needed, self.end[lanes]) - self.start[lanes]
-        out = counts > 0
-        if not out.any():
-            return _NONE, _NONE, _NONE
-        lanes, counts = lanes[out], counts[out]
-        starts = self.start[lanes]
-        before = np.cumsum(counts) - counts
-        columns = np.repeat(starts - before, counts) + np.arange(int(counts.sum()), dtype=np.int32)
-        owners = np.repeat(lanes, counts)
-        self.start[lanes] = starts + counts
-        return owners, columns, self.table[owners, columns]
+    def slide(self, lanes: Int32, positions: Int32, last: Callable[[int], Node]) -> None:
+        """Frees blocks that no query of these distinct lanes from `positions` on reads. last:
+        returns a lane's last node."""
+
+    def compute(self, lane: int, tokens: Int32, start: int, end: int, known: int) -> None:
+        """See `BlockManager.compute`."""
+
+    def planned(self, last: Callable[[int], Node]) -> None:
+        """Completes the plan that is being made. last: returns a lane's last node."""
+
+    def adopt(self, lane: int, last: Node, first: int) -> Int32:
+        """Gives the nodes of the path to `last` a lane's blocks that they lack, from place `first`
+        on. Returns those blocks, which the tree is yet to hold."""
+        return _NONE
+
+    # -- release -------------------------------------------------------------------------------
+
+    def leave(self, lane: int, last: Node) -> None:
+        """Enters what a lane that is about to be emptied holds for the tree alone. last: its last
+        node."""
+
+    def detach(self, lane: int, exact: bool) -> Int32:
+        """Empties a lane, and returns the blocks that it held. exact: nothing in flight changes
+        what they hold."""
+        held = self.held(lane).copy()
+        self.clear(lane)
+        return held
+
+    def tail(self, blocks: Int32, index: int) -> int:
+        """Returns which of a lane's detached blocks is its partly filled one, entry `index`."""
+        return int(blocks[index])
+
+    def drop(self, blocks: Int32, start: int, last: Node, length: int) -> None:
+        """Drops detached blocks, from table entry `start` on. last: where the tree has the lane's
+        `length` tokens, as far as it has them."""
+        self.pool.drop(blocks)
+
+    def evictable(self, idle: int) -> int:
+        """Counts the blocks that only the tree holds. idle: those of nodes that nobody uses."""
+        return idle
+
+    # -- contents of the next plan -------------------------------------------------------------
 
     def clear(self, lane: int) -> None:
         self.start[lane] = self.end[lane] = self.booked[lane] = 0

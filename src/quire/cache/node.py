@@ -98,6 +98,23 @@ class Node:
             last, at = begin, at.parent
         return np.frombuffer(b"".join(reversed(parts)), dtype=np.int32)
 
+    def follow(self, data: memoryview, stride: int) -> tuple[Node, int, int]:
+        """Follows `data`, packed tokens that continue this node's end, as far as its descendants
+        know them, in blocks of `stride` bytes. Returns the node in which they end, whole blocks
+        from the root, and the number of tokens shared with that node's next block."""
+        node, at = self, 0
+        while at + stride <= len(data):
+            child = node.children.get(bytes(data[at : at + stride]))
+            if child is None:
+                break
+            node = child
+            end = at + len(node.run)
+            if end > len(data) or not node.run.startswith(data[at:end]):
+                blocks, more = divmod(common_run(node.run, data, at), stride // 4)
+                return node, node.start + blocks, more
+            at = end
+        return node, node.end, 0
+
     # -- growing and shrinking -----------------------------------------------------------------
 
     def grow(self, data: bytes | memoryview, blocks: Sequence[bytes]) -> None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any, Protocol
 
 import numpy as np
 
 from quire.arrays import Int32
 from quire.cache.block_hash import HASH_BYTES, Namespace, root_hash
-from quire.cache.node import NO_BLOCK, Node, common_run
-from quire.cache.window_blocks import WindowBlocks
+from quire.cache.node import NO_BLOCK, Node
 
 
 def pack(tokens: Int32) -> memoryview:
@@ -34,6 +34,7 @@ class Match:
         its own end.
     source: the block per group that holds the remaining tokens, to be copied; None if there are
         none. tail: the node of that block, if it is a tail.
+    known: how many whole blocks the tree has of the prompt; not every group can resume there.
     """
 
     length: int
@@ -41,6 +42,37 @@ class Match:
     node: Node
     source: list[int] | None = None
     tail: Node | None = None
+    known: int = 0
+
+
+class SparseBlocks(Protocol):
+    """One group's blocks that only the tree holds, where any can be taken from its node, which
+    lives on for the other groups.
+
+    exact: a request can go on behind a block's last token only.
+    """
+
+    exact: bool
+
+    def __len__(self) -> int: ...
+
+    def add(self, last: Node, place: int, block: int) -> None:
+        """Adds a block at a place, in blocks from the root, on the path to node `last`."""
+        ...
+
+    def discard(self, blocks: Iterable[int]) -> None:
+        """Removes blocks that requests hold again, or that the tree has evicted."""
+        ...
+
+    def take(self) -> int:
+        """Takes the block that is needed least from its node."""
+        ...
+
+    def resumable(self, blocks: Int32, held: Int32) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Tells where a request could go on, bool [n + 1]: before the first of these n blocks on a
+        path (or `NO_BLOCK`), and behind each. held: int32 [n + 1], in tokens; the last may lie
+        within the block behind the path's."""
+        ...
 
 
 @dataclass(slots=True)
@@ -73,19 +105,20 @@ class PrefixTree:
     fewer tokens than a block, unless another child begins with them. Such a child goes when one
     comes that begins with all of its tokens. So the tokens of no tail begin a sibling's.
 
-    **Windows.** A group with a sliding window can lose any block that no request holds, and the
-    node lives on for the other groups: `window_blocks` lists those blocks, by group.
+    **Sparse groups.** Of some groups (with windows, with states) the tree can lose any block that
+    no request holds, and the node lives on for the other groups. sparse: those blocks, by group;
+    None for a group whose blocks come and go with their nodes.
     """
 
-    def __init__(self, block_size: int, windows: Sequence[int | None]) -> None:
+    def __init__(self, block_size: int, sparse: Sequence[SparseBlocks | None]) -> None:
         self.block_size = block_size
-        self.windows = tuple(windows)
+        self.num_groups = len(sparse)
         self._stride = 4 * block_size
-        self._windowed = [(g, w) for g, w in enumerate(windows) if w is not None]
+        self._sparse = [(g, blocks) for g, blocks in enumerate(sparse) if blocks is not None]
+        self._exact = any(blocks.exact for _, blocks in self._sparse)
         self._roots: dict[Namespace, Node] = {}
         self._namespaces: dict[Node, Namespace] = {}
         self._idle: OrderedDict[Node, None] = OrderedDict()
-        self.window_blocks = {g: WindowBlocks(g) for g, _ in self._windowed}
         self._ahead: list[Node] = []
         self._dropped_tails: list[list[int]] = []
         self.num_nodes = 0
@@ -101,32 +134,15 @@ class PrefixTree:
         every group can resume. Changes nothing; `enter` it before anything else happens."""
         root = self._roots.get(namespace)
         if root is None:
-            return Match(0, 0, Node(None, b"", 0, 0, len(self.windows)))
+            return Match(0, 0, Node(None, b"", 0, 0, self.num_groups))
         data = pack(tokens[:limit])
-        node, whole, more = self._follow(root, data)
-        match = Match(whole * self.block_size, whole, node)
+        node, whole, more = root.follow(data, self._stride)
+        match = Match(whole * self.block_size, whole, node, known=whole)
         if not whole_only:
             self._find_source(match, data, more)
-        if self._windowed:
+        if self._sparse:
             self._fall_back(match)
         return match
-
-    def _follow(self, node: Node, data: memoryview) -> tuple[Node, int, int]:
-        """Follows `data`, packed tokens that continue a node's end, as far as the tree knows them.
-        Returns the node in which they end, whole blocks from the root, and the number of tokens
-        shared with that node's next block."""
-        at, stride = 0, self._stride
-        while at + stride <= len(data):
-            child = node.children.get(bytes(data[at : at + stride]))
-            if child is None:
-                break
-            node = child
-            end = at + len(node.run)
-            if end > len(data) or not node.run.startswith(data[at:end]):
-                blocks, more = divmod(common_run(node.run, data, at), self.block_size)
-                return node, node.start + blocks, more
-            at = end
-        return node, node.end, 0
 
     def _find_source(self, match: Match, data: memoryview, more: int) -> None:
         """Lengthens a match by tokens of a block to copy. more: tokens shared with the node's next
@@ -142,25 +158,21 @@ class PrefixTree:
         elif not more or index >= node.written:
             return
         source = node.at(index)
-        if NO_BLOCK in source:
+        inside = match.tail is None or more < match.tail.tokens
+        if NO_BLOCK in source or (self._exact and inside):
             match.tail = None
             return
         match.length += more
         match.source = source
 
     def _fall_back(self, match: Match) -> None:
-        """Shortens a match to where each window group holds its last window."""
+        """Shortens a match to the longest at which every group can resume."""
         whole = match.whole
-        held = np.arange(whole + 1) * self.block_size
+        held = np.arange(whole + 1, dtype=np.int32) * self.block_size
         held[whole] = match.length
         good = np.ones(whole + 1, dtype=bool)
-        for g, window in self._windowed:
-            lost = match.node.path(g, 0, whole) == NO_BLOCK
-            if lost.any():
-                # Where the unbroken run before each block begins, in tokens.
-                begins = np.maximum.accumulate(np.where(lost, np.arange(1, whole + 1), 0))
-                begins = np.concatenate([[0], begins]) * self.block_size
-                good &= (begins == 0) | (held - begins >= window - 1)
+        for g, blocks in self._sparse:
+            good &= blocks.resumable(match.node.path(g, 0, whole), held)
         if not good[whole]:
             match.whole = int(np.flatnonzero(good)[-1])
             match.length = match.whole * self.block_size
@@ -190,7 +202,7 @@ class PrefixTree:
     def advance(self, node: Node, data: memoryview) -> Node:
         """Extends a request's use from its last node `node` through the known part of `data`,
         packed tokens. Returns its new last node."""
-        last, whole, _ = self._follow(node, data)
+        last, whole, _ = node.follow(data, self._stride)
         return self._use(last, whole, node)
 
     def _use(self, last: Node, whole: int, after: Node | None) -> Node:
@@ -277,7 +289,7 @@ class PrefixTree:
         if node.children:
             self._drop_shadowed_tail(node, key)
         if node.users > 1 or node.children or node.parent is None:
-            parent, node = node, Node(node, key, node.end, 1, len(self.windows))
+            parent, node = node, Node(node, key, node.end, 1, self.num_groups)
             parent.children[key] = node
             self.num_nodes += 1
         count = node.count
@@ -314,7 +326,7 @@ class PrefixTree:
             if after is not None and after.startswith(data):
                 return None
             self._drop_shadowed_tail(node, data)
-        tail = Node(node, data, node.end, 0, len(self.windows))
+        tail = Node(node, data, node.end, 0, self.num_groups)
         tail.grow(data, blocks)
         tail.written = 1
         node.children[data] = tail
@@ -350,13 +362,12 @@ class PrefixTree:
             if take == size:
                 self._remove(node)
             taken = node.trim(take, self._stride)
-            if self.window_blocks:
-                self._forget_window_blocks(taken)
+            self._forget_sparse(taken)
             parts.append([ids[::-1] for ids in taken] if hashed else taken)
             hashes += last_hashes[::-1]
         blocks = [
             np.frombuffer(b"".join([part[g] for part in parts]), dtype=np.int32)
-            for g in range(len(self.windows))
+            for g in range(self.num_groups)
         ]
         return EvictedRun(blocks, hashes)
 
@@ -391,16 +402,16 @@ class PrefixTree:
             self._remove(tail)
             self.num_idle -= 1
             self._dropped_tails.append(tail.at(0))
-            self._forget_window_blocks(tail.trim(1, self._stride))
+            self._forget_sparse(tail.trim(1, self._stride))
 
     def take_dropped_tails(self) -> list[list[int]]:
         """Returns the tails dropped since the last call: a block (or `NO_BLOCK`) per group each."""
         dropped, self._dropped_tails = self._dropped_tails, []
         return dropped
 
-    def _forget_window_blocks(self, blocks: Sequence[array[int]]) -> None:
-        for g, window_blocks in self.window_blocks.items():
-            window_blocks.discard(blocks[g])
+    def _forget_sparse(self, blocks: Sequence[array[int]]) -> None:
+        for g, sparse in self._sparse:
+            sparse.discard(blocks[g])
 
     # -- inspection ----------------------------------------------------------------------------
 

@@ -27,7 +27,6 @@ class TreeLanes:
         self._tree = tree
         self._groups = groups
         self._size = tree.block_size
-        self._slides = any(group.window is not None for group in groups)
         self._last: list[Node | None] = [None] * num_lanes
         self.inserted: Int32 = np.zeros(num_lanes, dtype=np.int32)
 
@@ -112,23 +111,9 @@ class TreeLanes:
             return
         data = pack(tokens[first * self._size : whole * self._size])
         last = self._last[lane] = self._tree.advance(last, data)
-        if self._slides:
-            self._adopt(lane, last, first)
+        self.adjust([group.adopt(lane, last, first) for group in self._groups])
         if whole > last.end:
             self._insert(lane, tokens, whole, False)
-
-    def _adopt(self, lane: int, last: Node, first: int) -> None:
-        """Gives nodes that the tree has already, from place `first` on, the window blocks that they
-        have lost."""
-        fresh: list[Int32] = []
-        for g, group in enumerate(self._groups):
-            begin = max(first, int(group.start[lane]))
-            lost = np.flatnonzero(last.path(g, begin, last.end) == NO_BLOCK) + begin
-            for place in lost.tolist():
-                owner = last.upto(place + 1)
-                owner.blocks[g][place - owner.start] = int(group.table[lane, place])
-            fresh.append(group.table[lane, lost])
-        self.adjust(fresh)
 
     def keep_tail(self, last: Node, tokens: bytes, blocks: Sequence[int]) -> Node:
         """Enters a partly filled block of these packed tokens after a node. Returns its node, or
@@ -142,7 +127,7 @@ class TreeLanes:
     def adjust(self, fresh: Sequence[Int32] = ()) -> None:
         """Updates the pools: the tree holds `fresh` blocks, per group, and has dropped tails."""
         for group, ids in zip(self._groups, fresh, strict=False):
-            group.pool.hold(ids if group.window is None else ids[ids != NO_BLOCK])
+            group.pool.hold(ids if group.sparse is None else ids[ids != NO_BLOCK])
         for blocks in self._tree.take_dropped_tails():
             for group, block in zip(self._groups, blocks, strict=True):
                 if block != NO_BLOCK:

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import json
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -64,6 +65,8 @@ class Setting:
     optional: bool
     repeated: bool
     argument: bool
+    json: bool = False
+    """Whether it is a mapping, given as JSON."""
 
     @property
     def variable(self) -> str:
@@ -79,14 +82,16 @@ def settings_of(schema: type[Any]) -> Iterator[Setting]:
             optional = True
         if typing.get_origin(hint) is tuple:
             hint, repeated = typing.get_args(hint)[0], True
+        mapping = typing.get_origin(hint) is Mapping
         yield Setting(
             field.name,
             field.metadata.get("help", ""),
             field.default,
-            hint,
+            str if mapping else hint,
             optional,
             repeated,
             bool(field.metadata.get("argument")),
+            mapping,
         )
 
 
@@ -160,7 +165,7 @@ def _parameter(setting: Setting, positional: bool) -> inspect.Parameter:
             help=help,
             envvar=setting.variable,
             show_default=False,
-            metavar=None if setting.kind is bool else _metavar(setting.kind),
+            metavar=_metavar(setting),
         )
     kind: Any = types.GenericAlias(list, (setting.kind,)) if setting.repeated else setting.kind
     return inspect.Parameter(
@@ -171,7 +176,10 @@ def _parameter(setting: Setting, positional: bool) -> inspect.Parameter:
     )
 
 
-def _metavar(kind: Any) -> str:
+def _metavar(setting: Setting) -> str | None:
+    kind = setting.kind
+    if setting.json or kind is bool:
+        return "JSON" if setting.json else None
     return {int: "INT", float: "NUMBER"}.get(kind, "NAME" if _is_literal(kind) else "TEXT")
 
 
@@ -240,6 +248,8 @@ def build(schema: type[Args], flags: Mapping[str, Any], file: Mapping[str, Any])
             if setting.name not in file:
                 continue
             value = _from_file(setting, file[setting.name])
+        if setting.json and isinstance(value, str):
+            value = _object(setting.name, value)
         values[setting.name] = tuple(value) if setting.repeated else value
     return schema(**values)
 
@@ -290,9 +300,22 @@ def _from_file(setting: Setting, value: Any) -> Any:
     return _scalar(setting, value)
 
 
+def _object(name: str, text: str) -> dict[str, Any]:
+    """Returns the JSON object that a text is. Raises ConfigError."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is not valid JSON: {error}", name) from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} must be a JSON object, got {text}", name)
+    return found
+
+
 def _scalar(setting: Setting, value: Any) -> Any:
     """Checks a value of the file against its type. Only an integer for a float is converted."""
     kind = setting.kind
+    if setting.json and isinstance(value, dict):
+        return value
     if _is_literal(kind):
         if value in typing.get_args(kind):
             return value

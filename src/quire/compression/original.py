@@ -83,7 +83,7 @@ class OriginalModel:
     def block(self, index: int, quantization: Quantization | None = None) -> Block:
         """Returns an empty block of the model."""
         layer = self.spec.layers[index]
-        rope = layer.mixer.rope
+        rope = getattr(layer.mixer, "rope", None)
         if rope is not None and rope not in self._rotary:
             self._rotary[rope] = RotaryTable(rope, self.spec.max_positions, device=self.device)
         rotary = None if rope is None else self._rotary[rope]

@@ -37,8 +37,18 @@ def resolve(args: EngineArgs) -> EngineConfig:
     path = resolve_model_path(args.model, args.revision)
     hf_config = load_config(path)
     spec = spec_from_config(hf_config)
-    model_quantization(path, hf_config, spec, args.quantization)  # refuses before workers start
+    # Both refuse before workers start.
+    quantization = model_quantization(path, hf_config, spec, args.quantization)
+    if args.speculates:
+        # Few engines do.
+        from quire.speculation.settings import check_settings
+
+        check_settings(args, spec)
     device = _device(args.device)
+    if args.tensor_parallel_size > 1:
+        from quire.engine.ranks import check_ranks
+
+        check_ranks(args, device, spec, quantization)
     tokenizer = path
     if args.tokenizer is not None:
         tokenizer = resolve_model_path(args.tokenizer, None)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
-from quire.engine.messages import AbortRequest, AddRequest, GetSnapshot, GetStats
+from quire.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    ChangeAdapters,
+    Failure,
+    GetSnapshot,
+    GetStats,
+)
 from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.remote_engine import RemoteEngine
 from quire.engine.snapshot import Snapshot
@@ -133,12 +140,13 @@ class EngineClient:
         keep_special: frozenset[int] = frozenset(),
         tenant: str = "",
         share: float = 1.0,
+        adapter: str = "",
     ) -> AsyncIterator[StreamUpdate]:
         """Streams a request's `n` completions. Closing the iterator aborts what still runs.
 
         Args:
             keep_special: special tokens that are in the text despite `skip_special_tokens`.
-            tenant, share: see `Request`.
+            tenant, share, adapter: see `Request`.
 
         Raises:
             RequestError: the request is invalid, or can never run; before the first update.
@@ -162,6 +170,7 @@ class EngineClient:
                     cache_salt=cache_salt,
                     tenant=tenant,
                     share=share,
+                    adapter=adapter,
                 )
             )
             prompt_tokens = ids.tolist()
@@ -227,6 +236,7 @@ class EngineClient:
         cache_salt: str = "",
         tenant: str = "",
         share: float = 1.0,
+        adapter: str = "",
     ) -> Embedding:
         """Returns the prompt's embedding. Cancelling it aborts the request. Raises as
         `generate`."""
@@ -247,6 +257,7 @@ class EngineClient:
                     pooling=pooling,
                     tenant=tenant,
                     share=share,
+                    adapter=adapter,
                 )
             )
             await stream.arrived.wait()
@@ -306,6 +317,35 @@ class EngineClient:
         """Returns the engine's counts. Raises EngineDeadError."""
         stats: EngineStats = await self._engine.ask(GetStats)
         return stats
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that the engine has told of."""
+        return self._engine.adapters
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
+        """Gives a name to an adapter, once the engine has read it. in_place: also a known name;
+        requests that run keep the adapter they began with.
+
+        Raises:
+            RequestError: the name is known, or the adapter cannot be used.
+            EngineDeadError: the engine is gone.
+        """
+        await self._change(lambda call: ChangeAdapters(call, name, path, in_place))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forgets a name; requests that run with its adapter go on.
+
+        Raises:
+            RequestError: there is no such name.
+            EngineDeadError: the engine is gone.
+        """
+        await self._change(lambda call: ChangeAdapters(call, name))
+
+    async def _change(self, question: Callable[[int], ChangeAdapters]) -> None:
+        failure: Failure | None = await self._engine.ask(question)
+        if failure is not None:
+            raise failure.error()
 
     async def snapshot(self, tokens: bool) -> Snapshot:
         """Returns the engine's current state. Raises EngineDeadError.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Sequence
-from typing import Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
-from quire.engine.stats import EngineStats
 from quire.engine.telemetry import Telemetry, open_trace
 from quire.errors import EngineDeadError, RequestError
 from quire.executor import Executor
@@ -18,6 +17,9 @@ from quire.plan import StepPlan
 from quire.request import FinishReason, Request, RequestOptions, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Order, Scheduler, StepProgress
+
+if TYPE_CHECKING:
+    from quire.engine.stats import EngineStats
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """An odd constant near 2**64 / golden ratio: multiples of it spread over all 64-bit words."""
@@ -126,6 +128,11 @@ class EngineCore:
             self._turn_on(each, {})
         for feature in self._loop_features:
             feature.check(params)
+
+    def control(self, message: dict[str, Any]) -> Any:
+        """Asks the features, in order. Returns the first answer that is not None."""
+        answers = (feature.on_control(message) for feature in self._loop_features)
+        return next((answer for answer in answers if answer is not None), None)
 
     def _turn_on(self, params: SamplingParams, options: RequestOptions) -> None:
         """Turns on the features that a request asks for and that do not run yet."""
@@ -237,6 +244,9 @@ class EngineCore:
         return [self._siblings[name][int(index)] for name, _, index in names]
 
     def stats(self) -> EngineStats:
+        # Few runs ask for them.
+        from quire.engine.stats import EngineStats
+
         found = self.scheduler.stats()
         names = set(found.__slots__) & set(EngineStats.__struct_fields__)
         of_features = {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.loop_feature import LoopFeature
@@ -28,48 +30,44 @@ class FeatureEntry:
     asked: Callable[[SamplingParams, RequestOptions], bool] | None = None
 
 
-def _pooling(config: EngineConfig) -> LoopFeature:
-    from quire.pooling import PoolingFeature
+def _imported(path: str) -> Callable[[EngineConfig], Any]:
+    """Returns a function that imports `module:function` when it is called, and calls that."""
 
-    return PoolingFeature()
+    def made(config: EngineConfig) -> Any:
+        module, _, name = path.partition(":")
+        return getattr(importlib.import_module(module), name)(config)
 
-
-def _pooling_hook(config: EngineConfig) -> Hook:
-    from quire.pooling.hook import Pooler
-
-    return Pooler()
-
-
-def _offload(config: EngineConfig) -> LoopFeature:
-    from quire.offload.loop import OffloadLoop
-
-    return OffloadLoop(config)
-
-
-def _structured(config: EngineConfig) -> LoopFeature:
-    from quire.structured import open_grammars
-
-    return open_grammars(config)
-
-
-def _structured_hook(config: EngineConfig) -> Hook:
-    from quire.runner.hooks.mask import Mask
-
-    return Mask(config)
+    return made
 
 
 FEATURES = (
     FeatureEntry(
-        _pooling,
-        _pooling_hook,
+        _imported("quire.pooling:open_pooling"),
+        _imported("quire.pooling.hook:open_pooler"),
         asked=lambda params, options: options.get("pooling") is not None,
     ),
-    FeatureEntry(_offload, wanted=lambda config: config.args.host_cache_gb > 0.0),
-    # The last: masks of draft positions need the drafts that others have written.
     FeatureEntry(
-        _structured,
-        _structured_hook,
+        _imported("quire.offload.loop:OffloadLoop"),
+        wanted=lambda config: config.args.host_cache_gb > 0.0,
+    ),
+    FeatureEntry(
+        _imported("quire.speculation:open_speculation"),
+        _imported("quire.speculation.hook:open_hook"),
+        wanted=lambda config: config.args.speculates,
+    ),
+    # After drafts: masks of their positions need what others have written.
+    FeatureEntry(
+        _imported("quire.structured:open_grammars"),
+        _imported("quire.runner.hooks.mask:Mask"),
         asked=lambda params, options: params.structured_outputs is not None,
+    ),
+    # The last: what others refuse is never bound to an adapter.
+    FeatureEntry(
+        _imported("quire.adapters.feature:AdapterFeature"),
+        _imported("quire.adapters.hook:AdapterHook"),
+        wanted=lambda config: (
+            config.args.enable_lora or bool(config.args.lora) or config.args.lora_dir is not None
+        ),
     ),
 )
 """Every feature, in the order in which the scheduler and the loop call them."""

@@ -66,7 +66,7 @@ class AddRequest(msgspec.Struct, tag=True):
         handle: of its first completion.
         max_total: length, prompt included, at which it must end.
         pooling: set for an embedding.
-        tenant, share: see `Request`.
+        tenant, share, adapter: see `Request`.
     """
 
     handle: int
@@ -78,6 +78,7 @@ class AddRequest(msgspec.Struct, tag=True):
     pooling: Pooling | None = None
     tenant: str = ""
     share: float = 1.0
+    adapter: str = ""
 
 
 class AbortRequest(msgspec.Struct, tag=True):
@@ -98,6 +99,21 @@ class GetSnapshot(msgspec.Struct, tag=True):
     tokens: bool
 
 
+class ChangeAdapters(msgspec.Struct, tag=True):
+    """Gives a name to an adapter (`path`), or forgets one; answered by `AdaptersChanged` when that
+    is done.
+
+    Attributes:
+        path: the adapter's folder; None forgets the name.
+        in_place: a known name may be given to another adapter.
+    """
+
+    call: int
+    name: str
+    path: str | None = None
+    in_place: bool = False
+
+
 class Ping(msgspec.Struct, tag=True):
     """Asks for a `Pong`, which comes when the loop turns."""
 
@@ -106,7 +122,10 @@ class Shutdown(msgspec.Struct, tag=True):
     pass
 
 
-ToEngine = Start | Hello | AddRequest | AbortRequest | GetStats | GetSnapshot | Ping | Shutdown
+ToEngine = (
+    Start | Hello | AddRequest | AbortRequest | GetStats | GetSnapshot | ChangeAdapters | Ping
+    | Shutdown
+)  # fmt: skip
 
 
 class Loading(msgspec.Struct, tag=True):
@@ -178,13 +197,27 @@ class SnapshotReply(msgspec.Struct, tag=True):
     snapshot: Snapshot
 
 
+class AdaptersChanged(msgspec.Struct, tag=True):
+    """Answers `ChangeAdapters`. failure: why nothing has changed."""
+
+    call: int
+    failure: Failure | None = None
+
+
+class AdapterNames(msgspec.Struct, tag=True):
+    """Tells all clients which adapters there are."""
+
+    names: list[str]
+
+
 class Pong(msgspec.Struct, tag=True):
     pass
 
 
 FromEngine = (
-    Loading | Ready | Failed | RequestRefused | StepOutputs | StatsReply | SnapshotReply | Pong
-)
+    Loading | Ready | Failed | RequestRefused | StepOutputs | StatsReply | SnapshotReply
+    | AdaptersChanged | AdapterNames | Pong
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
 _to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=decode_array)

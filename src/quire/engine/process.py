@@ -13,13 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 from quire.engine.builder import build_core, resolve
 from quire.engine.completion_table import Client, CompletionTable
 from quire.engine.core import EngineCore
 from quire.engine.messages import (
     AbortRequest,
+    AdapterNames,
+    AdaptersChanged,
     AddRequest,
+    ChangeAdapters,
     Failed,
     Failure,
     FromEngine,
@@ -81,6 +85,8 @@ class EngineProcess:
         self._completions: CompletionTable | None = None
         self._running = True
         self._clients = Clients()
+        self._changes: list[tuple[Client, int, Future[None]]] = []
+        """Clients that wait for a change of adapters, with their calls."""
 
     def run(self) -> None:
         try:
@@ -128,7 +134,13 @@ class EngineProcess:
         gc.collect()
         gc.freeze()
         for client in (owner, *greeted):
-            self._send(client, Ready(config))
+            self._greet(client)
+
+    def _greet(self, client: Client) -> None:
+        self._send(client, Ready(self.core.config))
+        names = self.core.control({"op": "adapters"})
+        if names is not None:
+            self._send(client, AdapterNames(names))
 
     def _send(self, client: Client, message: FromEngine) -> None:
         self._server.send(client.connection, encode(message))
@@ -143,7 +155,7 @@ class EngineProcess:
 
     def _take_messages(self) -> None:
         """Handles all waiting messages. With nothing to compute, sleeps until one comes."""
-        arrived = self._server.receive(wait=not self.core.has_work())
+        arrived = self._server.receive(wait=not (self.core.has_work() or self._changes))
         while arrived is not None and self._running:
             connection, data = arrived
             if data is None:
@@ -177,8 +189,10 @@ class EngineProcess:
                 self._send(client, StatsReply(call, self.core.stats()))
             case GetSnapshot(call, tokens):
                 self._send(client, SnapshotReply(call, take_snapshot(self.core, tokens)))
+            case ChangeAdapters():
+                self._change_adapters(client, message)
             case Hello():
-                self._send(client, Ready(self.core.config))
+                self._greet(client)
             case Shutdown():
                 self._running = False
             case Start():
@@ -200,16 +214,44 @@ class EngineProcess:
                 pooling=message.pooling,
                 tenant=message.tenant,
                 share=message.share,
+                adapter=message.adapter,
             )
         except (RequestError, OverloadedError) as error:
             self._send(client, RequestRefused(message.handle, Failure.of(error)))
             return
         self.completions.add(client, message.handle, requests)
 
+    def _change_adapters(self, client: Client, message: ChangeAdapters) -> None:
+        op = "unload_adapter" if message.path is None else "load_adapter"
+        answer = self.core.control(
+            {"op": op, "name": message.name, "path": message.path, "in_place": message.in_place}
+        )
+        if answer is None:
+            error = RequestError("this server takes no adapters (enable_lora)", "lora_name")
+            self._send(client, AdaptersChanged(message.call, Failure.of(error)))
+            return
+        self._changes.append((client, message.call, answer))
+        self._answer_changes()
+
+    def _answer_changes(self) -> None:
+        """Answers who waits for a change of adapters that is done."""
+        for change in [change for change in self._changes if change[2].done()]:
+            self._changes.remove(change)
+            client, call, answer = change
+            error = answer.exception()
+            if error is None:
+                names = AdapterNames(self.core.control({"op": "adapters"}))
+                for each in self._clients:
+                    self._send(each, names)
+            failure = None if error is None else Failure.of(error)
+            self._send(client, AdaptersChanged(call, failure))
+
     # -- out -----------------------------------------------------------------------------------
 
     def _step(self) -> None:
         progress = self.core.step()
+        if self._changes:
+            self._answer_changes()
         for request, error in self.core.take_failures():
             completion = self.completions.end(request)
             refusal = RequestRefused(completion.handle, Failure.of(error))

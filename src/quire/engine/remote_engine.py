@@ -12,6 +12,8 @@ from quire.config import EngineArgs, EngineConfig
 from quire.engine.host import EngineHost
 from quire.engine.link import Heartbeat, Link
 from quire.engine.messages import (
+    AdapterNames,
+    AdaptersChanged,
     Failed,
     FromEngine,
     Hello,
@@ -41,6 +43,7 @@ class RemoteEngine:
         alive: requests are taken. False from the engine's death until it has been started again.
         host: the process, where this client has started it.
         streams: running requests.
+        adapters: names of the engine's adapters, as it last told them.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class RemoteEngine:
         self.alive = False
         self.host = host
         self.streams = StreamRouter()
+        self.adapters: tuple[str, ...] = ()
         self._args = args
         self._on_progress = on_progress
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -140,10 +144,14 @@ class RemoteEngine:
                 self._heartbeat.heard()
             case RequestRefused(handle, failure):
                 self.streams.refuse(handle, failure.error())
-            case StatsReply(call, found) | SnapshotReply(call, found):
+            case (
+                StatsReply(call, found) | SnapshotReply(call, found) | AdaptersChanged(call, found)
+            ):
                 answer = self._calls.get(call)
                 if answer is not None and not answer.done():
                     answer.set_result(found)
+            case AdapterNames(names):
+                self.adapters = tuple(names)
             case Loading(what, done, total):
                 if self._on_progress is not None and not self._ready.done():
                     self._on_progress(what, done, total)

@@ -5,28 +5,35 @@ FD is its end of a pipe. It does as it is told there, and ends when the pipe doe
 
 from __future__ import annotations
 
+import gc
 import os
+import select
 import signal
 import sys
+import threading
+import traceback
+from collections import deque
 from multiprocessing.connection import Connection
 
 from quire.engine.features import features_at_start, hooks_of
 from quire.engine.messages import Failure
-from quire.engine.workers import (
+from quire.engine.ranks import group_of_ranks
+from quire.engine.shared_memory import FlightRecorder, share
+from quire.engine.worker_messages import (
     Allocate,
     Broken,
     Capture,
     Collect,
     Done,
+    Leave,
     Measure,
     Run,
     Setup,
     decode_to_worker,
     encode,
-    share,
 )
 from quire.errors import QuireError
-from quire.parallel.torch_group import join_group
+from quire.parallel.torch_group import leave_group
 from quire.runner import ModelRunner
 
 
@@ -35,16 +42,24 @@ def serve(pipe: Connection) -> None:
     setup = decode_to_worker(pipe.recv_bytes())
     if not isinstance(setup, Setup):
         raise QuireError("a worker is made before anything else")
-    hooks = hooks_of(features_at_start(setup.config, complete=True), setup.config)
-    share(hooks, setup.config, setup.shared)
-    group = join_group(setup.backend, setup.store, setup.rank, setup.world)
-    worker = ModelRunner(setup.config, None, hooks, group)
+    config, rank, world = setup.config, setup.rank, setup.world
+    hooks = hooks_of(features_at_start(config, complete=True), config)
+    share(hooks, config, setup.folder, create=False)
+    recorder = FlightRecorder(setup.folder, world)
+    group = group_of_ranks(config, setup.folder, rank, world, setup.timeout)
+    worker = ModelRunner(config, None, hooks, group)
+    launched: deque[int] = deque()
     while True:
         match decode_to_worker(pipe.recv_bytes()):
             case Run(plan):
+                recorder.launched(rank, plan.step_id)
+                launched.append(plan.step_id)
                 worker.submit(plan)
             case Collect():
                 worker.collect()
+                step_id = launched.popleft()
+                recorder.read(rank, step_id)
+                group.check(step_id)
             case Measure():
                 pipe.send_bytes(encode(Done(worker.measure())))
             case Allocate(num_blocks):
@@ -52,24 +67,50 @@ def serve(pipe: Connection) -> None:
                 pipe.send_bytes(encode(Done()))
             case Capture():
                 worker.capture()
+                if config.device != "cpu" and not config.eager:
+                    group.started()
+                # What stands now stands for good: the collector need not walk it again and again.
+                gc.collect()
+                gc.freeze()
                 pipe.send_bytes(encode(Done()))
+            case Leave():
+                worker.shutdown()
+                leave_group()
+                return
             case Setup():
                 raise QuireError("a worker is made once")
+
+
+def _end_with(pipe: Connection) -> None:
+    """Ends this process when its pipe does, also while it waits for other ranks."""
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(pipe.fileno(), 0)  # a hang-up is always told
+        poller.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True, name="pipe-watch").start()
 
 
 def main(descriptor: int) -> None:
     # Ctrl-C reaches the whole process group; the engine decides when workers stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = Connection(descriptor)
+    _end_with(pipe)
+    status = 0
     try:
         serve(pipe)
     except EOFError:
         pass
     except Exception as error:
+        status = 1
+        if not isinstance(error, QuireError):
+            traceback.print_exc()
         pipe.send_bytes(encode(Broken(Failure.of(error))))
-        raise
     finally:
-        os._exit(0)  # peers that have ended would be waited for
+        sys.stderr.flush()
+        os._exit(status)  # peers that have ended would be waited for
 
 
 if __name__ == "__main__":

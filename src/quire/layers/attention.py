@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quire import ops
 from quire.errors import ConfigError
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
+from quire.layers.layout import Kind
 from quire.layers.linear import Linear, Output
 from quire.layers.norm import NormSpec, RMSNorm
 from quire.layers.residual import Residual
@@ -46,15 +50,46 @@ class AttentionSpec:
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """Describes what a layer stores of each token on this rank: keys and values of `kv_heads` heads
-    of `head_dim`. query_heads: those that read it."""
+    of `head_dim`. query_heads: those that read it. window: in tokens, or None."""
 
     kv_heads: int
     head_dim: int
     query_heads: int
+    window: int | None = None
 
-    def block_bytes(self, block_size: int, kv_format: ops.KVFormat) -> int:
-        """Returns the bytes of one layer's keys and values of a block."""
-        return 2 * self.kv_heads * kv_format.bytes_per_head(self.head_dim) * block_size
+    @property
+    def kind(self) -> Kind:
+        return "full" if self.window is None else "window"
+
+    def parts(
+        self, block_size: int, kv_format: ops.KVFormat
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Returns values, and their scales where each token has its own."""
+        scales = (2, self.kv_heads, block_size)
+        values = ((*scales, self.head_dim), kv_format.dtype)
+        return [values, (scales, torch.float32)] if kv_format.scales == "token" else [values]
+
+    def layer(self, parts: Sequence[Tensor], head_scales: Tensor | None) -> ops.KVLayer:
+        """Returns one layer's keys and values."""
+        values = parts[0]
+        scales = head_scales if len(parts) == 1 else parts[1].unbind(1)
+        own = (None, None) if scales is None else (scales[0], scales[1])
+        return ops.KVLayer(values[:, 0], values[:, 1], *own)
+
+    def schedule(self, batch: ForwardBatch, dtype: torch.dtype, kv_format: ops.KVFormat) -> Any:
+        """Returns how attention's work on a step's rows is shared out."""
+        return ops.attention_schedule(
+            batch.query_start,
+            batch.seq_lens,
+            heads=self.query_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+            kv_format=kv_format,
+            tokens=len(batch.input_ids),
+            max_q_len=batch.max_q_len,
+            window=self.window,
+        )
 
 
 class Attention(nn.Module):
@@ -74,12 +109,7 @@ class Attention(nn.Module):
         dim = spec.head_dim
         # A list hides the shared table from the module tree: every layer holds the same one.
         self._rotary = [rotary]
-        kv_size = spec.kv_heads * dim
-        outputs = [
-            Output("q", spec.heads * dim, dim),
-            Output("k", kv_size, dim),
-            Output("v", kv_size, dim),
-        ]
+        outputs = self.outputs(spec)
         self.qkv = Linear(hidden, outputs, build.within("qkv"), bias=spec.qkv_bias, split="outputs")
         self.out = Linear(
             spec.heads * dim,
@@ -94,7 +124,18 @@ class Attention(nn.Module):
         if spec.qk_norm is not None:
             self.q_norm = spec.qk_norm.layer(dim, build.within("q_norm"))
             self.k_norm = spec.qk_norm.layer(dim, build.within("k_norm"))
-        self.layout = KVLayout(self.qkv.sizes[1] // dim, dim, query_heads=self.qkv.sizes[0] // dim)
+        query, kv = (size // dim for size in self.qkv.sizes[:2])
+        self.layout = KVLayout(kv, dim, query, spec.window)
+
+    def outputs(self, spec: AttentionSpec) -> list[Output]:
+        """Returns what the first projection gives."""
+        dim = spec.head_dim
+        kv_size = spec.kv_heads * dim
+        return [
+            Output("q", spec.heads * dim, dim),
+            Output("k", kv_size, dim),
+            Output("v", kv_size, dim),
+        ]
 
     def forward(
         self,
@@ -105,8 +146,14 @@ class Attention(nn.Module):
         kv: ops.KVLayer,
     ) -> Residual:
         """Returns x + attention(norm(x)), [T, hidden]."""
+        return self.out.add(self.attend(self.project(x, norm, batch), batch, group, kv), x)
+
+    def attend(
+        self, qkv: Tensor, batch: ForwardBatch, group: GroupBatch, kv: ops.KVLayer
+    ) -> Tensor:
+        """Returns the outputs of this rank's heads side by side, [T, heads * head_dim]. qkv: what
+        `project` gives, any stride between tokens."""
         spec = self.spec
-        qkv = self.project(x, norm, batch)
         tokens = len(qkv)
         rotary = self._rotary[0]
         q = ops.qk_norm_rope_store(
@@ -135,7 +182,7 @@ class Attention(nn.Module):
             softcap=spec.softcap,
             scratch=group.scratch,
         )
-        return self.out.add(out.reshape(tokens, -1), x)
+        return out.reshape(tokens, -1)
 
     def project(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Tensor:
         """Returns q, k and v of the heads of this rank, side by side."""

@@ -16,6 +16,8 @@ class GroupBatch:
         nowhere.
     block_table: int32 [R, max_blocks], the blocks of each row in order of position; entries past
         a row's length, or before its window, may hold anything.
+    Of a state group, slots are the lanes of the rows, int32 [R], -1 for padding, and block_table is
+    that of all lanes (see `KVGroup.table_width`).
     scratch: what ops derive from this batch once for all layers. Empty for a new step; a batch
         whose tensors are refilled in place needs an empty one.
     """

@@ -31,7 +31,8 @@ class VocabEmbedding(nn.Module):
         """int [T] -> [T, width]."""
         if self.group.world == 1:
             return ops.embedding(ids, self.weight)
-        return self.group.all_reduce(ops.embedding(ids, self.weight, self.start))
+        rows = ops.embedding(ids, self.weight, self.start)
+        return self.group.all_reduce(rows, name="embedding")
 
     def slices(self) -> Iterator[ParameterSlice]:
         width = self.weight.shape[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,6 +54,8 @@ class Linear(nn.Module):
     split: "outputs" gives each rank a share of every output (column-parallel); "inputs" a share of
         the inputs, `unit` of them uncut, and the ranks' partial results are summed (row-parallel).
     tied: the whole layer's weights as they are, those of another module, instead of its own.
+    adapter: computes the layer in its place, from what `_compute` gets, in steps in which something
+        is added to its products; returns None in others.
 
     Outputs share a weight where their schemes are equal and allow it; else each has its own.
     """
@@ -93,6 +95,7 @@ class Linear(nn.Module):
                     parameter = nn.Parameter(tensor, requires_grad=False)
                     self.register_parameter(name + behind, parameter)
         self.bias = build.empty(sum(self.sizes)) if bias else None
+        self.adapter: Callable[..., Tensor | None] | None = None
 
     def _stacks(self, build: Build) -> Iterator[Stack]:
         """Yields the layer's stacks with empty weights."""
@@ -151,17 +154,19 @@ class Linear(nn.Module):
             ConfigError: a norm or an activation of a row-parallel layer: a norm would see a share
                 of the inputs only, an activation a share of the sum.
         """
-        if self.split == "inputs":
-            if norm is not None or act is not None:
-                raise ConfigError(
-                    f"{self.name}: a linear layer whose inputs are split over ranks takes no "
-                    f"{'norm' if norm is not None else 'activation'}"
-                )
-            if self.group.world > 1:
-                # What every rank holds whole may enter the sum over ranks only once.
-                bias = self.bias if self.group.rank == 0 else None
-                out = self.group.all_reduce(ops.linear(x, self.weight, bias))
-                return out if residual is None else out.add_(residual)
+        if self.split == "inputs" and (norm is not None or act is not None):
+            raise ConfigError(
+                f"{self.name}: a linear layer whose inputs are split over ranks takes no "
+                f"{'norm' if norm is not None else 'activation'}"
+            )
+        if self.adapter is not None:
+            adapted = self.adapter(x, residual, norm, act)
+            if adapted is not None:
+                return adapted
+        if self.split == "inputs" and self.group.world > 1:
+            # What every rank holds whole may enter the sum over ranks only once.
+            bias = self.bias if self.group.rank == 0 else None
+            return self.group.all_reduce(ops.linear(x, self.weight, bias), residual, self.name)
         if len(self.stacks) > 1:
             return self._apart(x, residual, norm, act)
         scale = None

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from quire import ops
-from quire.layers.attention import KVLayout
+from quire.layers.attention import AttentionSpec
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
+from quire.layers.layout import Layout, block_bytes
 from quire.layers.linear import Linear
 from quire.layers.residual import Residual
 from quire.layers.rope_spec import RopeSpec
@@ -31,22 +31,20 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         hidden = model.hidden_size
-        mixer = replace(spec.mixer, window=model.window(spec.mixer))
         self.attention_norm = model.norm.layer(hidden, build.within("attention_norm"))
-        self.attention = mixer.layer(hidden, rotary, build.within("attention"))
+        self.attention = model.mixer(spec).layer(hidden, rotary, build.within("attention"))
         self.mlp_norm = model.norm.layer(hidden, build.within("mlp_norm"))
         self.mlp = spec.ffn.layer(hidden, build.within("mlp"))
 
-    def forward(
-        self, x: Residual, batch: ForwardBatch, group: GroupBatch, kv: ops.KVLayer
-    ) -> Residual:
+    def forward(self, x: Residual, batch: ForwardBatch, group: GroupBatch, kv: Any) -> Residual:
         x = self.attention(x, self.attention_norm, batch, group, kv)
         return self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that either part needs for intermediates."""
+        mixer: int = self.attention.workspace_bytes(tokens)
         mlp: int = self.mlp.workspace_bytes(tokens)
-        return max(self.attention.workspace_bytes(tokens), mlp)
+        return max(mixer, mlp)
 
 
 class Decoder(nn.Module):
@@ -86,38 +84,37 @@ class Decoder(nn.Module):
             tied=self.embedding if spec.tied_head else None,
         )
         self._workspace: dict[Any, Any] = {}
-        # Layers of one window and layout have their KV booked together.
-        keys = [(block.attention.spec.window, block.attention.layout) for block in blocks]
+        # Layers of one layout have what they keep booked together.
+        layouts: list[Layout] = [block.attention.layout for block in blocks]
         # Layers that see everything come first.
-        self._group_keys = list(dict.fromkeys(sorted(keys, key=lambda key: key[0] is not None)))
-        self._layer_groups = [self._group_keys.index(key) for key in keys]
-        self._shallow = 1 + max(keys.index(key) for key in self._group_keys)
+        order = "full", "window", "state"
+        self.kv_layouts = tuple(
+            dict.fromkeys(sorted(layouts, key=lambda layout: order.index(layout.kind)))
+        )
+        self._layer_groups = [self.kv_layouts.index(layout) for layout in layouts]
+        self._shallow = 1 + max(layouts.index(layout) for layout in self.kv_layouts)
 
     def kv_groups(
-        self, block_size: int, kv_format: ops.KVFormat | None = None
+        self, block_size: int, kv_format: ops.KVFormat | None = None, first: int = 0
     ) -> tuple[KVGroup, ...]:
-        """Returns the groups of layers whose KV is booked together: those of one window and layout,
-        those that see everything first. Sizes are those of this rank. kv_format: how KV is stored,
-        by default as the model computes it."""
+        """Returns the groups of layers that are booked together: those of one layout, those that
+        see everything first. Sizes are those of this rank. kv_format: how KV is stored, by default
+        as the model computes it. first: the number of the first layer."""
         kv_format = kv_format or ops.KVFormat(self.dtype)
         groups = []
-        for index, (window, layout) in enumerate(self._group_keys):
-            members = tuple(i for i, group in enumerate(self._layer_groups) if group == index)
+        for index, layout in enumerate(self.kv_layouts):
+            layers = enumerate(self._layer_groups, first)
+            members = tuple(layer for layer, group in layers if group == index)
             groups.append(
                 KVGroup(
                     layers=members,
-                    kind="full" if window is None else "window",
+                    kind=layout.kind,
                     tokens_per_block=block_size,
-                    block_bytes=layout.block_bytes(block_size, kv_format) * len(members),
-                    window=window,
+                    block_bytes=block_bytes(layout, block_size, kv_format) * len(members),
+                    window=layout.window,
                 )
             )
         return tuple(groups)
-
-    @property
-    def kv_layouts(self) -> tuple[KVLayout, ...]:
-        """The layout of a token's keys and values in each layer of a group, by group."""
-        return tuple(layout for _, layout in self._group_keys)
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for a step of `tokens`, beside
@@ -129,18 +126,17 @@ class Decoder(nn.Module):
         widest: int = max(cast(Block, block).workspace_bytes(tokens) for block in blocks)
         return hidden + widest
 
-    def forward(
-        self, batch: ForwardBatch, kv: Sequence[ops.KVLayer], *, shallow: bool = False
-    ) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: Sequence[Any], *, shallow: bool = False) -> Tensor:
         """Computes the batch's tokens and stores their KV.
 
         kv: per layer. shallow: only the first layers, up to one of each kind, which is enough to
         compile for all.
         Returns the final normed hidden states [T, hidden] in the model's dtype.
         """
-        for group_batch, key in zip(batch.groups, self._group_keys, strict=True):
+        for group_batch, layout in zip(batch.groups, self.kv_layouts, strict=True):
             group_batch.scratch.setdefault("workspace", self._workspace)
-            group_batch.scratch["schedule"] = self._schedule(batch, *key, kv[0].format)
+            stored = kv[self._layer_groups.index(0)].format
+            group_batch.scratch["schedule"] = layout.schedule(batch, self.dtype, stored)
         embedded = self.embedding(batch.input_ids)
         if self._embedding_scale != 1.0:
             embedded = embedded.mul_(self._embedding_scale)
@@ -153,22 +149,6 @@ class Decoder(nn.Module):
             x = layer(x, batch, batch.groups[group], cache)
         hidden: Tensor = self.norm(x.total())
         return hidden
-
-    def _schedule(
-        self, batch: ForwardBatch, window: int | None, layout: KVLayout, kv_format: ops.KVFormat
-    ) -> Any:
-        return ops.attention_schedule(
-            batch.query_start,
-            batch.seq_lens,
-            heads=layout.query_heads,
-            kv_heads=layout.kv_heads,
-            head_dim=layout.head_dim,
-            dtype=self.dtype,
-            kv_format=kv_format,
-            tokens=len(batch.input_ids),
-            max_q_len=batch.max_q_len,
-            window=window,
-        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns logits [N, vocab] of hidden states [N, hidden], in the model's dtype, gathered
@@ -186,7 +166,8 @@ class Decoder(nn.Module):
 
 
 def _table(tables: dict[RopeSpec, RotaryTable], layer: LayerSpec) -> RotaryTable | None:
-    return None if layer.mixer.rope is None else tables[layer.mixer.rope]
+    rope = layer.mixer.rope if isinstance(layer.mixer, AttentionSpec) else None
+    return None if rope is None else tables[rope]
 
 
 def make_block(spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build) -> Any:

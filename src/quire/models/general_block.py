@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -26,8 +26,7 @@ class GeneralBlock(nn.Module):
         super().__init__()
         hidden = model.hidden_size
         self.spec = spec
-        mixer = replace(spec.mixer, window=model.window(spec.mixer))
-        self.attention = mixer.layer(hidden, rotary, build.within("attention"))
+        self.attention = model.mixer(spec).layer(hidden, rotary, build.within("attention"))
         self.mlp = spec.ffn.layer(hidden, build.within("mlp"))
 
         def norm(name: str, there: bool) -> RMSNorm | None:
@@ -42,9 +41,7 @@ class GeneralBlock(nn.Module):
         self.mlp_norm = norm("mlp_norm", inputs and not spec.parallel)
         self.mlp_out_norm = norm("mlp_out_norm", outputs)
 
-    def forward(
-        self, x: Residual, batch: ForwardBatch, group: GroupBatch, kv: ops.KVLayer
-    ) -> Residual:
+    def forward(self, x: Residual, batch: ForwardBatch, group: GroupBatch, kv: Any) -> Residual:
         x = apart = Residual(x.total(), apart=True)
         mixed = self.attention(apart, self.attention_norm, batch, group, kv)
         x = self._sum(x, mixed, self.attention_out_norm)
@@ -65,5 +62,6 @@ class GeneralBlock(nn.Module):
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that either part needs for intermediates."""
+        mixer: int = self.attention.workspace_bytes(tokens)
         mlp: int = self.mlp.workspace_bytes(tokens)
-        return max(self.attention.workspace_bytes(tokens), mlp)
+        return max(mixer, mlp)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -62,6 +63,15 @@ def head_scales(model: Decoder, path: Path, load_format: str) -> Tensor:
         )
     low, high = ShardSpec(0).bounds(heads, model.group.rank, model.group.world)
     return scales[:, :, low:high].contiguous().to(model.device)
+
+
+def all_head_scales(models: Sequence[Decoder], path: Path, load_format: str) -> list[Tensor]:
+    """Returns the scales of all models' layers, float32 [2, KV heads] each: those of the first
+    model from its checkpoint in `path`, 1 for the others."""
+    scales = list(head_scales(models[0], path, load_format))
+    for model in models[1:]:
+        scales += head_scales(model, path, "dummy")
+    return scales
 
 
 def _read(path: Path, layers: int) -> dict[tuple[int, int], tuple[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -10,9 +10,16 @@ import torch
 from quire.layers.attention import AttentionSpec
 from quire.layers.build import Build
 from quire.layers.norm import NormSpec
+from quire.layers.rotary import RotaryTable
 
-MixerSpec = AttentionSpec
-"""The kinds of layers that mix tokens. A further one joins this union."""
+
+class MixerSpec(Protocol):
+    """A layer that mixes tokens, as data. Each kind lies beside its layer."""
+
+    def layer(self, hidden: int, rotary: RotaryTable | None, build: Build) -> Any:
+        """Returns the layer, a module that is called as `Attention` is, and has `workspace_bytes`
+        and a `layout` (`layers/layout.py`)."""
+        ...
 
 
 class FfnSpec(Protocol):
@@ -72,6 +79,13 @@ class ModelSpec:
         """The mixers that keep keys and values, in the order of their layers."""
         mixers = (layer.mixer for layer in self.layers)
         return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+
+    def mixer(self, layer: LayerSpec) -> MixerSpec:
+        """Returns a layer's mixer, without a window that no sequence can exceed."""
+        mixer = layer.mixer
+        if not isinstance(mixer, AttentionSpec):
+            return mixer
+        return replace(mixer, window=self.window(mixer))
 
     @property
     def head_dims(self) -> tuple[int, ...]:

@@ -152,6 +152,9 @@ def _stored_shape(places: list[_Place]) -> tuple[int, ...]:
     shape = list(places[0].slice.shape)
     if places[0].source.span is not None:
         shape[0] = max(place.source.span[1] for place in places if place.source.span)
+    if places[0].source.every is not None:
+        _, size, period = places[0].source.every
+        shape[0] = shape[0] // size * period
     return tuple(reversed(shape)) if places[0].source.transposed else tuple(shape)
 
 
@@ -187,6 +190,12 @@ def _share(entry: _Entry, place: _Place) -> Tensor:
     if source.span is not None:
         low, high = ranges[0]
         ranges[0] = source.span[0] + low, source.span[0] + high
+    if source.every is not None:
+        offset, size, period = source.every
+        low, high = (end // size * period for end in ranges[0])
+        rows = entry.file.get_slice(entry.name)[low:high].unflatten(0, (-1, period))
+        every: Tensor = rows[:, offset : offset + size].flatten(0, 1)
+        return every
     if source.transposed:
         ranges.reverse()
     view = entry.file.get_slice(entry.name)

@@ -30,6 +30,13 @@ class StepRows(NamedTuple):
     def device(self) -> torch.device:
         return self.lanes.device
 
+    def first(self, count: int) -> StepRows:
+        """Returns the first `count` of them, as views."""
+        lanes, query_start, logit_start, flags = self
+        return StepRows(
+            lanes[:count], query_start[: count + 1], logit_start[: count + 1], flags[:count]
+        )
+
 
 class LogitRows(NamedTuple):
     """The places at which logits are computed, int32 [L] each, on the device.

@@ -16,8 +16,9 @@ class ProcessGroup(Protocol):
     @property
     def world(self) -> int: ...
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's `x`; may reuse the memory of `x`."""
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
+        """The sum of every rank's `x`, and the residual, which all hold; may reuse the memory of
+        `x`. name: what an error calls it."""
         ...
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
@@ -31,8 +32,8 @@ class SingleGroup:
     rank = 0
     world = 1
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
+        return x if residual is None else x.add_(residual)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         return x

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_SWITCHES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""NVLink multicast stays off: a process that dies with it can take the host's GPUs along."""
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The names of the same from torch 2.13 on, and before."""
 
 
 class TorchGroup:
@@ -16,24 +25,69 @@ class TorchGroup:
         self.rank = dist.get_rank(handle)
         self.world = dist.get_world_size(handle)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
         x = x.contiguous()
         dist.all_reduce(x, group=self.handle)
-        return x
+        return x if residual is None else x.add_(residual)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.world)]
-        dist.all_gather(parts, x, group=self.handle)
-        return torch.cat(parts, dim=dim)
+        parts = x.new_empty((self.world, *x.shape))
+        _gather(parts.view(-1), x.reshape(-1), group=self.handle)
+        return parts.movedim(0, dim - 1 if dim < 0 else dim).flatten(*_pair(dim, x.dim()))
+
+    def started(self) -> None:
+        """Takes note that all ranks are ready: from now on none may let others wait for long."""
+
+    def check(self, step_id: int) -> None:
+        """Checks the collectives of a step that has been read.
+
+        Raises:
+            EngineDeadError: a device has waited for another rank in vain.
+        """
 
 
-def join_group(backend: str, store: str, rank: int, world: int) -> TorchGroup:
-    """Meets the other ranks, and returns the group of all. store: a file that they share."""
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+def _pair(dim: int, dims: int) -> tuple[int, int]:
+    """Returns the two neighbouring dimensions that make up `dim` of a gathered tensor."""
+    first = dim % dims
+    return first, first + 1
+
+
+def join_group(
+    device: torch.device, folder: str, rank: int, world: int, timeout: float
+) -> TorchGroup:
+    """Meets the other ranks, and returns the group of all.
+
+    device: this rank's; it becomes the process's current one.
+    folder: shared by the ranks, who find each other by a file there.
+    timeout: seconds that a collective of gloo may take.
+    """
+    store = os.path.join(folder, "ranks")
+    options: dict[str, Any] = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
+    if device.type == "cuda":
+        os.environ.update(_SWITCHES)
+        torch.cuda.set_device(device)
+        # With a device the communicator is made here, not by the first collective.
+        dist.init_process_group("nccl", device_id=device, **options)
+    else:
+        dist.init_process_group("gloo", **options)
+        # Processes take long to come; steps do not.
+        limit = timedelta(seconds=timeout)
+        dist.distributed_c10d._set_pg_timeout(limit)
     return TorchGroup()
 
 
-def leave_group() -> None:
-    """Leaves the group of all ranks."""
-    dist.destroy_process_group()
+def abort_group() -> None:
+    """Ends the group's collectives, also those that a device waits in; from any thread. Gloo's end
+    by their own time limit."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._get_default_group().abort()
+
+
+def leave_group(broken: bool = False) -> None:
+    """Leaves the group of all ranks, which all do at once. broken: some are gone, and are not
+    waited for."""
+    if dist.is_initialized():
+        if broken and dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()

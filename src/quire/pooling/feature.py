@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 from quire.arrays import int32
+from quire.config import EngineConfig
 from quire.executor import Capacity, Executor
 from quire.loop_feature import LoopFeature
 from quire.plan import RowFlag
@@ -67,3 +68,8 @@ class PoolingFeature(Feature, LoopFeature):
         if request.pooling == "last":
             return Share(0)
         return Share.MEAN | Share.BEGINS if request.planned == q_len else Share.MEAN
+
+
+def open_pooling(config: EngineConfig) -> PoolingFeature:
+    """Returns the feature for an engine."""
+    return PoolingFeature()

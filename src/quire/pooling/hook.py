@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.config import EngineConfig
 from quire.ops import op
 from quire.ops.reference.pool import pool_rows
 from quire.plan import Pooled, StepPlan, StopReason
@@ -43,7 +44,7 @@ class Pooler(Hook):
         state, width = self._state, hidden.shape[1]
         if self._sums is None:
             self._sums = torch.zeros(state.limits.lanes, width, device=state.device)
-        rows = state.first_rows(step.plan.num_rows)
+        rows = state.rows.first(step.plan.num_rows)
         lengths = state.position[rows.lanes.long()]
         vectors = torch.zeros(len(rows.lanes), width, device=state.device)
         _pool_rows(hidden, rows, upload[key], self._sums, lengths, vectors)
@@ -57,6 +58,11 @@ class Pooler(Hook):
         step.result.stop_reason[ends] = StopReason.LENGTH
         if len(ends):
             step.result.pooled = Pooled(ends, vectors.numpy()[ends])
+
+
+def open_pooler(config: EngineConfig) -> Pooler:
+    """Returns the hook for a worker."""
+    return Pooler()
 
 
 def _shares(plan: StepPlan) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -1,4 +1,5 @@
 """Programs as CUDA graphs: a body per token bucket, a head per bucket of logit rows and level.
+Where a hook can change what the model computes, bodies are captured with and without that.
 
 A replay costs the host some ten microseconds, where launching the kernels of a step one by one
 costs milliseconds.
@@ -10,6 +11,7 @@ import bisect
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,9 +142,11 @@ class Graphs:
     def __contains__(self, key: Any) -> bool:
         return key in self._graphs
 
-    def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
+    def body(self, step: BodyShape) -> BodyShape | None:
         """Returns the shape of the captured body that a step is padded to; None: none holds it."""
-        shape = self._buckets.body(tokens, rows, longest)
+        shape = self._buckets.body(step.tokens, step.rows, step.longest)
+        if shape is not None and step.altered:
+            shape = replace(shape, altered=True)
         return shape if shape in self else None
 
     def head(self, logit_rows: int, level: Level) -> HeadShape | None:
@@ -158,8 +162,14 @@ class Graphs:
         self.capture(program_works(program, self._buckets, more), progress)
         for hook in hooks:
             hook.capture({name: functools.partial(self.replay, name) for name in hook.programs()})
-        few = self._buckets.few
-        return full_step(lambda tokens: self.seconds(few(tokens)), self._limits.tokens)
+        group = program.model.group
+
+        def seconds(tokens: int) -> float:
+            # The sum over ranks, so that all of them replay the same bodies next.
+            taken = torch.tensor(self.seconds(self._buckets.few(tokens)), device=self._device)
+            return float(group.all_reduce(taken))
+
+        return full_step(seconds, self._limits.tokens)
 
     @torch.inference_mode()
     def capture(
@@ -183,7 +193,8 @@ class Graphs:
                 progress(done, len(works))
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(stream):
-                graph.capture_begin(pool=self._pool)
+                # Threads of a process group may ask the device meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work(False)
                 finally:
@@ -213,7 +224,10 @@ def program_works(
 ) -> dict[Any, Callable[[bool], None]]:
     """Returns what there is to capture: bodies, hooks' own programs, heads."""
     works: dict[Any, Callable[[bool], None]] = {}
-    for body in buckets.bodies():
+    bodies = buckets.bodies()
+    if any(hook.alters for hook in program.hooks):
+        bodies = [replace(body, altered=altered) for body in bodies for altered in (True, False)]
+    for body in bodies:
         works[body] = functools.partial(_run_body, program, body)
     for name, run in more.items():
         works[name] = functools.partial(_run_other, run)

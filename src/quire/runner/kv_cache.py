@@ -1,18 +1,19 @@
-"""The paged KV cache: a tensor of values per KV group, and one of scales where tokens have such."""
+"""What layers keep on the device: a few tensors per KV group."""
 
 from __future__ import annotations
 
 import math
 import mmap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire import ops
 from quire.errors import ConfigError
-from quire.layers.attention import KVLayout
-from quire.ops import KVFormat, KVLayer
+from quire.layers.layout import Layout
+from quire.ops import KVFormat
 from quire.plan import KVGroup
 
 _COPY_BYTES = 64 << 20
@@ -20,15 +21,16 @@ _COPY_BYTES = 64 << 20
 
 
 class KVCache:
-    """A group's values are [blocks, layers, 2, kv_heads, block_size, head_dim], the scales of its
-    tokens, float32, the same without the last dimension.
+    """A group's tensors are [blocks, layers, *shape], for each part of its layout. Values of
+    attention are [blocks, layers, 2, kv_heads, block_size, head_dim], the scales of its tokens,
+    float32, the same without the last dimension.
 
     A block is contiguous over its group's layers, so that one copy moves it, and heads come before
     tokens, so that one slice takes a range of heads.
 
     Zeros at first, as attention may read what nobody wrote.
 
-    layouts: by group. head_scales: float32 [all layers, 2, kv_heads], where heads have fixed ones.
+    layouts: by group. head_scales: by layer float32 [2, kv_heads], where heads have fixed ones.
     """
 
     def __init__(
@@ -36,30 +38,23 @@ class KVCache:
         groups: Sequence[KVGroup],
         num_blocks: Sequence[int],
         *,
-        layouts: Sequence[KVLayout],
+        layouts: Sequence[Layout],
         kv_format: KVFormat,
         device: torch.device,
-        head_scales: Tensor | None = None,
+        head_scales: Sequence[Tensor] | Tensor | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self._tensors: list[list[Tensor]] = []
-        by_layer: dict[int, KVLayer] = {}
+        by_layer: dict[int, Any] = {}
         for group, blocks, layout in zip(groups, num_blocks, layouts, strict=True):
-            shape = blocks, len(group.layers), 2, layout.kv_heads, group.tokens_per_block
-            values = _zeros((*shape, layout.head_dim), kv_format.dtype, device)
-            self._tensors.append([values])
-            scales = None
-            if kv_format.scales == "token":
-                scales = _zeros(shape, torch.float32, device)
-                self._tensors[-1].append(scales)
+            parts = layout.parts(group.tokens_per_block, kv_format)
+            shape = blocks, len(group.layers)
+            tensors = [_zeros((*shape, *part), dtype, device) for part, dtype in parts]
+            self._tensors.append(tensors)
             for i, layer in enumerate(group.layers):
-                own: tuple[Tensor | None, Tensor | None] = (None, None)
-                if scales is not None:
-                    own = scales[:, i, 0], scales[:, i, 1]
-                elif head_scales is not None:
-                    own = head_scales[layer, 0], head_scales[layer, 1]
-                by_layer[layer] = KVLayer(values[:, i, 0], values[:, i, 1], *own)
-        self.layers: list[KVLayer] = [by_layer[layer] for layer in sorted(by_layer)]
+                own = None if head_scales is None else head_scales[layer]
+                by_layer[layer] = layout.layer([tensor[:, i] for tensor in tensors], own)
+        self.layers: list[Any] = [by_layer[layer] for layer in sorted(by_layer)]
 
     def block_tensors(self, group: int) -> list[Tensor]:
         """All that holds a group's blocks; the first dimension of each is the block."""

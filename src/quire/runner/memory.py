@@ -43,6 +43,11 @@ def blocks_per_group(
     Raises:
         ConfigError: not even one sequence of `max_model_len` fits.
     """
+    if any(group.kind == "state" for group in groups):
+        # Few models have states.
+        from quire.runner.state_memory import split_with_states
+
+        return split_with_states(config, groups, budget)
     if config.args.num_kv_blocks is not None:
         return (config.args.num_kv_blocks,) * len(groups)
     limits = config.scheduler

@@ -19,7 +19,7 @@ from quire import ops
 from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import QuireError
-from quire.executor import FULL_STEP, Capacity, Measurement, OnProgress
+from quire.executor import FULL_STEP, Capacity, Measurement, OnProgress, StepSeconds
 from quire.models import (
     build_model,
     load_config,
@@ -37,7 +37,7 @@ from quire.runner.hooks.penalties import Penalties
 from quire.runner.hooks.prompt_logprobs import PromptLogprobs
 from quire.runner.hooks.sampling import Sampling
 from quire.runner.kv_cache import KVCache
-from quire.runner.program import BodyShape, CapturedPrograms, HeadShape, StepProgram
+from quire.runner.program import BodyShape, CapturedPrograms, HeadShape, ModelLanes, StepProgram
 from quire.runner.readback import Step
 from quire.runner.state import BatchState, Limits
 from quire.runner.upload import PinnedRing, Upload, ragged
@@ -116,19 +116,24 @@ class ModelRunner:
         """Loads the weights, and finds how much memory is left for the KV cache."""
         began = time.perf_counter()
         self._load()
-        head_dims = self.model.spec.head_dims
+        self._models = self.model, *(model for hook in self._features for model in hook.models())
+        head_dims = [size for model in self._models for size in model.spec.head_dims]
         self._kv_format = ops.kv_format(self.config.kv_cache_dtype, self.dtype, *head_dims)
-        self._groups = groups = self.model.kv_groups(self.config.block_size, self._kv_format)
+        groups: list[KVGroup] = []
+        for model in self._models:
+            first = sum(len(group.layers) for group in groups)
+            groups += model.kv_groups(self.config.block_size, self._kv_format, first)
+        self._groups = tuple(groups)
         blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(groups))
         self._seconds["weights"] = time.perf_counter() - began
-        return Measurement(groups, blocks)
+        return Measurement(self._groups, blocks)
 
     def allocate(self, num_blocks: tuple[int, ...]) -> None:
         """Makes the KV cache, of so many blocks of each group, and the batch state."""
         self.cache = KVCache(
             self._groups,
             num_blocks,
-            layouts=self.model.kv_layouts,
+            layouts=[layout for model in self._models for layout in model.kv_layouts],
             kv_format=self._kv_format,
             device=self.device,
             head_scales=self._head_scales(self._kv_format),
@@ -148,6 +153,10 @@ class ModelRunner:
             began = time.perf_counter()
             full = self._capture()
             self._seconds["graphs"] = time.perf_counter() - began
+        step_seconds: StepSeconds = {}
+        with ops.use_policy(self._policy):
+            for hook in self._features:
+                step_seconds |= hook.seconds(self.program, self._graphs)
         slots = 0 if self._transfer is None else self._transfer.slots
         return Capacity(
             self._groups,
@@ -157,6 +166,7 @@ class ModelRunner:
             full_step=full,
             logit_rows=self.limits.logit_rows,
             drafts=self.limits.drafts,
+            step_seconds=step_seconds,
         )
 
     def _load(self) -> None:
@@ -178,6 +188,8 @@ class ModelRunner:
             seed=self.config.args.seed,
             progress=self._told("weights"),
         )
+        for hook in self._features:
+            hook.attach(self.model)
 
     def _prepare(self, groups: Sequence[KVGroup]) -> None:
         """Makes the batch state, and the program over it."""
@@ -196,9 +208,11 @@ class ModelRunner:
         self.state = BatchState(self.limits, groups, self.device, columns)
         for hook in self.hooks:
             hook.bind(self.state)
-        self.program = StepProgram(
-            self.model, self.cache, self.state, self.hooks, drafts=acceptance.claims
-        )
+        for hook in self._features:
+            hook.take_cache(self.cache)
+        own = range(len(self.model.kv_layouts))
+        lanes = ModelLanes(self.model, self.state, self.cache.layers, own, self.state.position)
+        self.program = StepProgram(lanes, self.hooks, acceptance.claims)
 
     @torch.inference_mode()
     def _capture(self) -> int:
@@ -228,14 +242,14 @@ class ModelRunner:
     def _told(self, what: str) -> Callable[[int, int], None] | None:
         return None if self._progress is None else functools.partial(self._progress, what)
 
-    def _head_scales(self, kv_format: ops.KVFormat) -> torch.Tensor | None:
+    def _head_scales(self, kv_format: ops.KVFormat) -> Sequence[torch.Tensor] | None:
         if kv_format.scales != "head":
             return None
         # Only one format has scales that come with the checkpoint.
-        from quire.models.kv_scales import head_scales
+        from quire.models.kv_scales import all_head_scales
 
         path, load_format = Path(self.config.model_path), self.config.args.load_format
-        return head_scales(self.model, path, load_format)
+        return all_head_scales(self._models, path, load_format)
 
     def _cache_budget(self, groups: Sequence[KVGroup]) -> int | None:
         if self.device.type != "cuda":
@@ -290,15 +304,18 @@ class ModelRunner:
         """Applies the plan and computes its tokens."""
         step = Step.of(plan, self.device)
         self._apply(step)
-        longest = int(plan.q_len.max(initial=1))
-        rows, tokens = plan.num_rows, plan.num_tokens
+        for hook in self._features:
+            hook.begin(step)
+        tokens, longest = plan.num_tokens, int(plan.q_len.max(initial=1))
         if not tokens:
             return step
-        captured = None if self._graphs is None else self._graphs.body(tokens, rows, longest)
+        altered = any(hook.altered(plan) for hook in self._features)
+        shape = BodyShape(tokens, plan.num_rows, longest, altered)
+        captured = None if self._graphs is None else self._graphs.body(shape)
         if self._graphs is not None and captured is not None:
             self._graphs.replay(captured)
         else:
-            self.program.body(BodyShape(tokens, rows, longest))
+            self.program.body(shape)
         for hook in self.hooks:
             hook.hidden(step, self.program.hidden[:tokens])
         return step
@@ -393,6 +410,8 @@ class ModelRunner:
         for hook in self.hooks:
             hook.launched(step)
         step.launched()
+        for hook in self._features:
+            hook.end(step)
 
     @torch.inference_mode()
     def collect(self) -> StepResult:

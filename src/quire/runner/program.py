@@ -18,18 +18,20 @@ from torch import Tensor
 from quire import ops
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models import Decoder
+from quire.ops import Drafts, LogitRows, StepRows
 from quire.runner.hooks.hook import HeadContext, Hook, Level
-from quire.runner.kv_cache import KVCache
 from quire.runner.state import BatchState
 
 
 @dataclass(frozen=True, slots=True)
 class BodyShape:
-    """Places for tokens and rows, and the most tokens of a row."""
+    """Places for tokens and rows, the most tokens of a row, and whether a hook changes what the
+    model computes."""
 
     tokens: int
     rows: int
     longest: int
+    altered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class HeadShape:
 class CapturedPrograms(Protocol):
     """Programs that can be replayed, by shape."""
 
-    def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
+    def body(self, step: BodyShape) -> BodyShape | None:
         """Returns the shape of the captured body that a step is padded to; None: none holds it."""
         ...
 
@@ -56,53 +58,41 @@ class CapturedPrograms(Protocol):
         ...
 
 
-class StepProgram:
-    """The programs of one model over the lanes of a state.
+@dataclass(frozen=True, slots=True)
+class ModelLanes:
+    """A model over the lanes of a state; a second model may run over the same lanes.
 
-    groups: which of the state's KV groups are the model's, by default all.
-    position: int32 [lanes], where the model stands in each lane; by default the state's own. A
-        second model over the same lanes has a column of its own.
-    hooks: in the order in which they take part.
-    hidden: [tokens, width], the final states of the body just run.
-    last: [logit rows, width], those of its logit rows.
+    layers: its KV, by layer. groups: which of the state's KV groups are the model's.
+    position: int32 [lanes], where the model stands in each lane.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        cache: KVCache,
-        state: BatchState,
-        hooks: Sequence[Hook],
-        *,
-        groups: range | None = None,
-        position: Tensor | None = None,
-        drafts: ops.Drafts | None = None,
-    ) -> None:
-        self.model = model
-        self._cache = cache
-        self._state = state
-        self.hooks = tuple(hooks)
-        self._groups = range(len(state.groups)) if groups is None else groups
-        self._position = state.position if position is None else position
-        self._drafts = drafts
-        limits, width = state.limits, model.spec.hidden_size
-        options = {"dtype": model.dtype, "device": state.device}
-        self.hidden = torch.zeros(limits.tokens, width, **options)  # type: ignore[call-overload]
-        self.last = torch.zeros(limits.logit_rows, width, **options)  # type: ignore[call-overload]
+    model: Decoder
+    state: BatchState
+    layers: Sequence[Any]
+    groups: range
+    position: Tensor
 
-    def body(self, shape: BodyShape, *, shallow: bool = False) -> None:
-        """Computes the step's tokens. shallow: only the first layers, up to one of each kind."""
-        state = self._state
-        rows = state.first_rows(shape.rows)
-        drafts = self._drafts if shape.longest > 1 else None
-        if drafts is not None:
-            ops.place_drafts(rows, self._position, state.tokens, drafts)
-        logit_rows = state.logit_rows  # all: heads are padded further than bodies
+    def forward(
+        self,
+        rows: StepRows,
+        logit_rows: LogitRows,
+        shape: BodyShape,
+        *,
+        drafts: Drafts | None = None,
+        shallow: bool = False,
+    ) -> Tensor:
+        """Computes the rows' tokens, and fills in `logit_rows`. Returns hidden states [T, width].
+
+        drafts: after `place_drafts`, where rows may have some. shallow: only the first layers, up
+        to one of each kind.
+        """
+        state = self.state
+        groups = [(state.groups[i], state.tables[i]) for i in self.groups]
         expanded = ops.expand_rows(
             rows,
-            self._position,
+            self.position,
             state.tokens,
-            [(state.tables[i], state.groups[i].tokens_per_block) for i in self._groups],
+            [(table, group.tokens_per_block) for group, table in groups if group.kind != "state"],
             logit_rows,
             num_tokens=shape.tokens,
             max_seq_len=state.limits.length,
@@ -113,13 +103,51 @@ class StepProgram:
             positions=expanded.positions,
             query_start=rows.query_start,
             seq_lens=expanded.seq_lens,
-            groups=tuple(GroupBatch(*group) for group in expanded.groups),
+            groups=(
+                *(GroupBatch(*group) for group in expanded.groups),
+                *(GroupBatch(rows.lanes, t) for group, t in groups if group.kind == "state"),
+            ),
             q_lens=expanded.q_lens,
             max_q_len=shape.longest,
             max_seq_len=expanded.max_seq_len,
         )
-        hidden = self.model(batch, self._cache.layers, shallow=shallow)
-        ops.collect_rows(hidden, rows, logit_rows, self._position, self.last, self.hidden)
+        hidden: Tensor = self.model(batch, self.layers, shallow=shallow)
+        return hidden
+
+
+class StepProgram:
+    """The programs of the model that gives the tokens.
+
+    hooks: in the order in which they take part. drafts: the claims that bodies verify, or None.
+    hidden: [tokens, width], the final states of the body just run.
+    last: [logit rows, width], those of its logit rows.
+    """
+
+    def __init__(
+        self, lanes: ModelLanes, hooks: Sequence[Hook], drafts: Drafts | None = None
+    ) -> None:
+        self.model, self._state = lanes.model, lanes.state
+        self.lanes = lanes
+        self.hooks = tuple(hooks)
+        self._drafts = drafts
+        model, state = lanes.model, lanes.state
+        limits, width = state.limits, model.spec.hidden_size
+        options = {"dtype": model.dtype, "device": state.device}
+        self.hidden = torch.zeros(limits.tokens, width, **options)  # type: ignore[call-overload]
+        self.last = torch.zeros(limits.logit_rows, width, **options)  # type: ignore[call-overload]
+
+    def body(self, shape: BodyShape, *, shallow: bool = False) -> None:
+        """Computes the step's tokens. shallow: only the first layers, up to one of each kind."""
+        state, position = self._state, self.lanes.position
+        rows = state.rows.first(shape.rows)
+        drafts = self._drafts if shape.longest > 1 else None
+        if drafts is not None:
+            ops.place_drafts(rows, position, state.tokens, drafts)
+        logit_rows = state.logit_rows  # all: heads are padded further than bodies
+        for hook in self.hooks:
+            hook.body(rows, shape.tokens, shape.altered)
+        hidden = self.lanes.forward(rows, logit_rows, shape, drafts=drafts, shallow=shallow)
+        ops.collect_rows(hidden, rows, logit_rows, position, self.last, self.hidden)
 
     def head(self, shape: HeadShape) -> None:
         """Draws tokens for the logit rows, and moves the lanes of all rows on."""

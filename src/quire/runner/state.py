@@ -84,7 +84,7 @@ class BatchState:
             ColumnSpec("min_total"),
             ColumnSpec("max_total"),
             *(
-                ColumnSpec(f"table.{i}", (-(-limits.length // group.tokens_per_block),))
+                ColumnSpec(f"table.{i}", (group.table_width(limits.length),))
                 for i, group in enumerate(self.groups)
             ),
             *columns,
@@ -127,13 +127,6 @@ class BatchState:
     def idle_inputs(self) -> Int32:
         """Returns inputs of no rows, int32 on the host."""
         return self._idle.copy()
-
-    def first_rows(self, count: int) -> StepRows:
-        """Returns the step's first `count` rows, as views."""
-        lanes, query_start, logit_start, flags = self.rows
-        return StepRows(
-            lanes[:count], query_start[: count + 1], logit_start[: count + 1], flags[:count]
-        )
 
 
 def _lay_out(

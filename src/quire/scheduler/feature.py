@@ -81,6 +81,10 @@ class Feature:
     def plan(self, builder: PlanBuilder) -> None:
         """Adds to a step whose rows are final. Called in the order of registration."""
 
+    def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
+        """Receives the results of a step with drafts: of each generating row its lane, the drafts
+        that were to be verified, and the tokens it gave, int32 [n]."""
+
     def result(self, request: Request, tokens: Int32) -> int:
         """Returns how many of a row's new tokens, int32 [n], to keep. Fewer than `n` take the
         request off its lane: it goes on from the kept tokens by recomputing."""

@@ -20,7 +20,8 @@ from quire.scheduler.lanes import Launched
 class FeatureSet:
     """Calls the methods of `Feature` for all features at once.
 
-    ready, fetch, reusable: bound methods, for the parts of the scheduler that call them themselves.
+    ready, fetch, reusable, verified: bound methods, for the parts of the scheduler that call them
+        themselves.
     looks_ahead: the features that propose drafts.
     """
 
@@ -38,6 +39,7 @@ class FeatureSet:
         self._result = self._calls["result"]
         self._release = self._calls["release"]
         self._finish = self._calls["finish"]
+        self.verified = self._calls["verified"]
         self._transferred = self._calls["transferred"]
         self._pending = self._calls["pending"]
         self._preempt = self._calls["preempt"]

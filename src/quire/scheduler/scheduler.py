@@ -190,7 +190,8 @@ class Scheduler:
         """Frees lanes and blocks."""
         for request in requests:
             valid = request.computed if request.generating else request.planned
-            detached = self.blocks.detach(request.lane, request.tokens.view(), valid)
+            exact = valid == request.planned
+            detached = self.blocks.detach(request.lane, request.tokens.view(), valid, exact=exact)
             if self._features.release(request) and ended:
                 self._detached[request.request_id] = detached
             else:
@@ -354,6 +355,10 @@ class Scheduler:
             rows = rows[live]
             step, tokens, n, stop = step.select(rows), tokens[rows], n[rows], stop[rows]
         n = np.minimum(n, self._lanes.last[step.lanes] + 1 - self._lanes.known[step.lanes])
+        if step.drafts:
+            own = slice(step.num_generating)
+            for verified in self._features.verified:
+                verified(step.lanes[own], step.q_len[own] - 1, n[own])
         cut = self._features.cut(step, tokens, n)
         self._running.confirm(step, tokens, n)
         full = self._lanes.known[step.lanes] > self._lanes.last[step.lanes]
@@ -361,6 +366,9 @@ class Scheduler:
         ended[cut] = False
         finished: list[int] = np.nonzero(ended)[0].tolist()
         if finished:
+            # The device computes nothing further for a lane that it has seen end.
+            stopped = step.lanes[ended & (stop == StopReason.STOP_TOKEN)]
+            self._lanes.planned[stopped] = self._lanes.computed[stopped]
             self._release([step.requests[i] for i in finished], ended=True)
             for i in finished:
                 self._finish(step.requests[i], _REASONS.get(int(stop[i]), FinishReason.LENGTH))

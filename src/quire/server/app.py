@@ -17,10 +17,13 @@ from quire import __version__
 from quire.errors import QuireError
 from quire.server.anthropic.routes import count_tokens, create_message
 from quire.server.args import ServerArgs
+from quire.server.middleware.api_keys import ApiKey
 from quire.server.middleware.auth import AuthMiddleware
 from quire.server.middleware.context_middleware import EXPOSED_HEADERS, RequestContextMiddleware
 from quire.server.middleware.error_handler import handle_error
 from quire.server.middleware.rate_limits import RateLimiter
+from quire.server.middleware.request_context import context_of
+from quire.server.openai.adapters import load_adapter, unload_adapter
 from quire.server.openai.chat import chat_completions
 from quire.server.openai.completions import completions, generate
 from quire.server.openai.convert import model_defaults
@@ -140,6 +143,8 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/generate", generate, methods=["POST"])
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", show_model, methods=["GET"])
+    app.add_api_route("/v1/load_lora_adapter", load_adapter, methods=["POST"])
+    app.add_api_route("/v1/unload_lora_adapter", unload_adapter, methods=["POST"])
     app.add_api_route("/openapi.json", openapi, methods=["GET"])
     app.add_api_route("/health", health, methods=["GET", "HEAD"])
     app.add_api_route("/ready", ready, methods=["GET", "HEAD"])
@@ -148,18 +153,26 @@ def _add_routes(app: FastAPI) -> None:
 
 async def list_models(request: Request) -> Response:
     state = state_of(request)
-    return json_response(ModelList([_card(state, name) for name in state.model_names]))
+    names = [*state.model_names, *state.adapters]
+    key = context_of(request).key
+    return json_response(ModelList([_card(state, n) for n in names if _shown(state, key, n)]))
 
 
 async def show_model(request: Request) -> Response:
     state = state_of(request)
-    state.check_model(request.path_params["model"])
+    state.check_model(request.path_params["model"], context_of(request))
     return json_response(_card(state, request.path_params["model"]))
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
     longest = state.client.config.scheduler.max_model_len
-    return ModelCard(name, state.created, longest, state.defaults)
+    parent = None if name in state.model_names else state.model_name
+    return ModelCard(name, state.created, longest, state.defaults, root=name, parent=parent)
+
+
+def _shown(state: ServerState, key: ApiKey, name: str) -> bool:
+    """Whether a key may use a model. The served model's names are one model's."""
+    return key.may_use(state.model_name if name in state.model_names else name)
 
 
 async def health(request: Request) -> Response:

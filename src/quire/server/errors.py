@@ -85,6 +85,9 @@ class ApiError(QuireError):
 
 _KINDS = {401: "authentication_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
+_NOT_FOUND = ("model_not_found", "adapter_not_found")
+"""Codes of requests that name what is not there."""
+
 _RESTART_SECONDS = 10.0
 """Estimate of the time that a start of the engine takes."""
 _RETRY_SECONDS = 1.0
@@ -148,7 +151,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), param=error.param, code=error.code)
+        status = 404 if error.code in _NOT_FOUND else 400
+        return ApiError(status, str(error), param=error.param, code=error.code)
     if isinstance(error, OverloadedError):
         return overloaded()
     if isinstance(error, CompilerBusyError):

@@ -23,6 +23,7 @@ from quire.server.middleware.auth import PUBLIC_PATHS
 from quire.server.middleware.error_handler import is_anthropic
 from quire.server.openai import objects as openai
 from quire.server.openai import stored_chats
+from quire.server.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.openai.embeddings import EmbeddingList, EmbeddingRequest
 from quire.server.openai.protocol import ChatRequest, CompletionRequest, GenerateRequest
 from quire.server.openai.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
@@ -101,8 +102,12 @@ ROUTES = (
           MessagesRequest, anthropic.Message, _EVENTS),
     Route("post", "/v1/messages/count_tokens", "Count the tokens of a conversation",
           CountTokensRequest, anthropic.TokenCount),
-    Route("get", "/v1/models", "The served model, as a list", None, openai.ModelList),
-    Route("get", "/v1/models/{model}", "The served model", None, openai.ModelCard),
+    Route("get", "/v1/models", "The served model and its adapters", None, openai.ModelList),
+    Route("get", "/v1/models/{model}", "The served model, or an adapter", None, openai.ModelCard),
+    Route("post", "/v1/load_lora_adapter", "Give a name to a LoRA adapter", LoadAdapterRequest,
+          "text/plain"),
+    Route("post", "/v1/unload_lora_adapter", "Forget a LoRA adapter", UnloadAdapterRequest,
+          "text/plain"),
     Route("post", "/tokenize", "Text or a conversation to tokens", TokenizeRequest, Tokenized),
     Route("post", "/detokenize", "Tokens to text", DetokenizeRequest, Detokenized),
     Route("post", "/generate", "Complete one prompt", GenerateRequest, openai.GenerateAnswer,

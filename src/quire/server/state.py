@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from starlette.requests import Request
 
 from quire import __version__
+from quire.adapters.registry import folder_of, names_in
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.server.args import ServerArgs
 from quire.server.errors import ApiError, overloaded, stopping
@@ -26,6 +27,7 @@ from quire.server.telemetry.tracing import Tracing
 if TYPE_CHECKING:
     from quire.engine.client import EngineClient
     from quire.engine.tokenizer import Tokenizer
+    from quire.server.middleware.request_context import RequestContext
 
 logger = logging.getLogger("quire.server")
 
@@ -142,12 +144,36 @@ class ServerState:
         if time.monotonic() < self._full_until.get(key, 0.0):
             raise overloaded()
 
-    def check_model(self, name: str | None) -> None:
-        """Raises 404 unless `name` is one of the served model's or left out."""
-        if name is not None and name not in self.model_names:
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters, sorted, which are models in the API."""
+        return tuple(sorted({*self.client.adapters, *names_in(self._lora_dir)}))
+
+    @property
+    def _lora_dir(self) -> Path | None:
+        folder = self.client.config.args.lora_dir
+        return None if folder is None else Path(folder)
+
+    def is_adapter(self, name: str) -> bool:
+        return name in self.client.adapters or folder_of(self._lora_dir, name) is not None
+
+    def check_model(self, name: str | None, context: RequestContext) -> None:
+        """Chooses the request's model: the served one, or an adapter of it.
+
+        Raises:
+            ApiError: 404, `name` is neither, or a model that the request's key may not use.
+        """
+        if name is None or name in self.model_names:
+            wanted = self.model_name
+        elif self.is_adapter(name):
+            wanted = context.adapter = name
+        else:
+            wanted = ""
+        if not wanted or not context.key.may_use(wanted):
             raise ApiError(
                 404,
-                f"The model '{name[:200]}' does not exist; this server has '{self.model_name}'.",
+                f"The model '{(name or wanted)[:200]}' does not exist; this server has "
+                f"'{self.model_name}'.",
                 param="model",
                 code="model_not_found",
             )

@@ -15,12 +15,14 @@ class Source:
     """Says where a parameter slice lies in a checkpoint.
 
     transposed: stored as [inputs, outputs]. span: the slice is entries [start, end) of the
-    outputs of a tensor that holds more; None: all of it.
+    outputs of a tensor that holds more; None: all of it. every: (offset, size, period), the slice
+    is outputs offset to offset + size of every `period`; None: all of them.
     """
 
     name: str
     transposed: bool = False
     span: tuple[int, int] | None = None
+    every: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

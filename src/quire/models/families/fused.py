@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
+from quire.layers.attention import AttentionSpec
 from quire.models.families import llama
 from quire.models.families.family import Source
 from quire.models.spec import ModelSpec
@@ -24,7 +25,7 @@ def source(
         _, index, part = stem.split(".", 2)
         if part in _PARTS[whole]:
             layer = spec.layers[int(index)]
-            mixer, width = layer.mixer, cast(Any, layer.ffn).width
+            mixer, width = cast(AttentionSpec, layer.mixer), cast(Any, layer.ffn).width
             sizes = [width, width]
             if len(_PARTS[whole]) == 3:
                 kv = mixer.kv_heads * mixer.head_dim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from quire.layers.rope_spec import RopeSpec
 from quire.models.families import settings
@@ -27,7 +27,7 @@ def with_ropes(spec: ModelSpec, ropes: Sequence[RopeSpec | None]) -> ModelSpec:
     return replace(
         spec,
         layers=tuple(
-            replace(layer, mixer=replace(layer.mixer, rope=rope))
+            replace(layer, mixer=replace(cast(Any, layer.mixer), rope=rope))
             for layer, rope in zip(spec.layers, ropes, strict=True)
         ),
     )

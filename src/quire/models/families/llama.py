@@ -85,10 +85,10 @@ def with_layers(
 ) -> ModelSpec:
     """Returns the spec with fields of all its mixers and feed-forward layers changed, with each
     layer's window, and with fields of all its `LayerSpec`s."""
-    windows = windows or [layer.mixer.window for layer in spec.layers]
+    windows = windows or [own.window for own in spec.attention]
     changed = []
     for layer, window in zip(spec.layers, windows, strict=True):
-        own = replace(layer.mixer, **mixer, window=window)
+        own = replace(cast(Any, layer.mixer), **mixer, window=window)
         own_ffn = replace(cast(Any, layer.ffn), **(ffn or {}))
         changed.append(replace(layer, mixer=own, ffn=own_ffn, **shape))
     return replace(spec, layers=tuple(changed))

@@ -23,7 +23,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     base = replace(base, max_positions=settings.integer(config, "max_position_embeddings"))
     windowed = config.get("sliding_window") is not None
     mixer = replace(
-        base.layers[0].mixer,
+        base.attention[0],
         window=settings.integer(config, "sliding_window") if windowed else None,
     )
     if rope.get("llama_4_scaling_beta"):

@@ -26,7 +26,8 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     bias = settings.flag(config, "attention_bias", False)
     norm = replace(base.norm, wide=True)
     layer = base.layers[0]
-    own = {field.name: getattr(layer.mixer, field.name) for field in fields(layer.mixer)}
+    mixer = base.attention[0]
+    own = {field.name: getattr(mixer, field.name) for field in fields(mixer)}
     own |= {"qkv_bias": bias, "out_bias": bias, "projection_norm": norm}
     spec = replace(
         base,

@@ -36,15 +36,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-def activate(x: Tensor, act: Activation) -> Tensor:
+def activate(x: Tensor, act: Activation, dtype: torch.dtype | None = None) -> Tensor:
     """Returns act(x) (GELU: Hendrycks & Gimpel 2016), of the same shape, or, gated, act(gate) * up,
-    [T, width], for x [T, 2 * width] = [gate | up] (Shazeer 2020)."""
+    [T, width], for x [T, 2 * width] = [gate | up] (Shazeer 2020). dtype: by default x's."""
     gate, *up = x.chunk(2, -1) if act.endswith("_and_mul") else (x,)
     if act.startswith("silu"):
         out = F.silu(gate)
     else:
         out = F.gelu(gate, approximate="tanh" if act.startswith("gelu_tanh") else "none")
-    return out.mul_(up[0]) if up else out
+    return (out.mul_(up[0]) if up else out).to(dtype or x.dtype)
 
 
 def linear(

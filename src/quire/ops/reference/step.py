@@ -17,6 +17,9 @@ from quire.ops.rows import PROMPT, Drafts, Expanded, ExpandedGroup, LogitRows, S
 STOP_TOKEN, LENGTH, BROKEN = 1, 2, 3
 """Why a row ends; the values are those of `quire.plan.StopReason`."""
 
+ENDED = -1
+"""The position of a lane whose request has ended: rows still to come compute nothing."""
+
 FIRST_TOKEN = 2
 """The column of the first token in a line of results."""
 
@@ -87,7 +90,8 @@ def expand_rows(
 ) -> Expanded:
     """Returns what the model must know of the rows' tokens, and fills in `logit_rows`.
 
-    position: int32 [M], the first position each lane computes. tokens: int32 [M, max_len].
+    position: int32 [M], the first position each lane computes, or `ENDED`: all places of its row
+    are padding. tokens: int32 [M, max_len].
     tables: per KV group its block tables, int32 [M, blocks], and the tokens of a block.
     max_seq_len: a bound of the rows' lengths after the step.
     drafts: after `place_drafts`; None where no row has any. Places of drafts that a row does not
@@ -100,17 +104,18 @@ def expand_rows(
     row = torch.repeat_interleave(torch.arange(len(q_lens), device=rows.device), q_lens)
     offset = torch.arange(len(row), device=rows.device) - start[row]
     lane = rows.lanes.long().clamp(min=0)
-    first = torch.where(rows.lanes >= 0, position[lane], 0)
+    first = torch.where(rows.lanes >= 0, position[lane].clamp(min=0), 0)
+    live = torch.where(position[lane] >= 0, q_lens, 0)
     seq_lens = (first + q_lens).int()
     longest = max(1, int(seq_lens.max())) if len(seq_lens) else 1
     own = lane[row]
     positions = first[row] + offset
-    real = offset < _computed(rows, q_lens, lane, drafts)[row]
+    real = offset < _computed(rows, live, lane, drafts)[row]
     max_len = tokens.shape[1]
     ids = torch.where(real, tokens.view(-1)[own * max_len + positions], -1)
     places = torch.where(real, positions, 0)
     padding = num_tokens - len(row)
-    _fill_logit_rows(rows, logit_rows, first, q_lens, lane, drafts)
+    _fill_logit_rows(rows, logit_rows, first, q_lens, live, lane, drafts)
     groups = tuple(
         _expand_group(table, size, lane, own, positions, real, longest, padding)
         for table, size in tables
@@ -125,12 +130,13 @@ def expand_rows(
     )
 
 
-def _computed(rows: StepRows, q_lens: Tensor, lane: Tensor, drafts: Drafts | None) -> Tensor:
-    """Returns how many of each row's tokens are real, int64 [R]."""
+def _computed(rows: StepRows, live: Tensor, lane: Tensor, drafts: Drafts | None) -> Tensor:
+    """Returns how many of each row's tokens are real, int64 [R]. live: int64 [R], how many it has;
+    0 of lanes that have ended."""
     if drafts is None:
-        return q_lens
-    drafted = ((rows.flags & PROMPT) == 0) & (q_lens > 1)
-    return torch.where(drafted, 1 + drafts.used[lane].long(), q_lens)
+        return live
+    drafted = ((rows.flags & PROMPT) == 0) & (live > 1)
+    return torch.where(drafted, 1 + drafts.used[lane].long(), live)
 
 
 def _fill_logit_rows(
@@ -138,6 +144,7 @@ def _fill_logit_rows(
     logit_rows: LogitRows,
     first: Tensor,
     q_lens: Tensor,
+    live: Tensor,
     lane: Tensor,
     drafts: Drafts | None,
 ) -> None:
@@ -145,7 +152,7 @@ def _fill_logit_rows(
     row = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
     place = torch.arange(len(row), device=rows.device) - rows.logit_start[row]
     behind = q_lens[row] - counts[row] + place
-    real = behind < _computed(rows, q_lens, lane, drafts)[row]
+    real = behind < _computed(rows, live, lane, drafts)[row]
     logit_rows.lanes.fill_(-1)
     count = len(row)
     logit_rows.lanes[:count] = torch.where(real, rows.lanes[row], -1)
@@ -367,7 +374,8 @@ def finish_rows(
     sampled: int32 [L]. Of a row with drafts the longest prefix on which drafts and samples agree is
     accepted, and the sample after it, up to the first that ends the row. position, max_total,
     min_total, num_stops: int32 [M]; stops: int32 [M, S]. tokens: int32 [M, max_len] gets what was
-    accepted. counts: int32 [M, vocab], where each accepted token's entry grows by 2, or None.
+    accepted; the position of a lane that ends becomes `ENDED`. counts: int32 [M, vocab], where each
+    accepted token's entry grows by 2, or None.
     results: int32 [R, 2 + K]: how many tokens a row gave, why it ends, and the tokens, then -1.
     Lines of padding are undefined.
     """
@@ -392,7 +400,7 @@ def finish_rows(
         results[active, FIRST_TOKEN + index] = token
         results[active, 0] = index + 1
         tokens[lane, at[whole]] = token
-        position[lane] = length
+        position[lane] = torch.where(reason[whole] > 0, ENDED, length)
         if counts is not None:
             counts[lane, token.long()] += 2
         index += 1

@@ -1,8 +1,10 @@
 """Triton kernels for NVIDIA GPUs, under the ops' names and signatures (see `ops.reference`)."""
 
 from quire.ops.triton.activation import run as activate
+from quire.ops.triton.adapters import adapter_rows, add_adapters, preactivation
 from quire.ops.triton.adjust import adjust
 from quire.ops.triton.attention import attention_schedule, paged_attention
+from quire.ops.triton.drafts import begin_drafts, keep_drafts
 from quire.ops.triton.embedding import embedding
 from quire.ops.triton.gate import wait_for_flag
 from quire.ops.triton.linear import linear
@@ -21,18 +23,23 @@ from quire.ops.triton.step import (
 
 __all__ = [
     "activate",
+    "adapter_rows",
+    "add_adapters",
     "adjust",
     "attention_schedule",
+    "begin_drafts",
     "collect_rows",
     "embedding",
     "expand_rows",
     "finish_rows",
+    "keep_drafts",
     "layer_norm",
     "linear",
     "mask_logits",
     "paged_attention",
     "place_drafts",
     "pool_rows",
+    "preactivation",
     "qk_norm_rope_store",
     "rms_norm",
     "sample",

@@ -44,12 +44,14 @@ def _activation(
     tl.store(out_ptr + row * width + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def run(x: Tensor, act: Activation, *, pdl: bool | None = None) -> Tensor:
+def run(
+    x: Tensor, act: Activation, dtype: torch.dtype | None = None, *, pdl: bool | None = None
+) -> Tensor:
     """See `ops.activate`; computed in fp32."""
     gated = act.endswith("_and_mul")
     width = x.shape[-1] // 2 if gated else x.shape[-1]
     rows = x.reshape(-1, x.shape[-1])
-    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    out = torch.empty((*x.shape[:-1], width), dtype=dtype or x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     # Few rows: narrow blocks, to spread over the card; many: wide ones, to amortize the launch.

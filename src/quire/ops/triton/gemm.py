@@ -139,11 +139,12 @@ def run(
 ) -> Tensor:  # fmt: skip
     """Run a layer by a plan of one of our kernels, the norm fused.
 
-    out: [M, N] to write, made if None, in `out_dtype` or x's dtype. It may be the residual, not x.
+    out: [M, N] ([M, 2 N] of a layer `apart`) to write, made if None, in `out_dtype` or x's dtype.
+        It may be the residual, not x.
     workspace: for split-K; default one per device and thread. pdl: default, where the card can.
     """
     if out is None:
-        shape = (args.x.shape[0], args.n)
+        shape = (args.x.shape[0], args.weight.outputs if args.apart else args.n)
         out = torch.empty(shape, dtype=out_dtype or args.x.dtype, device=args.x.device)
     if out.numel():
         prepare(args, plan, out, workspace=workspace, pdl=pdl).run()

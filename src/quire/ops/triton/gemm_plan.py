@@ -33,6 +33,8 @@ class LinearArgs:
     gated activation [2 N, K]. bias: one per weight row. residual: [M, N]. x and residual of one
     dtype (bf16, fp16 or fp32), which is the weight's too unless it has scales; sums are fp32 and
     rounded once, at the end.
+    apart: of a gated layer, y is [M, 2 N]: gate and up as they are before the activation, which is
+        left out.
 
     Weight, its scales and bias are read before the preceding kernel on the stream has finished
     (programmatic dependent launch), so that kernel must not write them.
@@ -44,6 +46,7 @@ class LinearArgs:
     norm: RmsScale | None = None
     residual: Tensor | None = None
     act: str | None = None
+    apart: bool = False
 
     @property
     def gated(self) -> bool:

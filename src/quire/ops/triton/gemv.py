@@ -73,15 +73,21 @@ def _load_residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr):
 
 @triton.jit
 def _store_row(
-    acc, squares, w_scale, bias, residual, y_ptr, stride_ym, m, cols, M, N, K, eps,
+    acc, squares, w_scale, bias, residual, y_ptr, stride_ym, m, rows, cols, M, N, K, eps,
     BN: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     y = tl.sum(acc, 1)
     if NORM == "late":
         y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    y = finish(y * w_scale + bias, [BN, 2], GLU, ACT) + residual
-    mask = cols < tl.where(m < M, N, 0)
-    tl.store(y_ptr + m * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    y = y * w_scale + bias
+    if APART:
+        mask = rows < tl.where(m < M, 2 * N, 0)
+        tl.store(y_ptr + m * stride_ym + rows, y.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        y = finish(y, [BN, 2], GLU, ACT) + residual
+        mask = cols < tl.where(m < M, N, 0)
+        tl.store(y_ptr + m * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "prefetch_k"])
@@ -92,7 +98,7 @@ def gemv_kernel(
     SINGLE: tl.constexpr, STAGES: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr,
     NORM: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
+    APART: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K], M <= MB, and w [N, K] (gated: [2 N, K]), one tile of outputs
     per program. For w, w_scale_ptr and w_zero_ptr see `Operands`."""
@@ -169,8 +175,8 @@ def gemv_kernel(
         squares = new_squares
     for m in tl.static_range(MB):
         _store_row(
-            accs[m], squares[m], w_scale, bias, residuals[m], y_ptr, stride_ym, m, cols, M, N, K,
-            eps, BN, GLU, ACT, NORM,
+            accs[m], squares[m], w_scale, bias, residuals[m], y_ptr, stride_ym, m, rows, cols, M,
+            N, K, eps, BN, GLU, ACT, NORM, APART,
         )  # fmt: skip
 
 
@@ -192,7 +198,7 @@ def gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Launch:
         NORM="none" if norm is None else plan.norm,
         HAS_SCALES=own.has_scales, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
         BITS=own.bits, GROUP=own.group, HAS_ZEROS=own.has_zeros,
-        PDL=pdl, EAGER=plan.eager, PREFETCH=pdl and k > plan.bk,
+        APART=args.apart, PDL=pdl, EAGER=plan.eager, PREFETCH=pdl and k > plan.bk,
         num_warps=plan.warps, num_stages=1,
     )  # fmt: skip
     return Launch(gemv_kernel, (triton.cdiv(n, plan.bn),), operands, named)

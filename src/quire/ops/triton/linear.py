@@ -35,7 +35,7 @@ def linear(
         if norm is not None:
             x, norm = rms_norm(x, *norm), None
         x = round_inputs(x, weight)
-    if weight.scales is not None and not _loads(weight):
+    if weight.scales is not None and not loads(weight):
         weight = Weight.plain(dequantize_any(weight, x.dtype))
     if policy.deterministic:
         return run_fixed(LinearArgs(x, weight, bias, norm, residual, act), rms_norm=_normed)
@@ -57,7 +57,7 @@ def linear(
     return _finish(F.linear(x, values, bias), residual, act)
 
 
-def _loads(weight: Weight) -> bool:
+def loads(weight: Weight) -> bool:
     """Whether kernels load the weight on its card: 8-bit floats take sm_89."""
     floats = weight.dtype == torch.float8_e4m3fn
     device = weight.values.device

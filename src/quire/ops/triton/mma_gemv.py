@@ -250,7 +250,7 @@ def mma_gemv_kernel(
     WARPS: tl.constexpr, COUNT: tl.constexpr, SINGLE: tl.constexpr, EVEN: tl.constexpr,
     BITS: tl.constexpr, ASM: tl.constexpr, FP16: tl.constexpr, PER_GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RES: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr,
+    HAS_RES: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K] and w [N, W words] (gated: [2 N, W]), 16 weight rows a program.
 
@@ -333,9 +333,15 @@ def mma_gemv_kernel(
         y1 += b0
         y2 += b1
         y3 += b1
-    y0 = activate(y0, ACT)
-    y1 = activate(y1, ACT)
-    if GLU:
+    if not APART:
+        y0 = activate(y0, ACT)
+        y1 = activate(y1, ACT)
+    if APART:
+        _store(y0, res_ptr, y_ptr, stride_rm, stride_ym, m, cols, M, N, False)
+        _store(y1, res_ptr, y_ptr, stride_rm, stride_ym, m + 1, cols, M, N, False)
+        _store(y2, res_ptr, y_ptr + N, stride_rm, stride_ym, m, cols, M, N, False)
+        _store(y3, res_ptr, y_ptr + N, stride_rm, stride_ym, m + 1, cols, M, N, False)
+    elif GLU:
         _store(y0 * y2, res_ptr, y_ptr, stride_rm, stride_ym, m, cols, M, N, HAS_RES)
         _store(y1 * y3, res_ptr, y_ptr, stride_rm, stride_ym, m + 1, cols, M, N, HAS_RES)
     else:
@@ -364,7 +370,7 @@ def mma_gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Lau
         BITS=bits, ASM=INSTRUCTIONS[args.weight.dtype, x.dtype], FP16=x.dtype == torch.float16,
         PER_GROUP=own.group // chunk_inputs(bits), HAS_ZEROS=own.has_zeros, GLU=args.gated,
         ACT=args.act_name, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
-        PDL=pdl, EAGER=plan.eager, num_warps=plan.warps, num_stages=1,
+        APART=args.apart, PDL=pdl, EAGER=plan.eager, num_warps=plan.warps, num_stages=1,
     )  # fmt: skip
     rows = 8 if args.gated else 16
     return Launch(mma_gemv_kernel, (triton.cdiv(n, rows),), operands, named)

@@ -107,18 +107,23 @@ def _product(
 def _store_tile(
     acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_sn, stride_rm,
     stride_ym, GLU: tl.constexpr, ACT: tl.constexpr, HAS_SCALES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     if HAS_SCALES:
         acc *= tl.load(w_scale_ptr + rows * stride_sn).to(tl.float32)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
-    y = finish(acc, [ms.shape[0], cols.shape[0], 2], GLU, ACT)
-    mask = (ms < M)[:, None] & (cols < N)[None, :]
     m64 = ms.to(tl.int64)[:, None]
-    if HAS_RES:
-        y += tl.load(res_ptr + m64 * stride_rm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + m64 * stride_ym + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    if APART:
+        at = y_ptr + m64 * stride_ym + rows[None, :]
+        tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=(ms < M)[:, None])
+    else:
+        y = finish(acc, [ms.shape[0], cols.shape[0], 2], GLU, ACT)
+        mask = (ms < M)[:, None] & (cols < N)[None, :]
+        if HAS_RES:
+            added = tl.load(res_ptr + m64 * stride_rm + cols[None, :], mask=mask, other=0.0)
+            y += added.to(tl.float32)
+        tl.store(y_ptr + m64 * stride_ym + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -138,7 +143,7 @@ def skinny_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     SWAP: tl.constexpr, EVEN_K: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr,
     NORM: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, APART: tl.constexpr,
     UPCAST: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). For w, w_scale_ptr and
@@ -184,7 +189,7 @@ def skinny_kernel(
     if last:
         _store_tile(
             acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_sn, stride_rm,
-            stride_ym, GLU, ACT, HAS_SCALES, HAS_BIAS, HAS_RES,
+            stride_ym, GLU, ACT, HAS_SCALES, HAS_BIAS, HAS_RES, APART,
         )  # fmt: skip
 
 
@@ -220,7 +225,7 @@ def skinny_gemm(
         EVEN_K=k % plan.bk == 0, GLU=args.gated, ACT=args.act_name,
         NORM=norm_mode,
         HAS_SCALES=own.has_scales, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
-        BITS=own.bits, GROUP=own.group, HAS_ZEROS=own.has_zeros,
+        BITS=own.bits, GROUP=own.group, HAS_ZEROS=own.has_zeros, APART=args.apart,
         UPCAST=x.dtype == torch.bfloat16 and not traits(x.device).bf16,
         PDL=pdl, EAGER=plan.eager, PREFETCH=pdl,
         num_warps=plan.warps, num_stages=plan.stages,

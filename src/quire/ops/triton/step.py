@@ -119,6 +119,9 @@ def _expand(
     if DRAFTS:
         if generates & (length > 1):
             computed = 1 + tl.load(used_ptr + lane)
+    if first < 0:
+        computed = 0
+        first = 0
     own = at < length
     real = at < computed
     position = first + at
@@ -296,7 +299,8 @@ def _finish(
             else:
                 going = False
         if given > 0:
-            tl.store(position_ptr + lane, first - 1 + given)
+            ends = (reason == 1) | (reason == 2)
+            tl.store(position_ptr + lane, tl.where(ends, -1, first - 1 + given))
     line = tl.where(column == 0, given, tl.where(column == 1, reason, line))
     tl.store(results + column, line, mask=column < results_stride)
 

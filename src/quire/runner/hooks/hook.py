@@ -12,8 +12,11 @@ import numpy as np
 from torch import Tensor
 
 from quire.arrays import Int32
+from quire.executor import StepSeconds
+from quire.models import Decoder
 from quire.ops import LogitRows, StepRows
 from quire.plan import Admit, HeadInputs, StepPlan
+from quire.runner.kv_cache import KVCache
 from quire.runner.readback import Step
 from quire.runner.state import BatchState, ColumnSpec, Limits
 from quire.runner.upload import Upload
@@ -68,8 +71,10 @@ class Hook:
     drafts: the most draft tokens of a row that steps must verify for it.
     entries: names in `StepPlan.writes` that it reads there, and that are no columns.
     gates: whether it can make a head wait for the host, with the methods `lacks` and `bring`.
+    alters: whether it can change what the model computes, with the methods `altered` and `body`.
     """
 
+    alters: bool = False
     drafts: int = 0
     entries: frozenset[str] = frozenset()
     gates: bool = False
@@ -81,18 +86,41 @@ class Hook:
     def share(self, memory: SharedMemory) -> None:
         """Takes memory that all ranks map, before `bind`. Not called where there is one rank."""
 
+    def models(self) -> Sequence[Decoder]:
+        """Loads further models, whose KV groups stand behind the target's. Called once, first."""
+        return ()
+
     def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
         """Returns the per-lane columns it keeps; plans fill them through `StepPlan.writes`."""
         return ()
 
+    def attach(self, model: Decoder) -> None:
+        """Takes the model, whose weights are loaded. Called once, before memory is measured."""
+
     def bind(self, state: BatchState) -> None:
         """Takes the state that holds its columns. Called once, before anything below."""
+
+    def take_cache(self, cache: KVCache) -> None:
+        """Takes the KV cache, once, if the hook has models."""
 
     def stage(self, plan: StepPlan, upload: Upload) -> None:
         """Adds to the upload what the plan, and requests that take a lane, change for it."""
 
     def pack(self, plan: StepPlan, inputs: Int32) -> None:
         """Fills in its part of a step's `BatchState.inputs`."""
+
+    def altered(self, plan: StepPlan) -> bool:
+        """Whether the plan's body is one that it changes. Called after `stage`."""
+        return False
+
+    def body(self, rows: StepRows, tokens: int, altered: bool) -> None:
+        """Prepares the model for a body over so many tokens. A part of the body's program."""
+
+    def begin(self, step: Step) -> None:
+        """Launches what comes before the step's body, once the plan is applied."""
+
+    def end(self, step: Step) -> None:
+        """Launches what comes behind the step's head, which the step's results do not wait for."""
 
     def lane_level(self, admit: Admit) -> Level:
         """Returns what heads must be able to do for the rows of a request that takes a lane."""
@@ -121,7 +149,15 @@ class Hook:
         """Takes what the host brings for the head of a step, on any thread."""
 
     def programs(self) -> Mapping[str, Callable[[], None]]:
-        """Returns further programs to capture, by name. They read and write fixed tensors."""
+        """Returns further programs to capture, by name. They read and write fixed tensors, and
+        change nothing if the lanes of their rows are all -1."""
+        return {}
+
+    def seconds(self, program: Any, graphs: Any) -> StepSeconds:
+        """Measures what steps take that are planned by it. Called once, when all is captured.
+
+        program: the `StepProgram`. graphs: its `CapturedPrograms`, or None.
+        """
         return {}
 
     def capture(self, programs: Mapping[str, Callable[[], None]]) -> None:

@@ -52,7 +52,8 @@ async def _answer(request: Request, body: MessagesRequest) -> Response:
     reply: ChatGeneration | BudgetedChatGeneration = prepared
     if body.budget is not None:
         reply = BudgetedChatGeneration(state, prepared, body.budget)
-    answer = MessageAnswer(state, body, reply, context_of(request).id)
+    context = context_of(request)
+    answer = MessageAnswer(context.adapter or state.model_name, body, reply, context.id)
     if not body.stream:
         return json_response(await unless_disconnected(request.receive, answer.whole()))
     await start_stream(request, reply)
@@ -83,7 +84,7 @@ async def _read(request: Request, state: ServerState, model: type[Model]) -> Mod
         )
     body = await read_body(request, model, state.args.max_body_bytes)
     state.check_alive()
-    state.check_model(body.model)  # type: ignore[attr-defined]
+    state.check_model(body.model, context_of(request))  # type: ignore[attr-defined]
     return body
 
 
@@ -92,7 +93,7 @@ class MessageAnswer:
 
     def __init__(
         self,
-        state: ServerState,
+        model: str,
         body: MessagesRequest,
         reply: ChatGeneration | BudgetedChatGeneration,
         request_id: str,
@@ -102,7 +103,7 @@ class MessageAnswer:
         self.max_tokens = body.max_tokens
         omitted = body.thinking is not None and body.thinking.display == "omitted"
         self.writer = MessageWriter(
-            Message(id=reply.request_id, model=state.model_name, usage=self._usage()),
+            Message(id=reply.request_id, model=model, usage=self._usage()),
             streams=bool(body.stream),
             show_thinking=not omitted,
         )

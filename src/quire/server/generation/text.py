@@ -187,6 +187,7 @@ class TextGeneration:
                 keep_special=self.keep_special,
                 tenant=self.context.key.name,
                 share=self.context.key.share,
+                adapter=self.context.adapter,
             ),
         )
         self.metrics.open.inc()

@@ -24,7 +24,9 @@ MAX_KEYS = 2048
 MAX_FILE_BYTES = 4 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-_FIELDS = ("key", "key_sha256", "requests_per_minute", "tokens_per_minute", "share")
+_FIELDS = (
+    "key", "key_sha256", "requests_per_minute", "tokens_per_minute", "share", "models", "admin",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class ApiKey:
         digest: SHA-256 of the secret.
         requests_per_minute, tokens_per_minute: None is no limit.
         share: weight of the key's requests in the engine's fair scheduling.
+        models: names of the models and adapters that it may use; None is all.
+        admin: may load and unload adapters.
     """
 
     name: str
@@ -43,6 +47,11 @@ class ApiKey:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     share: float = 1.0
+    models: frozenset[str] | None = None
+    admin: bool = False
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
 
 
 class ApiKeys:
@@ -50,7 +59,7 @@ class ApiKeys:
 
     def __init__(self, args: ServerArgs) -> None:
         self._args = args
-        self.anonymous = self._key("", b"")
+        self.anonymous = self._key("", b"", admin=True)
         self._salt = secrets.token_bytes(32)
         self._by_tag: dict[bytes, ApiKey] = {}
         self.load()
@@ -67,7 +76,7 @@ class ApiKeys:
             ConfigError: the file is wrong; the keys stay as they were.
         """
         keys = [
-            self._key(f"api-key-{place}", digest_of(secret.encode()))
+            self._key(f"api-key-{place}", digest_of(secret.encode()), admin=True)
             for place, secret in enumerate(self._args.api_key, 1)
         ]
         if self._args.api_key_file is not None:
@@ -140,6 +149,15 @@ class ApiKeys:
         share = table.get("share", 1.0)
         if type(share) not in (int, float) or not (math.isfinite(share) and 0.01 <= share <= 100):
             raise _wrong(f"{where}: share must be a number from 0.01 to 100")
+        models = table.get("models")
+        if models is not None:
+            if not isinstance(models, list) or not all(isinstance(m, str) and m for m in models):
+                raise _wrong(f"{where}: models must be a list of names")
+            fields["models"] = frozenset(models)
+        admin = table.get("admin", False)
+        if type(admin) is not bool:
+            raise _wrong(f"{where}: admin must be true or false")
+        fields["admin"] = admin
         return self._key(name, _digest_in(table, where), share=float(share), **fields)
 
 

@@ -36,6 +36,7 @@ class RequestContext:
         first_token: seconds until the first token.
         prompts: texts for the log, where prompts are logged.
         on_end: called once, when the request is over.
+        adapter: the LoRA adapter that the request chose as its model, "" for none.
     """
 
     id: str
@@ -51,6 +52,7 @@ class RequestContext:
     completion_tokens: int = 0
     first_token: float | None = None
     prompts: list[str] = field(default_factory=list)
+    adapter: str = ""
     trace: RequestTrace | None = None
     on_end: Callable[[RequestContext], None] | None = None
     _taken: int = 0

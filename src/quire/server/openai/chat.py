@@ -57,7 +57,7 @@ async def chat_completions(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, ChatRequest, state.args.max_body_bytes)
     state.check_alive()
-    state.check_model(body.model)
+    state.check_model(body.model, context_of(request))
     tokenizer = state.tokenizer("messages")
     check_fan_out(1, body.n)
     _check(body)
@@ -68,7 +68,8 @@ async def chat_completions(request: Request) -> Response:
     names = {"structured_outputs": structured_field(body)}
     with rename_fields(names | functions.ERROR_NAMES if body.functions else names):
         reply = await prepare(state, dialogue, context_of(request))
-    writer = ChatWriter(state, tokenizer, body, reply)
+    model = context_of(request).adapter or state.model_name
+    writer = ChatWriter(model, state.fingerprint, tokenizer, body, reply)
 
     def keep(answers: list[ChatAnswer]) -> CompletionObject[ChatChoice]:
         envelope = writer.answer(answers)
@@ -150,14 +151,19 @@ class ChatWriter:
     """Turns answers into messages, and events into deltas."""
 
     def __init__(
-        self, state: ServerState, tokenizer: Tokenizer, body: ChatRequest, reply: ChatGeneration
+        self,
+        model: str,
+        fingerprint: str,
+        tokenizer: Tokenizer,
+        body: ChatRequest,
+        reply: ChatGeneration,
     ) -> None:
         self.body = body
         self.tokenizer = tokenizer
         self.reply = reply
-        self.model = state.model_name
+        self.model = model
         self.created = int(time.time())
-        self.fingerprint = state.fingerprint
+        self.fingerprint = fingerprint
         self.chunks = ChunkWriter(
             body.stream_options,
             lambda choices, usage: self._envelope("chat.completion.chunk", choices, usage),

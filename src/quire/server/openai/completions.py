@@ -43,7 +43,7 @@ async def completions(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, CompletionRequest, state.args.max_body_bytes)
     state.check_alive()
-    state.check_model(body.model)
+    state.check_model(body.model, context_of(request))
     prompts = prompts_of(body.prompt)
     check_fan_out(len(prompts), max(body.n or 1, body.best_of or 1))
     _check(state, body, prompts)
@@ -177,7 +177,7 @@ class CompletionWriter:
         self.generation = generation
         self.n = body.n or 1
         self.tokenizer = state.client.tokenizer
-        self.model = state.model_name
+        self.model = generation.context.adapter or state.model_name
         self.fingerprint = state.fingerprint
         self.created = int(time.time())
         self.with_prompt_logprobs = body.prompt_logprobs is not None and not body.stream
@@ -258,7 +258,7 @@ async def generate(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, GenerateRequest, state.args.max_body_bytes)
     state.check_alive()
-    state.check_model(body.model)
+    state.check_model(body.model, context_of(request))
     prompts = prompts_of(body.prompt)
     if len(prompts) != 1:
         raise ApiError(400, "/generate takes one prompt.", param="prompt", code="invalid_value")

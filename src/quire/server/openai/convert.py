@@ -46,6 +46,7 @@ _COPIED = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "prompt_logprobs",
+    "speculative",
 )
 _FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

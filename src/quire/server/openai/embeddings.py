@@ -69,7 +69,7 @@ async def embeddings(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, EmbeddingRequest, state.args.max_body_bytes)
     state.check_alive()
-    state.check_model(body.model)
+    state.check_model(body.model, context_of(request))
     inputs = prompts_of(body.input, "input", MAX_INPUTS)
     if any(isinstance(text, str) for text in inputs):
         state.tokenizer("input")
@@ -81,18 +81,19 @@ async def embeddings(request: Request) -> Response:
         context.prompts += [prompt_text(state.client.tokenizer, text) for text in inputs]
     context.take_tokens(sum(map(estimate_tokens, inputs)), 0)
     found = await unless_disconnected(request.receive, _embed_all(state, context, body, inputs))
+    model = context.adapter or state.model_name
     if sum(each.values.size for each in found) > _MANY_NUMBERS:
-        return await asyncio.to_thread(_answer, state, body, found)
-    return _answer(state, body, found)
+        return await asyncio.to_thread(_answer, model, body, found)
+    return _answer(model, body, found)
 
 
-def _answer(state: ServerState, body: EmbeddingRequest, found: list[Embedding]) -> Response:
+def _answer(model: str, body: EmbeddingRequest, found: list[Embedding]) -> Response:
     count = sum(len(each.prompt_token_ids) for each in found)
     data = [
         EmbeddingObject(index, _encoded(each, body.encoding_format))
         for index, each in enumerate(found)
     ]
-    return json_response(EmbeddingList(data, state.model_name, EmbeddingUsage(count, count)))
+    return json_response(EmbeddingList(data, model, EmbeddingUsage(count, count)))
 
 
 def _encoded(found: Embedding, encoding: str | None) -> list[float] | str:
@@ -149,6 +150,7 @@ async def _embed(
             cache_salt=body.cache_salt or "",
             tenant=context.key.name,
             share=context.key.share,
+            adapter=context.adapter,
         )
         reason = "stop"
     except Exception:

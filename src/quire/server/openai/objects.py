@@ -152,13 +152,16 @@ class GenerateAnswer(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """The served model. sampling_defaults: parameters that a request without them gets, where they
-    are not the API's own."""
+    """The served model, or an adapter of it. sampling_defaults: parameters that a request without
+    them gets, where they are not the API's own. root: the model's own name or an adapter's. parent:
+    the model of an adapter."""
 
     id: str
     created: int
     max_model_len: int
     sampling_defaults: dict[str, float]
+    root: str
+    parent: str | None = None
     object: str = "model"
     owned_by: str = "quire"
 

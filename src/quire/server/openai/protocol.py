@@ -102,6 +102,7 @@ class SamplingFields(StructuredFields):
     return_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
     cache_salt: Name | None = None
+    speculative: Literal["auto", "off"] | None = None
     user: Name | None = None
     safety_identifier: Name | None = None
 

@@ -17,6 +17,7 @@ from quire.server.errors import ApiError
 from quire.server.generation.dialogue import Dialogue
 from quire.server.generation.prompt import render_prompt
 from quire.server.generation.tools import check_tools
+from quire.server.middleware.request_context import context_of
 from quire.server.openai.messages import (
     ChatMessageParam,
     ChatToolParam,
@@ -95,7 +96,7 @@ class Detokenized(msgspec.Struct):
 async def tokenize(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, TokenizeRequest, state.args.max_body_bytes)
-    state.check_model(body.model)
+    state.check_model(body.model, context_of(request))
     tokenizer = state.tokenizer("prompt" if body.messages is None else "messages")
     if body.messages is None:
         text, special = body.prompt or "", body.add_special_tokens is not False
@@ -149,7 +150,7 @@ def _conversation(tokenizer: Tokenizer, dialogue: Dialogue, body: TokenizeReques
 async def detokenize(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, DetokenizeRequest, state.args.max_body_bytes)
-    state.check_model(body.model)
+    state.check_model(body.model, context_of(request))
     tokenizer = state.tokenizer("tokens")
     text = await _computed(lambda: _detokenized(tokenizer, body.tokens), len(body.tokens))
     return json_response(Detokenized(text))

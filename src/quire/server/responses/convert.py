@@ -53,6 +53,7 @@ _SAMPLING = (
     "stop_token_ids",
     "ignore_eos",
     "min_tokens",
+    "speculative",
 )
 
 
@@ -222,7 +223,9 @@ def turns_in(items: Sequence[Item]) -> int:
     return sum(isinstance(item, MessageItem) and item.role == "user" for item in items)
 
 
-def response_of(state: ServerState, body: CreateRequest, dialogue: Dialogue) -> Response:
+def response_of(
+    state: ServerState, body: CreateRequest, dialogue: Dialogue, adapter: str
+) -> Response:
     """Returns the response before it has output, echoing its request."""
     text: dict[str, Any] = {"format": {"type": "text"}}
     if body.text is not None:
@@ -241,7 +244,7 @@ def response_of(state: ServerState, body: CreateRequest, dialogue: Dialogue) -> 
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
-        model=state.model_name,
+        model=adapter or state.model_name,
         output=[],
         parallel_tool_calls=dialogue.parallel_tool_calls,
         previous_response_id=body.previous_response_id,

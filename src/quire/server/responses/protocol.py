@@ -226,6 +226,7 @@ class CreateRequest(PromptFields):
     presence_penalty: float | None = None
     priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
     repetition_penalty: float | None = None
+    speculative: Literal["auto", "off"] | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[Count], Field(max_length=256, fail_fast=True)] | None = None

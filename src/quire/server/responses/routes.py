@@ -36,7 +36,7 @@ async def create_response(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, CreateRequest, state.args.max_body_bytes)
     state.check_alive()
-    state.check_model(body.model)
+    state.check_model(body.model, context_of(request))
     if body.background and not stores(state, body):
         raise ApiError(
             400,
@@ -54,7 +54,9 @@ async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]
     dialogue = await _fitted(state, body, items)
     reply = await prepare(state, dialogue, context_of(request))
     stored = StoredResponse(
-        ResponseWriter(response_of(state, body, dialogue)), items, owner_of(request)
+        ResponseWriter(response_of(state, body, dialogue, context_of(request).adapter)),
+        items,
+        owner_of(request),
     )
     answer = ResponseAnswer(
         reply,
@@ -87,7 +89,7 @@ async def count_input_tokens(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, PromptFields, state.args.max_body_bytes)
     state.check_alive()
-    state.check_model(body.model)
+    state.check_model(body.model, context_of(request))
     items = items_of(body, store_of(request), owner_of(request))
     with rename_fields(NAMES):
         ids = await count(state, await _fitted(state, body, items))

@@ -32,6 +32,17 @@ const NAMES = {
   "tiers.prefill_rate": "Prompt tokens a second, measured",
   "tiers.out_rate": "Bytes a second out, measured",
   "tiers.in_rate": "Bytes a second in, measured",
+  "speculation.steps": "Steps with drafts",
+  "speculation.drafts_per_row": "Drafts of a row, in the last step",
+  "speculation.gain": "Speed expected of the last step, over one without drafts",
+  "speculation.sources.draft.rows": "Rows with the model's drafts",
+  "speculation.sources.draft.drafted": "The model's drafts verified",
+  "speculation.sources.draft.accepted": "Of them, accepted",
+  "speculation.sources.draft.accepted_at": "Of them, accepted, all places",
+  "speculation.sources.suffix.rows": "Rows with drafts looked up",
+  "speculation.sources.suffix.drafted": "Drafts looked up and verified",
+  "speculation.sources.suffix.accepted": "Of these, accepted",
+  "speculation.sources.suffix.accepted_at": "Of these, accepted, all places",
 };
 
 /** Where prompts' tokens came from: the name, and the class of its part of the bar. */

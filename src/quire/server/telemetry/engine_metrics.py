@@ -23,6 +23,7 @@ from quire.server.telemetry.metrics import ServerMetrics
 if TYPE_CHECKING:
     from quire.engine.stats import EngineStats
     from quire.offload.tier_stats import TierStats
+    from quire.speculation.source_stats import SpeculationStats
 
 _COUNTERS = {
     "prefix_query_tokens": ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),
@@ -44,6 +45,13 @@ _COUNTERS = {
 }
 """Maps fields of `EngineStats` to their metrics' names and meanings."""
 
+_ADAPTER_COUNTERS = {
+    "loads": ("adapter_loads", "LoRA adapters copied to the device."),
+    "load_seconds": ("adapter_load_seconds", "Seconds that this took in all."),
+    "failures": ("adapter_failures", "LoRA adapters that could not be read or copied."),
+}
+"""Maps entries of `EngineStats.adapters`, which has some where adapters are taken, likewise."""
+
 _TIER_COUNTERS = {
     "host_hit_tokens": ("host_hit_tokens", "Prompt tokens whose KV came from host memory."),
     "disk_hit_tokens": ("disk_hit_tokens", "Prompt tokens whose KV came from files."),
@@ -56,6 +64,13 @@ _TIER_COUNTERS = {
     "transfer_failures": ("kv_transfer_failures", "Moves of KV blocks between tiers that failed."),
 }
 """Maps fields of `TierStats`, which exists where there are lower tiers, likewise."""
+
+_SOURCE_COUNTERS = {
+    "rows": ("drafts", "Rows that verified drafts."),
+    "drafted": ("draft_tokens", "Draft tokens verified."),
+    "accepted": ("accepted_tokens", "Of them, accepted."),
+}
+"""Maps fields of `SourceStats`, which exists where there is speculation, likewise."""
 
 
 _HISTOGRAMS = {
@@ -102,8 +117,12 @@ class EngineMetrics(Collector):
             yield from _gauges(self._stats)
             yield from _counters(self._stats, _COUNTERS)
             yield from _histograms(self._stats)
+            if self._stats.adapters:
+                yield from _adapters(self._stats.adapters)
             if self._stats.tiers is not None:
                 yield from _tiers(self._stats.tiers)
+            if self._stats.speculation is not None:
+                yield from _speculation(self._stats.speculation)
 
 
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
@@ -119,12 +138,53 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
     yield blocks
 
 
+def _adapters(found: dict[str, float]) -> Iterator[Metric]:
+    states = ("known", "cached", "resident")
+    counts = _gauge("adapters", "LoRA adapters, by state.", labels=("state",))
+    for state in states:
+        counts.add_metric([state], found[state])
+    yield counts
+    yield _gauge(
+        "adapter_requests_waiting",
+        "Requests parked until their LoRA adapter is on the device.",
+        found["waiting"],
+    )
+    for field, (name, help) in _ADAPTER_COUNTERS.items():
+        yield CounterMetricFamily(f"quire_{name}", help, value=found[field])
+
+
 def _tiers(tiers: TierStats) -> Iterator[Metric]:
     blocks = _gauge("tier_blocks", "KV blocks in lower tiers.", labels=("tier",))
     blocks.add_metric(["host"], tiers.host_blocks_used)
     blocks.add_metric(["disk"], tiers.disk_blocks)
     yield blocks
     yield from _counters(tiers, _TIER_COUNTERS)
+
+
+def _speculation(found: SpeculationStats) -> Iterator[Metric]:
+    stem = "spec_decode"
+    yield _gauge(
+        f"{stem}_drafts_per_row",
+        "Drafts of a generating row, in the last step.",
+        found.drafts_per_row,
+    )
+    yield _gauge(
+        f"{stem}_gain", "Expected speed of the last step over one without drafts.", found.gain
+    )
+    for field, (name, help) in _SOURCE_COUNTERS.items():
+        metric = CounterMetricFamily(f"quire_{stem}_{name}", help, labels=("source",))
+        for source, counts in found.sources.items():
+            metric.add_metric([source], getattr(counts, field))
+        yield metric
+    places = CounterMetricFamily(
+        f"quire_{stem}_accepted_tokens_per_pos",
+        "Draft tokens accepted, by their place in the row.",
+        labels=("source", "position"),
+    )
+    for source, counts in found.sources.items():
+        for position, count in enumerate(counts.accepted_at):
+            places.add_metric([source, str(position)], count)
+    yield places
 
 
 def _counters(stats: object, names: dict[str, tuple[str, str]]) -> Iterator[Metric]:

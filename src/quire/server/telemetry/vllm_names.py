@@ -27,6 +27,10 @@ NAMES = {
     "quire_prefix_query_tokens": ("prefix_cache_queries",),
     "quire_prefix_hit_tokens": ("prefix_cache_hits",),
     "quire_preemptions": ("num_preemptions",),
+    "quire_spec_decode_drafts": ("spec_decode_num_drafts",),
+    "quire_spec_decode_draft_tokens": ("spec_decode_num_draft_tokens",),
+    "quire_spec_decode_accepted_tokens": ("spec_decode_num_accepted_tokens",),
+    "quire_spec_decode_accepted_tokens_per_pos": ("spec_decode_num_accepted_tokens_per_pos",),
 }
 """Maps a metric's name to those of vLLM for the same quantity."""
 _LABELS = {"reason": "finished_reason"}

@@ -1,0 +1,257 @@
+"""LoRA adapters on a GPU: checks, then times of decode steps with none, one and many of them.
+
+    python bench/adapters.py [--layers 36] [--rank 16] [--rows 64]
+
+The model has Qwen3-8B's shape and random weights; all its linear layers are adapted. Steps are the
+engine's own captured bodies of `--rows` rows of one token, launched without an engine around them.
+Times are of one body, with the adapters' bytes and what reading them costs at the card's measured
+bandwidth. The table ends the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire import ops
+from quire.adapters.hook import COLUMN, AdapterHook
+from quire.adapters.layout import Adapter, Image, LowRank
+from quire.config import EngineArgs
+from quire.engine.builder import resolve
+from quire.executor import Capacity
+from quire.ops.adapters import SlotWeights
+from quire.ops.reference import adapters as twins
+from quire.ops.rows import StepRows
+from quire.ops.triton import adapters as kernels
+from quire.ops.triton.linear import linear
+from quire.runner import ModelRunner
+from quire.runner.graphs import Graphs
+from quire.runner.program import BodyShape
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,
+    "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0, "tie_word_embeddings": False, "vocab_size": 151936,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+CONTEXT = 256
+"""Positions before the token that a row computes."""
+
+
+def random_adapter(hook: AdapterHook, rank: int, seed: int) -> Image:
+    """Returns a random adapter of all linear layers."""
+    draw = torch.Generator().manual_seed(seed)
+    layout = hook.pool.layout
+    adapter = Adapter(str(seed))
+    for targets in layout.targets.values():
+        for t in targets:
+            a = torch.randn(rank, t.inputs, generator=draw, dtype=torch.float32) * 0.02
+            b = torch.randn(t.size, rank, generator=draw, dtype=torch.float32) * 0.02
+            part = LowRank(a.to(layout.dtype), b.to(layout.dtype), 2.0)
+            adapter.parts[t.layer, t.place] = part
+    return layout.image(adapter, pinned=True)
+
+
+class Bench:
+    """A runner with `slots` adapters on its device, whose lanes decode."""
+
+    def __init__(self, folder: Path, *, slots: int, rank: int, rows: int) -> None:
+        config = resolve(
+            EngineArgs(
+                model=str(folder), device="cuda", dtype="bfloat16", load_format="dummy",
+                skip_tokenizer_init=True, max_num_seqs=rows, max_num_batched_tokens=rows,
+                max_model_len=2 * CONTEXT, num_kv_blocks=rows * (2 * CONTEXT // 16),
+                enable_lora=True, max_loras=slots, max_lora_rank=rank, enforce_eager=True,
+            )
+        )  # fmt: skip
+        self.rows, self.slots = rows, slots
+        self.hook = AdapterHook(config)
+        self.runner = ModelRunner(config, hooks=[self.hook])
+        self.capacity: Capacity = self.runner.start()
+        state = self.runner.state
+        self._prepare(state)
+        self.column = state.columns[COLUMN]
+        self.graphs = Graphs(state.device, state.limits)
+        self.shapes = {
+            False: BodyShape(rows, rows, 1, altered=False),
+            True: BodyShape(rows, rows, 1, altered=True),
+        }
+        program = self.runner.program
+        with torch.inference_mode():
+            self.graphs.capture(
+                {
+                    shape: lambda shallow, shape=shape: program.body(shape, shallow=shallow)  # type: ignore[misc]
+                    for shape in self.shapes.values()
+                }
+            )
+
+    def _prepare(self, state: Any) -> None:
+        """Lets every row compute a token behind `CONTEXT` others, in blocks of its own."""
+        rows = self.rows
+        packed = state.idle_inputs()
+        lanes, query_start, logit_start, flags, *_ = state.split_inputs(packed)
+        lanes[:rows] = np.arange(rows)
+        query_start[: rows + 1] = np.arange(rows + 1)
+        query_start[rows + 1 :] = rows
+        logit_start[:] = 0
+        flags[:rows] = 0
+        state.inputs.copy_(torch.from_numpy(packed))
+        state.position.fill_(CONTEXT)
+        state.tokens.random_(0, 1000)
+        for table in state.tables:
+            blocks = torch.arange(table.numel(), dtype=torch.int32, device=table.device)
+            table.copy_(blocks.view_as(table) % sum(self.capacity.num_blocks))
+
+    def fill(self, image: Image, slot: int) -> None:
+        with torch.inference_mode():
+            self.hook.pool.put(image, slot)
+
+    def choose(self, slots: list[int]) -> None:
+        """Sets the slot of each row."""
+        with torch.inference_mode():
+            self.column.copy_(torch.tensor(slots, dtype=torch.int32))
+
+    def hidden(self, altered: bool) -> torch.Tensor:
+        """Runs a step. Returns its hidden states, [rows, width]."""
+        self.runner.state.position.fill_(CONTEXT)
+        self.graphs.replay(self.shapes[altered])
+        torch.cuda.synchronize()
+        return self.runner.program.hidden[: self.rows].clone()
+
+    def microseconds(self, altered: bool, repeats: int = 20) -> float:
+        """Returns the median time of a step."""
+        return median_us(lambda: self.graphs.replay(self.shapes[altered]), repeats)
+
+
+def median_us(run: Any, repeats: int) -> float:
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def read_bandwidth() -> float:
+    """Returns the bytes per second at which the card sums up 4 GB."""
+    data = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
+    return data.nbytes / (median_us(lambda: torch.sum(data), 5) * 1e-6)
+
+
+def check_kernels() -> None:
+    """Raises where a kernel's result is not its twin's, or a row without an adapter changes."""
+    draw = torch.Generator(device="cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=draw)
+
+    for tokens in (1, 16, 64, 200, 500):
+        sizes, inputs, rank = (512, 128, 128), 1024, 16
+        memory = random(8, (inputs * 3 + sum(sizes)) * rank + 64) * 0.1
+        table = torch.zeros(8, 14, dtype=torch.int32)
+        for slot in range(8):
+            own = [(slot * 3 + place) % (rank + 1) for place in range(3)]
+            at, first = -(-sum(own) * inputs // 16) * 16, 0
+            table[slot, :2] = torch.tensor([0, sum(own)])
+            for place, r in enumerate(own):
+                bits = int(torch.tensor(0.5).view(torch.int32))
+                table[slot, 2 + 4 * place :][:4] = torch.tensor([at, r, first, bits])
+                at += -(-sizes[place] * (-(-r // 8) * 8) // 16) * 16
+                first += r
+        weights = SlotWeights(memory.bfloat16(), table.cuda(), sizes, inputs, rank)
+        column = torch.randint(-1, 8, (tokens,), device="cuda", generator=draw).int()
+        lanes = torch.arange(tokens, device="cuda", dtype=torch.int32)
+        starts = torch.arange(tokens + 1, device="cuda", dtype=torch.int32)
+        rows = StepRows(lanes, starts, starts, torch.zeros_like(lanes))
+        x, out = random(tokens, inputs).bfloat16(), random(tokens, sum(sizes)).bfloat16()
+        norm = ops.RmsScale((1 + 0.1 * random(inputs)).bfloat16(), 1e-6)
+        own_rows = kernels.adapter_rows(rows, column, num_tokens=tokens, num_slots=8)
+        twin_rows = twins.adapter_rows(rows, column, num_tokens=tokens, num_slots=8)
+        for scale in (None, norm):
+            got = kernels.add_adapters(out.clone(), x, weights, own_rows, scale)
+            want = twins.add_adapters(out.clone(), x, weights, twin_rows, scale)
+            torch.testing.assert_close(got.float(), want.float(), atol=0.1, rtol=0.03)
+            assert torch.equal(got[column < 0], out[column < 0])
+        for act in ("silu_and_mul", "gelu"):
+            weight = ops.Weight.plain((random(512, inputs) * 0.03).bfloat16())
+            fused = linear(x, weight, None, None, norm, act)  # type: ignore[arg-type]
+            apart = kernels.preactivation(x, weight, None, norm, act)  # type: ignore[arg-type]
+            assert torch.equal(kernels.activate(apart, act, x.dtype), fused), (tokens, act)  # type: ignore[arg-type]
+
+
+def check_steps(bench: Bench) -> None:
+    """Raises where base rows beside adapters differ from a step without, or others do not."""
+    rows = bench.rows
+    base = bench.hidden(False)
+    slots = [row % bench.slots if row % 2 else -1 for row in range(rows)]
+    bench.choose(slots)
+    mixed = bench.hidden(True)
+    for row, slot in enumerate(slots):
+        assert torch.equal(mixed[row], base[row]) == (slot < 0), row
+    bench.choose([-1] * rows)
+    assert torch.equal(bench.hidden(True), base)
+    bench.choose(slots)
+    assert torch.equal(bench.hidden(True), mixed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=64)
+    options = parser.parse_args()
+    began = time.monotonic()
+    check_kernels()
+    print(f"kernels agree with their twins ({time.monotonic() - began:.0f} s)", flush=True)
+    bandwidth = read_bandwidth()
+    with tempfile.TemporaryDirectory() as folder:
+        config = {**CONFIG, "num_hidden_layers": options.layers}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        bench = Bench(Path(folder), slots=options.rows, rank=options.rank, rows=options.rows)
+    images = [random_adapter(bench.hook, options.rank, seed) for seed in range(2)]
+    for slot in range(options.rows):
+        bench.fill(images[slot % 2], slot)
+    torch.cuda.synchronize()
+    nbytes = images[0].data.nbytes
+    print(f"loaded and captured ({time.monotonic() - began:.0f} s)", flush=True)
+    check_steps(bench)
+    print(f"base rows keep their bits ({time.monotonic() - began:.0f} s)", flush=True)
+    copy_us = median_us(lambda: bench.fill(images[0], 0), 5)
+    base = bench.microseconds(False)
+    lines = [("base", 0, base, base)]
+    for active in (1, 4, 16, options.rows):
+        bench.choose([row % active for row in range(options.rows)])
+        floor = base + active * nbytes / bandwidth * 1e6
+        lines.append((f"{active} active", active, bench.microseconds(True), floor))
+    bench.choose([0, *[-1] * (options.rows - 1)])
+    lines.append(("1 row of 1", 1, bench.microseconds(True), base + nbytes / bandwidth * 1e6))
+    bench.choose([-1] * options.rows)
+    lines.append(("none, adapted body", 0, bench.microseconds(True), base))
+    print(
+        f"\n{torch.cuda.get_device_name()}: {options.layers} layers, rank {options.rank}, "
+        f"{options.rows} rows, {nbytes / 1e6:.0f} MB an adapter, {bandwidth / 1e12:.2f} TB/s read, "
+        f"to a slot in {copy_us / 1e3:.1f} ms, {time.monotonic() - began:.0f} s in all\n"
+    )
+    print("| step | µs | of base | base + bytes, µs | of that |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    for name, _, found, floor in lines:
+        print(f"| {name} | {found:.0f} | {found / base:.3f} | {floor:.0f} | {found / floor:.3f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Sums over GPUs: checks our kernels against sums in fp32, then times them beside NCCL in graphs.
+
+    python bench/kernels/all_reduce.py [--ranks 2] [--width 4096]
+
+It starts its ranks itself. Checks: the same bits on every rank, at sizes that vary from sum to sum,
+as calls and as replays of a graph; ranks that come late; and a rank that never comes, which must
+end in a report. The table has µs per sum with the residual added, of bf16 rows of the width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "src"))
+
+from quire.errors import EngineDeadError  # noqa: E402
+from quire.parallel.symmetric_memory import (  # noqa: E402
+    ONE_SHOT_WORDS,
+    TWO_SHOT_WORDS,
+    SymmetricGroup,
+    symmetric_group,
+)
+from quire.parallel.torch_group import join_group  # noqa: E402
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+def draws(
+    rows: int, width: int, dtype: torch.dtype, seed: int, device: torch.device
+) -> torch.Tensor:
+    make = torch.Generator(device).manual_seed(seed)
+    return torch.randn(rows, width, generator=make, device=device).to(dtype)
+
+
+def check(group: SymmetricGroup, width: int, device: torch.device) -> int:
+    """Returns how many sums were wrong."""
+    wrong, seed = 0, 0
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for rows in (1, 64, 3, 1, 17, 200, 1, 64, 512, 5):
+            seed += 1
+            mine = [draws(rows, width, dtype, 100 * seed + r, device) for r in range(group.world)]
+            residual = draws(rows, width, dtype, 100 * seed + 99, device) if seed % 2 else None
+            total = torch.zeros(rows, width, device=device)
+            for part in mine:
+                total += part.float()
+            if residual is not None:
+                total += residual.float()
+            expected = total.to(dtype)
+            ways = [group.two_shot]
+            if rows * width * dtype.itemsize <= 1 << 20:
+                ways.append(group.one_shot)
+            for way in ways:
+                if group.rank == seed % group.world:
+                    torch.cuda._sleep(2_000_000)  # a millisecond late
+                for _ in range(3):
+                    got = way(mine[group.rank], residual, seed)
+                    if not torch.equal(got, expected):
+                        wrong += 1
+                        off = (got.float() - expected.float()).abs().max().item()
+                        print(f"rank {group.rank}: {way.__name__} of {rows} rows in {dtype}: "
+                              f"off by {off:.3g}", flush=True)  # fmt: skip
+    return wrong
+
+
+def check_graph(group: SymmetricGroup, width: int, device: torch.device) -> int:
+    """Returns how many replays of a graph of many sums were wrong."""
+    rows = (1, 64, 8, 200, 1, 300)
+    inputs = [draws(n, width, torch.bfloat16, n + group.rank, device) for n in rows]
+    ways = [group.one_shot if n <= 64 else group.two_shot for n in rows]
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        outs = [way(x, x, 1) for _ in range(6) for way, x in zip(ways, inputs, strict=True)]
+        graph.capture_end()
+    expected = []
+    for x in inputs:
+        parts = x.new_empty(group.world, *x.shape)
+        dist.all_gather_into_tensor(parts.view(-1), x.view(-1))
+        total = torch.zeros(x.shape, device=device)
+        for part in parts:
+            total += part.float()
+        expected.append((total + x.float()).to(x.dtype))
+    wrong = 0
+    for index in range(50):
+        if index % 7 == group.rank:
+            torch.cuda._sleep(1_000_000)
+        graph.replay()
+        wrong += sum(not torch.equal(a, b) for a, b in zip(outs, expected * 6, strict=True))
+    return wrong
+
+
+def check_absence(group: SymmetricGroup, device: torch.device) -> str:
+    """Rank 0 sums alone. Returns what its error says, and in how long."""
+    x = torch.ones(1, 4096, dtype=torch.bfloat16, device=device)
+    dist.barrier()
+    group.started()
+    if group.rank:
+        time.sleep(8.0)
+        return ""
+    began = time.monotonic()
+    group.all_reduce(x, None, "layers.0.absent")
+    group.all_reduce(x, None, "layers.1.absent")
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - began
+    try:
+        group.check(7)
+    except EngineDeadError as error:
+        return f"{error}, after {seconds:.2f} s"
+    return ""
+
+
+def rank_main(rank: int, world: int, width: int, folder: str) -> None:
+    device = torch.device("cuda", rank)
+    join_group(device, folder, rank, world, 60.0)
+    group = symmetric_group(device, torch.bfloat16)
+    if not isinstance(group, SymmetricGroup):
+        raise SystemExit("no symmetric memory")
+    wrong = check(group, width, device) + check_graph(group, width, device)
+    lines = []
+    for rows in ROWS:
+        # As many sums on every rank: what is timed depends on no time.
+        words = rows * width // 2
+        ways = [group.by_nccl, group.one_shot, group.two_shot]
+        most = (words, ONE_SHOT_WORDS, TWO_SHOT_WORDS)
+        lines.append([
+            group.seconds(way, words, torch.bfloat16) * 1e6 if words <= limit else None
+            for way, limit in zip(ways, most, strict=True)
+        ])  # fmt: skip
+    if rank == 0:
+        print(f"limits chosen: {group.limits[0] * 2 // width}, {group.limits[1] * 2 // width} rows")
+        print(f"{'rows':>6}{'NCCL':>12}{'one shot':>12}{'two shots':>12}   µs")
+        for rows, times in zip(ROWS, lines, strict=True):
+            cells = ["" if each is None else f"{each:.2f}" for each in times]
+            print(f"{rows:6}" + "".join(f"{cell:>12}" for cell in cells))
+    told = check_absence(group, device)
+    if rank == 0:
+        print(f"{wrong} sums wrong on rank 0; a rank that never came: {told or 'NOT NOTICED'}")
+    if wrong or (rank == 0 and not told):
+        raise SystemExit(1)
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=4096)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(
+            rank_main, (arguments.ranks, arguments.width, folder), nprocs=arguments.ranks
+        )
+
+
+if __name__ == "__main__":
+    main()

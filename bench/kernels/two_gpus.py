@@ -1,0 +1,147 @@
+"""Two GPUs against one: equal tokens, then throughput and time to the first token.
+
+    python bench/kernels/two_gpus.py                  # checks, then Qwen3-8B with random weights
+    python bench/kernels/two_gpus.py --only checks    # or cases
+    python bench/kernels/two_gpus.py --ranks 2 --case b1 --case ttft   # no run on one GPU
+
+Checks compare small models in fp32, replayed as graphs, with mixed sampling, penalties, prefix
+hits, preemption and a grammar. A close choice may turn, as sums over ranks round otherwise, so nine
+in ten completions must be equal. The exit status tells whether all were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+MODEL = ROOT / "bench" / "configs" / "qwen3-8b"
+CASES = ("b1", "b64", "nano", "ttft")
+LIMIT = 400
+"""Seconds that one engine's cases may take."""
+
+
+def completions(folder: Path | None, ranks: int, settings: dict[str, Any]) -> list[list[int]]:
+    """Returns the tokens of the same requests, from an engine of so many ranks."""
+    from quire import LLM, SamplingParams
+    from tests.gpu.test_graphs import COSTLY, PARAMS
+
+    params = PARAMS + COSTLY
+    options: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": "float32",
+        "max_num_seqs": 20,
+        "max_num_batched_tokens": 300,
+        "num_kv_blocks": 400,
+        "tensor_parallel_size": ranks,
+        **settings,
+    }
+    if folder is None:
+        llm = LLM(**options)
+        vocab = llm.config.vocab_size
+        ruled = SamplingParams(
+            temperature=0.8, seed=9, max_tokens=40, structured_outputs={"regex": r"\d{3}-\d{4}"}
+        )
+        params = [*params, ruled]
+    else:
+        llm = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, **options)
+        vocab = 128
+    draw = random.Random(0)
+    shared = [draw.randrange(6, vocab) for _ in range(50)]
+    prompts = [
+        (shared if index % 3 == 0 else [])
+        + [draw.randrange(6, vocab) for _ in range(draw.randint(1, 90))]
+        for index in range(27)
+    ]
+    chosen = [params[index % len(params)] for index in range(len(prompts))]
+    try:
+        outputs = llm.generate(prompts, chosen, use_tqdm=False)  # type: ignore[arg-type]
+    finally:
+        llm.shutdown()
+    return [list(choice.token_ids) for output in outputs for choice in output.outputs]
+
+
+def checks() -> bool:
+    """Prints how many completions are equal on one and two GPUs; returns whether enough are."""
+    from tests.unit.tiny_engine import TINY, TINY_WINDOW, model_folder
+
+    fine = True
+    with tempfile.TemporaryDirectory() as scratch:
+        tiny = model_folder(Path(scratch) / "tiny", TINY)
+        window = model_folder(Path(scratch) / "window", TINY_WINDOW)
+        uneven = model_folder(Path(scratch) / "uneven", {**TINY, "vocab_size": 131})
+        for name, folder, settings in (
+            ("embedded model, grammar", None, {}),
+            ("qwen3", tiny, {}),
+            ("qwen3, few blocks", tiny, {"num_kv_blocks": 60}),
+            ("qwen3, eager", tiny, {"enforce_eager": True}),
+            ("qwen3, int8", tiny, {"quantization": "int8"}),
+            ("qwen3, KV in fp8", tiny, {"kv_cache_dtype": "fp8_dynamic"}),
+            ("qwen3, vocabulary of 131", uneven, {}),
+            ("mistral, window", window, {"steps_in_flight": 3}),
+        ):
+            began = time.monotonic()
+            try:
+                one, two = (completions(folder, ranks, settings) for ranks in (1, 2))
+            except Exception as error:
+                fine = False
+                print(f"{name:28} failed: {type(error).__name__}: {error}", flush=True)
+                continue
+            same = sum(a == b for a, b in zip(one, two, strict=True))
+            fine &= same >= 0.9 * len(one)
+            seconds = time.monotonic() - began
+            print(f"{name:28} {same} of {len(one)} equal, {seconds:.1f} s", flush=True)
+    return fine
+
+
+def cases(ranks: int, names: list[str], more: list[str]) -> dict[str, dict[str, float]]:
+    """Returns the metrics of a model's cases by name, from an engine in a process of its own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        records = Path(scratch) / "records.jsonl"
+        command = [
+            sys.executable, "-m", "quire", "bench", "throughput", str(MODEL),
+            "--load-format", "dummy", "--skip-tokenizer-init", "--output", str(records),
+            "--tensor-parallel-size", str(ranks), *(f"--case={name}" for name in names), *more,
+        ]  # fmt: skip
+        began = time.monotonic()
+        try:
+            status = subprocess.run(command, timeout=LIMIT).returncode
+        except subprocess.TimeoutExpired:
+            status = -1
+        print(f"{ranks} ranks: status {status}, {time.monotonic() - began:.0f} s", flush=True)
+        lines = records.read_text().splitlines() if records.exists() else []
+    return {line["case"]: line["metrics"] for line in map(json.loads, lines)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("checks", "cases"))
+    parser.add_argument("--case", action="append", help=f"default: {', '.join(CASES)}")
+    parser.add_argument("--ranks", type=int, action="append", help="default: 1 and 2")
+    arguments, more = parser.parse_known_args()
+    fine = True
+    if arguments.only != "cases":
+        fine = checks()
+    if arguments.only != "checks":
+        names = arguments.case or list(CASES)
+        found = {ranks: cases(ranks, names, more) for ranks in arguments.ranks or (1, 2)}
+        rows = sorted({(case, name) for by in found.values() for case in by for name in by[case]})
+        print("case   metric                          " + "".join(f"{r:>12}" for r in found))
+        for case, name in rows:
+            values = [by.get(case, {}).get(name) for by in found.values()]
+            shown = "".join(f"{'-' if v is None else format(v, '.1f'):>12}" for v in values)
+            print(f"{case:6} {name:32}{shown}")
+        fine &= all(set(by) == set(names) for by in found.values())
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Measures speculative decoding at the cost of an 8B model, with drafts accepted as on real text.
+
+    python bench/speculation.py                    # a GPU: some three minutes
+    python bench/speculation.py --small --device cpu --batches 1 --output-len 32   # anywhere
+
+The target is quire-tiny, widened (`tools/widen_model.py`) until a step costs what one of an 8B
+model does; the draft is quire-tiny-draft, widened to the same vocabulary. Engines: `plain` has no
+speculation, `auto` looks up texts and has the draft model, `random` a draft model of random
+weights: what speculation costs where it is of no use. Others are `draft` and `suffix`.
+
+Workloads: `chat` asks for stories, greedily and at temperature 0.7; `copy` and `edit` repeat a text
+of their prompt, the latter with a name changed, which a grammar sees to, as quire-tiny would not.
+Each is run by so many requests at once, all of them to their ends; the best of some runs counts.
+`vs_plain` is the ratio of the tokens per second to those of the engine `plain`, `same` the share of
+requests with the same tokens as there: rounding decides near ties, `--deterministic` knows none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire import LLM, SamplingParams
+from quire.bench.record import BenchRecord, append_jsonl, format_table, make_record
+from quire.speculation.source_stats import SpeculationStats
+
+ROOT = Path(__file__).parents[1]
+EMBEDDED = ROOT / "src" / "quire" / "embedded"
+sys.path.insert(0, str(ROOT / "tools"))
+from widen_model import Shape, widen  # noqa: E402
+
+TARGET = Shape(hidden=5120, heads=80, kv_heads=16, layers=32, intermediate=11008, vocab=151936)
+DRAFT = Shape(hidden=512, heads=2, kv_heads=1, layers=3, intermediate=256, vocab=151936)
+SMALL_TARGET = Shape(hidden=1280, heads=8, kv_heads=4, layers=8, intermediate=704, vocab=7168)
+SMALL_DRAFT = Shape(hidden=512, heads=2, kv_heads=1, layers=3, intermediate=256, vocab=7168)
+ANIMALS = (
+    "cat", "dog", "bird", "bear", "rabbit", "fish", "frog", "horse", "lion", "mouse", "monkey",
+    "fox", "duck", "owl", "pig", "sheep", "cow", "bee", "snake", "turtle", "tiger", "elephant",
+    "hen", "wolf", "deer", "goat", "ant", "whale", "penguin", "squirrel", "hedgehog", "kitten",
+)  # fmt: skip
+PLACES = "forest", "garden", "house", "river", "school", "farm", "mountain", "beach"
+CODE = """def total_price(items, discount):
+    result = 0
+    for item in items:
+        if item.price > 0:
+            result = result + item.price * item.count
+    return result - result * discount
+
+def mean_price(items, discount):
+    count = len(items)
+    if count == 0:
+        return 0
+    return total_price(items, discount) / count
+
+def show_items(items):
+    for item in items:
+        print(item.name, item.price, item.count)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests at once, and what they ask for."""
+
+    name: str
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+
+
+def settings(engine: str, draft: Path) -> dict[str, Any] | None:
+    """Returns the setting `speculative` of an engine."""
+    return {
+        "plain": None,
+        "auto": {"model": str(draft)},
+        "draft": {"method": "draft", "model": str(draft)},
+        "suffix": {"method": "suffix"},
+        "random": {"model": str(draft.with_name("random"))},
+    }[engine]
+
+
+def chat(llm: LLM, count: int, temperature: float, length: int) -> Workload:
+    """Stories about an animal in a place, all different up to 256."""
+    tokenizer = llm.get_tokenizer()
+    prompts = []
+    for i in range(count):
+        animal, place = ANIMALS[i % len(ANIMALS)], PLACES[i // len(ANIMALS) % len(PLACES)]
+        asked = f"Tell me a long story about a {animal} and a {place}."
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": asked}], add_generation_prompt=True
+        )
+        prompts.append(tokenizer.encode(text, add_special_tokens=False))
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=length, seed=i) for i in range(count)
+    ]
+    kind = "greedy" if temperature == 0.0 else f"t{temperature}"
+    return Workload(f"chat-{kind}-b{count}", prompts, params)
+
+
+def repeated(llm: LLM, name: str, length: int) -> Workload:
+    """One request that writes a text of its prompt again, `edit`: with a name changed."""
+    text = CODE.replace("result", "amount") if name == "edit" else CODE
+    prompt = llm.get_tokenizer().encode(f"{CODE}\n\nAgain:\n")
+    params = SamplingParams(
+        temperature=0.0, max_tokens=length, structured_outputs={"choice": [text]}
+    )
+    return Workload(f"{name}-greedy-b1", [prompt], [params])
+
+
+def workloads(llm: LLM, batches: list[int], length: int) -> list[Workload]:
+    found = [chat(llm, n, t, length) for n in batches for t in (0.0, 0.7)]
+    return [*found, *(repeated(llm, name, 400) for name in ("copy", "edit"))]
+
+
+def run(llm: LLM, work: Workload, repeat: int) -> tuple[dict[str, float], list[list[int]]]:
+    """Runs to the end, best of `repeat` after one to warm up; returns metrics and tokens."""
+    best: dict[str, float] = {}
+    tokens: list[list[int]] = []
+    for number in range(repeat + 1):
+        # No run is to find the texts of another.
+        llm._core.scheduler.reset_prefix_cache()
+        before, steps = counts(llm), llm.stats().steps
+        prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
+        begun = time.perf_counter()
+        outputs = llm.generate(prompts, work.params, use_tqdm=False)
+        seconds = time.perf_counter() - begun
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        total = sum(map(len, tokens))
+        if not number or (best and seconds >= best["seconds"]):
+            continue
+        taken = llm.stats().steps - steps
+        best = {
+            "seconds": seconds,
+            "output_tokens": total,
+            "output_tok_s": total / seconds,
+            "steps": taken,
+        }
+        drafted, accepted = (after - b for after, b in zip(counts(llm), before, strict=True))
+        if drafted:
+            best |= {"drafted": drafted, "accepted_percent": 100.0 * accepted / drafted}
+    return best, tokens
+
+
+def counts(llm: LLM) -> tuple[int, int]:
+    """Returns the drafts verified and accepted so far."""
+    stats = llm.stats().speculation or SpeculationStats()
+    sources = stats.sources.values()
+    return sum(s.drafted for s in sources), sum(s.accepted for s in sources)
+
+
+def randomize(source: Path, out: Path) -> None:
+    """Writes a model of the same shape with random weights."""
+    shutil.copytree(source, out)
+    for file in out.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in sorted(tensors):
+            tensors[name].normal_(0.0, 0.02)
+        save_file(tensors, file)
+
+
+def measure(args: argparse.Namespace, target: Path, draft: Path) -> list[BenchRecord]:
+    records: list[BenchRecord] = []
+    plain: dict[str, tuple[float, list[list[int]]]] = {}
+    for engine in args.engines:
+        begun = time.perf_counter()
+        options: dict[str, Any] = {}
+        if args.device != "cpu":
+            options["max_num_seqs"] = max(args.batches)
+        llm = LLM(
+            str(target),
+            device=args.device,
+            max_model_len=1024,
+            deterministic=args.deterministic,
+            speculative=settings(engine, draft),
+            **options,
+        )
+        started = time.perf_counter() - begun
+        print(f"{engine}: started in {started:.1f} s", file=sys.stderr, flush=True)
+        for work in workloads(llm, args.batches, args.output_len):
+            metrics, tokens = run(llm, work, args.repeat)
+            if engine == "plain":
+                plain[work.name] = metrics["output_tok_s"], tokens
+            elif work.name in plain:
+                rate, expected = plain[work.name]
+                metrics["vs_plain"] = metrics["output_tok_s"] / rate
+                same = sum(a == b for a, b in zip(tokens, expected, strict=True))
+                metrics["same_percent"] = 100.0 * same / len(tokens)
+            record = make_record(
+                f"speculation-{engine}-{work.name}",
+                metrics,
+                model="quire-tiny, " + ("widened" if args.small else "widened to 8B"),
+                device=llm.config.device,
+                settings={
+                    "speculative": engine,
+                    "deterministic": args.deterministic,
+                },
+            )
+            records.append(record)
+            print(format_table([record]).splitlines()[-1], file=sys.stderr, flush=True)
+        if engine != "plain":
+            seconds = llm._core.capacity.step_seconds
+            print(f"step seconds: {seconds}", file=sys.stderr, flush=True)
+        llm.shutdown()
+        del llm
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engines", type=lambda x: x.split(","), default="plain,auto,random")
+    parser.add_argument(
+        "--batches",
+        type=lambda x: [int(n) for n in x.split(",")],
+        default="1,8,64,256",
+        help="requests at once, at most 256",
+    )
+    parser.add_argument("--output-len", type=int, default=192, help="most tokens of a chat answer")
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="widen less, to try this anywhere")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--folder", type=Path, help="keep the widened models here, for more runs")
+    parser.add_argument("--out", type=Path, help="append records to this JSONL file")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        folder = args.folder or Path(made)
+        target, draft = folder / "target", folder / "draft"
+        where = args.device if torch.cuda.is_available() else "cpu"
+        begun = time.perf_counter()
+        for name, out, shape in (
+            ("quire-tiny", target, SMALL_TARGET if args.small else TARGET),
+            ("quire-tiny-draft", draft, SMALL_DRAFT if args.small else DRAFT),
+        ):
+            if not (out / "model.safetensors.index.json").exists():
+                widen(EMBEDDED / name, out, shape, where)
+        print(f"widened in {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
+        if not (folder / "random").exists():
+            randomize(draft, folder / "random")
+        records = measure(args, target, draft)
+    if args.out is not None:
+        append_jsonl(args.out, records)
+    print(format_table(records, leave_out=("seconds",)))
+
+
+if __name__ == "__main__":
+    main()

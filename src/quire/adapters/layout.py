@@ -1,0 +1,163 @@
+"""Where a model takes adapters: its linear layers, by the names that checkpoints give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.layers.linear import Linear
+from quire.models import Decoder
+from quire.models.registry import family_named
+from quire.ops.adapters import HEAD, WORDS, padded_rank, scale_bits
+from quire.sharding import ShardSpec
+
+_ALIGNED = 16
+"""Elements: every A and B begins on a multiple, so that kernels read whole lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A projection of a linear layer, and what of a module of the checkpoint it is.
+
+    layer: index of the linear layer. place: of the projection in it. inputs: of the whole layer.
+    size: outputs of the whole projection. start: where they begin in the module. low, high: those
+        that this rank holds.
+    """
+
+    layer: int
+    place: int
+    inputs: int
+    size: int
+    start: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to one projection: scale * b a. a: [rank, inputs]. b: [outputs, rank].
+    Both are whole, whatever a rank of several holds."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(slots=True)
+class Adapter:
+    """An adapter that was read. digest: of its contents. parts: by linear layer and projection."""
+
+    digest: str
+    parts: dict[tuple[int, int], LowRank] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An adapter as it stands in a slot, this rank's share. data: [elements] in the model's dtype.
+    table: int32 [layers, words], see `SlotWeights`."""
+
+    data: Tensor
+    table: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.table.nbytes
+
+
+class Layout:
+    """The linear layers of a model that take adapters of up to `rank`.
+
+    layers: those layers. targets: by the name of a checkpoint's module, without the family's
+    prefix, the projections that it is. elements: of a slot. words: of a line of a slot's table.
+
+    Raises:
+        ConfigError: the model has none, or a layer's names are not known.
+    """
+
+    def __init__(self, model: Decoder, rank: int) -> None:
+        self.rank = rank
+        self.dtype = model.dtype
+        family = family_named(model.spec.family)
+        if family is None:
+            raise ConfigError(f"there is no family {model.spec.family!r}", "enable_lora")
+        self.canonical = family.canonical
+        self.layers: list[Linear] = []
+        self.targets: dict[str, list[Target]] = {}
+        self._projections: list[list[Target]] = []
+        self.elements = 0
+        for layer in model.modules():
+            if not isinstance(layer, Linear) or layer.name.startswith("head"):
+                continue
+            index = len(self.layers)
+            self.layers.append(layer)
+            self._projections.append([])
+            self.elements += _aligned(rank * len(layer.outputs) * _inputs(layer))
+            for place, output in enumerate(layer.outputs):
+                name = f"{layer.name}.{output.name}" if output.name else layer.name
+                source = family.source(model.spec, f"{name}.weight")
+                shard = ShardSpec(0, output.unit, output.padded)
+                if layer.split == "inputs":
+                    low, high = 0, output.size
+                else:
+                    low, high = shard.bounds(output.size, layer.group.rank, layer.group.world)
+                start = 0 if source.span is None else source.span[0]
+                target = Target(index, place, layer.inputs, output.size, start, low, high)
+                self._projections[index].append(target)
+                self.targets.setdefault(source.name.removesuffix(".weight"), []).append(target)
+                self.elements += _aligned(layer.sizes[place] * padded_rank(rank))
+        if not self.layers:
+            raise ConfigError("the model has no linear layer that takes adapters", "enable_lora")
+        self.words = HEAD + WORDS * max(len(layer.outputs) for layer in self.layers)
+
+    @property
+    def most_bytes(self) -> int:
+        """Returns the bytes of the largest adapter that fits, in fp32, over all ranks."""
+        widths = sum(t.inputs + t.size for targets in self._projections for t in targets)
+        return 4 * widths * self.rank
+
+    def image(self, adapter: Adapter, *, pinned: bool) -> Image:
+        """Returns this rank's share of an adapter."""
+        table = torch.zeros(len(self.layers), self.words, dtype=torch.int32)
+        pieces: list[tuple[int, Tensor]] = []
+        end = 0
+
+        def put(piece: Tensor) -> int:
+            nonlocal end
+            start = end
+            pieces.append((start, piece))
+            end += _aligned(piece.numel())
+            return start
+
+        for index, layer in enumerate(self.layers):
+            low, high = layer.columns
+            parts = [adapter.parts.get((index, place)) for place in range(len(layer.outputs))]
+            rows = [part.a[:, low:high] for part in parts if part is not None]
+            if not rows:
+                continue
+            line, first = [put(torch.cat(rows)), sum(map(len, rows))], 0
+            for target, part in zip(self._projections[index], parts, strict=True):
+                if part is None:
+                    line += [0] * WORDS
+                    continue
+                rank, own = len(part.a), part.b[target.low : target.high]
+                b = torch.zeros(layer.sizes[target.place], padded_rank(rank), dtype=self.dtype)
+                b[: len(own), :rank] = own
+                line += [put(b), rank, first, scale_bits(part.scale)]
+                first += rank
+            table[index, : len(line)] = torch.tensor(line, dtype=torch.int32)
+        data = torch.zeros(end, dtype=self.dtype, pin_memory=pinned)
+        for start, piece in pieces:
+            data[start : start + piece.numel()] = piece.reshape(-1)
+        return Image(data, table.pin_memory() if pinned else table)
+
+
+def _inputs(layer: Linear) -> int:
+    low, high = layer.columns
+    return high - low
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // _ALIGNED) * _ALIGNED

@@ -1,0 +1,58 @@
+"""The choice of an adapter by a caller of `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import RequestError
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter by a name of the caller's, and the folder that holds it."""
+
+    name: str
+    path: str | Path
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise RequestError("an adapter's name is a text that is not empty", "lora_request")
+        if not isinstance(self.path, str | Path):
+            raise RequestError(
+                f"an adapter's path is a text, not {type(self.path).__name__}", "lora_request"
+            )
+
+
+Asked = LoRARequest | Sequence[LoRARequest | None]
+
+
+def load_requested(core: EngineCore, asked: Asked, count: int) -> list[str]:
+    """Reads the adapters of `count` prompts, where they are not known already. Returns their names,
+    "" for none.
+
+    Raises:
+        RequestError: their number is another, an adapter cannot be used, or the engine takes none.
+    """
+    each = [asked] * count if isinstance(asked, LoRARequest) else list(asked)
+    if not all(one is None or isinstance(one, LoRARequest) for one in each):
+        raise RequestError("lora_request is a LoRARequest, or a list of them", "lora_request")
+    if len(each) != count:
+        raise RequestError(f"{count} prompts but {len(each)} LoRA requests", "lora_request")
+    for one in dict.fromkeys(one for one in each if one is not None):
+        message: dict[str, Any] = {
+            "op": "load_adapter", "name": one.name, "path": str(one.path), "known": True
+        }  # fmt: skip
+        answer: Future[None] | None = core.control(message)
+        if answer is None:
+            raise RequestError("this engine takes no adapters (enable_lora)", "lora_request")
+        while not answer.done():
+            core.step()
+        answer.result()
+    return ["" if one is None else one.name for one in each]

@@ -1,0 +1,213 @@
+"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+
+What would not be computed to the letter is refused by name: a key of the config that asks for more
+than B A, a tensor for a module that the model does not have, or one of another shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from quire.adapters.layout import Adapter, Layout, LowRank, Target
+from quire.adapters.registry import CONFIG
+from quire.errors import RequestError
+from quire.quantization import FLOATS
+
+WEIGHTS = "adapter_model.safetensors"
+
+MOST_RANK = 256
+_MOST_CONFIG_BYTES = 1 << 20
+_HEADER_BYTES = 16 << 20
+"""Room for the header of the largest file."""
+
+_KNOWN = frozenset(
+    {
+        "alpha_pattern", "arrow_config", "auto_mapping", "base_model_name_or_path", "bias",
+        "corda_config", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode",
+        "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
+        "lora_ga_config", "loftq_config", "megatron_core", "modules_to_save",
+        "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
+        "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+    }
+)  # fmt: skip
+"""Keys that are read here, or that concern training only."""
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+"""Ways to begin an adapter that change the base model's weights as well."""
+
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
+_ELSEWHERE = re.compile(r"lora_embedding_|embed_tokens|\bwte\b|\bwpe\b|lm_head")
+
+
+def read_adapter(folder: Path, layout: Layout) -> Adapter:
+    """Returns the adapter of a folder for a model. Takes as long as reading its file does.
+
+    Raises:
+        RequestError: there is none, it is damaged, or the model cannot be served with it; named
+            are the key of its config or the tensor that are to blame.
+    """
+    raw, config = _config(folder)
+    rank = _count(config, "r", 8)
+    patterns = {**_mapping(config, "rank_pattern")}
+    for value in (rank, *patterns.values()):
+        _check_rank(value, layout)
+    data = _bytes(folder / WEIGHTS, layout.most_bytes + _HEADER_BYTES)
+    try:
+        tensors = safetensors.torch.load(data)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise _wrong(f"{WEIGHTS} cannot be read: {error}") from None
+    digest = hashlib.blake2b(raw, digest_size=16)
+    digest.update(data)
+    adapter = Adapter(digest.hexdigest())
+    for module, (a, b) in _pairs(tensors).items():
+        targets = layout.targets.get(layout.canonical(module))
+        if targets is None:
+            raise _wrong(f"{module}: the model has no linear layer of this name")
+        expected = _pattern(patterns, module, rank)
+        _check(module, a, b, targets, expected)
+        scale = _scale(config, module, expected)
+        for target in targets:
+            own = b[target.start : target.start + target.size]
+            part = LowRank(a.to(layout.dtype), own.to(layout.dtype), scale)
+            adapter.parts[target.layer, target.place] = part
+    if not adapter.parts:
+        raise _wrong(f"{WEIGHTS} holds no tensor of an adapter")
+    return adapter
+
+
+def _config(folder: Path) -> tuple[bytes, Mapping[str, Any]]:
+    """Returns adapter_config.json as bytes and as a table."""
+    raw = _bytes(folder / CONFIG, _MOST_CONFIG_BYTES)
+    try:
+        config = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(f"{CONFIG} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise _wrong(f"{CONFIG} is not a table")
+    if config.get("peft_type") != "LORA":
+        raise _wrong(f"{CONFIG}: peft_type {_shown(config.get('peft_type'))} is not LORA")
+    for name in ("use_dora", "modules_to_save", "lora_bias"):
+        if config.get(name):
+            raise _wrong(f"{CONFIG}: {name} is not supported")
+    if config.get("bias", "none") != "none":
+        raise _wrong(f"{CONFIG}: bias {_shown(config['bias'])} is not supported, only none")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise _wrong(
+            f"{CONFIG}: init_lora_weights {_shown(start)} has changed the base model's weights; "
+            "convert the adapter to a plain one"
+        )
+    for name in sorted(config.keys() - _KNOWN):
+        if config[name]:
+            raise _wrong(f"{CONFIG}: {name[:100]} is not supported")
+    return raw, config
+
+
+def _bytes(path: Path, most: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise _wrong(f"{path.name} cannot be read: {error.strerror}") from None
+    if len(data) > most:
+        raise _wrong(
+            f"{path.name} has more than {most} bytes, the largest adapter of this model that "
+            "max_lora_rank allows"
+        )
+    return data
+
+
+def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns A and B by the name of their module."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in sorted(tensors.items()):
+        if _ELSEWHERE.search(name):
+            raise _wrong(f"{name}: adapters of embeddings and of the head are not supported")
+        if "lora_magnitude_vector" in name:
+            raise _wrong(f"{name}: DoRA is not supported")
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise _wrong(f"{name} is no part of a plain LoRA adapter")
+        if tensor.dtype not in FLOATS:
+            raise _wrong(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise _wrong(f"{name} holds values that are no numbers")
+        parts = found.setdefault(match["module"], {})
+        if match["part"] in parts:
+            raise _wrong(f"{name} is there twice")
+        parts[match["part"]] = tensor
+    for module, parts in found.items():
+        for part in "AB":
+            if part not in parts:
+                raise _wrong(f"{module}.lora_{part}.weight is missing")
+    return {module: (parts["A"], parts["B"]) for module, parts in found.items()}
+
+
+def _check(module: str, a: Tensor, b: Tensor, targets: list[Target], rank: int) -> None:
+    """Raises RequestError unless the tensors fit the module."""
+    outputs = max(target.start + target.size for target in targets)
+    for part, tensor, shape in (
+        ("A", a, (rank, targets[0].inputs)),
+        ("B", b, (outputs, rank)),
+    ):
+        if tuple(tensor.shape) != shape:
+            raise _wrong(
+                f"{module}.lora_{part}.weight has shape {tuple(tensor.shape)}, expected {shape}"
+            )
+
+
+def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """Returns lora_alpha / rank, or with rsLoRA (Kalajdzievski 2023) over the root of the rank."""
+    alphas = _mapping(config, "alpha_pattern")
+    alpha = _pattern(alphas, module, config.get("lora_alpha", 8))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise _wrong(f"{CONFIG}: lora_alpha {_shown(alpha)} is not a number")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """Returns the value of the first pattern that matches the end of a module's name, as PEFT
+    does."""
+    for pattern, value in patterns.items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error:
+            raise _wrong(f"{CONFIG}: the pattern {_shown(pattern)} is malformed") from None
+    return default
+
+
+def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, dict):
+        raise _wrong(f"{CONFIG}: {name} is not a table")
+    return value
+
+
+def _count(config: Mapping[str, Any], name: str, default: int) -> Any:
+    return config.get(name, default)
+
+
+def _check_rank(rank: Any, layout: Layout) -> None:
+    if type(rank) is not int or not 1 <= rank <= MOST_RANK:
+        raise _wrong(f"{CONFIG}: the rank {_shown(rank)} is not an integer from 1 to {MOST_RANK}")
+    if rank > layout.rank:
+        raise _wrong(f"{CONFIG}: the rank {rank} is more than max_lora_rank={layout.rank}")
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:100]
+
+
+def _wrong(message: str) -> RequestError:
+    return RequestError(message, "lora_path", "invalid_adapter")

@@ -1,0 +1,172 @@
+"""Mixing tokens by a recurrent state of fixed size: gated delta nets (Yang et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from quire import ops
+from quire.errors import ConfigError
+from quire.layers.batch import ForwardBatch, GroupBatch
+from quire.layers.build import Build
+from quire.layers.layout import Kind
+from quire.layers.linear import Linear, Output
+from quire.layers.norm import NormSpec, RMSNorm
+from quire.layers.parameter_slice import ParameterSlice
+from quire.layers.residual import Residual
+from quire.layers.rotary import RotaryTable
+from quire.ops import gated_delta as delta_ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaSpec:
+    """A gated delta net. Each of `key_heads` heads of q and k serves value_heads / key_heads value
+    heads. taps: inputs of the short convolution before it."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    norm_eps: float
+
+    def layer(self, hidden: int, rotary: RotaryTable | None, build: Build) -> GatedDelta:
+        """Returns the layer, for hidden states of this width."""
+        return GatedDelta(self, hidden, build)
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """A state on this rank: a matrix per value head, in fp32, and the last inputs of the
+    convolution over `channels`, in `dtype`."""
+
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    channels: int
+    taps: int
+    dtype: torch.dtype
+
+    @property
+    def kind(self) -> Kind:
+        return "state"
+
+    @property
+    def window(self) -> None:
+        return None
+
+    def parts(
+        self, block_size: int, kv_format: ops.KVFormat
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [
+            ((self.value_heads, self.key_dim, self.value_dim), torch.float32),
+            ((self.taps - 1, self.channels), self.dtype),
+        ]
+
+    def layer(self, parts: Sequence[Tensor], head_scales: Tensor | None) -> delta_ops.StateLayer:
+        return delta_ops.StateLayer(*parts)
+
+    def schedule(self, batch: ForwardBatch, dtype: torch.dtype, kv_format: ops.KVFormat) -> None:
+        return None
+
+
+class GatedDelta(nn.Module):
+    """A gated delta net; heads are shared out over ranks."""
+
+    def __init__(self, spec: GatedDeltaSpec, hidden: int, build: Build) -> None:
+        super().__init__()
+        world = build.group.world
+        if spec.key_heads % world:
+            raise ConfigError(
+                f"{spec.key_heads} key heads of gated delta layers cannot be shared out over "
+                f"{world} ranks",
+                "tensor_parallel_size",
+            )
+        self.spec = spec
+        keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
+        serves = spec.value_heads // spec.key_heads
+        outputs = [
+            Output("q", keys, spec.key_dim),
+            Output("k", keys, spec.key_dim),
+            Output("v", values, spec.value_dim * serves),
+            Output("z", values, spec.value_dim * serves),
+            Output("b", spec.value_heads, serves),
+            Output("a", spec.value_heads, serves),
+        ]
+        self.inputs = Linear(hidden, outputs, build.within("inputs"), bias=False, split="outputs")
+        self.out = Linear(
+            values, hidden, build.within("out"), bias=False, split="inputs",
+            unit=spec.value_dim * serves,
+        )  # fmt: skip
+        self.norm = NormSpec(kind="rms", eps=spec.norm_eps).layer(
+            spec.value_dim, build.within("norm")
+        )
+        self._rank, self._world = build.group.rank, world
+        self._channels = sum(self.inputs.sizes[:3])
+        wide = replace(build, dtype=torch.float32)
+        self.conv = wide.empty(self._channels, spec.taps)
+        self.a_log = wide.empty(spec.value_heads // world)
+        self.dt_bias = wide.empty(spec.value_heads // world)
+        self.layout = StateLayout(
+            spec.value_heads // world,
+            spec.key_dim,
+            spec.value_dim,
+            self._channels,
+            spec.taps,
+            build.dtype,
+        )
+
+    def forward(
+        self,
+        x: Residual,
+        norm: RMSNorm | None,
+        batch: ForwardBatch,
+        group: GroupBatch,
+        kv: delta_ops.StateLayer,
+    ) -> Residual:
+        """Returns x + delta(norm(x)), [T, hidden]."""
+        rows = delta_ops.StateRows(
+            batch.input_ids,
+            group.slots,
+            batch.query_start,
+            batch.seq_lens,
+            group.block_table,
+            batch.q_lens,
+            batch.max_q_len,
+        )
+        sizes = self.inputs.sizes
+        inputs: Tensor = self.inputs(x.total(), norm=norm)
+        qkv, z, b, a = torch.split(inputs, [self._channels, *sizes[3:]], dim=1)
+        mixed = delta_ops.short_conv(qkv, self.conv, kv, rows)
+        out = delta_ops.gated_delta(mixed, a, b, self.a_log, self.dt_bias, kv, rows)
+        gated = delta_ops.gated_rms_norm(out, z, self.norm.weight, self.norm.eps)
+        return self.out.add(gated, x)
+
+    def slices(self) -> Iterator[ParameterSlice]:
+        """Yields the parameters that are neither linear nor norms."""
+        start = 0
+        for output, size in zip(self.inputs.outputs[:3], self.inputs.sizes[:3], strict=True):
+            first = size * self._rank
+            target = self.conv.data[start : start + size].unsqueeze(1)
+            shape = (output.size, 1, self.spec.taps)
+            ranges = ((first, first + size), (0, 1), (0, self.spec.taps))
+            yield ParameterSlice.of(f"conv.{output.name}.weight", target, shape, ranges)
+            start += size
+        heads = self.spec.value_heads // self._world
+        own = ((heads * self._rank, heads * (self._rank + 1)),)
+        for name, parameter in (("A_log", self.a_log), ("dt_bias", self.dt_bias)):
+            yield ParameterSlice.of(name, parameter.data, (self.spec.value_heads,), own)
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Returns an upper bound of the memory that `forward` needs for intermediates."""
+        spec, size = self.spec, self.conv.element_size()
+        heads = spec.value_heads // self._world
+        # What the convolution gives, the rule's output, and that after its norm; then two matrices
+        # per chunk and head.
+        rows = tokens * (self._channels + 2 * heads * spec.value_dim) * size
+        chunks = 2 * (tokens + 64 * 256) * heads * 64 * size
+        own: int = self.inputs.workspace_bytes(tokens) + self.out.workspace_bytes(tokens)
+        return own + rows + chunks

@@ -1,0 +1,72 @@
+"""Low-rank adapters as the ops see them: the weights of all slots, and which tokens use which.
+
+An adapter (LoRA, Hu et al. 2021) adds scale * B (A x) to a projection's products. Several stand in
+the device's slots at once, each with ranks of its own, and a step's tokens may use any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+HEAD = 2
+"""Words of a table's line before those of its projections."""
+WORDS = 4
+"""Words of a table's line for each projection."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWeights:
+    """One linear layer's adapters in every slot.
+
+    memory: [slots, elements], all of a slot's A and B of all layers, in the model's dtype.
+    table: int32 [slots, 2 + 4 * projections], strided. A line says where the layer's A begins in
+        its slot and how many rows it has, the projections' own one after the other (no rows: the
+        slot has nothing for this layer). Then for each projection: where its B begins, its rank,
+        the first of its rows of A, and the bits of its scale, a float32.
+    sizes: outputs of each projection on this rank. inputs: those of the layer on this rank.
+    rank: the largest rank that a slot has room for.
+
+    A is [rows, inputs]; B is [outputs, the rank rounded up to a multiple of 8].
+    """
+
+    memory: Tensor
+    table: Tensor
+    sizes: tuple[int, ...]
+    inputs: int
+    rank: int
+
+    @property
+    def rows(self) -> int:
+        """The most rows of A."""
+        return self.rank * len(self.sizes)
+
+
+class AdapterRows(NamedTuple):
+    """The tokens of a step that use adapters.
+
+    slots: int32 [T], each token's slot, -1 for none.
+    order: int32 [T], the tokens of slot 0, then those of slot 1, and so on; the rest is undefined.
+    tiles: int32 [most, 3], (slot, first place in `order`, tokens) of runs of at most `tile` tokens
+        of one slot. num_tiles: int32 [1], how many there are.
+    The twin of `add_adapters` reads `slots` only, and leaves the others empty.
+    """
+
+    slots: Tensor
+    order: Tensor
+    tiles: Tensor
+    num_tiles: Tensor
+    tile: int = 0
+
+
+def padded_rank(rank: int) -> int:
+    """Returns the width of B of an adapter: its rows begin on multiples of 16 bytes."""
+    return -(-rank // 8) * 8
+
+
+def scale_bits(scale: float) -> int:
+    """Returns a scale as a table keeps it."""
+    return int(torch.tensor(scale, dtype=torch.float32).view(torch.int32))

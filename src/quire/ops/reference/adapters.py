@@ -1,0 +1,62 @@
+"""Low-rank adapters on linear layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.ops.adapters import HEAD, WORDS, AdapterRows, SlotWeights, padded_rank
+from quire.ops.arguments import Activation, RmsScale
+from quire.ops.reference.dense import linear, rms_norm
+from quire.ops.rows import StepRows
+from quire.ops.weight import Weight
+
+
+def adapter_rows(rows: StepRows, column: Tensor, *, num_tokens: int, num_slots: int) -> AdapterRows:
+    """Returns which tokens of a step use which slot. column: int32 [lanes], each lane's slot, -1
+    for none."""
+    q_lens = (rows.query_start[1:] - rows.query_start[:-1]).long()
+    own = torch.where(rows.lanes >= 0, column[rows.lanes.long().clamp(min=0)], -1)
+    slots = torch.full((num_tokens,), -1, dtype=torch.int32, device=column.device)
+    taken = torch.repeat_interleave(own, q_lens)
+    slots[: len(taken)] = taken
+    none = slots[:0]
+    return AdapterRows(slots, none, none.view(0, 3), none)
+
+
+def add_adapters(
+    out: Tensor, x: Tensor, weights: SlotWeights, rows: AdapterRows, norm: RmsScale | None = None
+) -> Tensor:
+    """Adds scale * B (A norm(x)) to the rows of `out` [T, outputs] whose tokens use an adapter, in
+    place. x: [T, inputs]. Other rows keep their bits. Returns `out`."""
+    for slot in sorted(set(rows.slots.tolist())):
+        if slot < 0:
+            continue
+        which = torch.nonzero(rows.slots == slot).flatten()
+        line, memory = weights.table[slot].tolist(), weights.memory[slot]
+        total = line[1]
+        if not total:
+            continue
+        own = x[which] if norm is None else rms_norm(x[which], *norm)
+        a = memory[line[0] : line[0] + total * weights.inputs].view(total, weights.inputs)
+        inner = own.float() @ a.float().t()
+        start = 0
+        for place, size in enumerate(weights.sizes):
+            begin, rank, first, bits = line[HEAD + WORDS * place :][:WORDS]
+            if rank:
+                width = padded_rank(rank)
+                b = memory[begin : begin + size * width].view(size, width)[:, :rank]
+                scale = torch.tensor(bits, dtype=torch.int32).view(torch.float32).to(x.device)
+                added = scale * (inner[:, first : first + rank] @ b.float().t())
+                columns = out[:, start : start + size]
+                columns[which] = (columns[which].float() + added).to(out.dtype)
+            start += size
+    return out
+
+
+def preactivation(
+    x: Tensor, weight: Weight, bias: Tensor | None, norm: RmsScale | None, act: Activation
+) -> Tensor:
+    """Returns norm(x) @ weightᵀ + bias as `ops.linear` has it before the activation `act`: wider
+    than x where a kernel applies that to its sums. `ops.activate` ends what this begins."""
+    return linear(x, weight, bias, norm=norm)

@@ -1,0 +1,189 @@
+"""The gated delta rule and what surrounds it, in float32, or float64 where states are that.
+
+S is a matrix [Dk, Dv] per value head. For each token, with k and q of unit length, a decay g <= 0
+and a strength 0 < b < 1 (Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks"):
+
+    S = exp(g) S;  S += b k (v - Sᵀ k)ᵀ;  out = Sᵀ q / sqrt(Dk)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.state import StateLayer, StateRows
+
+CHUNK = 64
+"""Tokens that the chunked form treats at once."""
+_EPS = 1e-6
+"""In the norms of q and k, as published."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Tokens [first, last) of a batch, of one row. start: the position of the first. slot: of the
+    row's state, which it begins with unless `start` is 0. saves: slots that get a copy of the state
+    behind the last token."""
+
+    first: int
+    last: int
+    start: int
+    slot: int
+    saves: tuple[int, ...] = ()
+
+
+def _spans(rows: StateRows, whole: bool) -> Iterator[_Span]:
+    """Yields the real tokens of each row, cut where copies are to be left unless `whole`."""
+    bounds = rows.query_start.tolist()
+    real = (rows.ids >= 0).tolist()
+    for row, lane in enumerate(rows.lanes.tolist()):
+        first, end = bounds[row], bounds[row + 1]
+        last = first + sum(real[first:end])
+        if lane < 0 or first == last:
+            continue
+        start = int(rows.seq_lens[row]) - (end - first)
+        slot, *pairs = rows.table[lane].tolist()
+        saves = {
+            place: slot
+            for place, slot in zip(pairs[::2], pairs[1::2], strict=True)
+            if start < place <= start + last - first
+        }
+        if whole:
+            yield _Span(first, last, start, slot)
+            continue
+        at = start
+        for place in sorted(saves):
+            yield _Span(first + at - start, first + place - start, at, slot, (saves[place],))
+            at = place
+        if first + at - start < last:
+            yield _Span(first + at - start, last, at, slot)
+
+
+def short_conv(x: Tensor, weight: Tensor, state: StateLayer, rows: StateRows) -> Tensor:
+    """Returns silu of the causal convolution of each channel over its row, [T, C].
+
+    x: [T, C], any stride between tokens. weight: [C, K]. `state.conv` holds what came before a row,
+    and afterwards the row's last inputs. Places of padding are undefined.
+    """
+    taps = weight.shape[1]
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    factors = weight.to(state.recurrent.dtype)
+    for span in _spans(rows, whole=False):
+        before = state.conv[span.slot]
+        history = before if span.start else torch.zeros_like(before)
+        inputs = torch.cat([history.to(x.dtype), x[span.first : span.last]])
+        count = span.last - span.first
+        wide = inputs.to(factors.dtype)
+        total = sum(wide[tap : tap + count] * factors[:, tap] for tap in range(taps))
+        out[span.first : span.last] = F.silu(torch.as_tensor(total)).to(x.dtype)
+        for slot in (span.slot, *span.saves):
+            state.conv[slot] = inputs[count:]
+    return out
+
+
+def gated_delta(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: StateLayer,
+    rows: StateRows,
+) -> Tensor:
+    """Returns the gated delta rule's output [T, Hv, Dv] and moves the rows' states on.
+
+    mixed: [T, 2 Hk Dk + Hv Dv], q, k and v of all heads side by side; each of Hk heads of q and k
+        serves Hv / Hk value heads in turn. They are brought to unit length here.
+    a, b: [T, Hv], any stride between tokens; g = -exp(a_log) softplus(a + dt_bias), and the
+        strength is sigmoid(b). a_log, dt_bias: float32 [Hv].
+    Rows of one token take the recurrent form, others the chunked one. Places of padding are
+    undefined.
+    """
+    matrices = state.recurrent
+    _, heads, key_dim, value_dim = matrices.shape
+    dtype = matrices.dtype
+    width = (mixed.shape[1] - heads * value_dim) // 2
+    parts = mixed.to(dtype).split([width, width, heads * value_dim], dim=1)
+    repeat = heads * key_dim // width
+    q, k = (_unit(part.unflatten(1, (-1, key_dim)), repeat) for part in parts[:2])
+    q = q * key_dim**-0.5
+    v = parts[2].unflatten(1, (heads, value_dim))
+    decay = -a_log.to(dtype).exp() * F.softplus(a.to(dtype) + dt_bias.to(dtype))
+    strength = b.to(dtype).sigmoid()
+    out = torch.zeros_like(v)
+    single: list[_Span] = []
+    for span in _spans(rows, whole=False):
+        if span.last - span.first == 1 and not span.saves and span.start:
+            single.append(span)
+            continue
+        part = slice(span.first, span.last)
+        before = matrices[span.slot] if span.start else torch.zeros_like(matrices[0])
+        out[part], after = chunked(q[part], k[part], v[part], decay[part], strength[part], before)
+        for slot in (span.slot, *span.saves):
+            matrices[slot] = after
+    if single:
+        tokens = torch.tensor([span.first for span in single], device=mixed.device)
+        slots = torch.tensor([span.slot for span in single], device=mixed.device)
+        given = (x[tokens] for x in (q, k, v, decay, strength))
+        out[tokens], matrices[slots] = recurrent(*given, matrices[slots])
+    return out.to(mixed.dtype)
+
+
+def _unit(x: Tensor, repeat: int) -> Tensor:
+    x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
+    return x.repeat_interleave(repeat, dim=1)
+
+
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes one token of each of B rows. q, k: [B, H, Dk]; v: [B, H, Dv]; decay, strength:
+    [B, H]; state: [B, H, Dk, Dv]. Returns [B, H, Dv] and the new states."""
+    state = state * decay.exp()[..., None, None]
+    missing = v - torch.einsum("bhkv,bhk->bhv", state, k)
+    state = state + k.unsqueeze(-1) * (missing * strength.unsqueeze(-1)).unsqueeze(-2)
+    return torch.einsum("bhkv,bhk->bhv", state, q), state
+
+
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes the tokens of one row, `CHUNK` at a time, by products of matrices. q, k: [n, H, Dk];
+    v: [n, H, Dv]; decay, strength: [n, H]; state: [H, Dk, Dv]. Returns [n, H, Dv] and the new
+    state.
+
+    With G the running sum of g within a chunk and D = exp(G_i - G_j), what the tokens write is the
+    solution x of (1 + tril(b k kᵀ D, -1)) x = b (v - exp(G) S k), a triangular system.
+    """
+    outputs = []
+    for first in range(0, len(q), CHUNK):
+        part = slice(first, first + CHUNK)
+        qc, kc, vc = (x[part].transpose(0, 1) for x in (q, k, v))
+        total = decay[part].t().cumsum(1)
+        beta = strength[part].t().unsqueeze(-1)
+        between = (total.unsqueeze(2) - total.unsqueeze(1)).tril().exp().tril()
+        system = (beta * (kc @ kc.transpose(1, 2)) * between).tril(-1)
+        grown = total.exp().unsqueeze(-1)
+        wanted = beta * (vc - grown * (kc @ state))
+        new = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        outputs.append(grown * (qc @ state) + ((qc @ kc.transpose(1, 2)) * between) @ new)
+        left = (total[:, -1:] - total).exp().unsqueeze(-1)
+        state = state * total[:, -1].exp()[:, None, None] + (kc * left).transpose(1, 2) @ new
+    return torch.cat(outputs, 1).transpose(0, 1), state
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns rms_norm(x) weight silu(gate), head by head, [T, H D] in x's dtype. x: [T, H, D].
+    gate: [T, H D], any stride between tokens. weight: [D]."""
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
+    return (normed.flatten(1) * F.silu(gate.to(wide.dtype))).to(x.dtype)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Returns x sigmoid(gate), [T, W]; gate: [T, W], any stride between tokens."""
+    return x * gate.sigmoid()

@@ -1,0 +1,318 @@
+"""Sums over ranks by writing into each other's memory, with the residual stream added.
+
+Tensors are seen as words of 32 bits: one float32, or two neighbouring elements of 16 bits. A tile
+is a fixed run of words, and has a place of its own in every rank's buffer and an epoch of its own,
+which counts the sums that went over it. All ranks compute the same sums in the same order, so that
+their epochs agree. Buffers are double: a rank sends the words of epoch e + 2 after it has received
+those of e + 1, which its peers send once they have read those of e.
+
+Parts are added in the order of ranks, in fp32, the residual last, and rounded once. So every rank
+has the same bits.
+
+`one_shot`, for few rows: each word travels to every peer with the epoch beside it, as one store of
+64 bits (the LL protocol of NCCL). No fence and no flag is waited for. `two_shot`, for more: each
+rank sums a share of every tile, and sends the result; words travel alone, and a flag per tile
+behind them (release and acquire, at system scope). All kernels of a rank push before they wait.
+
+Waits have a limit, in looks of somewhat less than a microsecond each. Who waits too long says so in
+the host's memory, and then nobody on that rank waits any more.
+"""
+
+# Tuples that grow in a loop unrolled at compile time have no single type.
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.ops.triton.launch import launch, options, traits
+
+ONE_SHOT_TILE = 512
+"""Words of a tile of `one_shot`, by a program of eight warps, of whose threads each
+sends two words as 128 bits."""
+TWO_SHOT_TILE = 4096
+"""Words of a tile of `two_shot`, by a program of eight warps."""
+FAILED, TRIES = 0, 1
+"""Words of `Peers.control`."""
+
+_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Describes the other ranks to a rank's kernels.
+
+    one_shot, two_shot, flags: int64 [world], on the device: the addresses of each rank's buffers,
+        of which its own comes at place `rank`. Buffers are zero before the first sum.
+    epochs: int32 [tiles], of both kinds of tiles: those of `one_shot` first.
+    control: int32 [2], on the device: whether a wait has failed; the looks that a wait may take.
+    report: int32 [3], in pinned host memory: 1 + the rank waited for in vain, the site of the sum,
+        and the epoch. Zero until then.
+    """
+
+    rank: int
+    world: int
+    one_shot: Tensor
+    two_shot: Tensor
+    flags: Tensor
+    epochs: Tensor
+    control: Tensor
+    report: Tensor
+
+
+def one_shot_words(tiles: int, world: int) -> int:
+    """Returns the words of 64 bits that a rank's buffer of `one_shot` has."""
+    return tiles * 2 * world * ONE_SHOT_TILE
+
+
+def two_shot_words(tiles: int) -> int:
+    """Returns the words of 32 bits that a rank's buffer of `two_shot` has."""
+    return tiles * 2 * 2 * TWO_SHOT_TILE
+
+
+def flag_words(tiles: int, world: int) -> int:
+    """Returns the words of 32 bits that a rank's flags have."""
+    return tiles * 2 * world
+
+
+@triton.jit
+def _give_up(control_ptr, report_ptr, peer, site, epoch, looks):
+    """Returns 1 where a wait ends without what it waits for."""
+    over = (looks >= tl.load(control_ptr + 1, volatile=True)).to(tl.int32)
+    failed = tl.load(control_ptr, volatile=True)
+    if (over > 0) & (failed == 0):
+        tl.store(control_ptr, 1)
+        tl.store(report_ptr + 1, site)
+        tl.store(report_ptr + 2, epoch)
+        tl.store(report_ptr, 1 + peer)
+    return over | failed
+
+
+@triton.jit
+def _receive(ptr, epoch, inside, control_ptr, report_ptr, peer, site):
+    """Returns the words at `ptr` [TILE] that a peer sent with the epoch."""
+    got = tl.load(ptr, mask=inside, other=0, volatile=True)
+    missing = tl.sum((((got >> 32).to(tl.int32) != epoch) & inside).to(tl.int32), 0)
+    looks = 0
+    while missing > 0:
+        got = tl.load(ptr, mask=inside, other=0, volatile=True)
+        missing = tl.sum((((got >> 32).to(tl.int32) != epoch) & inside).to(tl.int32), 0)
+        looks += 1
+        if missing > 0:
+            missing *= 1 - _give_up(control_ptr, report_ptr, peer, site, epoch, looks)
+    return (got & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _await_flag(ptr, epoch, control_ptr, report_ptr, peer, site):
+    """Waits until a peer has set a flag to the epoch; what it wrote before is then seen."""
+    missing = (tl.atomic_add(ptr, 0, sem="acquire", scope="sys") != epoch).to(tl.int32)
+    looks = 0
+    while missing > 0:
+        missing = (tl.atomic_add(ptr, 0, sem="acquire", scope="sys") != epoch).to(tl.int32)
+        looks += 1
+        if missing > 0:
+            missing *= 1 - _give_up(control_ptr, report_ptr, peer, site, epoch, looks)
+
+
+@triton.jit
+def _low(words, KIND: tl.constexpr):
+    """The float32, or the first of two elements of 16 bits, as fp32."""
+    if KIND.primitive_bitwidth == 32:
+        value = words.to(tl.float32, bitcast=True)
+    else:
+        value = words.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _high(words, KIND: tl.constexpr):
+    """The second of two elements of 16 bits, as fp32."""
+    if KIND.primitive_bitwidth == 32:
+        value = words.to(tl.float32, bitcast=True)
+    else:
+        value = (words >> 16).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _word(low, high, KIND: tl.constexpr):
+    """Rounds two values, or a float32, into a word."""
+    if KIND.primitive_bitwidth == 32:
+        word = low.to(tl.int32, bitcast=True)
+    else:
+        first = low.to(KIND).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        second = high.to(KIND).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        word = first | second
+    return word
+
+
+@triton.jit(do_not_specialize=["site"])
+def one_shot_kernel(
+    x_ptr, residual_ptr, out_ptr, peers_ptr, epochs_ptr, control_ptr, report_ptr, words, site,
+    RANK: tl.constexpr, WORLD: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sums a tile per program. Buffers: int64 [tiles, 2, WORLD, TILE], by sender."""
+    tile = tl.program_id(0)
+    at = tl.arange(0, TILE)
+    place = tile * TILE + at
+    inside = place < words
+    bases = ()
+    for rank in tl.static_range(WORLD):
+        base = tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int64))
+        bases = bases + (tl.multiple_of(base, 16),)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    own = tl.load(x_ptr + place, mask=inside, other=0)
+    epoch = tl.load(epochs_ptr + tile) + 1
+    stream = own
+    if RESIDUAL:
+        stream = tl.load(residual_ptr + place, mask=inside, other=0)
+    slot = (tile.to(tl.int64) * 2 + (epoch & 1)) * WORLD * TILE
+    sent = (own.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+    for step in tl.static_range(1, WORLD):
+        tl.store(bases[(RANK + step) % WORLD] + slot + RANK * TILE + at, sent, mask=inside)
+    low = tl.zeros([TILE], tl.float32)
+    high = tl.zeros([TILE], tl.float32)
+    for rank in tl.static_range(WORLD):
+        part = own
+        if rank != RANK:
+            from_rank = bases[RANK] + slot + rank * TILE + at
+            part = _receive(from_rank, epoch, inside, control_ptr, report_ptr, rank, site)
+        low += _low(part, KIND)
+        high += _high(part, KIND)
+    if RESIDUAL:
+        low += _low(stream, KIND)
+        high += _high(stream, KIND)
+    tl.store(out_ptr + place, _word(low, high, KIND), mask=inside)
+    tl.debug_barrier()
+    tl.store(epochs_ptr + tile, epoch)
+
+
+@triton.jit(do_not_specialize=["site"])
+def two_shot_kernel(
+    x_ptr, residual_ptr, out_ptr, peers_ptr, flags_ptr, epochs_ptr, control_ptr, report_ptr, words,
+    site, RANK: tl.constexpr, WORLD: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sums a tile per program, of which each rank sums a share. Buffers: int32 [tiles, 2 (epochs),
+    2 (parts, sums), WORLD (sender), SHARE]; flags: int32 [tiles, 2 (parts, sums), WORLD]."""
+    SHARE: tl.constexpr = TILE // WORLD
+    tile = tl.program_id(0)
+    at = tl.arange(0, SHARE)
+    bases = ()
+    flags = ()
+    for rank in tl.static_range(WORLD):
+        base = tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int32))
+        bases = bases + (tl.multiple_of(base, 16),)
+        flag = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32))
+        flags = flags + (flag + tile * 2 * WORLD,)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    epoch = tl.load(epochs_ptr + tile) + 1
+    parts = (tile.to(tl.int64) * 2 + (epoch & 1)) * 2 * TILE
+    sums = parts + TILE
+    # Every other rank gets its share of this rank's tile.
+    for step in tl.static_range(1, WORLD):
+        place = tile * TILE + (RANK + step) % WORLD * SHARE + at
+        sent = tl.load(x_ptr + place, mask=place < words, other=0)
+        tl.store(bases[(RANK + step) % WORLD] + parts + RANK * SHARE + at, sent)
+    tl.debug_barrier()
+    for step in tl.static_range(1, WORLD):
+        tl.atomic_xchg(flags[(RANK + step) % WORLD] + RANK, epoch, sem="release", scope="sys")
+    # This rank's share, over all ranks.
+    place = tile * TILE + RANK * SHARE + at
+    inside = place < words
+    own = tl.load(x_ptr + place, mask=inside, other=0)
+    stream = own
+    if RESIDUAL:
+        stream = tl.load(residual_ptr + place, mask=inside, other=0)
+    low = tl.zeros([SHARE], tl.float32)
+    high = tl.zeros([SHARE], tl.float32)
+    for rank in tl.static_range(WORLD):
+        part = own
+        if rank != RANK:
+            _await_flag(flags[RANK] + rank, epoch, control_ptr, report_ptr, rank, site)
+            tl.debug_barrier()
+            part = tl.load(bases[RANK] + parts + rank * SHARE + at, cache_modifier=".cg")
+        low += _low(part, KIND)
+        high += _high(part, KIND)
+    if RESIDUAL:
+        low += _low(stream, KIND)
+        high += _high(stream, KIND)
+    total = _word(low, high, KIND)
+    for step in tl.static_range(1, WORLD):
+        tl.store(bases[(RANK + step) % WORLD] + sums + RANK * SHARE + at, total)
+    tl.debug_barrier()
+    for step in tl.static_range(1, WORLD):
+        peer_flag = flags[(RANK + step) % WORLD] + WORLD + RANK
+        tl.atomic_xchg(peer_flag, epoch, sem="release", scope="sys")
+    tl.store(out_ptr + place, total, mask=inside)
+    # The other ranks' shares.
+    for rank in tl.static_range(WORLD):
+        if rank != RANK:
+            _await_flag(flags[RANK] + WORLD + rank, epoch, control_ptr, report_ptr, rank, site)
+            tl.debug_barrier()
+            found = tl.load(bases[RANK] + sums + rank * SHARE + at, cache_modifier=".cg")
+            place = tile * TILE + rank * SHARE + at
+            tl.store(out_ptr + place, found, mask=place < words)
+    tl.debug_barrier()
+    tl.store(epochs_ptr + tile, epoch)
+
+
+def words_of(x: Tensor) -> int | None:
+    """Returns how many words of 32 bits a tensor has; None: kernels here do not take it."""
+    if x.dtype not in _KINDS or not x.is_contiguous():
+        return None
+    count, rest = divmod(x.numel() * x.dtype.itemsize, 4)
+    return None if rest or x.storage_offset() * x.dtype.itemsize % 4 else count
+
+
+def one_shot(peers: Peers, x: Tensor, residual: Tensor | None, site: int) -> Tensor:
+    """Returns the sum of all ranks' x, and the residual. x: contiguous, see `words_of`, of at most
+    as many tiles as the peers' buffers have. site: what a failed wait is reported with."""
+    return _run(one_shot_kernel, peers, x, residual, site, 0, ONE_SHOT_TILE, (peers.one_shot,), 8)
+
+
+def two_shot(
+    peers: Peers, x: Tensor, residual: Tensor | None, site: int, first_epoch: int
+) -> Tensor:
+    """Returns the same as `one_shot`. first_epoch: where the epochs of `two_shot` begin."""
+    own = (peers.two_shot, peers.flags)
+    return _run(two_shot_kernel, peers, x, residual, site, first_epoch, TWO_SHOT_TILE, own, 8)
+
+
+def _run(
+    kernel: object,
+    peers: Peers,
+    x: Tensor,
+    residual: Tensor | None,
+    site: int,
+    first_epoch: int,
+    tile: int,
+    own: tuple[Tensor, ...],
+    warps: int,
+) -> Tensor:
+    words = words_of(x)
+    out = torch.empty_like(x)
+    if not words:
+        return out
+    pdl = traits(x.device).pdl
+    seen = x.view(-1).view(torch.int32)
+    stream = seen if residual is None else residual.view(-1).view(torch.int32)
+    launch(kernel, (triton.cdiv(words, tile),))(
+        seen, stream, out.view(-1).view(torch.int32), *own, peers.epochs[first_epoch:],
+        peers.control, peers.report, words, site,
+        RANK=peers.rank, WORLD=peers.world, TILE=tile, KIND=_KINDS[x.dtype],
+        RESIDUAL=residual is not None, PDL=pdl, **options(pdl, num_warps=warps),
+    )  # fmt: skip
+    return out

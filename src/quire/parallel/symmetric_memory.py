@@ -1,0 +1,203 @@
+"""Ranks on GPUs of one host that write into each other's memory, without NVLink's multicast."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from quire.errors import EngineDeadError
+from quire.ops.triton import all_reduce as kernels
+from quire.parallel.torch_group import TorchGroup
+
+logger = logging.getLogger("quire.parallel")
+
+ONE_SHOT_WORDS = 1 << 18
+TWO_SHOT_WORDS = 1 << 22
+"""The most words that buffers have room for: tensors of 1 MB and 16 MB."""
+_ALIGNMENT = 1 << 10
+_START_TRIES = 100_000_000
+_TRIES = 2_000_000
+"""Looks that a wait may take: minutes while ranks start, some three seconds from then on."""
+_CALLS, _REPLAYS = 10, 3
+"""Sums of a graph, and replays of it, to measure one way of summing."""
+
+Sum = Callable[[Tensor, Tensor | None, int], Tensor]
+
+
+class SymmetricGroup(TorchGroup):
+    """Sums small tensors by kernels of its own, large ones by NCCL.
+
+    limits: the most words (see `quire.ops.triton.all_reduce`) that one shot and two shots are used
+        for; `choose` measures them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        world = self.world
+        one_tiles = ONE_SHOT_WORDS // kernels.ONE_SHOT_TILE
+        two_tiles = TWO_SHOT_WORDS // kernels.TWO_SHOT_TILE
+        sizes = (
+            8 * kernels.one_shot_words(one_tiles, world),
+            4 * kernels.two_shot_words(two_tiles),
+            4 * kernels.flag_words(two_tiles, world),
+        )
+        starts = [0]
+        for size in sizes:
+            starts.append(-(-(starts[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+        # Held as long as kernels may use it.
+        self._memory = symmetric_memory.empty(starts[-1], dtype=torch.uint8, device=device)
+        self._handle = symmetric_memory.rendezvous(
+            self._memory, dist.distributed_c10d._get_default_group()
+        )
+        self._memory.zero_()
+
+        def addresses(start: int) -> Tensor:
+            found = [pointer + start for pointer in self._handle.buffer_ptrs]
+            return torch.tensor(found, dtype=torch.int64, device=device)
+
+        self._first_epoch = one_tiles
+        self._peers = kernels.Peers(
+            self.rank,
+            world,
+            one_shot=addresses(starts[0]),
+            two_shot=addresses(starts[1]),
+            flags=addresses(starts[2]),
+            epochs=torch.zeros(one_tiles + two_tiles, dtype=torch.int32, device=device),
+            control=torch.tensor([0, _START_TRIES], dtype=torch.int32, device=device),
+            report=torch.zeros(3, dtype=torch.int32, pin_memory=True),
+        )
+        self._sites: dict[str, int] = {}
+        self.limits = (ONE_SHOT_WORDS, TWO_SHOT_WORDS)
+        # Nobody writes into a buffer that is not zero yet.
+        torch.cuda.synchronize(device)
+        dist.barrier()
+
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
+        words = kernels.words_of(x)
+        if words is None or words > max(self.limits) or not _alike(x, residual):
+            return super().all_reduce(x, residual, name)
+        site = self._sites.setdefault(name, len(self._sites))
+        if words <= self.limits[0]:
+            return self.one_shot(x, residual, site)
+        return self.two_shot(x, residual, site)
+
+    def one_shot(self, x: Tensor, residual: Tensor | None, site: int = 0) -> Tensor:
+        """Returns the sum by `one_shot_kernel`."""
+        return kernels.one_shot(self._peers, x, residual, site)
+
+    def two_shot(self, x: Tensor, residual: Tensor | None, site: int = 0) -> Tensor:
+        """Returns the sum by `two_shot_kernel`."""
+        return kernels.two_shot(self._peers, x, residual, site, self._first_epoch)
+
+    def by_nccl(self, x: Tensor, residual: Tensor | None, site: int = 0) -> Tensor:
+        """Returns the sum by NCCL; overwrites x."""
+        return super().all_reduce(x, residual)
+
+    def choose(self, dtype: torch.dtype) -> None:
+        """Measures which way is fastest up to which size; all ranks find the same."""
+        one_most, two_most = self.limits
+        ways: list[tuple[Sum, int]] = [
+            (self.one_shot, one_most), (self.two_shot, two_most), (self.by_nccl, two_most),
+        ]  # fmt: skip
+        best: dict[int, int] = {}
+        words = 1 << 11
+        while words <= two_most:
+            times = [
+                self.seconds(way, words, dtype) if words <= most else float("inf")
+                for way, most in ways
+            ]
+            found = torch.tensor(times, device=self._memory.device)
+            dist.all_reduce(found)
+            best[words] = int(found.argmin())
+            words *= 2
+        one = _last(best, lambda way: way == 0)
+        self.limits = (one, max(one, _last(best, lambda way: way < 2)))
+        logger.info("sums over ranks: one shot up to %d words, two up to %d", *self.limits)
+
+    def seconds(self, way: Sum, words: int, dtype: torch.dtype) -> float:
+        """Returns the time of one sum within a graph; all ranks call it alike."""
+        device = self._memory.device
+        x = torch.zeros(words * 4 // dtype.itemsize, dtype=dtype, device=device)
+        way(x, x, 0)
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            graph.capture_begin(capture_error_mode="thread_local")
+            for _ in range(_CALLS):
+                way(x, x, 0)
+            graph.capture_end()
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        graph.replay()
+        begin.record()
+        for _ in range(_REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / (_CALLS * _REPLAYS)
+
+    def started(self) -> None:
+        self._peers.control[kernels.TRIES] = _TRIES
+
+    def check(self, step_id: int) -> None:
+        waited, site, epoch = self._peers.report.tolist()
+        if waited:
+            where = next((name for name, at in self._sites.items() if at == site), "")
+            raise EngineDeadError(
+                f"rank {self.rank} waited in vain for rank {waited - 1} in {where or 'a sum'}, "
+                f"read with step {step_id} (sum {epoch} there)"
+            )
+
+
+def _alike(x: Tensor, residual: Tensor | None) -> bool:
+    if residual is None:
+        return True
+    same = residual.shape == x.shape and residual.dtype == x.dtype
+    return same and kernels.words_of(residual) is not None
+
+
+def _last(best: dict[int, int], wanted: Callable[[int], bool]) -> int:
+    """Returns the largest size up to which all sizes' best ways are wanted, 0 if none is."""
+    found = 0
+    for words, way in best.items():
+        if not wanted(way):
+            break
+        found = words
+    return found
+
+
+def symmetric_group(device: torch.device, dtype: torch.dtype) -> TorchGroup:
+    """Returns the group of all ranks, which must be joined: one that writes into peers' memory
+    where all of them can, else one that leaves all to NCCL.
+
+    dtype: of the tensors to be summed.
+    """
+    plain = TorchGroup()
+    own = device.index or 0
+    # Ranks have neighbouring devices.
+    others = [own + rank - plain.rank for rank in range(plain.world) if rank != plain.rank]
+    fine = all(torch.cuda.can_device_access_peer(own, other) for other in others)
+    if not _all_agree(fine, device):
+        logger.warning("GPUs have no access to each other's memory: NCCL does all sums")
+        return plain
+    group = None
+    try:
+        group = SymmetricGroup(device)
+    except RuntimeError as error:
+        logger.warning("symmetric memory cannot be had (%s): NCCL does all sums", error)
+    if not _all_agree(group is not None, device) or group is None:
+        return plain
+    group.choose(dtype)
+    group.check(0)
+    return group
+
+
+def _all_agree(fine: bool, device: torch.device) -> bool:
+    count = torch.tensor(int(fine), device=device)
+    dist.all_reduce(count, op=dist.ReduceOp.MIN)
+    return bool(count.item())

@@ -1,0 +1,176 @@
+"""Chooses how many drafts each row verifies: as many as make the step's tokens come fastest.
+
+With d drafts, each accepted with probability a if those before it were, a row gives
+1 + a + ... + a^d tokens on average (Leviathan et al., 2023). A step's tokens over its seconds is
+what counts; its seconds are measured at the start (`StepSeconds`), the acceptance as it goes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quire.arrays import Int32, int32
+from quire.executor import StepSeconds
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+_MARGIN = 1.02
+"""Drafts must make a step this much better: measurements and estimates are not exact."""
+_PRIOR = 0.6
+"""AcceptanceRates of a source of which nothing is known yet."""
+_PRIOR_WEIGHT = 4.0
+_FADE, _LANE_FADE = 0.998, 0.9
+"""The share that is left, per step and per verified row, of what was seen before."""
+
+
+class StepCosts:
+    """Seconds of steps, from what was measured; where nothing was, drafts cost nothing."""
+
+    def __init__(self, seconds: StepSeconds) -> None:
+        self._decode = _Table(seconds.get("decode", {}))
+        self._verify = _Table(seconds.get("verify", {}))
+        self._draft = _Table(seconds.get("draft", {}))
+        self._catch_up = _Table(seconds.get("catch_up", {}))
+
+    def decode(self, rows: int) -> float:
+        """Returns the seconds of a step of so many rows without drafts."""
+        return float(self._decode(np.array([rows]))[0])
+
+    def verify(self, tokens: Int32) -> Floats:
+        """Returns the seconds of steps of so many tokens, drafts included: float64 [n]."""
+        return self._verify(tokens)
+
+    def draft(self, rows: int, depth: int) -> float:
+        """Returns the seconds in which a model drafts `depth` tokens for each of the rows."""
+        if not depth or not rows:
+            return 0.0
+        first = float(self._catch_up(np.array([2 * rows]), 0.0)[0])
+        return first + (depth - 1) * float(self._draft(np.array([rows]), 0.0)[0])
+
+
+class _Table:
+    """Seconds by size. A size takes as long as the next one measured; beyond the largest they grow
+    with the size."""
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        self._sizes = np.array(sorted(seconds), dtype=np.int64)
+        ordered = [seconds[size] for size in sorted(seconds)]
+        # More is never faster, whatever a measurement says.
+        self._seconds = np.maximum.accumulate(np.array(ordered, dtype=np.float64))
+
+    def __call__(self, sizes: Any, nothing: float = 1.0) -> Floats:
+        """Returns seconds for sizes, float64 [n]. nothing: where nothing was measured."""
+        if not len(self._sizes):
+            return np.full(len(sizes), nothing)
+        place = np.searchsorted(self._sizes, sizes)
+        beyond = np.maximum(sizes / self._sizes[-1], 1.0)
+        found: Floats = self._seconds[np.minimum(place, len(self._sizes) - 1)] * beyond
+        return found
+
+
+class AcceptanceRates:
+    """The probability that a draft is accepted if those before it are, by kind of draft and lane.
+
+    What a lane has shown counts most, then what its kind has shown lately. kinds: of drafts.
+    """
+
+    def __init__(self, kinds: int, lanes: int) -> None:
+        self._tried = np.zeros(kinds)
+        self._held = np.zeros(kinds)
+        self._lane_tried = np.zeros((kinds, lanes))
+        self._lane_held = np.zeros((kinds, lanes))
+
+    def forget(self, lanes: Int32) -> None:
+        """Begins anew for lanes that got another request."""
+        self._lane_tried[:, lanes] = 0.0
+        self._lane_held[:, lanes] = 0.0
+
+    def add(self, kinds: Int32, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
+        """Takes in a step's rows, int32 [n] each. accepted: of each row's drafts."""
+        tried = np.minimum(accepted + 1, drafts)
+        self._tried = self._tried * _FADE + np.bincount(kinds, tried, len(self._tried))
+        self._held = self._held * _FADE + np.bincount(kinds, accepted, len(self._held))
+        places = kinds, lanes
+        self._lane_tried[places] = self._lane_tried[places] * _LANE_FADE + tried
+        self._lane_held[places] = self._lane_held[places] * _LANE_FADE + accepted
+
+    def fade(self) -> None:
+        """Lets a step go by in which no draft was verified, so that what went badly is tried
+        again some time."""
+        self._tried *= _FADE
+        self._held *= _FADE
+
+    def of_kinds(self) -> Floats:
+        """Returns the probability of each kind, float64 [kinds]."""
+        found: Floats = (self._held + _PRIOR_WEIGHT * _PRIOR) / (self._tried + _PRIOR_WEIGHT)
+        return found
+
+    def of(self, kinds: Int32, lanes: Int32) -> Floats:
+        """Returns the probability for rows, float64 [n]."""
+        places = kinds, lanes
+        held = self._lane_held[places] + _PRIOR_WEIGHT * self.of_kinds()[kinds]
+        found: Floats = held / (self._lane_tried[places] + _PRIOR_WEIGHT)
+        return np.minimum(found, 0.995)
+
+
+class Choice:
+    """The drafts of a step's rows. counts: int32 [n]. gain: the expected speed over that of a step
+    without drafts."""
+
+    __slots__ = ("counts", "gain")
+
+    def __init__(self, counts: Int32, gain: float = 1.0) -> None:
+        self.counts, self.gain = counts, gain
+
+
+def may_pay(costs: StepCosts, rows: int, best: float, room: int) -> bool:
+    """Whether drafts that are accepted with probability `best` could pay for so many rows, each
+    with at most `room`, if they cost nothing to make."""
+    if not rows or not room:
+        return False
+    depth = np.arange(1, room + 1)
+    given = rows * (1.0 + np.cumsum(best**depth))
+    rates = given / costs.verify(int32(rows * (1 + depth)))
+    few = (rows + best) / costs.verify(int32([rows + 1]))[0]
+    return max(float(rates.max()), float(few)) > _MARGIN * rows / costs.decode(rows)
+
+
+def choose(costs: StepCosts, chance: Floats, modelled: Flags, room: Int32) -> Choice:
+    """Returns how many drafts each of a step's rows verifies.
+
+    chance: float64 [n], that a draft of the row is accepted, 0 where there is none. modelled: bool
+    [n], rows whose drafts a model would make. room: int32 [n], the most drafts of each.
+
+    All drafts are put in order of what each is expected to give; what is taken are the first so
+    many of them that the step's rate is best. Drafts of a model also cost its passes, one for each
+    place in the longest row, so each bound of the places is tried.
+    """
+    rows, most = len(chance), int(room.max(initial=0))
+    none = Choice(np.zeros(rows, dtype=np.int32))
+    plain = rows / costs.decode(rows) if rows else 0.0
+    if not most:
+        return none
+    place = np.arange(1, most + 1)
+    gains = np.where(place <= room[:, None], chance[:, None] ** place, 0.0).ravel()
+    order = np.argsort(-gains, kind="stable")
+    order = order[gains[order] > 0.0]
+    gains, owner, place = gains[order], order // most, order % most
+    by_model = modelled[owner]
+    asking = int(modelled.sum())
+    best, chosen = _MARGIN * plain, None
+    for depth in range(most + 1 if by_model.any() else 1):
+        allowed = np.flatnonzero(~by_model | (place < depth))
+        if not len(allowed):
+            continue
+        total = rows + np.cumsum(gains[allowed])
+        seconds = costs.verify(int32(rows + 1 + np.arange(len(allowed))))
+        rates = total / (seconds + costs.draft(asking, depth))
+        first = int(rates.argmax())
+        if rates[first] > best:
+            best, chosen = float(rates[first]), allowed[: first + 1]
+    if chosen is None:
+        return none
+    return Choice(int32(np.bincount(owner[chosen], minlength=rows)), best / plain)

@@ -1,0 +1,293 @@
+"""The brain's side: which rows verify how many drafts of which source, and the claims.
+
+Steps in flight are no obstacle. A claim begins at the first token that the host does not know and
+follows its source for several rows' worth of drafts; the device takes of it what lies behind its
+own position, if it agrees with what was drawn meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from quire.arrays import Int32, int32
+from quire.config import EngineConfig
+from quire.executor import Capacity, Executor
+from quire.loop_feature import LoopFeature
+from quire.plan import DRAFT_IDS, DRAFT_START, RowFlag, claim_width
+from quire.request import Request
+from quire.scheduler import Feature, PlanBuilder
+from quire.speculation.draft_count import AcceptanceRates, StepCosts, choose, may_pay
+from quire.speculation.hook import DRAFT_CHUNKS, DRAFT_ROWS
+from quire.speculation.lookup import RecentTexts, TextIndex, TextMatch
+from quire.speculation.settings import SpeculationSettings, read_settings
+from quire.speculation.source_stats import SourceStats, SpeculationStats
+
+NONE, MODEL, LOOKUP = 0, 1, 2
+"""Kinds of drafts. Those of a lookup have a kind for each class of lengths of their match."""
+_CLASSES = int32([2, 3, 4, 6, 8, 12, 16, 24])
+"""The least length of each class but the first."""
+_KINDS = LOOKUP + len(_CLASSES) + 1
+_SHORT_ROW = 8
+"""Tokens of the longest row that kernels for short rows take."""
+_BUSY = 256
+"""Prompt tokens of a step beside which nothing is drafted: it takes long, whoever rides along."""
+_LOOKUPS = 64
+"""Rows whose texts are searched in a step."""
+_CHUNK = 256
+"""Tokens of a text that the model has fallen behind of, computed in a step."""
+_RECENT = 1 << 20
+"""Tokens of ended requests that are searched, by namespace."""
+_NAMESPACES = 64
+
+
+def open_speculation(config: EngineConfig) -> LoopFeature:
+    """Returns the feature for an engine."""
+    return SpeculationFeature(config, read_settings(config.args))
+
+
+class _Text:
+    """A running request's own text, searched for its own end. lanes' owners change: see `plan`.
+
+    match: where the text seems to go on, if a lookup has found something.
+    """
+
+    __slots__ = ("index", "match", "request")
+
+    def __init__(self, request: Request, least: int, most: int) -> None:
+        self.request = request
+        self.index = TextIndex(least, most, room=request.known + 64)
+        self.match: TextMatch | None = None
+
+    def update(self) -> Int32:
+        """Takes in what has come; returns all known tokens, int32 [known]."""
+        tokens = self.request.tokens.view()
+        self.index.extend(tokens[len(self.index) :])
+        return tokens
+
+
+class SpeculationFeature(Feature, LoopFeature):
+    """Belongs to the engine's thread, like the scheduler that calls it.
+
+    Per lane: `wanted`, whether its request is to have drafts; `modelled`, whether of the model,
+    which is not so under a grammar, as masks are made for drafts that the host knows; `least_lag`
+    and `most_lag`, bounds of the tokens that the model has fallen behind of.
+    """
+
+    def __init__(self, config: EngineConfig, settings: SpeculationSettings) -> None:
+        self._settings = settings
+        self._budget = config.scheduler.max_num_batched_tokens
+        lanes = config.scheduler.max_num_seqs
+        self._requests: list[Request | None] = [None] * lanes
+        self._texts: list[_Text | None] = [None] * lanes
+        self._recent: dict[tuple[int, str], RecentTexts] = {}
+        self._wanted = np.zeros(lanes, dtype=bool)
+        self._modelled = np.zeros(lanes, dtype=bool)
+        self._least_lag = np.zeros(lanes, dtype=np.int32)
+        self._most_lag = np.zeros(lanes, dtype=np.int32)
+        self._kinds = np.zeros(lanes, dtype=np.int32)
+        self._acceptance = AcceptanceRates(_KINDS, lanes)
+        self._in_flight: deque[Int32] = deque()
+        self._prompt_tokens = 0
+        self._next_lookup = 0
+        self._stats = SpeculationStats()
+
+    def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
+        if not capacity.drafts:
+            return None
+        self._costs = StepCosts(capacity.step_seconds)
+        self._most = capacity.drafts
+        self._logit_rows = capacity.logit_rows or len(self._wanted)
+        self._width = claim_width(capacity.drafts)
+        return self
+
+    # -- how many ------------------------------------------------------------------------------
+
+    def lookahead(self, lanes: Int32, room: Int32) -> Int32:
+        none = np.zeros_like(lanes)
+        self._kinds[lanes] = NONE
+        self._acceptance.fade()
+        chances = self._acceptance.of_kinds()
+        most = int(room.max(initial=0))
+        if self._prompt_tokens > _BUSY or not may_pay(
+            self._costs, len(lanes), float(chances.max()), most
+        ):
+            return none
+        kinds, chance = none.copy(), np.zeros(len(lanes))
+        if self._settings.lookup:
+            kinds = self._look_up(lanes)
+            found = kinds != NONE
+            chance[found] = self._acceptance.of(kinds[found], lanes[found])
+        if self._settings.has_model:
+            ready = self._modelled[lanes] & (self._most_lag[lanes] < _SHORT_ROW)
+            own = self._acceptance.of(np.full_like(lanes, MODEL), lanes)
+            better = ready & (own > chance)
+            kinds[better], chance[better] = MODEL, own[better]
+        room = np.where(kinds == NONE, 0, np.minimum(room, self._most))
+        choice = choose(self._costs, chance, kinds == MODEL, int32(room))
+        self._kinds[lanes] = np.where(choice.counts > 0, kinds, NONE)
+        self._stats.gain = choice.gain
+        return choice.counts
+
+    def _look_up(self, lanes: Int32) -> Int32:
+        """Finds continuations for rows, those that were longest without a look first; returns
+        their kinds, int32 [n]."""
+        kinds = np.zeros_like(lanes)
+        places = np.flatnonzero(self._wanted[lanes])
+        if len(places) > _LOOKUPS:
+            first = self._next_lookup % len(places)
+            self._next_lookup = first + _LOOKUPS
+            places = np.roll(places, -first)[:_LOOKUPS]
+        for place in places.tolist():
+            match = self._match(int(lanes[place]))
+            if match is not None:
+                kinds[place] = LOOKUP + np.searchsorted(_CLASSES, match.length, side="right")
+        return kinds
+
+    def _match(self, lane: int) -> TextMatch | None:
+        request, text = self._requests[lane], self._texts[lane]
+        if request is None:
+            return None
+        settings = self._settings
+        if text is None or text.request is not request:
+            text = _Text(request, settings.lookup_min, settings.lookup_max)
+            self._texts[lane] = text
+        tokens = text.update()
+        tail = tokens[max(0, len(tokens) - settings.lookup_max) :]
+        text.match = text.index.find(tail)
+        if text.match is None or text.match.length < settings.lookup_max:
+            recent = self._recent.get(request.namespace)
+            other = None if recent is None else recent.find(tail)
+            if other is not None and (text.match is None or other.length > text.match.length):
+                text.match = other
+        return text.match
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def plan(self, builder: PlanBuilder) -> None:
+        if builder.admits:
+            self._admit(builder)
+        prompt = (builder.flags & RowFlag.PROMPT) != 0
+        self._prompt_tokens = int(builder.q_len[prompt].sum())
+        lanes, q_len = builder.lanes[~prompt], builder.q_len[~prompt]
+        drafted = q_len > 1
+        if drafted.any():
+            kinds = self._kinds.copy()
+            self._in_flight.append(kinds)
+            self._stats.steps += 1
+            self._claim(builder, lanes[drafted & (kinds[lanes] >= LOOKUP)])
+        if len(lanes):
+            self._stats.drafts_per_row = float((q_len - 1).mean())
+        if self._settings.has_model:
+            self._run_model(builder, prompt, lanes, q_len)
+
+    def _admit(self, builder: PlanBuilder) -> None:
+        """Begins to follow requests that get a lane."""
+        owners = {request.lane: request for request in builder.requests}
+        lanes = int32([admit.lane for admit in builder.admits])
+        self._acceptance.forget(lanes)
+        self._least_lag[lanes] = self._most_lag[lanes] = 0
+        for admit in builder.admits:
+            request = self._requests[admit.lane] = owners[admit.lane]
+            params = request.params
+            wanted = params.speculative != "off" and request.pooling is None
+            self._wanted[admit.lane] = wanted
+            self._modelled[admit.lane] = wanted and params.structured_outputs is None
+
+    def _claim(self, builder: PlanBuilder, lanes: Int32) -> None:
+        """Writes what was found for rows."""
+        if not len(lanes):
+            return
+        ids = np.full((len(lanes), self._width), -1, dtype=np.int32)
+        starts = np.zeros_like(lanes)
+        for line, lane in enumerate(lanes.tolist()):
+            text = self._texts[lane]
+            if text is None or text.match is None:
+                continue
+            index, place, _ = text.match
+            found = index.after(place, self._width)
+            if index is text.index:
+                # The text repeats what lies between the match and its end, as far as one knows.
+                found = np.resize(found, self._width)
+            ids[line, : len(found)] = found
+            starts[line] = text.request.known
+        builder.write(DRAFT_IDS, lanes, ids)
+        builder.write(DRAFT_START, lanes, starts)
+
+    def _run_model(
+        self, builder: PlanBuilder, prompt: np.ndarray[Any, Any], lanes: Int32, q_len: Int32
+    ) -> None:
+        """Adds the model's part to the step: drafts, and chunks of prompts and of texts."""
+        least, most = self._least_lag, self._most_lag
+        by_model = (q_len > 1) & (self._kinds[lanes] == MODEL)
+        drafting = lanes[by_model]
+        if len(drafting):
+            first = np.maximum(most[drafting] + 1, 2)
+            values = np.stack([first, q_len[by_model] - 1], axis=1)
+            builder.write(DRAFT_ROWS, drafting, values)
+        least[drafting], most[drafting] = 0, 1
+        others, lengths = lanes[~by_model], q_len[~by_model]
+        chunk_lanes = [builder.lanes[prompt & self._modelled[builder.lanes]]]
+        chunk_lengths = [builder.q_len[prompt & self._modelled[builder.lanes]]]
+        if len(drafting):
+            # Others will want drafts, too.
+            behind = others[self._modelled[others] & (least[others] >= _SHORT_ROW // 2)]
+            left = self._budget - int(chunk_lengths[0].sum())
+            ends = np.cumsum(np.minimum(least[behind], _CHUNK))
+            behind = behind[ends <= min(left, _CHUNK)] if len(ends) else behind
+            chunk = np.minimum(least[behind], _CHUNK)
+            chunk_lanes.append(behind)
+            chunk_lengths.append(chunk)
+            least[behind] -= chunk
+            most[behind] -= chunk
+        least[others] += 1
+        most[others] += lengths
+        chunks = np.concatenate(chunk_lanes)
+        if len(chunks):
+            builder.write(DRAFT_CHUNKS, chunks, np.concatenate(chunk_lengths))
+
+    # -- results -------------------------------------------------------------------------------
+
+    def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
+        kinds = self._in_flight.popleft()[lanes]
+        other = kinds != MODEL
+        self._least_lag[lanes[other]] += np.maximum(accepted[other] - 1, 0)
+        self._most_lag[lanes[other]] -= drafts[other] + 1 - np.maximum(accepted[other], 1)
+        rows = np.flatnonzero(drafts > 0)
+        if not len(rows):
+            return
+        kinds, lanes, drafts = kinds[rows], lanes[rows], drafts[rows]
+        held = np.clip(accepted[rows] - 1, 0, drafts)
+        self._acceptance.add(kinds, lanes, drafts, int32(held))
+        for name, own in (("draft", kinds == MODEL), ("suffix", kinds >= LOOKUP)):
+            if own.any():
+                self._count(name, drafts[own], held[own])
+
+    def _count(self, name: str, drafts: Int32, accepted: Int32) -> None:
+        stats = self._stats.sources.setdefault(name, SourceStats(accepted_at=[0] * self._most))
+        stats.rows += len(drafts)
+        stats.drafted += int(drafts.sum())
+        stats.accepted += int(accepted.sum())
+        for place in range(int(accepted.max(initial=0))):
+            stats.accepted_at[place] += int((accepted > place).sum())
+
+    def finish(self, request: Request) -> None:
+        """Keeps what was generated for others to follow."""
+        if not self._settings.lookup or not request.num_output_tokens:
+            return
+        start = max(0, request.prompt_len - self._settings.lookup_max)
+        recent = self._recent.pop(request.namespace, None)
+        if recent is None:
+            recent = RecentTexts(self._settings.lookup_min, self._settings.lookup_max, _RECENT)
+        self._recent[request.namespace] = recent
+        if len(self._recent) > _NAMESPACES:
+            del self._recent[next(iter(self._recent))]
+        recent.add(request.tokens.view(start))
+
+    def forget(self) -> None:
+        self._recent.clear()
+
+    def stats(self) -> dict[str, Any]:
+        return {"speculation": self._stats}

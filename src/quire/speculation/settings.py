@@ -1,0 +1,164 @@
+"""The settings of speculation, as a dict or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.config import QUANTIZATIONS, EngineArgs
+from quire.errors import ConfigError
+from quire.models import ModelSpec, load_config, resolve_model_path, spec_from_config
+
+METHODS = ("auto", "draft", "suffix")
+MOST_DRAFTS = 16
+AUTO_DRAFTS = 7
+"""A row of eight tokens is the longest that the kernels for short rows take."""
+
+_KEYS = (
+    "method", "model", "num_speculative_tokens", "lookup_min", "lookup_max", "quantization",
+    "simulate_acceptance",
+)  # fmt: skip
+_NOT_BUILT = ("eagle", "eagle3", "mtp", "medusa", "ngram")
+_LOOKUP = 2, 16
+_LONGEST_LOOKUP = 64
+_EMBEDDED_DRAFT = "quire-tiny-draft"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationSettings:
+    """Settings that are checked.
+
+    model: the draft model's folder, None: no draft model. lookup: whether texts are searched.
+    most: drafts of a row. lookup_min, lookup_max: tokens that must agree before a text is taken for
+        a continuation, and those that are compared. quantization: of the draft model.
+    simulated: the probability with which drafts are accepted, whatever the model says; None: as it
+        says. For benchmarks of random weights.
+    """
+
+    model: Path | None
+    lookup: bool
+    most: int = AUTO_DRAFTS
+    lookup_min: int = _LOOKUP[0]
+    lookup_max: int = _LOOKUP[1]
+    quantization: str | None = None
+    simulated: float | None = None
+
+    @property
+    def has_model(self) -> bool:
+        return self.model is not None and self.most > 0
+
+
+def read_settings(args: EngineArgs) -> SpeculationSettings:
+    """Returns the settings of an engine that speculates.
+
+    Raises:
+        ConfigError: a key is unknown, a value wrong, or the two forms contradict each other.
+        ModelError: there is no such draft model.
+    """
+    given = dict(args.speculative or {})
+    for key in given:
+        if key not in _KEYS:
+            raise _wrong(f"has no key {key!r}; known are: {', '.join(_KEYS)}")
+    if args.speculative_model is not None:
+        if given.get("model", args.speculative_model) != args.speculative_model:
+            raise ConfigError("speculative names another model", "speculative_model")
+        given["model"] = args.speculative_model
+    method = given.get("method", "auto")
+    if method in _NOT_BUILT:
+        raise _wrong(f"method {method!r} is not supported; methods are: {', '.join(METHODS)}")
+    if method not in METHODS:
+        raise _wrong(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    name = given.get("model")
+    if name is not None and (not isinstance(name, str) or not name):
+        raise _wrong(f"model must be a folder or hub id, got {name!r}")
+    if method == "suffix" and name is not None:
+        raise _wrong("method suffix takes no model")
+    low = _integer(given, "lookup_min", _LOOKUP[0], 1, _LONGEST_LOOKUP)
+    high = _integer(given, "lookup_max", max(low, _LOOKUP[1]), low, _LONGEST_LOOKUP)
+    quantization = given.get("quantization")
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        names = ", ".join(QUANTIZATIONS)
+        raise _wrong(f"quantization must be one of {names}, got {quantization!r}")
+    model = _model(args, method, name)
+    if quantization is not None and model is None:
+        raise _wrong("quantization is that of a draft model, and there is none")
+    return SpeculationSettings(
+        model=model,
+        lookup=method != "draft",
+        most=_drafts(given),
+        lookup_min=low,
+        lookup_max=high,
+        quantization=quantization,
+        simulated=_simulated(given),
+    )
+
+
+def check_settings(args: EngineArgs, target: ModelSpec) -> None:
+    """Refuses settings that do not fit the model whose tokens are drafted.
+
+    Raises:
+        ConfigError, ModelError: as `read_settings`; the draft model has another vocabulary, or
+            fewer positions; either has recurrent layers.
+    """
+    settings = read_settings(args)
+    if not settings.most:
+        return
+    if len(target.attention) < len(target.layers):
+        raise _wrong("models with recurrent layers are not supported: drafts would advance them")
+    if settings.model is None:
+        return
+    draft = spec_from_config(load_config(settings.model))
+    if len(draft.attention) < len(draft.layers):
+        raise _wrong("a draft model with recurrent layers is not supported")
+    if draft.vocab_size != target.vocab_size:
+        raise _wrong(
+            f"the draft model's vocabulary has {draft.vocab_size} tokens, the model's "
+            f"{target.vocab_size}: they must be the same"
+        )
+    longest = args.max_model_len or target.max_positions
+    if draft.max_positions < longest:
+        raise _wrong(
+            f"the draft model was made for {draft.max_positions} positions, but max_model_len is "
+            f"{longest}"
+        )
+
+
+def _model(args: EngineArgs, method: str, name: str | None) -> Path | None:
+    if method == "suffix":
+        return None
+    if name is not None:
+        return resolve_model_path(name)
+    embedded = resolve_model_path(None)
+    if args.model is None:
+        return embedded.parent / _EMBEDDED_DRAFT
+    if method == "draft":
+        raise _wrong("method draft needs a model")
+    return None
+
+
+def _drafts(given: Mapping[str, Any]) -> int:
+    if given.get("num_speculative_tokens", "auto") == "auto":
+        return AUTO_DRAFTS
+    return _integer(given, "num_speculative_tokens", 0, 0, MOST_DRAFTS)
+
+
+def _simulated(given: Mapping[str, Any]) -> float | None:
+    value = given.get("simulate_acceptance")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and 0.0 <= value <= 1.0):
+        raise _wrong(f"simulate_acceptance must be a number from 0 to 1, got {value!r}")
+    return None if value is None else float(value)
+
+
+def _integer(given: Mapping[str, Any], key: str, default: int, low: int, high: int) -> int:
+    value = given.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        more = " or auto" if key == "num_speculative_tokens" else ""
+        raise _wrong(f"{key} must be an integer from {low} to {high}{more}, got {value!r}")
+    return value
+
+
+def _wrong(what: str) -> ConfigError:
+    return ConfigError(f"speculative: {what}", "speculative")

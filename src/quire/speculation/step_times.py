@@ -1,0 +1,87 @@
+"""Measures how long steps take, before any request comes: what drafts are weighed against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from quire.executor import StepSeconds
+from quire.runner.hooks.hook import Level
+from quire.runner.program import BodyShape, CapturedPrograms, HeadShape, StepProgram
+
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_RUNS, _AT_ONCE = 3, 4
+_PATIENCE = 3.0
+"""Seconds after which no larger sizes are measured."""
+
+
+@torch.inference_mode()
+def measure_steps(
+    program: StepProgram,
+    graphs: CapturedPrograms | None,
+    others: Mapping[str, Mapping[int, Callable[[], None]]],
+) -> StepSeconds:
+    """Returns the seconds of decode steps by rows, of verifying steps by tokens, and of `others` by
+    name and size.
+
+    The steps have no rows, so attention and what reads its KV take next to nothing: they take as
+    long with drafts as without. graphs: replayed where there are some.
+    """
+    state = program.lanes.state
+    device, limits = state.device, state.limits
+    found: StepSeconds = {"decode": {}, "verify": {}}
+    longest = {"decode": 1, "verify": 2}
+    begun = time.perf_counter()
+    largest = min(limits.logit_rows, limits.tokens)
+    for size in sorted({min(size, largest) for size in (*_SIZES, largest)}):
+        for kind, most in longest.items():
+            if size <= (limits.lanes if kind == "decode" else largest):
+                run = _step(program, graphs, size, most)
+                found[kind][size] = _seconds(run, device)
+        if time.perf_counter() - begun > _PATIENCE:
+            break
+    for name, runs in others.items():
+        found[name] = {size: _seconds(run, device) for size, run in runs.items()}
+    return found
+
+
+def _step(
+    program: StepProgram, graphs: CapturedPrograms | None, size: int, longest: int
+) -> Callable[[], None]:
+    """Returns what runs a body and a plain head of so many tokens."""
+    rows = size if longest == 1 else max(1, size // 2)
+    if graphs is not None:
+        body, head = graphs.body(BodyShape(size, rows, longest)), graphs.head(size, Level.PLAIN)
+        if body is not None and head is not None:
+            captured = graphs
+
+            def replay() -> None:
+                captured.replay(body)
+                captured.replay(head)
+
+            return replay
+
+    def run() -> None:
+        program.body(BodyShape(size, 0, longest))
+        program.head(HeadShape(size, Level.PLAIN))
+
+    return run
+
+
+def _seconds(run: Callable[[], None], device: torch.device) -> float:
+    """Returns the least of some runs, after one to warm up. On a GPU several follow each other at
+    once, as steps do."""
+    run()
+    best, at_once = float("inf"), _AT_ONCE if device.type == "cuda" else 1
+    for _ in range(_RUNS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        for _ in range(at_once):
+            run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, (time.perf_counter() - begun) / at_once)
+    return best

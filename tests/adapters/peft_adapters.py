@@ -1,0 +1,56 @@
+"""Random adapters of tiny checkpoints, made and judged by PEFT."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from safetensors.torch import load_file, save_file
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+GPT2_LINEARS = ("c_attn", "c_proj", "c_fc")
+
+
+def make_adapter(model: Any, folder: Path, seed: int, **config: Any) -> None:
+    """Saves a random adapter for a transformers model, and leaves the model as it was."""
+    gpt2 = "GPT2" in type(model).__name__
+    config.setdefault("target_modules", list(GPT2_LINEARS if gpt2 else LINEARS))
+    config.setdefault("fan_in_fan_out", gpt2)
+    torch.manual_seed(seed)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **config))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0.0, 0.25)
+    adapted.save_pretrained(str(folder))
+    adapted.unload()
+
+
+def logits(model: Any, folder: Path | None, tokens: list[int]) -> torch.Tensor:
+    """transformers' logits [n, vocab] of a text, with an adapter or without."""
+    ids = torch.tensor([tokens])
+    if folder is None:
+        with torch.inference_mode():
+            return model(ids).logits[0]
+    adapted = peft.PeftModel.from_pretrained(model, str(folder)).eval()
+    with torch.inference_mode():
+        found = adapted(ids).logits[0]
+    adapted.unload()
+    return found
+
+
+def change(folder: Path, **config: Any) -> None:
+    """Changes keys of an adapter's config."""
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def save(folder: Path, found: dict[str, torch.Tensor]) -> None:
+    save_file({n: t.contiguous() for n, t in found.items()}, folder / "adapter_model.safetensors")

@@ -1,0 +1,46 @@
+"""A server whose engine has several ranks: each of its processes may be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+
+import openai
+import pytest
+
+from tests.server.server_process import Server
+from tests.server.test_faults import LONG, answers, child, status
+
+
+def children(pid: int, module: str) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid), "-f", module], capture_output=True, text=True)
+    return [int(each) for each in found.stdout.split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_killed_rank_ends_all_and_they_start_again(launch: Callable[..., Server]) -> None:
+    server = launch("--engine-restarts", "2", "--tensor-parallel-size", "2")
+    for victim in ("rank 1", "engine"):
+        engine = child(server, "quire.engine.process")
+        (worker,) = children(engine, "quire.engine.worker_process")
+        stream = iter(server.client().completions.create(**LONG, stream=True))
+        next(stream)
+        os.kill(worker if victim == "rank 1" else engine, signal.SIGKILL)
+        with pytest.raises(openai.APIError) as error:
+            list(stream)
+        assert error.value.code == "engine_dead"
+        both = (engine, worker)
+        server.wait_for(lambda both=both: not any(map(alive, both)), "all ranks to end")
+        server.wait_for(lambda: status(server, "/ready") == 200, "the engine to be back")
+        assert answers(server)
+    assert "the worker of rank 1 has ended (killed by SIGKILL)" in "".join(server.output)
+    assert server.stop() == 0

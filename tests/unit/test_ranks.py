@@ -1,0 +1,153 @@
+"""Engines of several ranks: their tokens, their refusals, and what happens when a rank is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.config import EngineArgs
+from quire.engine.builder import resolve
+from quire.engine.ranks import config_of_rank
+from quire.engine.workers import WorkerExecutor
+from quire.errors import ConfigError, EngineDeadError
+from quire.models import spec_from_config
+from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
+
+PLAIN: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+PARAMS = [
+    SamplingParams(temperature=0.0, logprobs=2, **PLAIN),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=1, **PLAIN),
+    SamplingParams(temperature=0.8, repetition_penalty=1.2, seed=2, n=2, **PLAIN),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=12, structured_outputs={"regex": "[0-9]+"}),
+]
+
+
+def completions(ranks: int, **settings: Any) -> list[list[int]]:
+    """Returns the embedded model's tokens for prompts that share a beginning, two at a time."""
+    llm = LLM(
+        device="cpu",
+        max_num_seqs=3,
+        max_num_batched_tokens=32,
+        max_model_len=256,
+        tensor_parallel_size=ranks,
+        **{"num_kv_blocks": 64, **settings},
+    )
+    try:
+        shared = "The gatherings of a book are sewn one to another, and so are pages. "
+        prompts = [shared * (i % 3) + f"Page {i}:" for i in range(8)]
+        outputs = llm.generate(prompts, [PARAMS[i % 4] for i in range(8)], use_tqdm=False)
+        return [list(choice.token_ids) for output in outputs for choice in output.outputs]
+    finally:
+        llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(2, {}), (2, {"num_kv_blocks": 18, "quantization": "int8"}), (4, {"kv_cache_dtype": "int8"})],
+    ids=["2", "2-few-blocks-int8", "4-kv-int8"],
+)
+def test_ranks_give_the_tokens_of_one(ranks: int, settings: dict[str, Any]) -> None:
+    """Chunked prompts, prefix hits, preemption, a grammar; at 4 ranks, KV heads that two hold."""
+    assert completions(ranks, **settings) == completions(1, **settings)
+
+
+def refusal(folder: Path, **settings: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        resolve(EngineArgs(model=str(folder), device="cpu", skip_tokenizer_init=True, **settings))
+    return str(error.value)
+
+
+def test_heads_that_ranks_cannot_share(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, TINY)
+    assert "4 attention heads cannot be shared out over 8 ranks" in refusal(
+        folder, tensor_parallel_size=8
+    )
+    assert refusal(folder, tensor_parallel_size=3).endswith("it can be shared out over 2, 4")
+    single = {**TINY, "num_attention_heads": 1, "num_key_value_heads": 1}
+    lone = model_folder(tmp_path / "lone", single)
+    assert refusal(lone, tensor_parallel_size=2).endswith("it takes one")
+
+
+@pytest.mark.parametrize(("name", "value"), [("host_cache_gb", 1.0)])
+def test_settings_that_take_one_rank(tmp_path: Path, name: str, value: Any) -> None:
+    message = refusal(model_folder(tmp_path, TINY), tensor_parallel_size=2, **{name: value})
+    assert name in message
+    assert "tensor_parallel_size=2" in message
+
+
+def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    args = EngineArgs(model=str(model_folder(tmp_path, TINY)), device="cuda:1",
+                      tensor_parallel_size=2, skip_tokenizer_init=True)  # fmt: skip
+    with pytest.raises(ConfigError, match=r"2 GPUs from cuda:1 on, .* sees 2 .*DEVICES=4,5"):
+        resolve(args)
+
+
+def test_ranks_have_neighbouring_devices(tmp_path: Path) -> None:
+    folder = str(model_folder(tmp_path, TINY))
+    config = resolve(EngineArgs(model=folder, device="cpu", skip_tokenizer_init=True))
+    assert config_of_rank(config, 1).device == "cpu"
+    for device, expected in (("cuda", "cuda:1"), ("cuda:2", "cuda:3")):
+        object.__setattr__(config, "device", device)
+        assert config_of_rank(config, 1).device == expected
+
+
+def engine_of(folder: Path, ranks: int, timeout: float | None = None) -> TinyEngine:
+    return TinyEngine(folder, depth=2, budget=64, world=ranks, timeout=timeout)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_rank_that_is_killed(tmp_path: Path, lost: int) -> None:
+    """The error names the rank, and the other ranks' processes end."""
+    engine = engine_of(model_folder(tmp_path, TINY), 4)
+    executor = engine.executor
+    assert isinstance(executor, WorkerExecutor)
+    others = executor.workers
+    engine.add("a", Job(random_prompts(1)[0], SamplingParams(max_tokens=40)))
+    engine.step()
+    os.kill(others[lost - 1].process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=f"rank {lost} has ended .killed by SIGKILL"):
+        engine.drain()
+    executor.shutdown()
+    assert all(other.process.returncode is not None for other in others)
+
+
+def test_a_step_that_does_not_end(tmp_path: Path) -> None:
+    """The error says which rank is behind, and at which step."""
+    engine = engine_of(model_folder(tmp_path, TINY), 2, timeout=2.0)
+    executor = engine.executor
+    assert isinstance(executor, WorkerExecutor)
+    engine.add("a", Job(random_prompts(1)[0], SamplingParams(max_tokens=40)))
+    engine.step()
+    other = executor.workers[0].process
+    os.kill(other.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=r"rank 1 is behind .*rank 1 has launched step \d"):
+        engine.drain()
+    executor.shutdown()
+    assert other.returncode is not None
+    with pytest.raises(EngineDeadError, match="shut down"):
+        executor.collect()
+
+
+def test_a_model_of_few_heads_has_copies_of_them(tmp_path: Path) -> None:
+    """At four ranks each of two KV heads is held twice."""
+    folder = model_folder(tmp_path, {**TINY, "vocab_size": VOCAB + 3})
+    spec = spec_from_config({**TINY, "vocab_size": VOCAB + 3})
+    assert spec.vocab_size % 4
+    jobs = [Job(prompt, SamplingParams(temperature=0.0, max_tokens=8)) for prompt in
+            random_prompts(4)]  # fmt: skip
+    four, one = engine_of(folder, 4), engine_of(folder, 1)
+    try:
+        assert four.run(jobs) == one.run(jobs)
+        quarter, whole = (e.runner.cache.block_tensors(0)[0].numel() for e in (four, one))
+        assert quarter * 2 == whole
+    finally:
+        four.executor.shutdown()
