@@ -161,7 +161,7 @@ class _LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_is_rounded_in_small_pieces(kind: str) -> None:
-    """What a piece takes meanwhile does not grow with the tensor."""
+    """Pieces take meanwhile no more, however large the tensor is."""
     scheme = quantization_of(kind).scheme_for("layers.0.mlp.down", torch.bfloat16)
     weight = Weight.empty(scheme.format, 4096, 4096, torch.device("cpu"))
     part = torch.randn(4096, 4096).bfloat16()
