@@ -5,7 +5,7 @@ that go too far.
 
 A checkpoint is made for each case, in a temporary folder, with the built-in text; then its
 perplexity over the given text, and its divergence from the original, are measured through the
-engine. Cases that the file has already are not measured again.
+engine. Cases that the file has already, of the same text, are not measured again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
     folder = resolve_model_path(args.model)
     name = args.model or folder.name
     known = read_jsonl(args.out) if args.out.exists() else []
-    done = {record.case for record in known}
+    done = {record.case for record in known if record.settings["text"] == args.text.name}
     for case, recipe in cases(args.group_size).items():
         if case in done:
             continue
