@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.models.families import llama, qwen2, settings
+from quire.models.families import llama, settings
 from quire.models.families.family import Family
 from quire.models.spec import ModelSpec
+
+
+def windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Returns each layer's window, as in Qwen2: those from `max_window_layers` on have one, if
+    windows are used at all."""
+    if not settings.flag(config, "use_sliding_window", False):
+        return settings.windows(config, layers, None, first=layers)
+    explicit_null = "sliding_window" in config and config["sliding_window"] is None
+    width = None if explicit_null else settings.integer(config, "sliding_window", 4096)
+    first = settings.integer(config, "max_window_layers", 28, low=0)
+    return settings.windows(config, layers, width, first)
 
 
 def spec(config: Mapping[str, Any], family: str = "qwen3") -> ModelSpec:
@@ -16,7 +27,7 @@ def spec(config: Mapping[str, Any], family: str = "qwen3") -> ModelSpec:
     base = llama.base_spec({**config, "head_dim": config.get("head_dim") or 128}, family)
     bias = settings.flag(config, "attention_bias", False)
     mixer = {"qkv_bias": bias, "out_bias": bias, "qk_norm": base.norm}
-    return llama.with_layers(base, mixer, windows=qwen2.windows(config, len(base.layers)))
+    return llama.with_layers(base, mixer, windows=windows(config, len(base.layers)))
 
 
 FAMILY = Family(

@@ -113,7 +113,7 @@ INSTRUCTIONS = {
         "f16", _FP8.format(factor="0x5C005C00", shift=1, mask="0x3F803F80", t="f16")
     ),
 }
-"""What unpacks and multiplies, by the dtypes of stored values and of x."""
+"""Instructions that unpack and multiply, by the dtypes of stored values and of x."""
 
 
 @triton.jit
