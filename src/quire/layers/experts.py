@@ -112,6 +112,7 @@ class Experts(nn.Module):
         self.spec = spec
         self.hidden = hidden
         self.group = build.group
+        self.name = build.name
         rank, world = build.group.rank, build.group.world
         up, down = build.within("up"), build.within("down")
         up_scheme = experts_scheme(("gate", "up"), spec.layout, up, spec.experts)
@@ -161,10 +162,7 @@ class Experts(nn.Module):
             routed.x, routed.ids, routed.weights, self.up.weights, self.down.weights, self.spec.act,
             onto if alone else None,
         )  # fmt: skip
-        if not alone:
-            out = self.group.all_reduce(out)
-            out = out if onto is None else out.add_(onto)
-        return Residual(out)
+        return Residual(out if alone else self.group.all_reduce(out, onto, self.name))
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""

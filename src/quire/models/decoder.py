@@ -91,7 +91,7 @@ class Decoder(nn.Module):
             dict.fromkeys(sorted(layouts, key=lambda layout: order.index(layout.kind)))
         )
         self._layer_groups = [self.kv_layouts.index(layout) for layout in layouts]
-        self._shallow = 1 + max(layouts.index(layout) for layout in self.kv_layouts)
+        self._shallow = 1 + max(map(spec.layers.index, set(spec.layers)))
 
     def kv_groups(
         self, block_size: int, kv_format: ops.KVFormat | None = None, first: int = 0

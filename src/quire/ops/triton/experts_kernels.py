@@ -50,30 +50,31 @@ def up_gemv_kernel(
         wait_for_predecessor(False)
     pid, a = tl.program_id(0), tl.program_id(1)
     expert = tl.load(ids_ptr + a)
-    if expert >= 0:
-        R: tl.constexpr = 2 * BN
-        rows = expert.to(tl.int64) * 2 * N + tile_rows(pid, N, BN, True)
-        ks = tl.arange(0, BK)
-        w_ptrs = w_ptr + rows[:, None] * stride_wn
-        s_ptrs = s_ptr + rows[:, None] * stride_sn
-        z_ptrs = z_ptr + rows[:, None] * stride_sn
-        x_ptr += (a // TOP_K).to(tl.int64) * stride_xm
-        acc = tl.zeros([R, BK], tl.float32)
-        for k0 in range(0, K, BK):
-            w = _tile(w_ptrs, s_ptrs, z_ptrs, k0, K, R, BK, EVEN_K, BITS, GROUP, HAS_ZEROS, E2M1)
-            x = load_k(x_ptr + k0 + ks, k0 + ks, K, EVEN_K).to(tl.float32)
-            acc += w * x[None, :]
-        y = tl.sum(acc, 1)
-        if E2M1:
-            y *= LIFT
-        if HAS_SCALES:
-            y *= tl.load(s_ptr + rows * stride_sn).to(tl.float32)
-        if HAS_BIAS:
-            y += tl.load(bias_ptr + rows).to(tl.float32)
-        gate, up = tl.split(tl.reshape(y, [BN, 2]))
-        cols = pid * BN + tl.arange(0, BN)
-        out = swiglu(gate, up, ALPHA, LIMIT, SHIFT).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + a.to(tl.int64) * N + cols, out, mask=cols < N)
+    R: tl.constexpr = 2 * BN
+    if expert < 0:
+        return
+    rows = expert.to(tl.int64) * 2 * N + tile_rows(pid, N, BN, True)
+    ks = tl.arange(0, BK)
+    w_ptrs = w_ptr + rows[:, None] * stride_wn
+    s_ptrs = s_ptr + rows[:, None] * stride_sn
+    z_ptrs = z_ptr + rows[:, None] * stride_sn
+    x_row = x_ptr + (a // TOP_K).to(tl.int64) * stride_xm
+    acc = tl.zeros([R, BK], tl.float32)
+    for k0 in range(0, K, BK):
+        w = _tile(w_ptrs, s_ptrs, z_ptrs, k0, K, R, BK, EVEN_K, BITS, GROUP, HAS_ZEROS, E2M1)
+        x = load_k(x_row + k0 + ks, k0 + ks, K, EVEN_K).to(tl.float32)
+        acc += w * x[None, :]
+    y = tl.sum(acc, 1)
+    if E2M1:
+        y *= LIFT
+    if HAS_SCALES:
+        y *= tl.load(s_ptr + rows * stride_sn).to(tl.float32)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + rows).to(tl.float32)
+    gate, up = tl.split(tl.reshape(y, [BN, 2]))
+    cols = pid * BN + tl.arange(0, BN)
+    out = swiglu(gate, up, ALPHA, LIMIT, SHIFT).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + a.to(tl.int64) * N + cols, out, mask=cols < N)
 
 
 @triton.jit
@@ -148,32 +149,33 @@ def grouped_kernel(
     if PDL:
         wait_for_predecessor(False)
     block, pid_n = tl.program_id(0), tl.program_id(1)
-    if block < tl.load(blocks_ptr + 3 * most):
-        R: tl.constexpr = 2 * BN if GATED else BN
-        expert = tl.load(blocks_ptr + block).to(tl.int64)
-        at = tl.load(blocks_ptr + most + block) + tl.arange(0, BM)
-        valid = at < tl.load(blocks_ptr + 2 * most + block)
-        a = tl.load(order_ptr + at, mask=valid, other=0).to(tl.int64)
-        rows = expert * (2 * N if GATED else N) + tile_rows(pid_n, N, BN, GATED)
-        cols = pid_n * BN + tl.arange(0, BN)
-        acc = product(
-            x_ptr + (a // ROWS_PER_X)[:, None] * stride_xm, w_ptr + rows[:, None] * stride_wn,
-            s_ptr + rows[:, None] * stride_sn, z_ptr + rows[:, None] * stride_sn, x_ptr,
-            tl.full([BM], 1.0, tl.float32), 0, K, K, 0.0, BM, R, BK, EVEN_K, "none", SWAP, UPCAST,
-            BITS, GROUP, HAS_ZEROS, E2M1,
-        )  # fmt: skip
-        if HAS_SCALES:
-            acc *= tl.load(s_ptr + rows * stride_sn).to(tl.float32)[None, :]
-        if HAS_BIAS:
-            acc += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
-        if GATED:
-            gate, up = tl.split(tl.reshape(acc, [BM, BN, 2]))
-            out = swiglu(gate, up, ALPHA, LIMIT, SHIFT)
-        else:
-            out = acc * tl.load(weights_ptr + a, mask=valid, other=0.0)[:, None]
-        mask = valid[:, None] & (cols < N)[None, :]
-        y_ptrs = y_ptr + a[:, None] * N + cols[None, :]
-        tl.store(y_ptrs, out.to(y_ptr.dtype.element_ty), mask=mask)
+    R: tl.constexpr = 2 * BN if GATED else BN
+    if block >= tl.load(blocks_ptr + 3 * most):
+        return
+    expert = tl.load(blocks_ptr + block).to(tl.int64)
+    at = tl.load(blocks_ptr + most + block) + tl.arange(0, BM)
+    valid = at < tl.load(blocks_ptr + 2 * most + block)
+    a = tl.load(order_ptr + at, mask=valid, other=0).to(tl.int64)
+    rows = expert * (2 * N if GATED else N) + tile_rows(pid_n, N, BN, GATED)
+    cols = pid_n * BN + tl.arange(0, BN)
+    acc = product(
+        x_ptr + (a // ROWS_PER_X)[:, None] * stride_xm, w_ptr + rows[:, None] * stride_wn,
+        s_ptr + rows[:, None] * stride_sn, z_ptr + rows[:, None] * stride_sn, x_ptr,
+        tl.full([BM], 1.0, tl.float32), 0, K, K, 0.0, BM, R, BK, EVEN_K, "none", SWAP, UPCAST,
+        BITS, GROUP, HAS_ZEROS, E2M1,
+    )  # fmt: skip
+    if HAS_SCALES:
+        acc *= tl.load(s_ptr + rows * stride_sn).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
+    if GATED:
+        gate, up = tl.split(tl.reshape(acc, [BM, BN, 2]))
+        out = swiglu(gate, up, ALPHA, LIMIT, SHIFT)
+    else:
+        out = acc * tl.load(weights_ptr + a, mask=valid, other=0.0)[:, None]
+    mask = valid[:, None] & (cols < N)[None, :]
+    y_ptrs = y_ptr + a[:, None] * N + cols[None, :]
+    tl.store(y_ptrs, out.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -84,7 +84,8 @@ def plan_for(shape: ExpertsShape, *, deterministic: bool = False) -> ExpertsPlan
 
 
 def _row_tile(shape: ExpertsShape, *, gated: bool) -> Tile:
-    """A tile of a GEMV: a few rows of weights, as long as registers allow."""
+    """A tile of a GEMV: a few rows of weights, as long as registers allow. Rows of few bits are
+    short, so that more of them have to be under way."""
     if gated:
-        return Tile(1, 4, 1024 if shape.bits >= 16 else 2048, 4)
-    return Tile(1, 8, 256 if shape.bits >= 16 else 512, 4)
+        return Tile(1, 4, 1024, 4, 1 if shape.bits >= 16 else 3)
+    return Tile(1, 8, 256, 4)

@@ -26,7 +26,7 @@ def _allowed(
     """Returns choice [BM, EP] with -inf outside of the groups whose best two add up to most."""
     gs = tl.arange(0, GP)[None, :]
     sums = tl.full([BM, GP], float("-inf"), tl.float32)
-    for g in tl.static_range(GROUPS):
+    for g in range(GROUPS):
         own = tl.where(es // GROUP_SIZE == g, choice, float("-inf"))
         best = tl.max(own, 1)
         place = tl.min(tl.where(own == best[:, None], es, EP), 1)
@@ -34,7 +34,7 @@ def _allowed(
         total = best + (second if GROUP_SIZE > 1 else 0.0)
         sums = tl.where(gs == g, total[:, None], sums)
     kept = tl.full([BM, EP], float("-inf"), tl.float32)
-    for _ in tl.static_range(TOP_GROUPS):
+    for _ in range(TOP_GROUPS):
         best = tl.max(sums, 1)
         group = tl.min(tl.where(sums == best[:, None], gs, GP), 1)
         sums = tl.where(gs == group[:, None], float("-inf"), sums)
@@ -69,7 +69,7 @@ def _choose(
     ks = tl.arange(0, KP)[None, :]
     ids = tl.zeros([BM, KP], tl.int32)
     weights = tl.zeros([BM, KP], tl.float32)
-    for k in tl.static_range(TOP_K):
+    for k in range(TOP_K):
         best = tl.max(choice, 1)
         place = tl.min(tl.where(choice == best[:, None], es, EP), 1)
         here = es == place[:, None]
@@ -113,9 +113,10 @@ def route_kernel(
     rms = tl.full([BM], 1.0, tl.float32)
     if HAS_NORM:
         squares = tl.zeros([BM], tl.float32)
-        for k in range(0, K, BK):
-            x = load_k(x_ptrs + k + ks[None, :], k + ks[None, :], K, EVEN_K).to(tl.float32)
-            squares += tl.sum(x * x, 1)
+        for start in range(0, K, BK):
+            at_k = start + ks[None, :]
+            part = load_k(x_ptrs + at_k, at_k, K, EVEN_K).to(tl.float32)
+            squares += tl.sum(part * part, 1)
         rms = tl.rsqrt(squares / K + eps)
     logits = tl.zeros([BM, BE], tl.float32)
     for k0 in range(0, K, BK):
