@@ -23,7 +23,7 @@ import torch
 
 from quire import ops
 from quire.adapters.hook import COLUMN, AdapterHook
-from quire.adapters.layout import Adapter, Image, LowRank
+from quire.adapters.projections import Adapter, Image, LowRank
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
 from quire.executor import Capacity

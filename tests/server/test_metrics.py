@@ -55,6 +55,10 @@ def fake_nvml() -> Any:
     )
 
 
+ADAPTERS = ("known", "cached", "resident", "waiting", "loads", "load_seconds", "failures")
+"""The entries of `EngineStats.adapters`."""
+
+
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
     """All metrics that there are, with a value at least."""
@@ -68,6 +72,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
         blocks_cached=[2],
         blocks_free=[3],
         tiers=TierStats(),
+        adapters=dict.fromkeys(ADAPTERS, 0.0),
         speculation=SpeculationStats(sources={"suffix": SourceStats(3, 6, 4, [3, 1])}),
         histograms=Telemetry().histograms,
     )
