@@ -68,7 +68,7 @@ def check_logits(
 
 HALF = [
     "llama", "qwen2", "qwen3-window", "gpt2", "gemma2", "gemma3", "olmo2", "granite",
-    "cohere2-bias", "exaone4", "glm4", "ministral3",
+    "cohere2-bias", "exaone4", "glm4", "ministral3", "qwen3.5",
 ]  # fmt: skip
 
 
