@@ -139,6 +139,7 @@ def test_best_of(client: openai.OpenAI) -> None:
         ({"logprobs": 101}, "logprobs"),
         ({"extra_body": {"prompt_logprobs": 1}, "stream": True}, "prompt_logprobs"),
         ({"extra_body": {"prompt_logprobs": 101}}, "prompt_logprobs"),
+        ({"extra_body": {"speculative": "on"}}, "speculative"),
         ({"extra_body": {"priority": 3}}, "priority"),
         ({"extra_body": {"min_tokens": 50}, "max_tokens": 5}, "min_tokens"),
         ({"logit_bias": {"99999999": 1}}, "logit_bias"),
@@ -201,6 +202,7 @@ def test_sampling_fields_take_effect(client: openai.OpenAI) -> None:
     banned = tokens(logit_bias={str(greedy[0]): -100})
     assert banned[0] != greedy[0]
     assert tokens(extra_body={"repetition_penalty": 1.5}) != greedy
+    assert tokens(extra_body={"speculative": "off"}) == greedy
 
 
 def test_ignore_eos_and_stop_token_ids(client: openai.OpenAI) -> None:

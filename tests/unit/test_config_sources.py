@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -153,3 +154,24 @@ def test_the_example_file(resolve) -> None:
     known = {setting.name for schema in SCHEMAS for setting in settings_of(schema)}
     assert commented
     assert set(commented) <= known
+
+
+def test_a_setting_that_is_an_object(resolve, tmp_path: Path) -> None:
+    """On the command line and in variables it is JSON, in the file it may be a mapping."""
+    wanted = {"method": "suffix", "lookup_min": 3}
+    file = tmp_path / "c.yaml"
+    for text in (
+        "speculative:\n  method: suffix\n  lookup_min: 3\n",
+        f"speculative: '{json.dumps(wanted)}'\n",
+    ):
+        file.write_text(text)
+        assert resolve("--config", str(file))["engine"].speculative == wanted
+    assert resolve("--speculative", json.dumps(wanted))["engine"].speculative == wanted
+    env = {"QUIRE_SPECULATIVE": json.dumps(wanted)}
+    assert resolve(env=env)["engine"].speculative == wanted
+    for wrong in ("suffix", "[1]", "{"):
+        with pytest.raises(ConfigError, match="speculative"):
+            resolve("--speculative", wrong)
+    file.write_text("speculative: 3\n")
+    with pytest.raises(ConfigError, match="speculative"):
+        resolve("--config", str(file))

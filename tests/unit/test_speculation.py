@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 
 import quire
 from quire import LLM, SamplingParams
+from quire.speculation import SpeculationFeature
+from quire.speculation.feature import LOOKUP
+from quire.speculation.lookup import TextIndex, TextMatch
 from quire.speculation.source_stats import SpeculationStats
 from tests.unit.test_drafts import PARAMS, Answers, answers
 from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
@@ -138,7 +142,6 @@ def generated(**settings: Any) -> tuple[list[list[int]], SpeculationStats | None
 
 def free_of_charge(llm: LLM) -> None:
     """Lets drafts cost nothing: what a busy machine measures is no part of these tests."""
-    from quire.speculation import SpeculationFeature
     from quire.speculation.draft_count import StepCosts
 
     for feature in llm._core._loop_features:
@@ -169,6 +172,36 @@ def test_the_embedded_draft_is_accepted(settings: dict[str, Any]) -> None:
     assert steps < 0.7 * plain_steps
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_model_catches_up(depth: int) -> None:
+    """A lone request whose text was looked up for long gets the model's drafts again."""
+    llm = LLM(
+        num_kv_blocks=100, max_model_len=512, max_num_seqs=2, speculative={}, steps_in_flight=depth
+    )
+    free_of_charge(llm)
+    (feature,) = [f for f in llm._core._loop_features if isinstance(f, SpeculationFeature)]
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    told = llm._core.add("a", np.arange(40, 60, dtype=np.int32), params, max_total=200)
+    found = TextIndex.find
+    forced = pytest.MonkeyPatch()
+    # At first the same wrong text is found wherever one looks.
+    forced.setattr(TextIndex, "find", lambda text, tokens: TextMatch(text, 0, 16))
+    forced.setattr(feature._acceptance, "of", lambda kinds, lanes: (kinds >= LOOKUP) * 0.9)
+    for _ in range(30):
+        llm._core.step()
+    assert "draft" not in feature.stats()["speculation"].sources
+    forced.undo()
+    feature._settings = dataclasses.replace(feature._settings, lookup=False)
+    assert TextIndex.find is found
+    while llm._core.has_work():
+        llm._core.step()
+    assert told[0].num_output_tokens == 180
+    drafts = feature.stats()["speculation"].sources["draft"]
+    assert drafts.rows > 10
+    assert drafts.accepted > 20
+    llm.shutdown()
+
+
 def test_grammars_hold_and_texts_are_followed() -> None:
     text = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n"
     params = SamplingParams(temperature=0.0, max_tokens=80, structured_outputs={"choice": [text]})
@@ -191,8 +224,6 @@ def test_grammars_hold_and_texts_are_followed() -> None:
 
 def test_drafts_stay_within_a_salt() -> None:
     """Texts of others are looked up only under the same salt."""
-    import dataclasses
-
     from quire.arrays import int32
     from quire.config import EngineArgs
     from quire.engine.builder import build_core, resolve

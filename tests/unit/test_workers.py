@@ -47,6 +47,17 @@ def test_two_ranks_give_the_tokens_of_one(folder: Path, pair: TinyEngine) -> Non
     assert pair.run(JOBS) == lone.run(JOBS)
 
 
+def test_two_ranks_draft_the_same(folder: Path, tmp_path: Path) -> None:
+    """Each has the whole draft model, beside its share of the target."""
+    shape = {**TINY, "num_hidden_layers": 1, "num_key_value_heads": 1}
+    speculative = {"model": str(model_folder(tmp_path / "draft", shape)), "lookup_min": 1}
+    expected = TinyEngine(folder, depth=2, budget=64).run(JOBS)
+    pair = TinyEngine(folder, depth=2, budget=64, world=2, speculative=speculative)
+    assert pair.run(JOBS) == expected
+    assert any((plan.q_len[(plan.flags & RowFlag.PROMPT) == 0] > 1).any() for plan in pair.plans)
+    pair.executor.shutdown()
+
+
 def test_masks_reach_all_ranks(pair: TinyEngine) -> None:
     pair.add("a", Job([6, 7, 8], SamplingParams(temperature=0.0, max_tokens=4)))
     plan = pair.scheduler.plan()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,13 @@ from quire.bench.outputs import OutputFiles
 from quire.bench.record import BenchRecord, card_name, format_table, make_record
 from quire.cli.progress import TimeLeft
 from quire.config import EngineArgs, EngineConfig
+from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.bench.throughput import QuireEngine
 
+SIMULATED = "simulate_acceptance"
+"""The key of `EngineArgs.speculative` by which drafts are accepted, whatever the model says."""
 _DETAILS = ("requests", "prompt_tokens", "output_tokens", "kv_utilization_reserved_percent")
 """Metrics that are in the records but not on the screen."""
 
@@ -42,6 +46,22 @@ class Sweep:
             input_len = value if self.axis == "input_len" else self.input_len
             name = f"{rows}x{input_len}x{self.output_len}"
             yield parse_case(name), {"sweep": self.axis, self.axis: value}
+
+
+def with_simulated(engine: EngineArgs, acceptance: float | None) -> EngineArgs:
+    """Returns settings under which drafts are accepted with a probability, if one is given.
+
+    Raises:
+        ConfigError: the engine does not speculate.
+    """
+    if acceptance is None:
+        return engine
+    if not engine.speculates:
+        raise ConfigError(
+            "simulate_acceptance needs speculative or speculative_model", "simulate_acceptance"
+        )
+    given = {**(engine.speculative or {}), SIMULATED: acceptance}
+    return dataclasses.replace(engine, speculative=given)
 
 
 def throughput(
@@ -223,6 +243,8 @@ def _record(
     model = config.model_name.rstrip("/").rpartition("/")[2]
     limits = ceilings(card_name(config.device), config.dtype)
     about = {**_given(config.args), "model": model, "dtype": config.dtype, **settings}
+    if SIMULATED in (config.args.speculative or {}):
+        about["simulated_acceptance"] = (config.args.speculative or {})[SIMULATED]
     if limits is not None:
         about["ceilings"] = limits.described()
     return make_record(case, metrics, model=model, device=device or config.device, settings=about)

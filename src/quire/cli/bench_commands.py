@@ -38,6 +38,15 @@ Cases = Annotated[
 Scale = Annotated[
     float, typer.Option(help="Shrink requests and lengths by this factor, for small machines.")
 ]
+SimulatedAcceptance = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="Accept drafts with this probability, whatever the model says, to measure speculative "
+        "decoding with random weights. Records name it.",
+    ),
+]
 Repeat = Annotated[int, typer.Option(min=1, max=100, help="Runs per case; the best counts.")]
 
 _DEFAULT_CASES = ("b1", "b64")
@@ -66,6 +75,7 @@ def throughput(
     ] = 256,
     scale: Scale = 1.0,
     repeat: Repeat = 2,
+    simulate_acceptance: SimulatedAcceptance = None,
     output: Output = None,
     csv: Csv = None,
     markdown: Markdown = None,
@@ -83,7 +93,7 @@ def throughput(
     if length_sweep is not None:
         sweeps.append(bench.Sweep("input_len", parse_numbers(length_sweep, "length_sweep"), *sizes))
     bench.throughput(
-        engine,
+        bench.with_simulated(engine, simulate_acceptance),
         cases=case or (() if sweeps else _DEFAULT_CASES),
         sweeps=sweeps,
         scale=scale,
@@ -102,6 +112,7 @@ def latency(
     requests: Annotated[
         int, typer.Option(min=1, max=10_000, help="Requests for each pair of lengths.")
     ] = 12,
+    simulate_acceptance: SimulatedAcceptance = None,
     output: Output = None,
     csv: Csv = None,
     markdown: Markdown = None,
@@ -113,7 +124,7 @@ def latency(
     from quire.cli import bench
 
     bench.latency(
-        engine,
+        bench.with_simulated(engine, simulate_acceptance),
         input_lens=parse_numbers(input_len, "input_len"),
         output_lens=parse_numbers(output_len, "output_len"),
         requests=requests,

@@ -39,16 +39,18 @@ class StepCosts:
         """Returns the seconds of a step of so many rows without drafts."""
         return float(self._decode(np.array([rows]))[0])
 
-    def verify(self, tokens: Int32) -> Floats:
-        """Returns the seconds of steps of so many tokens, drafts included: float64 [n]."""
+    def verify(self, tokens: Any) -> Floats:
+        """Returns the seconds of steps of so many tokens, drafts included: float64 [n]. tokens: int
+        [n]."""
         return self._verify(tokens)
 
-    def draft(self, rows: int, depth: int) -> float:
-        """Returns the seconds in which a model drafts `depth` tokens for each of the rows."""
-        if not depth or not rows:
-            return 0.0
-        first = float(self._catch_up(np.array([2 * rows]), 0.0)[0])
-        return first + (depth - 1) * float(self._draft(np.array([rows]), 0.0)[0])
+    def draft(self, rows: int, depths: Any) -> Floats:
+        """Returns the seconds in which a model drafts so many tokens for each of the rows, float64
+        [n]. depths: int [n]."""
+        first = self._catch_up(np.array([2 * rows]), 0.0)[0]
+        each = self._draft(np.array([rows]), 0.0)[0]
+        found: Floats = np.where(depths > 0, first + (depths - 1) * each, 0.0) * (rows > 0)
+        return found
 
 
 class _Table:
@@ -159,18 +161,15 @@ def choose(costs: StepCosts, chance: Floats, modelled: Flags, room: Int32) -> Ch
     order = order[gains[order] > 0.0]
     gains, owner, place = gains[order], order // most, order % most
     by_model = modelled[owner]
-    asking = int(modelled.sum())
-    best, chosen = _MARGIN * plain, None
-    for depth in range(most + 1 if by_model.any() else 1):
-        allowed = np.flatnonzero(~by_model | (place < depth))
-        if not len(allowed):
-            continue
-        total = rows + np.cumsum(gains[allowed])
-        seconds = costs.verify(int32(rows + 1 + np.arange(len(allowed))))
-        rates = total / (seconds + costs.draft(asking, depth))
-        first = int(rates.argmax())
-        if rates[first] > best:
-            best, chosen = float(rates[first]), allowed[: first + 1]
-    if chosen is None:
+    depths = np.arange(most + 1 if by_model.any() else 1)
+    taken = ~by_model | (place < depths[:, None])
+    count = taken.cumsum(axis=1)
+    given = rows + (gains * taken).cumsum(axis=1)
+    verifying = costs.verify(rows + np.arange(len(gains) + 1))
+    passes = costs.draft(int(modelled.sum()), depths)
+    rates = np.where(count > 0, given / (verifying[count] + passes[:, None]), 0.0)
+    if not rates.size or rates.max() <= _MARGIN * plain:
         return none
-    return Choice(int32(np.bincount(owner[chosen], minlength=rows)), best / plain)
+    depth, last = np.unravel_index(rates.argmax(), rates.shape)
+    chosen = owner[: last + 1][taken[depth, : last + 1]]
+    return Choice(int32(np.bincount(chosen, minlength=rows)), float(rates.max()) / plain)

@@ -73,7 +73,8 @@ class SpeculationFeature(Feature, LoopFeature):
 
     Per lane: `wanted`, whether its request is to have drafts; `modelled`, whether of the model,
     which is not so under a grammar, as masks are made for drafts that the host knows; `least_lag`
-    and `most_lag`, bounds of the tokens that the model has fallen behind of.
+    and `most_lag`, bounds of the tokens that the model has fallen behind of; `behind`, whether they
+    are too many for a first pass, and its drafts are wanted.
     """
 
     def __init__(self, config: EngineConfig, settings: SpeculationSettings) -> None:
@@ -87,6 +88,7 @@ class SpeculationFeature(Feature, LoopFeature):
         self._modelled = np.zeros(lanes, dtype=bool)
         self._least_lag = np.zeros(lanes, dtype=np.int32)
         self._most_lag = np.zeros(lanes, dtype=np.int32)
+        self._behind = np.zeros(lanes, dtype=bool)
         self._kinds = np.zeros(lanes, dtype=np.int32)
         self._acceptance = AcceptanceRates(_KINDS, lanes)
         self._in_flight: deque[Int32] = deque()
@@ -108,6 +110,7 @@ class SpeculationFeature(Feature, LoopFeature):
     def lookahead(self, lanes: Int32, room: Int32) -> Int32:
         none = np.zeros_like(lanes)
         self._kinds[lanes] = NONE
+        self._behind[lanes] = False
         self._acceptance.fade()
         chances = self._acceptance.of_kinds()
         most = int(room.max(initial=0))
@@ -121,9 +124,11 @@ class SpeculationFeature(Feature, LoopFeature):
             found = kinds != NONE
             chance[found] = self._acceptance.of(kinds[found], lanes[found])
         if self._settings.has_model:
-            ready = self._modelled[lanes] & (self._most_lag[lanes] < _SHORT_ROW)
             own = self._acceptance.of(np.full_like(lanes, MODEL), lanes)
-            better = ready & (own > chance)
+            better = self._modelled[lanes] & (own > chance)
+            ready = self._most_lag[lanes] < _SHORT_ROW
+            self._behind[lanes] = better & ~ready
+            better &= ready
             kinds[better], chance[better] = MODEL, own[better]
         room = np.where(kinds == NONE, 0, np.minimum(room, self._most))
         choice = choose(self._costs, chance, kinds == MODEL, int32(room))
@@ -231,12 +236,12 @@ class SpeculationFeature(Feature, LoopFeature):
         others, lengths = lanes[~by_model], q_len[~by_model]
         chunk_lanes = [builder.lanes[prompt & self._modelled[builder.lanes]]]
         chunk_lengths = [builder.q_len[prompt & self._modelled[builder.lanes]]]
-        if len(drafting):
-            # Others will want drafts, too.
-            behind = others[self._modelled[others] & (least[others] >= _SHORT_ROW // 2)]
-            left = self._budget - int(chunk_lengths[0].sum())
-            ends = np.cumsum(np.minimum(least[behind], _CHUNK))
-            behind = behind[ends <= min(left, _CHUNK)] if len(ends) else behind
+        # Where the model runs at all, others will want its drafts, too.
+        soon = self._modelled[others] & (least[others] >= _SHORT_ROW // 2) & (len(drafting) > 0)
+        behind = others[(soon | self._behind[others]) & (least[others] > 0)]
+        if len(behind):
+            left = min(self._budget - int(chunk_lengths[0].sum()), _CHUNK)
+            behind = behind[np.cumsum(np.minimum(least[behind], _CHUNK)) <= left]
             chunk = np.minimum(least[behind], _CHUNK)
             chunk_lanes.append(behind)
             chunk_lengths.append(chunk)

@@ -49,7 +49,9 @@ it makes; the tokens of a chunk."""
 _begin_drafts = ops.op(reference.begin_drafts)
 _keep_drafts = ops.op(reference.keep_drafts)
 _SHARES = 1 << 16
-_TIMED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_TIMED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_TIMED_EAGER = 16
+"""Rows of passes that are measured, and the most where there are no graphs."""
 
 
 def open_hook(config: EngineConfig) -> Hook:
@@ -258,7 +260,8 @@ class DraftModel(Verifier):
     def passes(self) -> Mapping[str, Mapping[int, Callable[[], None]]]:
         found: dict[str, dict[int, Callable[[], None]]] = {"draft": {}, "catch_up": {}}
         limits = self._state.limits
-        for size in sorted({min(size, limits.lanes, limits.tokens) for size in _TIMED}):
+        most = min(limits.lanes, limits.tokens, _TIMED[-1] if self._replay else _TIMED_EAGER)
+        for size in sorted({min(size, most) for size in _TIMED}):
             decode, first = self._launch_of(size, size, 1), self._launch_of(2 * size, size, 2)
             found["draft"][size] = functools.partial(self._run, "draft", decode)
             if 2 * size <= min(limits.logit_rows, limits.tokens):

@@ -12,9 +12,8 @@ from quire.runner.hooks.hook import Level
 from quire.runner.program import BodyShape, CapturedPrograms, HeadShape, StepProgram
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_CPU_SIZES = (1, 2, 4, 8, 16)
 _RUNS, _AT_ONCE = 3, 4
-_PATIENCE = 3.0
-"""Seconds after which no larger sizes are measured."""
 
 
 @torch.inference_mode()
@@ -33,15 +32,21 @@ def measure_steps(
     device, limits = state.device, state.limits
     found: StepSeconds = {"decode": {}, "verify": {}}
     longest = {"decode": 1, "verify": 2}
-    begun = time.perf_counter()
     largest = min(limits.logit_rows, limits.tokens)
-    for size in sorted({min(size, largest) for size in (*_SIZES, largest)}):
+    # A CPU takes longer, and larger sizes are in proportion. All ranks run the same.
+    sizes = (*_SIZES, largest) if device.type == "cuda" else _CPU_SIZES
+    for size in sorted({min(size, largest) for size in sizes}):
         for kind, most in longest.items():
             if size <= (limits.lanes if kind == "decode" else largest):
                 run = _step(program, graphs, size, most)
                 found[kind][size] = _seconds(run, device)
-        if time.perf_counter() - begun > _PATIENCE:
+<<<<<<< HEAD
+=======
+        # The sum over ranks, so that all of them stop at the same size.
+        taken = torch.tensor(time.perf_counter() - begun, device=device)
+        if float(program.model.group.all_reduce(taken)) > _PATIENCE * program.model.group.world:
             break
+>>>>>>> parallel
     for name, runs in others.items():
         found[name] = {size: _seconds(run, device) for size, run in runs.items()}
     return found
