@@ -65,7 +65,6 @@ def test_a_model_of_the_hub_is_described_without_its_weights(
     assert asked == [["*.json", "*.jinja"]]
 
 
-<<<<<<< HEAD
 def test_experts_in_four_bits_count_as_the_weights_they_stand_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,7 +83,8 @@ def test_experts_in_four_bits_count_as_the_weights_they_stand_for(
     assert few["parameters"] == plain["parameters"]
     experts = 6 * 4 * 3 * 64 * 128
     assert plain["weight_bytes"] - few["weight_bytes"] == experts * 2 - experts * 17 // 32
-=======
+
+
 def test_what_ranks_would_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 500_000}))
     info(EngineArgs(model=str(tmp_path), device="cpu", dtype="bfloat16"), as_json=True)
@@ -94,4 +94,3 @@ def test_what_ranks_would_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert found["2 ranks"] == "0.03 GB of weights, 0.8 KB of KV a token"
     assert found["4 ranks"] == "0.02 GB of weights, 0.8 KB of KV a token"
     assert found["8 ranks"] == "no: 4 attention heads cannot be shared out over 8 ranks"
->>>>>>> parallel

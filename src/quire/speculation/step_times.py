@@ -40,13 +40,6 @@ def measure_steps(
             if size <= (limits.lanes if kind == "decode" else largest):
                 run = _step(program, graphs, size, most)
                 found[kind][size] = _seconds(run, device)
-<<<<<<< HEAD
-=======
-        # The sum over ranks, so that all of them stop at the same size.
-        taken = torch.tensor(time.perf_counter() - begun, device=device)
-        if float(program.model.group.all_reduce(taken)) > _PATIENCE * program.model.group.world:
-            break
->>>>>>> parallel
     for name, runs in others.items():
         found[name] = {size: _seconds(run, device) for size, run in runs.items()}
     return found
