@@ -15,7 +15,7 @@ from quire.cache.block_hash import next_hash, root_hash
 from quire.config import EngineArgs
 from quire.engine.replica_stats import added
 from quire.engine.replicas import environments
-from quire.engine.router import PIECE, Placement, Router, keys_of
+from quire.engine.router import PIECE, Placement, ReplicaRouter, keys_of
 from quire.engine.stats import EngineStats
 from quire.engine.telemetry import Histogram
 from quire.errors import ConfigError
@@ -61,7 +61,7 @@ def dialogues(seed: int) -> list[Int32]:
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_hits_are_close_to_those_of_one_cache(replicas: int, seed: int) -> None:
-    router, one = Router(replicas), Cache()
+    router, one = ReplicaRouter(replicas), Cache()
     caches = [Cache() for _ in range(replicas)]
     computed = [0] * replicas
     running: deque[Placement] = deque()
@@ -80,7 +80,7 @@ def test_hits_are_close_to_those_of_one_cache(replicas: int, seed: int) -> None:
 
 
 def test_load_outweighs_a_prefix() -> None:
-    router = Router(2)
+    router = ReplicaRouter(2)
     prompt = int32(range(4 * PIECE))
     places = [router.place(prompt, "", (0, 1)) for _ in range(12)]
     assert {place.index for place in places} == {0, 1}
@@ -91,7 +91,7 @@ def test_load_outweighs_a_prefix() -> None:
 
 
 def test_what_a_replica_holds_is_bounded_and_may_be_lost() -> None:
-    router = Router(2)
+    router = ReplicaRouter(2)
     first, second = int32(range(3 * PIECE)), int32(range(1000, 1000 + 3 * PIECE))
     router.replicas[0].has_room(4 * PIECE)
     for prompt in (first, second):
@@ -105,13 +105,15 @@ def test_what_a_replica_holds_is_bounded_and_may_be_lost() -> None:
 
 def test_routers_that_know_nothing_agree() -> None:
     prompts = [int32(np.random.default_rng(seed).integers(0, 999, 100)) for seed in range(20)]
-    chosen = [[Router(4).place(prompt, "", range(4)).index for prompt in prompts] for _ in range(2)]
+    chosen = [
+        [ReplicaRouter(4).place(prompt, "", range(4)).index for prompt in prompts] for _ in range(2)
+    ]
     assert chosen[0] == chosen[1]
     assert len(set(chosen[0])) > 1
 
 
 def test_only_the_able_are_chosen() -> None:
-    router = Router(3)
+    router = ReplicaRouter(3)
     for index in (2, 0, 2):
         assert router.place(int32(range(100)), "", (index,)).index == index
 

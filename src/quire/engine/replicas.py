@@ -11,7 +11,7 @@ from quire.engine.host import EngineHost
 from quire.engine.messages import GetStats
 from quire.engine.remote_engine import RemoteEngine
 from quire.engine.replica_stats import added
-from quire.engine.router import Placement, Router
+from quire.engine.router import Placement, ReplicaRouter
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor import OnProgress
@@ -20,11 +20,11 @@ _PARAM = "data_parallel_size"
 
 
 class Replicas:
-    """One or more engines. Requests go where `Router` sends them, as long as that one is alive."""
+    """One or more engines. Requests go where `ReplicaRouter` sends them, as long as that one is alive."""
 
     def __init__(self, engines: Sequence[RemoteEngine]) -> None:
         self.engines = list(engines)
-        self._router = Router(len(self.engines))
+        self._router = ReplicaRouter(len(self.engines))
         self._lost = [0] * len(self.engines)
 
     @classmethod

@@ -71,7 +71,7 @@ class Replica:
 
 
 class Placement:
-    """A request at a replica, from `Router.place` until `end`."""
+    """A request at a replica, from `ReplicaRouter.place` until `end`."""
 
     def __init__(self, replica: Replica, index: int, tokens: int) -> None:
         self.index = index
@@ -94,7 +94,7 @@ class Placement:
             self._replica.running -= 1
 
 
-class Router:
+class ReplicaRouter:
     """Places requests at replicas, which are numbered from 0."""
 
     def __init__(self, replicas: int) -> None:
