@@ -20,7 +20,7 @@ _PARAM = "data_parallel_size"
 
 
 class Replicas:
-    """One or more engines. Requests go where the router sends them, as long as that one is alive."""
+    """One or more engines. Requests go where the router sends them, while that one is alive."""
 
     def __init__(self, engines: Sequence[RemoteEngine]) -> None:
         self.engines = list(engines)
