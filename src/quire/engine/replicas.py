@@ -20,7 +20,7 @@ _PARAM = "data_parallel_size"
 
 
 class Replicas:
-    """One or more engines. `ReplicaRouter` says which gets a request, among those alive."""
+    """One or more engines. Requests go where the router sends them, while that one is alive."""
 
     def __init__(self, engines: Sequence[RemoteEngine]) -> None:
         self.engines = list(engines)
