@@ -23,7 +23,7 @@ import torch
 
 from quire import ops
 from quire.adapters.hook import COLUMN, AdapterHook
-from quire.adapters.layout import Adapter, Image, LowRank
+from quire.adapters.projections import Adapter, Image, LowRank
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
 from quire.executor import Capacity
@@ -190,7 +190,7 @@ def check_kernels() -> None:
             weight = ops.Weight.plain((random(512, inputs) * 0.03).bfloat16())
             fused = linear(x, weight, None, None, norm, act)  # type: ignore[arg-type]
             apart = kernels.preactivation(x, weight, None, norm, act)  # type: ignore[arg-type]
-            assert torch.equal(kernels.activate(apart, act, x.dtype), fused), (tokens, act)  # type: ignore[arg-type]
+            assert torch.equal(ops.activate(apart, act, x.dtype), fused), (tokens, act)  # type: ignore[arg-type]
 
 
 def check_steps(bench: Bench) -> None:

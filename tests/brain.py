@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.cache import BlockManager, DetachedBlocks, PrefixTree
+from quire.cache.block_tables import BlockTables
 from quire.cache.node import NO_BLOCK, Node
 from quire.cache.state_slots import StateSlots
 from quire.plan import RowFlag, StepPlan
@@ -33,9 +34,6 @@ def check_blocks(
     """No block is lost, freed twice or counted wrongly: the holders are recounted from these
     occupied lanes and detached blocks."""
     tree = manager.tree
-    for group in manager.groups:
-        if isinstance(group, StateSlots):
-            assert not group._new
     nodes = nodes_of(tree)
     assert len(nodes) == tree.num_nodes
     users = {id(node): 0 for node in nodes}
@@ -65,9 +63,7 @@ def check_blocks(
             np.add.at(holders, group.held(lane), 1)
         for each in detached:
             np.add.at(holders, each.blocks[g], 1)
-        if isinstance(group, StateSlots):
-            on_their_way = [saved.slot for of_lane in group._saved.values() for saved in of_lane]
-            np.add.at(holders, on_their_way, 1)
+        np.add.at(holders, on_their_way(group), 1)
         of_tree = [block for node in nodes for block in node.blocks[g] if block != NO_BLOCK]
         assert len(set(of_tree)) == len(of_tree)
         unheld = {block for block in of_tree if not holders[block]}
@@ -86,6 +82,14 @@ def check_blocks(
             # What counts as available is: giving up an idle node frees its blocks.
             assert all((holders[list(node.blocks[g])] == 1).all() for node in tree._idle)
     check_free_list(manager)
+
+
+def on_their_way(group: BlockTables) -> list[int]:
+    """The slots of states that are not in the tree yet, but no lane's either."""
+    if not isinstance(group, StateSlots):
+        return []
+    assert not group._new
+    return [saved.slot for of_lane in group._saved.values() for saved in of_lane]
 
 
 def check_node(node: Node, block_size: int) -> None:

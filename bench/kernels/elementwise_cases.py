@@ -11,7 +11,7 @@ from shapes import Shape
 from timing import DEVICE, copies_beyond_l2, graph_us
 from torch import Tensor
 
-from quire.ops import KVLayer, reference
+from quire.ops import Activation, KVLayer, reference
 from quire.ops.triton import activation, norm
 from quire.ops.triton.embedding import embedding
 from quire.ops.triton.rope_store import qk_norm_rope_store
@@ -47,21 +47,24 @@ class Rope:
             q_weight=self.weights[0], k_weight=self.weights[1], **tuning,  # type: ignore[arg-type]
         )  # fmt: skip
 
-    def error(self) -> float:
+    def error(self, interleaved: bool = False) -> float:
         wide = self.cache.double()
         weights = [None if w is None else w.double() for w in self.weights]
         want = reference.qk_norm_rope_store(
             self.qkv[0].double(), KVLayer(wide[:, 0, 0], wide[:, 0, 1]), positions=self.positions,
             slots=self.slots, cos_sin=self.cos_sin.double(), q_weight=weights[0],
-            k_weight=weights[1], eps=1e-6, scratch=None,
+            k_weight=weights[1], eps=1e-6, interleaved=interleaved, scratch=None,
         )  # fmt: skip
-        return max(error(self.run(), want), error(self.cache, wide))
+        return max(error(self.run(interleaved=interleaved), want), error(self.cache, wide))
 
 
 def norm_error(tokens: int, width: int) -> float:
     x, weight, bias = (random_bf16(*s) for s in [(tokens, width), (width,), (width,)])
     layer = torch.nn.functional.layer_norm(x.double(), (width,), weight.double(), bias.double())
+    residual, wide = random_bf16(tokens, width), 1 + weight.float()
+    summed = reference.rms_norm(x.double(), wide.double(), 1e-6, residual.double())
     return max(
+        error(norm.rms_norm(x, wide, 1e-6, residual), summed),
         error(
             norm.rms_norm(x, weight, 1e-6),
             reference.rms_norm(x.double(), weight.double(), 1e-6),
@@ -72,11 +75,8 @@ def norm_error(tokens: int, width: int) -> float:
 
 def activation_error(tokens: int, width: int) -> float:
     x = random_bf16(tokens, 2 * width)
-    gelu = torch.nn.functional.gelu(x.double(), approximate="tanh")
-    return max(
-        error(activation.run(x, "silu_and_mul"), reference.activate(x.double(), "silu_and_mul")),
-        error(activation.run(x, "gelu_tanh"), gelu),
-    )
+    acts: tuple[Activation, ...] = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh")
+    return max(error(activation.run(x, act), reference.activate(x.double(), act)) for act in acts)
 
 
 def embedding_error() -> float:
@@ -88,7 +88,10 @@ def embedding_error() -> float:
 def checks(models: tuple[Shape, ...]) -> Iterator[tuple[str, Callable[[], float]]]:
     for shape in models:
         for tokens in (3, 700):
-            yield f"rope + store, {shape.name}, {tokens}", Rope(shape, tokens).error
+            rope = Rope(shape, tokens)
+            yield f"rope + store, {shape.name}, {tokens}", rope.error
+            neighbours = functools.partial(rope.error, interleaved=True)
+            yield f"rope of neighbours + store, {shape.name}, {tokens}", neighbours
     yield "norms", functools.partial(norm_error, 77, 1536)
     yield "norms, wide", functools.partial(norm_error, 5, 8200)
     yield "activations", functools.partial(activation_error, 33, 8960)
@@ -121,6 +124,7 @@ def time_all(shape: Shape, tokens: int) -> Iterator[Callable[[], Row]]:
             (f"{w} heads", functools.partial(case.run, heads_per_program=w)) for w in widths
         ]
         variants.append(("default, no PDL", functools.partial(case.run, pdl=False)))
+        variants.append(("neighbours", functools.partial(case.run, interleaved=True)))
         return timed("rope + store", shape.name, tokens, bytes_, copies, variants)
 
     def norms() -> Row:
@@ -133,11 +137,24 @@ def time_all(shape: Shape, tokens: int) -> Iterator[Callable[[], Row]]:
         ]
         return timed("norm", shape.name, tokens, bytes_, copies, variants)
 
+    def sums() -> Row:
+        bytes_ = 6 * tokens * shape.hidden
+        copies = copies_beyond_l2(bytes_, 16)
+        x, residual = (random_bf16(copies, tokens, shape.hidden) for _ in range(2))
+        weight = random_bf16(shape.hidden).float()
+        variants: list[Trial] = [
+            ("RMSNorm + residual", lambda i: norm.rms_norm(x[i], weight, 1e-6, residual[i])),
+        ]
+        return timed("norm + residual", shape.name, tokens, bytes_, copies, variants)
+
     def silu() -> Row:
         bytes_ = 6 * tokens * shape.intermediate
         copies = copies_beyond_l2(bytes_, 16)
         x = random_bf16(copies, tokens, 2 * shape.intermediate)
-        variants: list[Trial] = [("default", lambda i: activation.run(x[i], "silu_and_mul"))]
+        variants: list[Trial] = [
+            ("default", lambda i: activation.run(x[i], "silu_and_mul")),
+            ("GELU", lambda i: activation.run(x[i], "gelu_tanh_and_mul")),
+        ]
         return timed("SiLU·mul", shape.name, tokens, bytes_, copies, variants)
 
-    yield from (rope, norms, silu)
+    yield from (rope, norms, sums, silu)

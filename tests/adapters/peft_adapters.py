@@ -10,14 +10,24 @@ import peft
 import torch
 from safetensors.torch import load_file, save_file
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-GPT2_LINEARS = ("c_attn", "c_proj", "c_fc")
+
+def linears(model: Any) -> list[str]:
+    """Returns the last names of a model's linear layers, the head left out."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D")
+    ]
+    if model.config.model_type == "qwen3_next":
+        # PEFT takes the names of dense layers for those of experts there.
+        names = [name for name in names if ".mlp." not in name]
+    return sorted({name.rpartition(".")[2] for name in names} - {"lm_head"})
 
 
 def make_adapter(model: Any, folder: Path, seed: int, **config: Any) -> None:
     """Saves a random adapter for a transformers model, and leaves the model as it was."""
     gpt2 = "GPT2" in type(model).__name__
-    config.setdefault("target_modules", list(GPT2_LINEARS if gpt2 else LINEARS))
+    config.setdefault("target_modules", linears(model))
     config.setdefault("fan_in_fan_out", gpt2)
     torch.manual_seed(seed)
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **config))

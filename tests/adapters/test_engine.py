@@ -306,3 +306,13 @@ def test_change_of_config_is_another_adapter(
     request = LoRARequest("twice", tmp_path / "twice")
     (output,) = llm.generate([PROMPT], GREEDY, False, lora_request=request)
     assert output.outputs[0].token_ids != expected[0]
+
+
+def test_two_ranks_fill_their_slots_together(
+    checkpoint: Path, expected: dict[int, list[int]]
+) -> None:
+    llm = open_llm(checkpoint, tensor_parallel_size=2, device="cpu")
+    order = [0, -1, 1, 2, 0, 3]
+    assert tokens_of(llm, checkpoint, order) == [expected[a] for a in order]
+    assert llm.stats().adapters["loads"] >= 4
+    llm.shutdown()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 pytest.importorskip("peft")
 
-from quire.adapters.pool import AdapterPool
+from quire.adapters.adapter_pool import AdapterPool
 from quire.models import (
     build_model,
     load_config,
@@ -31,16 +31,18 @@ from tests.models.harness import Harness
 
 TEXTS = [[5, 17, 99, 3, 42, 7, 7, 150, 23], [11, 12, 13], [9, 8, 7, 6, 5], [11, 12, 13], [4]]
 SLOTS = [0, -1, 1, 2, 1]
-"""Of the texts."""
+"""One for each text."""
 ADAPTERS: list[dict[str, Any]] = [
     {"r": 4, "lora_alpha": 8},
     {"r": 16, "lora_alpha": 4, "use_rslora": True},
     {"r": 3, "lora_alpha": 3},
 ]
 CASES = [
-    "llama", "llama-biases", "llama-mqa-tied", "mistral-window", "qwen2", "qwen3", "gpt2",
-    "gpt2-exact-gelu",
+    "llama-biases", "llama-mqa-tied", "mistral-window", "qwen3", "gpt2", "phi3", "gemma2",
+    "cohere2", "qwen3-next", "qwen3.5",
 ]  # fmt: skip
+"""Biases, one KV head, windows, norms of heads, outputs that share a tensor, of other activations
+and orders of norms, blocks in parallel, gates, and gated delta nets."""
 
 
 class AdaptedHarness:

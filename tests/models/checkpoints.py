@@ -78,8 +78,15 @@ HYBRID = {
     "head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 24,
+}
+
+SHARED = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
 }
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -110,6 +117,74 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 16,
             "use_sliding_window": True,
             "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"head_dim": 16, "num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+    ),
+    "qwen3-moe-normed": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window": (
+        "Mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 11},
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+        },
+    ),
+    "glm4-moe-normed": (
+        "Glm4Moe",
+        {
+            "head_dim": 8,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "use_qk_norm": True,
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "intermediate_size": 40,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 12,
+            "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
@@ -171,7 +246,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3-next": ("Qwen3Next", {**HYBRID, "mlp_only_layers": [0, 1, 2, 3]}),
+    "qwen3-next-moe": ("Qwen3Next", {**HYBRID, **SHARED, "mlp_only_layers": [1]}),
     "qwen3.5": ("Qwen3_5", HYBRID),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**HYBRID, **SHARED}),
     "qwen3.5-order": (
         "Qwen3_5",
         {
@@ -197,7 +274,7 @@ def make(folder: Path, case: str, **save: Any) -> Any:
     name, changes = CASES[case]
     sizes = GPT2_SIZES if name == "GPT2" else SIZES
     kind = KINDS.get(name, f"{name}ForCausalLM")
-    config_name = {"Qwen3_5": "Qwen3_5Text"}.get(name, name)
+    config_name = {"Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}.get(name, name)
     config = getattr(transformers, f"{config_name}Config")(**{**sizes, **changes})
     torch.manual_seed(sum(case.encode()))
     model = getattr(transformers, kind)(config).eval()
@@ -213,11 +290,18 @@ def redraw(model: Any, embeddings: float = 1.0) -> None:
         for key, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 strength = 12.0 if "wpe" in key else 1.2
+                if "conv1d" in key:
+                    strength = 3.0  # small vectors, brought to unit length, would magnify rounding
                 strength *= embeddings if "embed_tokens" in key else 1.0
                 parameter.normal_(0.0, strength * parameter.shape[-1] ** -0.5)
             else:
                 strength = 0.02 if key.endswith("ln_f.bias") else 0.2
                 parameter.add_(torch.randn_like(parameter) * strength)
+                if key.endswith("A_log"):
+                    parameter.sub_(3.0)  # states that last
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:

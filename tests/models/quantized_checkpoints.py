@@ -23,7 +23,9 @@ Made = tuple[dict[str, Tensor], Floats]
 """A module's tensors by their names behind the module's, and the weights that they stand for."""
 Maker = Callable[[np.random.Generator, Floats], Made]
 
-_PROJECTION = re.compile(r"^model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight$")
+_PROJECTION = re.compile(
+    r"^model\.layers\.\d+\.(self_attn|mlp(\.experts\.\d+)?)\.\w+_proj\.weight$"
+)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output that each 4 bits of an int32 hold, from the lowest."""
 

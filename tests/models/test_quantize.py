@@ -79,6 +79,17 @@ def test_a_checkpoint_stands_for_its_model(name: str, case: str, tmp_path: Path)
     assert "| KL to the original" in (tmp_path / "out" / "quantization_report.md").read_text()
 
 
+@pytest.mark.parametrize("case", ["gemma2", "cohere2", "exaone4", "granite"])
+def test_models_of_other_shapes(case: str, tmp_path: Path) -> None:
+    """Norms with an offset, of what parts give, or shared by both; scaled embeddings and logits."""
+    source = original(tmp_path / "model", case)
+    recipe = Recipe.of("awq", bits=8, group_size=16)
+    report = quantize(source, "tiny", tmp_path / "out", recipe, OPTIONS)
+    assert abs(report.change) < 1
+    plain, found = logits(loaded(source)), logits(loaded(tmp_path / "out"))
+    assert (found - plain).norm() / plain.norm() < 0.03
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_transformers_reads_the_same_weights(name: str, tmp_path: Path) -> None:
     """The compressed-tensors library decompresses every weight to the numbers that Quire has."""

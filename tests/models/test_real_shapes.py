@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from quire.errors import ModelError
 from quire.layers.rope_spec import FactorScaling, LinearScaling
-from quire.models import build_model, spec_from_config
+from quire.models import build_model, load_config, spec_from_config
 from quire.models.registry import ARCHITECTURES, family_named
 
 DEFAULTS = {
@@ -50,7 +51,7 @@ GEMMA3_12B: dict[str, Any] = {
     },
     "torch_dtype": "bfloat16",
 }
-"""As published, without what concerns pictures."""
+"""The published config, without what concerns pictures."""
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
@@ -68,6 +69,12 @@ def test_parameters_as_transformers_counts_them(name: str) -> None:
     assert found == sum(parameter.numel() for parameter in oracle.parameters())
     # A window of a published config counts.
     assert {m.window for m in spec.attention} <= {None, config.to_dict().get("sliding_window")}
+
+
+def test_the_shape_that_is_measured() -> None:
+    folder = Path(__file__).parents[2] / "bench" / "configs" / "gemma2-2b"
+    model = build_model(spec_from_config(load_config(folder)), device="meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == 2_614_341_888
 
 
 def test_gemma3_in_the_words_of_transformers_4() -> None:

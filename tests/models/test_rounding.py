@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.errors import ModelError
 from quire.layers.linear import Linear
 from quire.models import Decoder, build_model, load_config, load_weights, spec_from_config
+from quire.ops import Weight
 from quire.ops.reference.quantized import LARGEST, dequantize
 from quire.parallel import ProcessGroup
-from quire.quantization import quantization_of
+from quire.quantization import ProjectionShare, quantization_of
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.models.test_parallel import Ranked
@@ -123,3 +127,75 @@ def test_no_unquantized_copy_of_the_model_is_made(tmp_path: Path) -> None:
         weights = [layer.weight for layer in layers(model)]
         assert sizes[kind] == sum(format.weight_bytes(w.outputs, w.inputs) for w in weights)
     assert sizes["int4"] < sizes["int8"] < sizes[None] / 3
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors made within it that are alive, and the most at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: Any) -> None:
+        key, size = storage.data_ptr(), storage.nbytes()
+        if key in self._known or not size:
+            return
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def freed() -> None:
+            self._known.discard(key)
+            self.live -= size
+
+        weakref.finalize(storage, freed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_is_rounded_in_small_pieces(kind: str) -> None:
+    """Pieces take meanwhile no more, however large the tensor is."""
+    scheme = quantization_of(kind).scheme_for("layers.0.mlp.down", torch.bfloat16)
+    weight = Weight.empty(scheme.format, 4096, 4096, torch.device("cpu"))
+    part = torch.randn(4096, 4096).bfloat16()
+    (stored,) = scheme.stored
+    share = ProjectionShare((0, 4096), (0, 4096), 4096, 4096)
+    # Tensors that are there already are views of known storages.
+    with _LiveBytes() as mode:
+        mode._known |= {
+            tensor.untyped_storage().data_ptr()
+            for tensor in (part, weight.values, weight.scales, weight.zeros)
+            if tensor is not None
+        }
+        stored.write(weight, part, 0, share)
+    assert 0 < mode.peak < part.nbytes
+    exact = part[:64].float()
+    error = (dequantize(weight.rows(0, 64), torch.float32) - exact).norm() / exact.norm()
+    assert error < {"int4": 0.15, "fp8": 0.05}.get(kind, 0.02)
+
+
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "zero": (lambda w: torch.zeros_like(w), "zero throughout"),
+    "huge": (lambda w: w * 1e6, "as large as"),
+    "off centre": (lambda w: w + w.std(), "mean is"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_weights_that_make_no_sense_are_not_served(kind: str, tmp_path: Path) -> None:
+    make(tmp_path, "llama")
+    damage, message = DAMAGE[kind]
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = damage(tensors[name]).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded(tmp_path, None)
+    with pytest.raises(ModelError, match=rf"layers\.1\.mlp\.down .*{message}"):
+        loaded(tmp_path, "int8")

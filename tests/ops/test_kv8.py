@@ -82,8 +82,7 @@ class Stored(Case):
             self.q, KVLayer(self.kv.k, self.kv.v, *scales), self.query_start, self.seq_lens,
             self.table, q_lens=q_lens,
             max_q_len=self.max_q, max_seq_len=self.max_seq, scale=0.3,
-            window=keywords.get("window"), softcap=keywords.get("softcap"),  # type: ignore[arg-type]
-            scratch=None,
+            scratch=None, **keywords,  # type: ignore[arg-type]
         )[: self.real]  # fmt: skip
         torch.testing.assert_close(found.double(), want, atol=1e-5, rtol=1e-5)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.ops import reference
+from quire.ops import triton as backend
 from quire.ops.adapters import HEAD, WORDS, AdapterRows, SlotWeights, padded_rank, scale_bits
 from quire.ops.arguments import RmsScale
 from quire.ops.reference import adapters as twins
@@ -90,6 +91,7 @@ def test_a_step_without_adapters_has_no_tiles(kernel_device: str) -> None:
     ("sizes", "inputs", "ranks"),
     [
         ((96, 32, 32), 64, [(4, 4, 4), (16, 0, 8), (0, 0, 0), (1, 3, 0)]),
+        ((128, 256), 64, [(4, 0), (8, 8), (0, 0), (2, 3)]),
         ((200,), 272, [(16,), (7,), (64,), (0,)]),
         ((144, 144), 1024, [(8, 8), (24, 1), (3, 0), (0, 5)]),
     ],
@@ -150,10 +152,11 @@ def test_rows_without_an_adapter_keep_their_bits(
     with ops.use_policy(ops.Policy(deterministic=deterministic)):
         fused = linear(x, weight, bias, None, norm, act)
         apart = kernels.preactivation(x, weight, bias, norm, act)
-        found = kernels.activate(apart, act, x.dtype)
+        found = backend.activate(apart, act, x.dtype)
         # The interpreter's functions round by an element's place in an array.
-        exact = {"atol": 0.0, "rtol": 0.0 if kernel_device == "cuda" else 1e-6}
+        error = 0.0 if kernel_device == "cuda" else 1e-5
+        exact = {"atol": error, "rtol": error}
         torch.testing.assert_close(found, fused, **exact)
     twin = reference.linear(x, weight, bias, None, norm, act)
     apart = twins.preactivation(x, weight, bias, norm, act)
-    assert torch.equal(twins.activate(apart, act, x.dtype), twin)
+    assert torch.equal(reference.activate(apart, act, x.dtype), twin)

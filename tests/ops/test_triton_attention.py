@@ -32,6 +32,7 @@ def twin(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Row by row in float64; positions gathered one by one through the block table."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -49,7 +50,11 @@ def twin(
         seen = position[None] <= at
         if window is not None:
             seen &= position[None] > at - window
-        weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+        logits = logits.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            own = sinks.double()[:, None, None].expand(-1, end - start, 1)
+            logits = torch.cat((logits, own), -1)
+        weights = logits.softmax(-1)[..., : len(position)]
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, v)
     return out
 

@@ -198,7 +198,9 @@ STOPS = [[5, 6, 9], [5, 5, 5], [5, 5, 5], [5, 6, 7], [5, 6, 9], [0, 0, 0]]
 """Stop tokens; the lanes hold 2, 1, 0, 3, 2, 0 of them, and what stands behind says nothing."""
 
 
-def finish(side: Any, device: str, runs: list[dict[str, Any]], max_len: int = 24) -> dict[str, Any]:
+def finish(
+    side: Any, device: str, runs: list[dict[str, Any]], max_len: int = 24, width: int = 6
+) -> dict[str, Any]:
     """Runs `finish_rows` on rows of which each is given as keywords: lane, first (the position of
     its first logit row's token), drafts, sampled, used (logit rows that exist)."""
     tokens = torch.zeros(6, max_len, dtype=torch.int32)
@@ -222,7 +224,7 @@ def finish(side: Any, device: str, runs: list[dict[str, Any]], max_len: int = 24
         "position": position.to(device),
         "tokens": tokens.to(device),
         "counts": torch.zeros(6, 40, dtype=torch.int32, device=device),
-        "results": torch.full((8, 6), 99, dtype=torch.int32, device=device),
+        "results": torch.full((8, width), 99, dtype=torch.int32, device=device),
     }
     side.finish_rows(
         rows,
@@ -285,7 +287,6 @@ def test_finish_rows(kernel_device: str, side: Any, name: str) -> None:
     lane, first = run["lane"], run["first"]
     assert out["results"][0].tolist() == [len(given), reason, *given, *[-1] * (4 - len(given))]
     moved = first - 1 + len(given) if given else run.get("position", first - 1)
-    moved = -1 if reason in (1, 2) else moved
     assert out["position"][lane] == moved
     assert out["tokens"][lane, first : first + len(given)].tolist() == given
     counts = torch.zeros(40, dtype=torch.int32)
@@ -308,6 +309,28 @@ def test_rows_finish_side_by_side(kernel_device: str, side: Any) -> None:
         assert out["results"][row].tolist() == line
     assert out["results"][4].tolist() == [0, 0, -1, -1, -1, -1]
     assert out["position"][1] == 7
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_lanes_end_where_rows_have_no_drafts(kernel_device: str, side: Any) -> None:
+    """A row that was launched before its lane's end was known is padding."""
+    names = "one", "stop", "length", "broken"
+    for run, given, reason in (FINISHED[name] for name in names):
+        out = finish(side, kernel_device, [run], width=3)
+        moved = run["first"] - 1 + len(given)
+        assert out["position"][run["lane"]] == (-1 if reason in (1, 2) else moved)
+    rows = step_rows([2, 0, 1], [1, 1, 3], [1, 1, 0], [0, 0, PROMPT], kernel_device)
+    found = logit_rows(4, kernel_device)
+    tokens = torch.arange(60, dtype=torch.int32).view(3, 20).to(kernel_device)
+    table = torch.arange(15, dtype=torch.int32).view(3, 5).to(kernel_device)
+    out = side.expand_rows(
+        rows, ints([7, 4, -1], kernel_device), tokens, [(table, 4)], found, num_tokens=6,
+        max_seq_len=20,
+    )  # fmt: skip
+    assert out.ids.tolist() == [-1, 7, 24, 25, 26, -1]
+    assert out.positions.tolist() == [0, 7, 4, 5, 6, 0]
+    assert out.groups[0].slots.tolist() == [-1, 7, 24, 25, 26, -1]
+    assert found.lanes.tolist()[:2] == [-1, 0]
 
 
 def test_finish_without_counts_or_sampled_tokens(kernel_device: str) -> None:

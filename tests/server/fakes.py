@@ -45,6 +45,7 @@ class FakeClient:
     alive: bool = True
     responsive: bool = True
     tokenizer: Any = None
+    adapters: tuple[str, ...] = ()
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     seen: list[tuple[Any, SamplingParams]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -56,8 +57,15 @@ class FakeClient:
             dtype="float32",
             kv_cache_dtype="float32",
             scheduler=SimpleNamespace(max_model_len=64),
+            args=SimpleNamespace(lora_dir=None),
         )
     )
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
+        raise RequestError("this server takes no adapters (enable_lora)", "lora_name")
+
+    async def unload_adapter(self, name: str) -> None:
+        raise RequestError("this server takes no adapters (enable_lora)", "lora_name")
 
     async def check_grammar(self, params: StructuredOutputsParams) -> None:
         compilable(params)

@@ -55,6 +55,10 @@ def fake_nvml() -> Any:
     )
 
 
+ADAPTERS = ("known", "cached", "resident", "waiting", "loads", "load_seconds", "failures")
+"""The entries of `EngineStats.adapters`."""
+
+
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
     """All metrics that there are, with a value at least."""
@@ -68,10 +72,11 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
         blocks_cached=[2],
         blocks_free=[3],
         tiers=TierStats(),
+        adapters=dict.fromkeys(ADAPTERS, 0.0),
         speculation=SpeculationStats(sources={"suffix": SourceStats(3, 6, 4, [3, 1])}),
         histograms=Telemetry().histograms,
     )
-    EngineMetrics(metrics, "a-model").update(stats, up=True)
+    EngineMetrics(metrics, "a-model").update(stats, replicas=[True])
     GpuMetrics(metrics, "cuda").update()
     metrics.count_error(ApiError(404, "no", code="model_not_found"))
     metrics.count_error(ApiError(400, "no"))
@@ -184,7 +189,7 @@ def test_histograms_of_the_engine() -> None:
     assert (histogram.counts, histogram.total) == ([2, 1, 1], 12.0)
     metrics = ServerMetrics()
     engine = EngineMetrics(metrics, "m")
-    engine.update(EngineStats(histograms={"step_seconds": histogram}), up=True)
+    engine.update(EngineStats(histograms={"step_seconds": histogram}), replicas=[True])
     lines = metrics.text().decode().splitlines()
     for line in (
         'quire_engine_step_seconds_bucket{le="1.0"} 2.0',

@@ -31,7 +31,13 @@ def quire(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["chat"], ["generate"], ["info"], ["bench"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        [], ["serve"], ["chat"], ["generate"], ["info"], ["bench"], ["quantize"],
+        ["eval", "perplexity"],
+    ],
+)  # fmt: skip
 def test_help(command: list[str]) -> None:
     done = quire(*command, "--help")
     assert done.returncode == 0

@@ -137,7 +137,8 @@ def test_broken_logits_end_a_stream_with_an_error_after_its_text() -> None:
         delta = stream.delta(0)
         delta.tokens, delta.reason = [5, 6], "error"
         readers = [CompletionReader(0, [1], params, None)]
-        updates = client._updates(0, stream, [1], readers, params)
+        source = (SimpleNamespace(), 0, stream)
+        updates = client._updates(source, [1], readers, params)  # type: ignore[arg-type]
         first = await anext(updates)
         with pytest.raises(BrokenLogitsError):
             await anext(updates)

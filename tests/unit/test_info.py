@@ -63,3 +63,34 @@ def test_a_model_of_the_hub_is_described_without_its_weights(
     found = model_of(capsys, "google/gemma-3-tiny")
     assert found["name"] == "google/gemma-3-tiny"
     assert asked == [["*.json", "*.jinja"]]
+
+
+def test_experts_in_four_bits_count_as_the_weights_they_stand_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        **CONFIG,
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    few = model_of(capsys, str(tmp_path))
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = model_of(capsys, str(tmp_path))
+    assert few["parameters"] == plain["parameters"]
+    experts = 6 * 4 * 3 * 64 * 128
+    assert plain["weight_bytes"] - few["weight_bytes"] == experts * 2 - experts * 17 // 32
+
+
+def test_what_ranks_would_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 500_000}))
+    info(EngineArgs(model=str(tmp_path), device="cpu", dtype="bfloat16"), as_json=True)
+    found = json.loads(capsys.readouterr().out)["tensor_parallel_size"]
+    assert found["1 rank"] == "0.06 GB of weights, 1.5 KB of KV a token"
+    # Each KV head is held twice.
+    assert found["2 ranks"] == "0.03 GB of weights, 0.8 KB of KV a token"
+    assert found["4 ranks"] == "0.02 GB of weights, 0.8 KB of KV a token"
+    assert found["8 ranks"] == "no: 4 attention heads cannot be shared out over 8 ranks"

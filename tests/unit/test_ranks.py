@@ -13,10 +13,11 @@ import torch
 from quire import LLM, SamplingParams
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
-from quire.engine.ranks import config_of_rank
+from quire.engine.ranks import check_ranks, config_of_rank
 from quire.engine.workers import WorkerExecutor
 from quire.errors import ConfigError, EngineDeadError
 from quire.models import spec_from_config
+from quire.quantization import Unquantized
 from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
 
 PLAIN: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
@@ -49,11 +50,16 @@ def completions(ranks: int, **settings: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("ranks", "settings"),
-    [(2, {}), (2, {"num_kv_blocks": 18, "quantization": "int8"}), (4, {"kv_cache_dtype": "int8"})],
-    ids=["2", "2-few-blocks-int8", "4-kv-int8"],
+    [
+        (2, {"speculative": {"method": "suffix", "num_speculative_tokens": 3}}),
+        (2, {"num_kv_blocks": 18, "quantization": "int8"}),
+        (4, {"kv_cache_dtype": "int8"}),
+    ],
+    ids=["2-drafts", "2-few-blocks-int8", "4-kv-int8"],
 )
 def test_ranks_give_the_tokens_of_one(ranks: int, settings: dict[str, Any]) -> None:
-    """Chunked prompts, prefix hits, preemption, a grammar; at 4 ranks, KV heads that two hold."""
+    """Chunked prompts, prefix hits, preemption, a grammar, drafts; at 4 ranks, KV heads that two
+    ranks hold."""
     assert completions(ranks, **settings) == completions(1, **settings)
 
 
@@ -79,6 +85,12 @@ def test_settings_that_take_one_rank(tmp_path: Path, name: str, value: Any) -> N
     message = refusal(model_folder(tmp_path, TINY), tensor_parallel_size=2, **{name: value})
     assert name in message
     assert "tensor_parallel_size=2" in message
+
+
+def test_ranks_and_results_to_the_bit() -> None:
+    args = EngineArgs(tensor_parallel_size=2, deterministic=True)
+    with pytest.raises(ConfigError, match=r"deterministic .* with tensor_parallel_size=2: sums"):
+        check_ranks(args, "cuda", spec_from_config(TINY), Unquantized())
 
 
 def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,10 +155,10 @@ def test_forgotten_prefixes_do_not_come_back(folder: Path) -> None:
 def test_monitors_see_the_tiers() -> None:
     metrics = EngineMetrics(of_server := ServerMetrics(), "a-model")
     registry = of_server.registry
-    metrics.update(EngineStats(swapped=3), up=True)
+    metrics.update(EngineStats(swapped=3), replicas=[True])
     assert b"host_hit_tokens" not in generate_latest(registry)
     tiers = TierStats(host_blocks_used=7, host_hit_tokens=5, swapped_in_bytes=9)
-    metrics.update(EngineStats(swapped=3, tiers=tiers), up=True)
+    metrics.update(EngineStats(swapped=3, tiers=tiers), replicas=[True])
     text = generate_latest(registry).decode()
     for line in (
         "quire_swapped_total 3.0",

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from quire.adapters.adapter_pool import AdapterPool
 from quire.adapters.hook import COLUMN, LOADS, load_entry
-from quire.adapters.pool import AdapterPool
 from quire.adapters.registry import Registry, Version, parse_setting, valid_name
-from quire.adapters.slots import SlotTable
+from quire.adapters.slot_table import SlotTable
 from quire.arrays import int32
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError, RequestError

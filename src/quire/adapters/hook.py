@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from quire.adapters.adapter_pool import AdapterPool, Flags
 from quire.adapters.peft import MOST_RANK
-from quire.adapters.pool import AdapterPool, Flags
 from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.errors import ConfigError

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from quire.errors import RequestError
 
-if TYPE_CHECKING:
-    from quire.engine.core import EngineCore
+
+class AdapterLoader(Protocol):
+    """The parts of the engine's loop that reading an adapter needs."""
+
+    def control(self, message: dict[str, Any]) -> Any: ...
+    def step(self) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class LoRARequest:
 Asked = LoRARequest | Sequence[LoRARequest | None]
 
 
-def load_requested(core: EngineCore, asked: Asked, count: int) -> list[str]:
+def load_requested(core: AdapterLoader, asked: Asked, count: int) -> list[str]:
     """Reads the adapters of `count` prompts, where they are not known already. Returns their names,
     "" for none.
 

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from quire.adapters.layout import Adapter, Layout, LowRank, Target
+from quire.adapters.projections import Adapter, AdapterLayout, LowRank, Target
 from quire.adapters.registry import CONFIG
 from quire.errors import RequestError
 from quire.quantization import FLOATS
@@ -49,7 +49,7 @@ _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB
 _ELSEWHERE = re.compile(r"lora_embedding_|embed_tokens|\bwte\b|\bwpe\b|lm_head")
 
 
-def read_adapter(folder: Path, layout: Layout) -> Adapter:
+def read_adapter(folder: Path, layout: AdapterLayout) -> Adapter:
     """Returns the adapter of a folder for a model. Takes as long as reading its file does.
 
     Raises:
@@ -77,8 +77,7 @@ def read_adapter(folder: Path, layout: Layout) -> Adapter:
         _check(module, a, b, targets, expected)
         scale = _scale(config, module, expected)
         for target in targets:
-            own = b[target.start : target.start + target.size]
-            part = LowRank(a.to(layout.dtype), own.to(layout.dtype), scale)
+            part = LowRank(a.to(layout.dtype), target.rows(b).to(layout.dtype), scale)
             adapter.parts[target.layer, target.place] = part
     if not adapter.parts:
         raise _wrong(f"{WEIGHTS} holds no tensor of an adapter")
@@ -155,7 +154,7 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _check(module: str, a: Tensor, b: Tensor, targets: list[Target], rank: int) -> None:
     """Raises RequestError unless the tensors fit the module."""
-    outputs = max(target.start + target.size for target in targets)
+    outputs = max(target.outputs for target in targets)
     for part, tensor, shape in (
         ("A", a, (rank, targets[0].inputs)),
         ("B", b, (outputs, rank)),
@@ -198,7 +197,7 @@ def _count(config: Mapping[str, Any], name: str, default: int) -> Any:
     return config.get(name, default)
 
 
-def _check_rank(rank: Any, layout: Layout) -> None:
+def _check_rank(rank: Any, layout: AdapterLayout) -> None:
     if type(rank) is not int or not 1 <= rank <= MOST_RANK:
         raise _wrong(f"{CONFIG}: the rank {_shown(rank)} is not an integer from 1 to {MOST_RANK}")
     if rank > layout.rank:

@@ -145,17 +145,23 @@ def switches(records: Sequence[BenchRecord], path: Path) -> None:
 
 
 def quality(records: Sequence[BenchRecord], path: Path) -> None:
-    """Shows how much each format raises perplexity, in percent, from 1 % on by the logarithm."""
-    figure, (panel,) = _panels(1, _title(records), width=9.0)
-    names = [record.case for record in records][::-1]
-    changes = [record.metrics["change_percent"] for record in records][::-1]
-    colors = ["#2563eb" if change <= 5 else "#dc2626" for change in changes]
-    bars = panel.barh(names, changes, color=colors)
-    panel.bar_label(bars, labels=[f" {change:+.3g} %" for change in changes], fontsize=8)
-    panel.set_xscale("symlog", linthresh=1.0)
-    panel.set_xlim(-2, 10 * max(10.0, *changes))
-    panel.axvline(5, color="black", linewidth=0.8, linestyle="--")
-    panel.set_xlabel("change of perplexity; dashed: the gate of quire quantize")
+    """Shows how far each format's model is from the original, by the divergence, and its change of
+    perplexity beside; red: more than 5 %. Each text has a panel."""
+    texts = list(dict.fromkeys(record.settings["text"] for record in records))
+    figure, panels = _panels(len(texts), _title(records), width=7.0)
+    for panel, text in zip(panels, texts, strict=True):
+        shown = [record for record in records if record.settings["text"] == text][::-1]
+        changes = [record.metrics["change_percent"] for record in shown]
+        heights = [record.metrics["kl"] for record in shown]
+        colors = ["#2563eb" if change <= 5 else "#dc2626" for change in changes]
+        bars = panel.barh([record.case for record in shown], heights, color=colors)
+        labels = [f" perplexity {change:+.2f} %" for change in changes]
+        panel.bar_label(bars, labels=labels, fontsize=7)
+        panel.set_xscale("log")
+        panel.set_xlim(min(heights) / 3, 20 * max(heights))
+        panel.set_title(text, fontsize="small")
+        panel.set_xlabel("KL divergence from the original, nats per token")
+        panel.tick_params(axis="y", labelsize=7)
     _save(figure, path)
 
 

@@ -1,6 +1,6 @@
 """The KV kind `state`: a recurrent state of fixed size, which every step overwrites.
 
-A lane has one slot. What others can go on from are *checkpoints*: slots that hold the state behind
+A lane has one slot. Others can go on from *checkpoints*: slots that hold the state behind
 a prefix and are never written again. The prefix tree has them in place of blocks: entry i of a path
 is the state behind block i, or `NO_BLOCK`; that of a tail is the state behind the tail's tokens.
 
@@ -32,7 +32,7 @@ _NONE = int32([])
 
 
 @dataclass(slots=True)
-class _Entry:
+class _Checkpoint:
     """credit: see `Checkpoints`. serial: of its newest line in the heap."""
 
     credit: int
@@ -55,7 +55,7 @@ class Checkpoints:
     def __init__(self, group: int, block_size: int) -> None:
         self._group = group
         self._size = block_size
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Checkpoint] = {}
         self._heap: list[tuple[int, int, int]] = []
         self._spent = 0
         self._serial = 0
@@ -69,7 +69,7 @@ class Checkpoints:
 
     def add(self, last: Node, place: int, block: int) -> None:
         owner = last.upto(place + 1)
-        self._entries[block] = _Entry(0, 0, owner, place)
+        self._entries[block] = _Checkpoint(0, 0, owner, place)
         self.touch(block)
 
     def touch(self, slot: int) -> None:
@@ -87,7 +87,7 @@ class Checkpoints:
             heapq.heapify(self._heap)
         heapq.heappush(self._heap, (entry.credit, entry.serial, slot))
 
-    def _saves(self, entry: _Entry) -> int:
+    def _saves(self, entry: _Checkpoint) -> int:
         """Counts the tokens that a checkpoint spares a request that goes on from it."""
         node = entry.node.upto(entry.place + 1)
         before = np.flatnonzero(node.path(self._group, 0, entry.place) != NO_BLOCK)

@@ -129,7 +129,8 @@ class WindowTables(BlockTables):
         for place in lost.tolist():
             owner = last.upto(place + 1)
             owner.blocks[self.index][place - owner.start] = int(self.table[lane, place])
-        return self.table[lane, lost]
+        adopted: Int32 = self.table[lane, lost]
+        return adopted
 
     def drop(self, blocks: Int32, start: int, last: Node, length: int) -> None:
         self._drop_each(blocks, start, last)

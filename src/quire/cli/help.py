@@ -75,7 +75,7 @@ SUBJECTS = (
     Subject(
         "Processes",
         (),
-        ("api_workers", "engine_restarts", "drain_timeout"),
+        ("data_parallel_size", "api_workers", "engine_restarts", "drain_timeout"),
     ),
     Subject(
         "Watching",

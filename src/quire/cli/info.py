@@ -11,6 +11,7 @@ import typer
 
 from quire.bench.record import card_name, versions
 from quire.cli.choices import choices_section
+from quire.cli.ranks import ranks_section
 from quire.config import EngineArgs
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def info(engine: EngineArgs, *, as_json: bool) -> None:
         "versions": versions(),
         "devices": devices(),
         "model": model_section(config),
+        "tensor_parallel_size": ranks_section(config),
         "settings": settings_section(config),
         "chosen": choices_section(config),
         "architectures": architectures(),
@@ -73,6 +75,7 @@ def model_section(config: EngineConfig) -> Section:
     """
     import torch
 
+    from quire.layers.expert_weights import ExpertLinear
     from quire.layers.linear import Linear
     from quire.models import build_model, load_config, model_quantization, spec_from_config
     from quire.ops import kv_format
@@ -84,9 +87,12 @@ def model_section(config: EngineConfig) -> Section:
     model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
     linear = [module for module in model.modules() if isinstance(module, Linear)]
     # What a layer stores in few bits, and its scales, stand for so many weights.
-    inside = {id(p) for layer in linear for p in layer.parameters() if p is not layer.bias}
+    experts = [module for module in model.modules() if isinstance(module, ExpertLinear)]
+    layers = [*linear, *experts]
+    inside = {id(p) for layer in layers for p in layer.parameters() if p is not layer.bias}
     parameters = sum(p.numel() for p in model.parameters() if id(p) not in inside)
     weights = [weight for layer in linear if not layer.tied for weight in layer.weights]
+    weights += [layer.weight for layer in experts]
     parameters += sum(weight.outputs * weight.inputs for weight in weights)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     stored = kv_format(config.kv_cache_dtype, dtype, *spec.head_dims)

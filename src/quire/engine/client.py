@@ -16,10 +16,11 @@ from quire.engine.messages import (
     ChangeAdapters,
     Failure,
     GetSnapshot,
-    GetStats,
 )
 from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.remote_engine import RemoteEngine
+from quire.engine.replicas import Replicas
+from quire.engine.router import Placement
 from quire.engine.snapshot import Snapshot
 from quire.engine.stats import EngineStats
 from quire.engine.streams import RequestStream
@@ -51,40 +52,45 @@ class EngineClient:
     config: EngineConfig
     tokenizer: Tokenizer | None
 
-    def __init__(self, engine: RemoteEngine) -> None:
-        self._engine = engine
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
         self._compiler: Compiler | None = None
 
     # -- life ----------------------------------------------------------------------------------
 
     @classmethod
     async def launch(
-        cls, args: EngineArgs, on_progress: OnProgress | None = None, *, restarts: int = 0
+        cls,
+        args: EngineArgs,
+        on_progress: OnProgress | None = None,
+        *,
+        restarts: int = 0,
+        replicas: int = 1,
     ) -> EngineClient:
         """Starts the engine's process and waits until it takes requests.
 
         Args:
             restarts: how often to start the engine again when it dies.
+            replicas: engines to start, each with devices of its own.
 
         Raises:
             ConfigError, ModelError: the engine's own, when it cannot start.
             EngineDeadError: its process ended without a message.
         """
-        host = EngineHost(restarts)
-        client = cls(RemoteEngine(host.address, args, on_progress, host))
+        client = cls(Replicas.start(args, replicas, restarts, on_progress))
         await client._start()
         return client
 
     @classmethod
-    async def attach(cls, address: str) -> EngineClient:
-        """Waits until an engine that another process starts takes requests."""
-        client = cls(RemoteEngine(address))
+    async def attach(cls, *addresses: str) -> EngineClient:
+        """Waits until the engines that another process starts take requests."""
+        client = cls(Replicas([RemoteEngine(address) for address in addresses]))
         await client._start()
         return client
 
     async def _start(self) -> None:
         try:
-            self.config = await self._engine.loaded()
+            self.config = await self._replicas.loaded()
             path = self.config.tokenizer_path
             self.tokenizer = None
             if path is not None:
@@ -94,11 +100,11 @@ class EngineClient:
         except BaseException:
             await self.shutdown()
             raise
-        self._engine.open()
+        await self._replicas.open()
 
     async def shutdown(self) -> None:
         """Stops the engine if this client launched it, and removes its socket. Idempotent."""
-        await self._engine.close()
+        await self._replicas.close()
         if self._compiler is not None:
             self._compiler.shutdown()
 
@@ -108,17 +114,22 @@ class EngineClient:
 
         Requests fail when the engine dies, and are taken again when it has been started again.
         """
-        return self._engine.alive
+        return self._replicas.alive
 
     @property
     def responsive(self) -> bool:
         """Whether the engine's loop has turned lately."""
-        return self._engine.responsive
+        return self._replicas.responsive
 
     @property
     def host(self) -> EngineHost | None:
-        """The engine's process, where this client has launched it."""
-        return self._engine.host
+        """The engine's process, the first of several, where this client has launched it."""
+        return self._replicas.engines[0].host
+
+    @property
+    def replicas(self) -> list[RemoteEngine]:
+        """The engines, most often one."""
+        return self._replicas.engines
 
     @property
     def pid(self) -> int:
@@ -153,14 +164,15 @@ class EngineClient:
             OverloadedError: the queue is full.
             EngineDeadError: the engine is gone.
         """
-        self._engine.check_alive()
+        self._replicas.check_alive()
         ids = await self._ids(prompt, params)
         if params.structured_outputs is not None:
             await self.check_grammar(params.structured_outputs)
-        self._engine.check_alive()
-        handle, stream = self._engine.streams.open(request_id, params.n)
+        placement, (engine, handle, stream) = self._open(
+            request_id, params.n, ids, f"{adapter}\0{cache_salt}"
+        )
         try:
-            self._engine.send(
+            engine.send(
                 AddRequest(
                     handle,
                     ids,
@@ -178,19 +190,22 @@ class EngineClient:
                 CompletionReader(i, prompt_tokens, params, self.tokenizer, keep_special)
                 for i in range(params.n)
             ]
-            async for update in self._updates(handle, stream, prompt_tokens, readers, params):
+            source = (engine, handle, stream)
+            async for update in self._updates(source, prompt_tokens, readers, params):
+                placement.answered()
                 yield update
         finally:
-            self._close(request_id, handle, params.n)
+            placement.end()
+            self._close(engine, request_id, handle, params.n)
 
     async def _updates(
         self,
-        handle: int,
-        stream: RequestStream,
+        source: tuple[RemoteEngine, int, RequestStream],
         prompt: list[int],
         readers: list[CompletionReader],
         params: SamplingParams,
     ) -> AsyncIterator[StreamUpdate]:
+        engine, handle, stream = source
         about_prompt = None
         if params.prompt_logprobs is not None:
             about_prompt = PromptLogprobCollector(self.tokenizer)
@@ -223,7 +238,7 @@ class EngineClient:
                 if reader.finished:
                     open_readers -= 1
                     if reader.ended_by_text and delta.reason is None:
-                        self._engine.send(AbortRequest(handle, index))
+                        engine.send(AbortRequest(handle, index))
                 yield update
 
     async def embed(
@@ -240,13 +255,14 @@ class EngineClient:
     ) -> Embedding:
         """Returns the prompt's embedding. Cancelling it aborts the request. Raises as
         `generate`."""
-        self._engine.check_alive()
+        self._replicas.check_alive()
         pooling = pooling_of(params, self.config)
         ids = await self._ids(prompt, NO_TOKENS)
-        self._engine.check_alive()
-        handle, stream = self._engine.streams.open(request_id, 1)
+        placement, (engine, handle, stream) = self._open(
+            request_id, 1, ids, f"{adapter}\0{cache_salt}"
+        )
         try:
-            self._engine.send(
+            engine.send(
                 AddRequest(
                     handle,
                     ids,
@@ -270,7 +286,8 @@ class EngineClient:
                 finish(delta.pooled, params), ids.tolist(), delta.num_cached_tokens, delta.queued
             )
         finally:
-            self._close(request_id, handle, 1)
+            placement.end()
+            self._close(engine, request_id, handle, 1)
 
     async def _ids(self, prompt: str | Sequence[int] | Int32, params: SamplingParams) -> Int32:
         """Returns the prompt's token ids. A long text is tokenized off the event loop."""
@@ -299,29 +316,42 @@ class EngineClient:
                 self._compiler.forget(params)
         verdict.result()
 
-    def _close(self, request_id: str, handle: int, n: int) -> None:
-        self._engine.streams.close(request_id, handle, n)
+    def _open(
+        self, request_id: str, n: int, ids: Int32, namespace: str
+    ) -> tuple[Placement, tuple[RemoteEngine, int, RequestStream]]:
+        """Chooses an engine for a request, and opens its stream."""
+        placement = self._replicas.place(ids, namespace)
+        engine = self.replicas[placement.index]
+        try:
+            return placement, (engine, *engine.streams.open(request_id, n))
+        except QuireError:
+            placement.end()
+            raise
+
+    def _close(self, engine: RemoteEngine, request_id: str, handle: int, n: int) -> None:
+        engine.streams.close(request_id, handle, n)
         # Ended completions do not mind; a request that was left early must not run on.
-        if self.alive:
+        if engine.alive:
             with contextlib.suppress(EngineDeadError):
-                self._engine.send(AbortRequest(handle))
+                engine.send(AbortRequest(handle))
 
     async def abort(self, request_id: str) -> None:
         """Ends a request early; its iterator ends with finish reason "abort"."""
-        handle = self._engine.streams.handle_of(request_id)
-        if handle is not None and self.alive:
-            self._engine.send(AbortRequest(handle))
-            self._engine.streams.end(handle, "abort")
+        for engine in self.replicas:
+            handle = engine.streams.handle_of(request_id)
+            if handle is not None and engine.alive:
+                engine.send(AbortRequest(handle))
+                engine.streams.end(handle, "abort")
 
     async def stats(self) -> EngineStats:
-        """Returns the engine's counts. Raises EngineDeadError."""
-        stats: EngineStats = await self._engine.ask(GetStats)
-        return stats
+        """Returns the counts of all engines. Raises EngineDeadError."""
+        return await self._replicas.stats()
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of the adapters that the engine has told of."""
-        return self._engine.adapters
+        """The names of the adapters that all engines which are alive have told of."""
+        alive = [engine.adapters for engine in self.replicas if engine.alive]
+        return tuple(name for name in (alive or [()])[0] if all(name in names for names in alive))
 
     async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
         """Gives a name to an adapter, once the engine has read it. in_place: also a known name;
@@ -343,15 +373,20 @@ class EngineClient:
         await self._change(lambda call: ChangeAdapters(call, name))
 
     async def _change(self, question: Callable[[int], ChangeAdapters]) -> None:
-        failure: Failure | None = await self._engine.ask(question)
-        if failure is not None:
-            raise failure.error()
+        self._replicas.check_alive()
+        failures: list[Failure | None] = [
+            await engine.ask(question) for engine in self.replicas if engine.alive
+        ]
+        for failure in failures:
+            if failure is not None:
+                raise failure.error()
 
     async def snapshot(self, tokens: bool) -> Snapshot:
-        """Returns the engine's current state. Raises EngineDeadError.
+        """Returns the engine's current state, of several that of one. Raises EngineDeadError.
 
         Args:
             tokens: includes those of the prefix tree.
         """
-        snapshot: Snapshot = await self._engine.ask(lambda call: GetSnapshot(call, tokens))
+        engine = self._replicas.first_alive
+        snapshot: Snapshot = await engine.ask(lambda call: GetSnapshot(call, tokens))
         return snapshot

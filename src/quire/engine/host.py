@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from quire.engine.threads import thread_variables
@@ -40,13 +40,15 @@ class EngineHost:
     Args:
         restarts: most restarts in a row. Pauses between them double; a minute of life clears the
             count.
+        environment: variables for the process, besides this one's.
     """
 
-    def __init__(self, restarts: int) -> None:
+    def __init__(self, restarts: int, environment: Mapping[str, str] | None = None) -> None:
         _remove_stale()
         self.folder = _private_folder()
         (self.folder / _OWNER).write_text(str(os.getpid()))
         self.address = str(self.folder / "engine")
+        self._environment = dict(environment or {})
         self.deaths = 0
         self.gave_up = False
         self._left = self._restarts = restarts
@@ -71,7 +73,7 @@ class EngineHost:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "quire.engine.process", self.address, str(os.getpid())],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **thread_variables(os.environ)},
+            env={**os.environ, **thread_variables(os.environ), **self._environment},
             process_group=0,  # a terminal's Ctrl-C is for the client alone, from the first moment
         )
         threading.Thread(

@@ -9,7 +9,7 @@ import torch
 
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
-from quire.models import ModelSpec, build_model
+from quire.models import Decoder, ModelSpec, build_model
 from quire.parallel import SingleGroup
 from quire.parallel.torch_group import TorchGroup, join_group
 from quire.quantization import Quantization
@@ -77,10 +77,22 @@ _REASONS = {
 def obstacle(spec: ModelSpec, quantization: Quantization, world: int) -> str | None:
     """Returns what keeps a model's layers from being shared out over so many ranks, or None."""
     try:
-        build_model(spec, device="meta", group=_Ranked(world), quantization=quantization)
+        model_of_rank(spec, quantization, world)
     except ConfigError as error:
         return str(error)
     return None
+
+
+def model_of_rank(
+    spec: ModelSpec, quantization: Quantization, world: int, dtype: torch.dtype | None = None
+) -> Decoder:
+    """Returns one rank's share of a model, without content.
+
+    Raises:
+        ConfigError: the model cannot be shared out over so many ranks.
+    """
+    group = _Ranked(world)
+    return build_model(spec, device="meta", dtype=dtype, group=group, quantization=quantization)
 
 
 def _check_devices(device: str, world: int) -> None:

@@ -42,6 +42,7 @@ class RemoteEngine:
     Attributes:
         alive: requests are taken. False from the engine's death until it has been started again.
         host: the process, where this client has started it.
+        losses: how often the engine, and all that it held, was lost.
         streams: running requests.
         adapters: names of the engine's adapters, as it last told them.
     """
@@ -60,6 +61,7 @@ class RemoteEngine:
             host: started here, and stopped with this client.
         """
         self.alive = False
+        self.losses = 0
         self.host = host
         self.streams = StreamRouter()
         self.adapters: tuple[str, ...] = ()
@@ -173,6 +175,7 @@ class RemoteEngine:
             self._link.send(Hello() if self._args is None else Start(self._args))
 
     def _on_down(self) -> None:
+        self.losses += 1
         self._fail_all(EngineDeadError("the engine has stopped"))
 
     def _on_death(self, status: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 from collections.abc import Sequence
 
@@ -21,12 +22,14 @@ def share(hooks: Sequence[Hook], config: EngineConfig, folder: str, *, create: b
     sizes = [hook.shared_bytes(limits) for hook in hooks]
     if not sum(sizes):
         return
+    # Each begins a page, as some pin their part.
+    pages = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
     path, mode = os.path.join(folder, "hooks"), "w+" if create else "r+"
-    memory = np.memmap(path, dtype=np.int8, mode=mode, shape=(sum(sizes),))  # type: ignore[call-overload]
-    ends = itertools.accumulate(sizes)
-    for hook, size, end in zip(hooks, sizes, ends, strict=True):
+    memory = np.memmap(path, dtype=np.int8, mode=mode, shape=(sum(pages),))  # type: ignore[call-overload]
+    starts = itertools.accumulate(pages, initial=0)
+    for hook, size, start in zip(hooks, sizes, starts, strict=False):
         if size:
-            hook.share(memory[end - size : end])
+            hook.share(memory[start : start + size])
 
 
 class FlightRecorder:

@@ -29,6 +29,7 @@ class AttentionSpec:
     qk_norm: the RMSNorm that heads of q and k go through, or None.
     window: how many positions a token sees, itself included; None: all of them.
     rope: how heads are rotated, or None.
+    sinks: whether each head has a score of its own in the softmax.
     """
 
     heads: int
@@ -41,6 +42,7 @@ class AttentionSpec:
     window: int | None = None
     rope: RopeSpec | None = None
     softcap: float | None = None
+    sinks: bool = False
 
     def layer(self, hidden: int, rotary: RotaryTable | None, build: Build) -> Attention:
         """Returns the layer, for hidden states of this width."""
@@ -124,6 +126,12 @@ class Attention(nn.Module):
         if spec.qk_norm is not None:
             self.q_norm = spec.qk_norm.layer(dim, build.within("q_norm"))
             self.k_norm = spec.qk_norm.layer(dim, build.within("k_norm"))
+        self.sinks: Any = None
+        if spec.sinks:
+            # Few models have them.
+            from quire.layers.sinks import Sinks
+
+            self.sinks = Sinks(spec.heads, build.within("sinks"))
         query, kv = (size // dim for size in self.qkv.sizes[:2])
         self.layout = KVLayout(kv, dim, query, spec.window)
 
@@ -180,6 +188,7 @@ class Attention(nn.Module):
             scale=spec.scale,
             window=spec.window,
             softcap=spec.softcap,
+            sinks=None if self.sinks is None else self.sinks.weight,
             scratch=group.scratch,
         )
         return out.reshape(tokens, -1)

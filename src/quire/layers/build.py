@@ -16,6 +16,7 @@ class Build:
 
     group: the ranks that share the layers. quantization: decides each linear layer's weight format.
     dtype: of activations, and of parameters without a format. name: of the module to build.
+    expert_parallel: ranks hold whole experts instead of a share of each.
     """
 
     group: ProcessGroup
@@ -23,6 +24,7 @@ class Build:
     device: torch.device
     dtype: torch.dtype
     name: str = ""
+    expert_parallel: bool = False
 
     def within(self, name: str) -> Build:
         """Returns the value for the module's part `name`."""

@@ -1,4 +1,4 @@
-"""What layers keep of the tokens that they have seen, as data."""
+"""Layouts of what layers keep of the tokens that they have seen, as data."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.layers.batch import ForwardBatch
 Kind = Literal["full", "window", "state"]
 
 
-class Layout(Protocol):
-    """What one layer keeps on this rank. Layers of equal layouts are a KV group.
+class MixerLayout(Protocol):
+    """Describes what one layer keeps on this rank. Layers of equal layouts are a KV group.
 
     kind, window: see `KVGroup`.
     """
@@ -43,7 +43,7 @@ class Layout(Protocol):
         ...
 
 
-def block_bytes(layout: Layout, block_size: int, kv_format: ops.KVFormat) -> int:
+def block_bytes(layout: MixerLayout, block_size: int, kv_format: ops.KVFormat) -> int:
     """Returns the bytes of one layer's block."""
     parts = layout.parts(block_size, kv_format)
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)

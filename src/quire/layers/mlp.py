@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from quire.layers.batch import ForwardBatch
 from quire.layers.build import Build
 from quire.layers.linear import Activation, Linear, Output
 from quire.layers.norm import RMSNorm
@@ -36,7 +37,7 @@ class Mlp(nn.Module):
         self.up = Linear(hidden, outputs, build.within("up"), bias=spec.bias, split="outputs")
         self.down = Linear(spec.width, hidden, build.within("down"), bias=spec.bias, split="inputs")
 
-    def forward(self, x: Residual, norm: RMSNorm | None) -> Residual:
+    def forward(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Residual:
         """Returns x + mlp(norm(x)), [T, hidden]."""
         return self.down.add(self.up(x.total(), norm=norm, act=self.act), x)
 

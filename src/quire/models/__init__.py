@@ -37,13 +37,15 @@ def build_model(
     dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
     quantization: Quantization | None = None,
+    expert_parallel: bool = False,
 ) -> Decoder:
     """Returns a decoder with empty weights on `device` ("meta" builds only shapes), in `dtype` or
-    else the checkpoint's, this rank's share of it under a `group`."""
+    else the checkpoint's, this rank's share of it under a `group`. expert_parallel: see `Build`."""
     build = Build(
         group=group or SingleGroup(),
         quantization=quantization or Unquantized(),
         device=torch.device(device),
         dtype=dtype or spec.dtype,
+        expert_parallel=expert_parallel,
     )
     return Decoder(spec, build).eval()

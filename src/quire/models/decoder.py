@@ -14,8 +14,7 @@ from quire.layers.attention import AttentionSpec
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
-from quire.layers.layout import Layout, block_bytes
-from quire.layers.linear import Linear
+from quire.layers.layout import MixerLayout, block_bytes
 from quire.layers.residual import Residual
 from quire.layers.rope_spec import RopeSpec
 from quire.layers.rotary import RotaryTable
@@ -38,7 +37,7 @@ class Block(nn.Module):
 
     def forward(self, x: Residual, batch: ForwardBatch, group: GroupBatch, kv: Any) -> Residual:
         x = self.attention(x, self.attention_norm, batch, group, kv)
-        return self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]
+        return self.mlp(x, self.mlp_norm, batch)  # type: ignore[no-any-return]
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that either part needs for intermediates."""
@@ -85,14 +84,14 @@ class Decoder(nn.Module):
         )
         self._workspace: dict[Any, Any] = {}
         # Layers of one layout have what they keep booked together.
-        layouts: list[Layout] = [block.attention.layout for block in blocks]
+        layouts: list[MixerLayout] = [block.attention.layout for block in blocks]
         # Layers that see everything come first.
         order = "full", "window", "state"
         self.kv_layouts = tuple(
             dict.fromkeys(sorted(layouts, key=lambda layout: order.index(layout.kind)))
         )
         self._layer_groups = [self.kv_layouts.index(layout) for layout in layouts]
-        self._shallow = 1 + max(layouts.index(layout) for layout in self.kv_layouts)
+        self._shallow = 1 + max(map(spec.layers.index, set(spec.layers)))
 
     def kv_groups(
         self, block_size: int, kv_format: ops.KVFormat | None = None, first: int = 0
@@ -161,8 +160,8 @@ class Decoder(nn.Module):
     def finish(self) -> None:
         """Ends loading."""
         for module in self.modules():
-            if isinstance(module, Linear):
-                module.finish()
+            if module is not self and callable(finish := getattr(module, "finish", None)):
+                finish()
 
 
 def _table(tables: dict[RopeSpec, RotaryTable], layer: LayerSpec) -> RotaryTable | None:

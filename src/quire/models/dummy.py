@@ -17,6 +17,8 @@ from quire.layers.parameter_slice import ParameterSlice, named_slices
 from quire.quantization import FLOATS
 
 _DEVIATION = 0.02
+_BYTES = frozenset({torch.uint8})
+_EXPONENT = 127 - 7
 _SCALE = _DEVIATION * math.sqrt(3.0) / 2**23
 
 
@@ -28,7 +30,7 @@ def fill_dummy(model: torch.nn.Module, seed: int) -> None:
             is random instead.
     """
     for name, part in named_slices(model):
-        if part.dtypes != FLOATS:
+        if part.dtypes not in (FLOATS, _BYTES):
             raise ModelError(
                 f"dummy weights are floats, and the checkpoint's layers are quantized ({name}); "
                 "without its quantization_config, --quantization rounds random weights"
@@ -46,17 +48,31 @@ def _key(seed: int, name: str) -> int:
 
 
 def _fill(part: ParameterSlice, key: int) -> None:
-    ranges, device = part.ranges, part.device
-    (top, bottom), (left, right) = ranges if len(ranges) == 2 else (*ranges, (0, 1))
-    whole = part.shape[1] if len(part.shape) == 2 else 1
-    columns = torch.arange(left, right, dtype=torch.int32, device=device)
+    (top, bottom), *inner = part.ranges
+    device, whole = part.device, math.prod(part.shape[1:])
+    columns = torch.zeros(1, dtype=torch.int64, device=device)
+    for (left, right), size in zip(inner, part.shape[1:], strict=True):
+        places = torch.arange(left, right, device=device)
+        columns = (columns.unsqueeze(1) * size + places).flatten()
+    columns = _wrapped(columns)
     # On a CPU, a chunk stays in its cache through all of the hash's passes.
-    step = max(1, (1 << 15 if device.type == "cpu" else 1 << 24) // max(1, right - left))
+    step = max(1, (1 << 15 if device.type == "cpu" else 1 << 24) // max(1, len(columns)))
     for start in range(top, bottom, step):
         own = torch.arange(start, min(start + step, bottom), dtype=torch.int64, device=device)
         index = _wrapped(own * whole).unsqueeze(1) + columns
-        values = (_hash(index.bitwise_xor_(key)) >> 8).float().mul_(_SCALE)
-        part.write(values if len(ranges) == 2 else values.squeeze(1), start - top)
+        values = _hash(index.bitwise_xor_(key)) >> 8
+        sizes = [len(own), *(right - left for left, right in inner)]
+        part.write(_numbers(values, part).view(sizes), start - top)
+
+
+def _numbers(values: Tensor, part: ParameterSlice) -> Tensor:
+    """Returns what 24 random bits stand for in a tensor: floats; pairs of 4-bit floats; or the
+    exponent, the same for all, that makes these deviate as much."""
+    if part.dtypes == FLOATS:
+        return values.float().mul_(_SCALE)
+    if part.name.endswith(("scale", "scales")):
+        return torch.full_like(values, _EXPONENT, dtype=torch.uint8)
+    return (values & 255).to(torch.uint8)
 
 
 def _wrapped(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from quire import ops
 from quire.errors import ModelError
@@ -17,8 +17,9 @@ from quire.models.spec import LayerSpec, ModelSpec
 
 
 class GeneralBlock(nn.Module):
-    """One layer of any shape: x + multiplier * norm(mixer(norm(x))), then the same of the ffn, or,
-    in parallel, x + mixer(norm(x)) + ffn(norm(x)). Which of the norms there are is the spec's."""
+    """One layer of any shape: x + norm(mixer(norm(x))), then the same of the ffn, or, in parallel,
+    x + mixer(norm(x)) + ffn(norm(x)); without norms of what parts give, those may be multiplied.
+    """
 
     def __init__(
         self, spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build
@@ -33,8 +34,8 @@ class GeneralBlock(nn.Module):
             return model.norm.layer(hidden, build.within(name)) if there else None
 
         inputs, outputs = spec.norms != "output", spec.norms != "input"
-        if outputs and model.norm.kind != "rms":
-            raise ModelError("norms of what a layer's parts give must be RMS norms")
+        if outputs and (model.norm.kind != "rms" or spec.multiplier != 1.0):
+            raise ModelError("norms of what a layer's parts give must be RMS norms, not multiplied")
         self.attention_norm = norm("attention_norm", inputs)
         self.attention_out_norm = norm("attention_out_norm", outputs)
         # Parallel parts take the same.
@@ -42,23 +43,23 @@ class GeneralBlock(nn.Module):
         self.mlp_out_norm = norm("mlp_out_norm", outputs)
 
     def forward(self, x: Residual, batch: ForwardBatch, group: GroupBatch, kv: Any) -> Residual:
-        x = apart = Residual(x.total(), apart=True)
-        mixed = self.attention(apart, self.attention_norm, batch, group, kv)
-        x = self._sum(x, mixed, self.attention_out_norm)
-        if self.spec.parallel:
-            return self._sum(x, self.mlp(apart, self.attention_norm), self.mlp_out_norm)
-        return self._sum(x, self.mlp(x, self.mlp_norm), self.mlp_out_norm)
+        before = x.total()
+        taken = Residual(before, apart=True)
+        given = self.attention(taken, self.attention_norm, batch, group, kv)
+        mixed = self._sum(before, given, self.attention_out_norm)
+        norm = self.attention_norm
+        if not self.spec.parallel:
+            taken, norm = Residual(mixed, apart=True), self.mlp_norm
+        return Residual(self._sum(mixed, self.mlp(taken, norm, batch), self.mlp_out_norm))
 
-    def _sum(self, x: Residual, given: Residual, norm: RMSNorm | None) -> Residual:
+    def _sum(self, x: Tensor, given: Residual, norm: RMSNorm | None) -> Tensor:
         """Returns the stream x after what one part gave was added to it."""
         part = given.total()
         if norm is not None:
-            total = ops.rms_norm(part, norm.weight, norm.eps, x.total())
-        elif self.spec.multiplier == 1.0:
-            total = part.add_(x.total())
-        else:
-            total = part.mul_(self.spec.multiplier).add_(x.total())
-        return Residual(total, apart=True)
+            return ops.rms_norm(part, norm.weight, norm.eps, x)
+        if self.spec.multiplier != 1.0:
+            part = part.mul_(self.spec.multiplier)
+        return part.add_(x)
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that either part needs for intermediates."""

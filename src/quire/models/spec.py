@@ -26,8 +26,8 @@ class FfnSpec(Protocol):
     """A layer that treats each token alone, as data. Each kind lies beside its layer."""
 
     def layer(self, hidden: int, build: Build) -> Any:
-        """Returns the layer, a module. It takes the residual stream and the norm before the layer,
-        returns the stream after it, and has `workspace_bytes`, as `Mlp` has."""
+        """Returns the layer, a module. It takes the residual stream, the norm before the layer
+        and the batch, returns the stream after it, and has `workspace_bytes`, as `Mlp` has."""
         ...
 
 

@@ -73,6 +73,10 @@ def load_weights(
         if family.head in found and family.head not in places:
             _check_tied(found[family.head], model, family.head)
     model.finish()
+    if any("scales" in name for name, _ in model.named_parameters()):
+        from quire.models.sanity import check_weights
+
+        check_weights(model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +173,7 @@ def _copy(part: Tensor, target: ParameterSlice) -> None:
     one thread at a time."""
     if not part.ndim:
         part = part.unsqueeze(0)
-    if not part.numel():
-        return
-    rows = max(1, _CHUNK // part[0].nbytes)
+    rows = max(1, _CHUNK // max(1, part[:1].nbytes))
     for start in range(0, len(part), rows):
         chunk = part[start : start + rows]
         if target.device.type == "cuda":
@@ -184,8 +186,7 @@ def _share(entry: _Entry, place: _Place) -> Tensor:
     """Returns this rank's part of a stored tensor, in the orientation of the parameter."""
     ranges, source = list(place.slice.ranges), place.source
     if not ranges:
-        scalar: Tensor = entry.file.get_tensor(entry.name).reshape(())
-        return scalar
+        return entry.file.get_tensor(entry.name).reshape(())  # type: ignore[no-any-return]
     if source.span is not None:
         low, high = ranges[0]
         ranges[0] = source.span[0] + low, source.span[0] + high

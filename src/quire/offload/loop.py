@@ -64,7 +64,9 @@ def open_tiers(config: EngineConfig, executor: Executor, capacity: Capacity) -> 
     """
     if len(capacity.groups) != 1 or capacity.groups[0].kind != "full":
         raise ConfigError(
-            "host_cache_gb is not supported for models with sliding-window layers", "host_cache_gb"
+            "host_cache_gb is not supported for models with sliding-window layers or recurrent "
+            "states",
+            "host_cache_gb",
         )
     group = capacity.groups[0]
     rates = Probe(config, executor, capacity).rates()

@@ -162,13 +162,9 @@ def _alike(x: Tensor, residual: Tensor | None) -> bool:
 
 
 def _last(best: dict[int, int], wanted: Callable[[int], bool]) -> int:
-    """Returns the largest size up to which all sizes' best ways are wanted, 0 if none is."""
-    found = 0
-    for words, way in best.items():
-        if not wanted(way):
-            break
-        found = words
-    return found
+    """Returns the largest size whose best way is wanted, 0 if none is: smaller ones favour it
+    more, whatever a single measurement says."""
+    return max((words for words, way in best.items() if wanted(way)), default=0)
 
 
 def symmetric_group(device: torch.device, dtype: torch.dtype) -> TorchGroup:

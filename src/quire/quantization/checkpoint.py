@@ -14,6 +14,7 @@ from quire.quantization.fields import Settings, Tensors
 from quire.quantization.fp8 import Fp8
 from quire.quantization.gguf import Gguf
 from quire.quantization.gptq import Gptq
+from quire.quantization.mxfp4 import Mxfp4
 from quire.quantization.scheme import Scheme
 from quire.quantization.unquantized import Unquantized
 
@@ -33,6 +34,7 @@ METHODS: dict[str, Callable[[Settings], Method]] = {
     "fp8": Fp8.of,
     "gguf": Gguf.of,
     "gptq": Gptq.of,
+    "mxfp4": Mxfp4.of,
     "modelopt": Fp8.of_modelopt,
 }
 """By `quant_method` in the settings."""

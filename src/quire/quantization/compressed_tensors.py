@@ -24,7 +24,7 @@ _FORMATS = (
     "mxfp4-pack-quantized", "mixed-precision",
 )  # fmt: skip
 _INTEGERS = frozenset({torch.int8})
-_BYTES = frozenset({torch.uint8})
+BYTES = frozenset({torch.uint8})
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def _per(strategy: str, weights: Settings) -> tuple[int | None, int | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Exponents(StoredTensor):
+class Exponents(StoredTensor):
     """Scales that are powers of two, stored as their exponents + 127."""
 
     def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
@@ -228,8 +228,8 @@ def _mxfp4(weights: Settings) -> Scheme:
     return Scheme(
         format,
         (
-            Nibbles("weight_packed", "values", _BYTES),
-            _Exponents("weight_scale", "scales", _BYTES, 1, 32),
+            Nibbles("weight_packed", "values", BYTES),
+            Exponents("weight_scale", "scales", BYTES, 1, 32),
         ),
     )
 

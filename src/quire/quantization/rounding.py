@@ -25,6 +25,9 @@ FORMATS = {
 
 _SMALLEST = 2.0**-14
 """The smallest scale of 4-bit groups: below it float16 loses precision."""
+_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 22}
+"""Weights that a thread rounds at once, by type of device: it takes some 16 bytes for each
+meanwhile, and on a GPU a few launches for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +42,24 @@ class _Rounded(StoredTensor):
         return share.rows, (0, share.inputs)
 
     def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
-        expect(part.isfinite().all(), "has weights that are not finite numbers")
-        own = weight.rows(start, start + len(part))
-        if weight.format.bits == 4:
-            _round_groups(own, part, share.columns)
-            return
-        scales = row_scales(part, weight.dtype)
-        values = quantize_rows(part, scales, weight.dtype)
-        own.values.copy_(values[:, share.columns[0] : share.columns[1]])
-        if own.scales is not None:
-            own.scales.copy_(scales)
+        rows = max(1, _AT_ONCE.get(part.device.type, part.numel()) // part.shape[1])
+        for first in range(0, len(part), rows):
+            piece = part[first : first + rows]
+            expect(piece.isfinite().all(), "has weights that are not finite numbers")
+            own = weight.rows(start + first, start + first + len(piece))
+            _round(own, piece, share.columns)
+
+
+def _round(weight: Weight, part: Tensor, columns: Range) -> None:
+    """Stores floats [outputs, all inputs] in the format of the weight."""
+    if weight.format.bits == 4:
+        _round_groups(weight, part, columns)
+        return
+    scales = row_scales(part, weight.dtype)
+    values = quantize_rows(part, scales, weight.dtype)
+    weight.values.copy_(values[:, columns[0] : columns[1]])
+    if weight.scales is not None:
+        weight.scales.copy_(scales)
 
 
 def _round_groups(weight: Weight, part: Tensor, columns: Range) -> None:

@@ -1,4 +1,4 @@
-"""What layers keep on the device: a few tensors per KV group."""
+"""The KV cache: tensors per KV group that hold what layers keep on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.errors import ConfigError
-from quire.layers.layout import Layout
+from quire.layers.layout import MixerLayout
 from quire.ops import KVFormat
 from quire.plan import KVGroup
 
@@ -38,7 +38,7 @@ class KVCache:
         groups: Sequence[KVGroup],
         num_blocks: Sequence[int],
         *,
-        layouts: Sequence[Layout],
+        layouts: Sequence[MixerLayout],
         kv_format: KVFormat,
         device: torch.device,
         head_scales: Sequence[Tensor] | Tensor | None = None,

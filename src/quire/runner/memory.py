@@ -34,9 +34,10 @@ def available_memory() -> int:
 
 
 def blocks_per_group(
-    config: EngineConfig, groups: Sequence[KVGroup], budget: int | None
+    config: EngineConfig, groups: Sequence[KVGroup], budget: int | None, drafts: int = 0
 ) -> tuple[int, ...]:
     """Blocks of each group within `budget` bytes, no more than all lanes at full length can use.
+    drafts: the most draft tokens of a row.
 
     Every group gets as many blocks, as a token takes a place in each.
 
@@ -47,7 +48,7 @@ def blocks_per_group(
         # Few models have states.
         from quire.runner.state_memory import split_with_states
 
-        return split_with_states(config, groups, budget)
+        return split_with_states(config, groups, budget, drafts)
     if config.args.num_kv_blocks is not None:
         return (config.args.num_kv_blocks,) * len(groups)
     limits = config.scheduler

@@ -6,6 +6,7 @@ Nothing here waits for the device but `collect`. On a CPU the same programs run 
 from __future__ import annotations
 
 import functools
+import importlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,14 +33,12 @@ from quire.plan import Admit, HeadInputs, KVGroup, RowFlag, StepPlan, StepResult
 from quire.runner import memory
 from quire.runner.hooks import Hook, Level
 from quire.runner.hooks.acceptance import Acceptance
-from quire.runner.hooks.logprobs import SampledLogprobs
 from quire.runner.hooks.penalties import Penalties
-from quire.runner.hooks.prompt_logprobs import PromptLogprobs
 from quire.runner.hooks.sampling import Sampling
 from quire.runner.kv_cache import KVCache
 from quire.runner.program import BodyShape, CapturedPrograms, HeadShape, ModelLanes, StepProgram
 from quire.runner.readback import Step
-from quire.runner.state import BatchState, Limits
+from quire.runner.state import BatchState, ColumnSpec, Limits
 from quire.runner.upload import PinnedRing, Upload, ragged
 
 _LOGIT_ROWS = 64
@@ -70,6 +69,11 @@ class BlockTransfers(Protocol):
     def close(self) -> None:
         """Waits for what is being copied. Idempotent."""
         ...
+
+
+_LATE_HOOKS = {"logprobs": "SampledLogprobs", "prompt_logprobs": "PromptLogprobs"}
+"""Hooks that few requests need, by the parameter that asks for them, which their module is named
+after. Where programs are captured they are there from the start; else the first to ask adds one."""
 
 
 class ModelRunner:
@@ -124,7 +128,8 @@ class ModelRunner:
             first = sum(len(group.layers) for group in groups)
             groups += model.kv_groups(self.config.block_size, self._kv_format, first)
         self._groups = tuple(groups)
-        blocks = memory.blocks_per_group(self.config, groups, self._cache_budget(groups))
+        budget, drafts = self._cache_budget(groups), self.limits.drafts
+        blocks = memory.blocks_per_group(self.config, groups, budget, drafts)
         self._seconds["weights"] = time.perf_counter() - began
         return Measurement(self._groups, blocks)
 
@@ -149,7 +154,7 @@ class ModelRunner:
     def capture(self) -> Capacity:
         """Captures all graphs where there are any, and says what there is."""
         full = FULL_STEP
-        if self.device.type == "cuda" and not self.config.eager:
+        if self._captures:
             began = time.perf_counter()
             full = self._capture()
             self._seconds["graphs"] = time.perf_counter() - began
@@ -201,10 +206,9 @@ class ModelRunner:
             *self._features,
             Sampling(),
             acceptance,
-            SampledLogprobs(),
-            PromptLogprobs(self.model),
         )
         columns = [column for hook in self.hooks for column in hook.columns(self.limits)]
+        columns += [ColumnSpec(f"num_{name}", fill=-1) for name in _LATE_HOOKS]
         self.state = BatchState(self.limits, groups, self.device, columns)
         for hook in self.hooks:
             hook.bind(self.state)
@@ -213,6 +217,22 @@ class ModelRunner:
         own = range(len(self.model.kv_layouts))
         lanes = ModelLanes(self.model, self.state, self.cache.layers, own, self.state.position)
         self.program = StepProgram(lanes, self.hooks, acceptance.claims)
+        self._late = list(_LATE_HOOKS)
+        if self._captures:
+            self._add_late(tuple(_LATE_HOOKS))
+
+    def _add_late(self, names: Sequence[str]) -> None:
+        for name in names:
+            module = importlib.import_module(f"quire.runner.hooks.{name}")
+            hook: Hook = getattr(module, _LATE_HOOKS[name])()
+            hook.attach(self.model)
+            hook.bind(self.state)
+            self._late.remove(name)
+            self.hooks = self.program.hooks = (*self.hooks, hook)
+
+    @property
+    def _captures(self) -> bool:
+        return self.device.type == "cuda" and not self.config.eager
 
     @torch.inference_mode()
     def _capture(self) -> int:
@@ -265,6 +285,10 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> None:
         """Launches a step. The head of one with GATED rows runs when its masks come."""
         self._check(plan)
+        asked = [
+            n for n in self._late if any(getattr(a.params, n) is not None for a in plan.admits)
+        ]
+        self._add_late(asked)
         self._later.append(plan)
         self._advance()
 

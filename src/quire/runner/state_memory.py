@@ -1,4 +1,4 @@
-"""How memory is split between KV and recurrent states."""
+"""The split of memory between KV and recurrent states."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ from quire.errors import ConfigError
 from quire.plan import KVGroup
 
 _MEAN_TOKENS = 4096
-"""What a request is assumed to have, prompt and answer, for a split that suits most work."""
+"""Tokens that a request is assumed to have, prompt and answer: a split that suits most work."""
 _MEAN_STATES = 3
 """States per request: its own, and checkpoints near the end of its prompt and of its turn."""
 
 
 def split_with_states(
-    config: EngineConfig, groups: Sequence[KVGroup], budget: int | None
+    config: EngineConfig, groups: Sequence[KVGroup], budget: int | None, drafts: int
 ) -> tuple[int, ...]:
     """Returns the blocks of each group, of which some are states: as many of each as a number of
     mean requests hold. How many requests run at once follows from the states there are.
 
     Raises:
-        ConfigError: not even one sequence of `max_model_len` fits, with two states.
+        ConfigError: not even one sequence of `max_model_len` fits, with two states; rows may have
+            drafts.
     """
+    if drafts:
+        raise ConfigError(
+            "speculation is not supported for models with recurrent states: no state can go back "
+            "behind a rejected draft"
+        )
     limits, size = config.scheduler, config.block_size
     longest = -(-limits.max_model_len // size)
     mean = -(-min(limits.max_model_len, _MEAN_TOKENS) // size)

@@ -198,7 +198,8 @@ async def metrics(request: Request) -> Response:
     engine: EngineMetrics = request.app.state.engine_metrics
     try:
         async with asyncio.timeout(_SCRAPE_TIMEOUT):
-            engine.update(await state.client.stats(), up=state.client.alive)
+            stats = await state.client.stats()
+            engine.update(stats, replicas=[replica.alive for replica in state.client.replicas])
     except (QuireError, TimeoutError):
         engine.up = False
     await asyncio.to_thread(request.app.state.gpu_metrics.update)

@@ -174,6 +174,11 @@ class ServerArgs(ApiArgs):
         "How often to start the engine again when it dies, with growing pauses, before giving up; "
         "a minute of life clears the count.",
     )
+    data_parallel_size: int = _setting(
+        1,
+        "Engines behind the port, each with GPUs of its own. A request goes to one that has its "
+        "prompt's beginning in the cache, or less to do.",
+    )
     api_workers: int = _setting(
         1,
         "API processes that share the port. With several, responses and chats are not stored.",
@@ -198,7 +203,11 @@ class ServerArgs(ApiArgs):
                 "response_store_size",
             )
         self._positive("drain_timeout", "response_store_mb", "response_store_hours")
-        for name, least, most in (("engine_restarts", 0, 1000), ("api_workers", 1, 64)):
+        for name, least, most in (
+            ("engine_restarts", 0, 1000),
+            ("api_workers", 1, 64),
+            ("data_parallel_size", 1, 64),
+        ):
             if not least <= getattr(self, name) <= most:
                 raise ConfigError(
                     f"{name} must be in [{least}, {most}], got {getattr(self, name)}", name

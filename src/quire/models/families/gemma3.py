@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.errors import ModelError
 from quire.models.families import gemma2, layer_types, llama, rope, settings
 from quire.models.families.family import Family
 from quire.models.families.text_config import PREFIXES, VISION
@@ -31,8 +30,6 @@ _DEFAULTS = {
 
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
-    if settings.flag(config, "use_bidirectional_attention", False):
-        raise ModelError("config.json: use_bidirectional_attention is not supported")
     layers = settings.integer(config, "num_hidden_layers", high=settings.MOST_LAYERS)
     windows = layer_types.windows(
         config, layers, 6, settings.integer(config, "sliding_window", 4096)

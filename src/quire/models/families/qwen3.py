@@ -10,9 +10,10 @@ from quire.models.families.family import Family
 from quire.models.spec import ModelSpec
 
 
-def _spec(config: Mapping[str, Any]) -> ModelSpec:
+def spec(config: Mapping[str, Any], family: str = "qwen3") -> ModelSpec:
+    """Returns a dense Qwen3; related families change what differs."""
     # Unlike Llama's, the head size does not follow from the hidden size where it is not given.
-    base = llama.base_spec({**config, "head_dim": config.get("head_dim") or 128}, "qwen3")
+    base = llama.base_spec({**config, "head_dim": config.get("head_dim") or 128}, family)
     bias = settings.flag(config, "attention_bias", False)
     mixer = {"qkv_bias": bias, "out_bias": bias, "qk_norm": base.norm}
     return llama.with_layers(base, mixer, windows=qwen2.windows(config, len(base.layers)))
@@ -20,7 +21,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
 
 FAMILY = Family(
     name="qwen3",
-    spec=_spec,
+    spec=spec,
     source=llama.source,
     ignored=llama.IGNORED,
     implements=("layer_types",),

@@ -10,7 +10,7 @@ from quire.models.families.family import Family
 from quire.models.spec import ModelSpec
 
 # Positions of text are the same in all three parts of a rotation.
-_IMPLEMENTS = (*qwen3_next.IMPLEMENTS, "mrope_section")
+IMPLEMENTS = (*qwen3_next.IMPLEMENTS, "mrope_section")
 
 
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
@@ -23,5 +23,5 @@ FAMILY = Family(
     source=qwen3_next.stacked_source,
     prefixes=qwen3_next.PREFIXES,
     ignored=qwen3_next.IGNORED,
-    implements=_IMPLEMENTS,
+    implements=IMPLEMENTS,
 )

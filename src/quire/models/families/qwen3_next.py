@@ -9,14 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
+from quire.layers.expert_weights import Layout
+from quire.layers.experts import ExpertsSpec
 from quire.layers.gated_attention import GatedAttentionSpec
 from quire.layers.gated_delta import GatedDeltaSpec
 from quire.layers.norm import NormSpec
-from quire.models.families import llama, settings
+from quire.models.families import experts, llama, settings
 from quire.models.families.family import Family, Source
 from quire.models.spec import LayerSpec, MixerSpec, ModelSpec
+from quire.ops.experts import Routing
 
-IMPLEMENTS = ("layer_types", "partial_rotary_factor", "num_experts")
+IMPLEMENTS = ("layer_types", "partial_rotary_factor", *experts.COUNTS)
 KINDS = "linear_attention", "full_attention"
 
 PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model."}
@@ -24,6 +27,7 @@ IGNORED = re.compile(r"^(model\.)?(visual|vision_tower)\.|^mtp\.")
 """Weights that are skipped: of the vision model, as only text is computed, and of the layers that
 predict further tokens, which only speculation uses."""
 
+_rest = experts.source(shared="shared_expert")
 _DELTA = {
     "out.weight": "out_proj.weight",
     "norm.weight": "norm.weight",
@@ -108,7 +112,7 @@ def common_source(spec: ModelSpec, name: str) -> Source | None:
             offset = dim if stem.startswith("qkv.gate.") else 0
             stored = f"model.layers.{index}.self_attn.q_proj.{tensor}"
             return Source(stored, every=(offset, dim, 2 * dim))
-        return llama.source(spec, name)
+        return _rest(spec, name)
     linear = f"model.layers.{index}.linear_attn"
     if stem in _DELTA:
         return Source(f"{linear}.{_DELTA[stem]}")
@@ -129,7 +133,7 @@ def stacked_source(spec: ModelSpec, name: str) -> Source:
     found = common_source(spec, name)
     delta = delta_spec_of(spec, name)
     if found is not None or delta is None:
-        return found or llama.source(spec, name)
+        return found or _rest(spec, name)
     _, index, _, _, part, tensor = name.split(".")
     linear = f"model.layers.{index}.linear_attn"
     if part in ("q", "k", "v"):
@@ -141,7 +145,7 @@ def _source(spec: ModelSpec, name: str) -> Source:
     found = common_source(spec, name)
     delta = delta_spec_of(spec, name)
     if found is not None or delta is None:
-        return found or llama.source(spec, name)
+        return found or _rest(spec, name)
     _, index, _, _, part, tensor = name.split(".")
     linear = f"model.layers.{index}.linear_attn"
     # What belongs to one key head lies together.
@@ -157,12 +161,34 @@ def _source(spec: ModelSpec, name: str) -> Source:
     return Source(f"{linear}.{stored}.{tensor}", every=every)
 
 
+def with_experts(spec: ModelSpec, config: Mapping[str, Any], layout: Layout) -> ModelSpec:
+    """Returns the spec with experts where layers have them, and one that every token takes."""
+    if not config.get("num_experts"):
+        return spec
+    count = experts.count(config)
+    ffn = ExpertsSpec(
+        experts=count,
+        width=settings.integer(config, "moe_intermediate_size", 512, high=settings.MOST_FEATURES),
+        routing=Routing(
+            top_k=experts.top_k(config, count, 10),
+            renormalize=settings.flag(config, "norm_topk_prob", True),
+        ),
+        shared_width=settings.integer(
+            config, "shared_expert_intermediate_size", 512, high=settings.MOST_FEATURES
+        ),
+        shared_gate=True,
+        layout=layout,
+    )
+    step = settings.integer(config, "decoder_sparse_step", 1)
+    dense = experts.indices(config, "mlp_only_layers")
+    return experts.with_experts(
+        spec, ffn, lambda index: index not in dense and (index + 1) % step == 0
+    )
+
+
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
     spec = base_spec(config, "qwen3_next")
-    dense = config.get("mlp_only_layers") or []
-    if settings.integer(config, "num_experts", 512, low=0) and len(set(dense)) < len(spec.layers):
-        raise ModelError("config.json: num_experts: layers of experts are not supported yet")
-    return spec
+    return with_experts(spec, {"num_experts": 512, **config}, "each")
 
 
 FAMILY = Family(

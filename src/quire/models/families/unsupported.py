@@ -15,7 +15,7 @@ _OFF = (
     "alibi", "attention_chunk_size", "attn_logit_softcapping", "attn_temperature_tuning",
     "clip_qkv", "final_logit_softcapping", "llama_4_scaling_beta", "n_routed_experts",
     "no_rope_layer_interval", "num_experts", "num_local_experts", "parallel_attn", "qk_norm",
-    "use_parallel_residual", "use_qk_norm",
+    "use_bidirectional_attention", "use_parallel_residual", "use_qk_norm",
 )  # fmt: skip
 _ONE = (
     "embedding_multiplier", "logit_scale", "logits_scaling", "partial_rotary_factor",

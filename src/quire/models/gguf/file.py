@@ -64,7 +64,8 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         gguf = library()
         try:
-            reader = gguf.GGUFReader(path)
+            # Pages of the file that may be written to, though nobody does: PyTorch takes no others.
+            reader = gguf.GGUFReader(path, "c")
         except (OSError, ValueError, IndexError, KeyError) as error:
             raise ModelError(f"cannot read {path.name}: {error}") from error
         self.fields: dict[str, Any] = {
@@ -131,13 +132,13 @@ class GgufTensor:
         data = self._data
         data = data[self._order()[rows] if self._heads else rows]
         if self._type in _PLAIN:
-            whole = torch.from_numpy(np.array(data)).view(_PLAIN[self._type][1])
+            whole = torch.from_numpy(np.asarray(data)).view(_PLAIN[self._type][1])
             return whole.view(-1, *self._shape[1:])[(slice(None), *part[1:])]
         if self._blocks:
-            return torch.from_numpy(np.array(data))[(slice(None), *part[1:])]
+            return torch.from_numpy(np.asarray(data))[(slice(None), *part[1:])]
         out = torch.empty(len(data), *self._shape[1:], dtype=torch.float16)
         for start in range(0, len(data), _ROWS):
-            some = torch.from_numpy(np.array(data[start : start + _ROWS]))
+            some = torch.from_numpy(np.asarray(data[start : start + _ROWS]))
             out[start : start + _ROWS] = dequantize_rows(some, self._type)
         return out[(slice(None), *part[1:])]
 

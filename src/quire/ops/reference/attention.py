@@ -88,6 +88,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> Tensor:
     """Computes causal attention of each row's last tokens over the row's cached context.
@@ -99,6 +100,7 @@ def paged_attention(
     q_lens, max_q_len, max_seq_len: host-known lengths of the rows and upper bounds.
     window: a token sees itself and the window - 1 before it (Beltagy et al. 2020).
     softcap: scores become softcap * tanh(score / softcap) (Gemma Team 2024).
+    sinks: [Hq], a score of each head that joins the softmax and has no value.
     Returns [T, Hq, D]; undefined for padding tokens.
     """
     scratch = {} if scratch is None else scratch
@@ -113,10 +115,11 @@ def paged_attention(
         ]
     workspace = scratch.setdefault("workspace", {})
     if len(plan) == 1 and plan[0].tokens == slice(0, len(q)):
-        return _attend(q, kv, plan[0], workspace, scale, softcap)
+        return _attend(q, kv, plan[0], workspace, scale, softcap, sinks)
     out = q.new_zeros(q.shape)
     for bucket in plan:
-        out[bucket.tokens] = _attend(q[bucket.tokens], kv, bucket, workspace, scale, softcap)
+        own = q[bucket.tokens]
+        out[bucket.tokens] = _attend(own, kv, bucket, workspace, scale, softcap, sinks)
     return out
 
 
@@ -211,6 +214,7 @@ def _attend(
     workspace: dict[Any, Tensor],
     scale: float,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """q: [P * queries, Hq, D] -> the same shape."""
     count, kv_heads, context = bucket.pieces, kv.k.shape[1], bucket.mask.shape[-1]
@@ -221,16 +225,16 @@ def _attend(
     if bucket.queries == 1:
         # The query heads that share a KV head are the rows of one product.
         grouped = q.reshape(count, kv_heads, heads // kv_heads, head_dim)
-        return _products(grouped, k, v, bucket.mask, scale, softcap).reshape(q.shape)
+        return _products(grouped, k, v, bucket.mask, scale, softcap, sinks).reshape(q.shape)
     q = q.reshape(count, bucket.queries, heads, head_dim).transpose(1, 2)
-    if softcap is None:
+    if softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=bucket.mask, scale=scale, enable_gqa=heads != kv_heads
         )
     else:
         grouped = q.reshape(count, kv_heads, -1, head_dim)
         mask = bucket.mask.repeat(1, 1, heads // kv_heads, 1)
-        out = _products(grouped, k, v, mask, scale, softcap).reshape(q.shape)
+        out = _products(grouped, k, v, mask, scale, softcap, sinks).reshape(q.shape)
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -274,10 +278,11 @@ def _gather(name: str, cache: Tensor, rows: Tensor, workspace: dict[Any, Tensor]
 
 
 def _products(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """softmax(softcap(q kᵀ scale) + mask) v, in float32 or wider. q: [P, Hkv, M, D]."""
-    if softcap is None and q.dtype not in (torch.float32, torch.float64):
+    if softcap is None and sinks is None and q.dtype not in (torch.float32, torch.float64):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     dtype = q.dtype
     if dtype not in (torch.float32, torch.float64):
@@ -285,4 +290,10 @@ def _products(
     scores = torch.matmul(q * scale, k.transpose(-1, -2))
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
-    return torch.matmul(scores.add_(mask).softmax(-1), v).to(dtype)
+    scores = scores.add_(mask)
+    if sinks is None:
+        return torch.matmul(scores.softmax(-1), v).to(dtype)
+    # Few models have sinks.
+    from quire.ops.reference.sinks import softmax
+
+    return torch.matmul(softmax(scores, sinks), v).to(dtype)

@@ -98,7 +98,7 @@ def gated_delta(
 
     mixed: [T, 2 Hk Dk + Hv Dv], q, k and v of all heads side by side; each of Hk heads of q and k
         serves Hv / Hk value heads in turn. They are brought to unit length here.
-    a, b: [T, Hv], any stride between tokens; g = -exp(a_log) softplus(a + dt_bias), and the
+    a, b: [T, Hv], of one stride between tokens; g = -exp(a_log) softplus(a + dt_bias), and the
         strength is sigmoid(b). a_log, dt_bias: float32 [Hv].
     Rows of one token take the recurrent form, others the chunked one. Places of padding are
     undefined.
@@ -107,11 +107,11 @@ def gated_delta(
     _, heads, key_dim, value_dim = matrices.shape
     dtype = matrices.dtype
     width = (mixed.shape[1] - heads * value_dim) // 2
-    parts = mixed.to(dtype).split([width, width, heads * value_dim], dim=1)
+    parts = torch.split(mixed.to(dtype), [width, width, heads * value_dim], dim=1)
     repeat = heads * key_dim // width
-    q, k = (_unit(part.unflatten(1, (-1, key_dim)), repeat) for part in parts[:2])
+    q, k = (_unit(part.reshape(len(part), -1, key_dim), repeat) for part in parts[:2])
     q = q * key_dim**-0.5
-    v = parts[2].unflatten(1, (heads, value_dim))
+    v = parts[2].reshape(len(mixed), heads, value_dim)
     decay = -a_log.to(dtype).exp() * F.softplus(a.to(dtype) + dt_bias.to(dtype))
     strength = b.to(dtype).sigmoid()
     out = torch.zeros_like(v)
@@ -128,8 +128,9 @@ def gated_delta(
     if single:
         tokens = torch.tensor([span.first for span in single], device=mixed.device)
         slots = torch.tensor([span.slot for span in single], device=mixed.device)
-        given = (x[tokens] for x in (q, k, v, decay, strength))
-        out[tokens], matrices[slots] = recurrent(*given, matrices[slots])
+        out[tokens], matrices[slots] = recurrent(
+            q[tokens], k[tokens], v[tokens], decay[tokens], strength[tokens], matrices[slots]
+        )
     return out.to(mixed.dtype)
 
 

@@ -6,7 +6,15 @@ from quire.ops.triton.adjust import adjust
 from quire.ops.triton.attention import attention_schedule, paged_attention
 from quire.ops.triton.drafts import begin_drafts, keep_drafts
 from quire.ops.triton.embedding import embedding
+from quire.ops.triton.experts import experts_mlp
+from quire.ops.triton.experts_route import route
 from quire.ops.triton.gate import wait_for_flag
+from quire.ops.triton.gated_delta_net import (
+    gated_delta,
+    gated_rms_norm,
+    short_conv,
+    sigmoid_gate,
+)
 from quire.ops.triton.linear import linear
 from quire.ops.triton.mask import mask_logits
 from quire.ops.triton.norm import layer_norm, rms_norm
@@ -31,7 +39,10 @@ __all__ = [
     "collect_rows",
     "embedding",
     "expand_rows",
+    "experts_mlp",
     "finish_rows",
+    "gated_delta",
+    "gated_rms_norm",
     "keep_drafts",
     "layer_norm",
     "linear",
@@ -42,8 +53,11 @@ __all__ = [
     "preactivation",
     "qk_norm_rope_store",
     "rms_norm",
+    "route",
     "sample",
     "scatter",
+    "short_conv",
+    "sigmoid_gate",
     "token_logprobs",
     "wait_for_flag",
 ]

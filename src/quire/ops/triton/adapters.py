@@ -211,12 +211,12 @@ def _expand(
     blocks_ptr, T, K, num_blocks, slot_stride, table_stride, out_stride, inner_width,
     inner_stride, eps,
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, SPLITS: tl.constexpr,
-    NORM: tl.constexpr, HEAD: tl.constexpr, WORDS: tl.constexpr, UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
+    EVEN: tl.constexpr, NORM: tl.constexpr, HEAD: tl.constexpr, WORDS: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Adds scale * B times the sums of `_shrink` to tiles of `out`. blocks: int32 [num_blocks, 4],
     runs of at most BN outputs of one projection: its place, the first output in the projection,
-    the first in the layer, how many."""
+    the first in the layer, how many. EVEN: all are of BN outputs."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -234,7 +234,9 @@ def _expand(
             m = tl.arange(0, BM)
             token = tl.load(order_ptr + first + m, mask=m < tokens, other=0).to(tl.int64)
             n = tl.arange(0, BN)
-            there = n < tl.load(block + 3)
+            column = tl.load(block + 2)
+            if EVEN:
+                column = tl.multiple_of(column, 16)
             width = tl.multiple_of((rank + 7) // 8 * 8, 8)
             b_row = (tl.load(block + 1) + n) * width
             b_ptr = memory_ptr + slot * slot_stride + tl.multiple_of(tl.load(own), 16)
@@ -246,10 +248,10 @@ def _expand(
                 h = tl.zeros([BM, BR], tl.float32)
                 for split in tl.static_range(SPLITS):
                     h += tl.load(inner + split * inner_stride + r[None, :], mask=kept, other=0.0)
-                b = tl.load(
-                    b_ptr + b_row[None, :] + r[:, None],
-                    mask=there[None, :] & (r < width)[:, None], other=0.0,
-                )  # fmt: skip
+                b_mask = (r < width)[:, None]
+                if not EVEN:
+                    b_mask = b_mask & (n < tl.load(block + 3))[None, :]
+                b = tl.load(b_ptr + b_row[None, :] + r[:, None], mask=b_mask, other=0.0)
                 if NORM:
                     squares = tl.zeros([BM], tl.float32)
                     for split in tl.static_range(SPLITS):
@@ -261,8 +263,10 @@ def _expand(
                     b = b.to(tl.float32)
                 acc = tl.dot(h.to(b.dtype), b, acc, input_precision="ieee")
             scale = tl.load(own + 3).to(tl.float32, bitcast=True)
-            at = out_ptr + token[:, None] * out_stride + (tl.load(block + 2) + n)[None, :]
-            mask = (m < tokens)[:, None] & there[None, :]
+            at = out_ptr + token[:, None] * out_stride + (column + n)[None, :]
+            mask = (m < tokens)[:, None]
+            if not EVEN:
+                mask = mask & (n < tl.load(block + 3))[None, :]
             before = tl.load(at, mask=mask, other=0.0).to(tl.float32)
             tl.store(at, (before + scale * acc).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -317,11 +321,12 @@ def add_adapters(
         **options(card.pdl, num_warps=4, num_stages=3),
     )  # fmt: skip
     blocks = _blocks(weights.sizes, device)
-    launch(_expand, (min(most * len(blocks), 8 * card.num_sms),))(
+    launch(_expand, (min(most * len(blocks), 16 * card.num_sms),))(
         out, inner, squares, memory, table, rows.order, rows.tiles, rows.num_tiles, blocks, tokens,
         inputs, len(blocks), memory.stride(0), table.stride(0), out.stride(0), width,
         tokens * width, 0.0 if norm is None else norm.eps,
-        BN=_OUTPUTS, BR=_width(weights.rank), HEAD=HEAD, WORDS=WORDS, **common,
+        BN=_OUTPUTS, BR=_width(weights.rank),
+        EVEN=all(size % _OUTPUTS == 0 for size in weights.sizes), HEAD=HEAD, WORDS=WORDS, **common,
         **options(card.pdl, num_warps=4, num_stages=2),
     )  # fmt: skip
     return out

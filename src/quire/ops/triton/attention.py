@@ -228,6 +228,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     scratch: Mapping[str, Any] | None = None,
     tuning: AttentionTuning | None = None,
 ) -> Tensor:
@@ -237,9 +238,9 @@ def paged_attention(
     a power of two. query_start: int32 [R + 1], rows of length 0 are padding. seq_lens: int32 [R],
     this step's tokens included. block_table: int32 [R, max_blocks]. max_q_len: a host bound; q_lens
     and max_seq_len are not used. window: positions a query sees, itself included. softcap: logits
-    become `cap * tanh(logit / cap)`. scratch: under "schedule" what `attention_schedule` made of
-    the same rows; made here if absent. Returns [T, heads, D]; rows of padding are
-    undefined.
+    become `cap * tanh(logit / cap)`. sinks: [heads], a score of each that joins the softmax and has
+    no value. scratch: under "schedule" what `attention_schedule` made of the same rows; made here
+    if absent. Returns [T, heads, D]; rows of padding are undefined.
     """
     del q_lens, max_seq_len
     tuning = tuning or _tuning()
@@ -253,7 +254,7 @@ def paged_attention(
     max_q_len = min(max_q_len, tokens)
     pdl = card.pdl if tuning.pdl is None else tuning.pdl
     launch = _Launch(
-        (q, *_stored(kv), out),
+        (q, *_stored(kv), q if sinks is None else sinks, out),
         (query_start, seq_lens, block_table),
         (scale * _LOG2E, 0.0) if softcap is None else (2.0 * scale / softcap, softcap * _LOG2E),
         window or 0,
@@ -264,6 +265,7 @@ def paged_attention(
             "BLOCK_TOKENS": kv.k.shape[2],
             "WINDOW": window is not None,
             "SOFTCAP": softcap is not None,
+            "SINKS": sinks is not None,
             "UPCAST": _upcast(q.dtype, card, tuning),
             "PRECISION": "ieee" if width == 4 else "tf32",
             **kv8.constants(kv.format, card),
@@ -313,7 +315,7 @@ def _options(tiles: Tiles, pdl: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Launch:
-    """The arguments that both launches share. tensors: q, k, v, k_scale, v_scale, out. rows:
+    """The arguments that both launches share. tensors: q, k, v, k_scale, v_scale, sinks, out. rows:
     query_start, seq_lens, block_table."""
 
     tensors: tuple[Tensor, ...]
@@ -380,14 +382,15 @@ class _Launch:
     ) -> None:  # fmt: skip
         out, kv_heads, count = self.tensors[-1], self.tensors[1].shape[1], rows.shape[1]
         launch(combine, (count, kv_heads, queries))(
-            partial, lse, out, items, rows, count, *out.stride()[:2],
+            partial, lse, self.tensors[-2], out, items, rows, count, *out.stride()[:2],
             GROUP=self.constants["GROUP"], HEAD_DIM=self.constants["HEAD_DIM"],
-            D_PAD=self.constants["D_PAD"], BM=tiles.m, LONG=long, PDL=self.pdl,
+            D_PAD=self.constants["D_PAD"], BM=tiles.m, SINKS=self.constants["SINKS"], LONG=long,
+            PDL=self.pdl,
             **options(self.pdl, num_warps=2),
         )  # fmt: skip
 
     def _numbers(self) -> tuple[float, ...]:
-        q, k, v, k_scale, _, out = self.tensors
+        q, k, v, k_scale, _, _, out = self.tensors
         own = k_scale.stride()[:2] if self.constants["OWN_SCALES"] else (0, 0)
         return (
             *self.scales, self.window, *q.stride()[:2], *out.stride()[:2], *k.stride()[:3],

@@ -70,14 +70,15 @@ def _prefetch(
 
 @triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=SCALES)
 def attend_short(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr,
-    table_ptr, qk_scale, softcap, window, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
-    k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr,
+    items_ptr, table_ptr, qk_scale, softcap, window, q_stride_t, q_stride_h, out_stride_t,
+    out_stride_h, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     scale_stride_b, scale_stride_h, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr,
-    PACKED: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr, PARTS: tl.constexpr,
+    PACKED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Rows whose queries fit one tile. Grid (KV heads, items); an item is a range of a row's KV
     positions, see `attention_schedule`. PARTS: a row may have several; see `combine`."""
@@ -122,6 +123,11 @@ def attend_short(
         begin = first - window + 1
     # One masked loop: two would drain the pipeline in between, and decode is all pipeline.
     acc, peak, total = tiles.nothing(BM, W_PAD, KIND)
+    if SINKS:
+        alone = q_len > 0
+        if PARTS:
+            alone = parts == 1
+        peak, total = tiles.with_sinks(peak, total, sinks_ptr, head, 0, alone, GROUP, BM)
     acc, peak, total = tiles.attend_range(
         acc, peak, total, q, limit, start, end, begin, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
         table_ptr, qk_scale, softcap, window,
@@ -144,9 +150,9 @@ def attend_short(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def combine(
-    partial_ptr, lse_ptr, out_ptr, items_ptr, rows_ptr, num_rows, out_stride_t, out_stride_h,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
-    LONG: tl.constexpr, PDL: tl.constexpr,
+    partial_ptr, lse_ptr, sinks_ptr, out_ptr, items_ptr, rows_ptr, num_rows, out_stride_t,
+    out_stride_h, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    BM: tl.constexpr, SINKS: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The results of a query's parts, weighted by their sums. Grid (rows, KV heads, queries of a
     tile), or LONG: (tokens, KV heads, GROUP), `rows_ptr` then being the `places` of tokens."""
@@ -176,6 +182,9 @@ def combine(
     acc = tl.zeros([D_PAD], tl.float32)
     total = 0.0
     peak = float("-inf")
+    if SINKS:
+        peak = tiles.sink(sinks_ptr, head * GROUP + flat % GROUP)
+        total = 1.0
     for start in range(0, parts, PARTS_AT_ONCE):
         part = start + tl.arange(0, PARTS_AT_ONCE)
         at = (base + part * tl.num_programs(1)) * BM + place
@@ -198,16 +207,16 @@ def combine(
 
 @triton.jit(do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=SCALES)
 def attend_long(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr,
-    query_start_ptr, seq_lens_ptr, table_ptr, num_rows, qk_scale, softcap, window,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr,
+    items_ptr, query_start_ptr, seq_lens_ptr, table_ptr, num_rows, qk_scale, softcap, window,
     q_stride_t, q_stride_h, out_stride_t, out_stride_h,
     k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     scale_stride_b, scale_stride_h, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SHORTEST: tl.constexpr, ONE_LOOP: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
-    PARTS: tl.constexpr,
+    KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PACKED: tl.constexpr, SINKS: tl.constexpr,
+    PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Rows of at least SHORTEST queries. Grid (KV heads, tiles); with PARTS (KV heads, items), an
     item being a part of a tile's KV, see `LongSchedule` and `combine`. ONE_LOOP: every KV tile
@@ -261,6 +270,11 @@ def attend_long(
         v_scale_ptr += head.to(tl.int64) * scale_stride_h
     table_ptr += row.to(tl.int64) * table_stride
     acc, peak, total = tiles.nothing(BM, W_PAD, KIND)
+    if SINKS:
+        alone = q_len > 0
+        if PARTS:
+            alone = parts == 1
+        peak, total = tiles.with_sinks(peak, total, sinks_ptr, head, local, alone, GROUP, BM)
     # Tiles that every query sees whole, between those that must be masked.
     whole_from = lo
     whole_to = lo

@@ -164,6 +164,23 @@ def nothing(BM: tl.constexpr, D_PAD: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def with_sinks(
+    peak, total, sinks_ptr, head, local, alone, GROUP: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """Returns the initial state, peak and total, of queries whose heads have sinks. alone: whether
+    there are no other parts of their KV; the sinks of those that have some are for `combine`."""
+    flat = local * BM + tl.arange(0, BM)
+    sinks = sink(sinks_ptr, head * GROUP + flat % GROUP)
+    return tl.where(alone, sinks, peak), tl.where(alone, 1.0, total)
+
+
+@triton.jit
+def sink(sinks_ptr, heads):
+    """Returns scores in log2 units."""
+    return tl.load(sinks_ptr + heads).to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
 def average(acc, total, v_scale_ptr, head, KIND: tl.constexpr, OWN_SCALES: tl.constexpr):
     """acc / total, [BM, all dimensions]; and the sums, 1 where there was nothing to see."""
     total = tl.where(total > 0.0, total, 1.0)

@@ -16,6 +16,9 @@ from quire.ops.triton.gemm_common import load_k
 from quire.ops.triton.launch import launch
 from quire.ops.weight import Weight
 
+LIFT = tl.constexpr(2.0**63)
+"""The square root of what 4-bit floats are too small by when they become fp32."""
+
 
 @triton.jit
 def load_tile(w_ptrs, k0, K, BK: tl.constexpr, BITS: tl.constexpr, EVEN_K: tl.constexpr):
@@ -34,14 +37,20 @@ def load_tile(w_ptrs, k0, K, BK: tl.constexpr, BITS: tl.constexpr, EVEN_K: tl.co
 def load_groups(ptrs, k0, K, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr):
     """Returns scales or zeros of the groups of inputs [k0, k0 + BK), fp32 [R, groups].
 
-    ptrs: [R, 1]. GROUP: inputs of a group; 0: all."""
+    ptrs: [R, 1], to bytes where scales are bare exponents. GROUP: inputs of a group; 0: all."""
     if GROUP == 0:
         groups = tl.arange(0, 1)[None, :]
         value = tl.load(ptrs + groups)
     else:
         groups = k0 // GROUP + tl.arange(0, BK // GROUP if BK > GROUP else 1)[None, :]
         value = load_k(ptrs + groups, groups * GROUP, K, EVEN_K)
-    return value.to(tl.float32)
+    if ptrs.dtype.element_ty == tl.uint8:
+        # The exponent of a float, except that 0 stands for 2^-127, which has none.
+        exponent = value.to(tl.int32)
+        wide = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        wide = value.to(tl.float32)
+    return wide
 
 
 @triton.jit
@@ -62,12 +71,30 @@ def _nibble(words, zeros, scales, PLACE: tl.constexpr):
 
 
 @triton.jit
+def _float4(words, scales, PLACE: tl.constexpr):
+    """Returns value * scale of the 4-bit float at PLACE of each word. Its exponent and mantissa are
+    put where those of fp32 end, which makes it 2^126 times smaller, subnormal numbers included."""
+    small = ((words << (22 - 4 * PLACE)) & 0x1C00000) | ((words << (28 - 4 * PLACE)) & -0x80000000)
+    return small.to(tl.float32, bitcast=True) * scales
+
+
+@triton.jit
+def _number(words, zeros, scales, PLACE: tl.constexpr, E2M1: tl.constexpr):
+    if E2M1:
+        value = _float4(words, scales, PLACE)
+    else:
+        value = _nibble(words, zeros, scales, PLACE)
+    return value
+
+
+@triton.jit
 def widen(
     w, scales, zeros, R: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr = False,
 ):  # fmt: skip
     """Returns fp32 [R, BK] of a tile: (value - zero) * scale. scales: of groups, not read if GROUP
-    is 0; zeros: not read without HAS_ZEROS, and then 8 for 4 bits."""
+    is 0; zeros: not read without HAS_ZEROS, and then 8 for 4 bits. E2M1: 4 bits are floats, which
+    come out 1 / LIFT as large: a product more for each would show."""
     GROUPS: tl.constexpr = BK // GROUP if GROUP > 0 and BK > GROUP else 1
     if BITS == 4:
         z = zeros if HAS_ZEROS else 8.0
@@ -75,15 +102,15 @@ def widen(
         if HAS_ZEROS:
             z = _spread(zeros, R, GROUPS, BK // 8 // GROUPS)
         if GROUP > 0:
-            s = _spread(scales, R, GROUPS, BK // 8 // GROUPS)
+            s = _spread(scales * LIFT if E2M1 else scales, R, GROUPS, BK // 8 // GROUPS)
         high = w >> 20
         even = tl.join(
-            tl.join(_nibble(w, z, s, 0), _nibble(w, z, s, 4)),
-            tl.join(_nibble(w, z, s, 2), _nibble(high, z, s, 1)),
+            tl.join(_number(w, z, s, 0, E2M1), _number(w, z, s, 4, E2M1)),
+            tl.join(_number(w, z, s, 2, E2M1), _number(high, z, s, 1, E2M1)),
         )
         odd = tl.join(
-            tl.join(_nibble(w, z, s, 1), _nibble(high, z, s, 0)),
-            tl.join(_nibble(w, z, s, 3), _nibble(high, z, s, 2)),
+            tl.join(_number(w, z, s, 1, E2M1), _number(high, z, s, 0, E2M1)),
+            tl.join(_number(w, z, s, 3, E2M1), _number(high, z, s, 2, E2M1)),
         )
         # Axes: word, place / 4, place / 2 % 2, place % 2.
         wide = tl.reshape(tl.join(even, odd), [R, BK])
@@ -126,16 +153,20 @@ class Operands:
 
     values: [outputs, inputs], or int32 [outputs, inputs / 8]. scales, zeros: [outputs, groups];
     where there are none, `values` stands for them. bits: 4 for words, else 0. group: inputs of a
-    scale, 0 for all. has_scales: each output has one scale, which applies to its sum.
+    scale, 0 for all. has_scales: each output has one scale, which applies to its sum. e2m1: 4 bits
+    are floats.
     """
 
-    __slots__ = ("bits", "group", "has_scales", "has_zeros", "scales", "values", "zeros")
+    __slots__ = ("bits", "e2m1", "group", "has_scales", "has_zeros", "scales", "values", "zeros")
 
     def __init__(self, weight: Weight) -> None:
         format = weight.format
         self.bits = format.bits
         self.values = weight.values.view(torch.int32) if format.bits else weight.values
         self.scales = self.values if weight.scales is None else weight.scales
+        if self.scales.dtype == torch.float8_e8m0fnu:
+            self.scales = self.scales.view(torch.uint8)
+        self.e2m1 = format.code == "e2m1"
         self.zeros = self.values if weight.zeros is None else weight.zeros
         self.group = format.group
         self.has_scales = weight.scales is not None and not format.group

@@ -26,7 +26,7 @@ from quire.ops.triton.gemm_common import (
 )
 from quire.ops.triton.gemm_plan import GemmPlan, Launch, LinearArgs
 from quire.ops.triton.launch import options, traits
-from quire.ops.triton.quantized_tiles import Operands, load_groups, load_tile, widen
+from quire.ops.triton.quantized_tiles import LIFT, Operands, load_groups, load_tile, widen
 
 MAX_SPLIT_TILES = 16384
 
@@ -57,11 +57,11 @@ def _row_scales(x_ptrs, K, eps, BM: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.c
 
 
 @triton.jit
-def _product(
+def product(
     x_ptrs, w_ptrs, s_ptrs, z_ptrs, g_ptr, scale, k_begin, k_end, K, eps,
     BM: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     NORM: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr = False,
 ):  # fmt: skip
     """fp32 sums over [k_begin, k_end): [BM, R]; x_ptrs [BM, 1], w_ptrs, s_ptrs, z_ptrs [R, 1]."""
     ks = tl.arange(0, BK)
@@ -79,7 +79,9 @@ def _product(
                 s = load_groups(s_ptrs, k0, K, BK, GROUP, EVEN_K)
             if HAS_ZEROS:
                 z = load_groups(z_ptrs, k0, K, BK, GROUP, EVEN_K)
-            w = widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS)
+            w = widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS, E2M1)
+            if E2M1 and dtype == tl.float16:
+                w *= LIFT
         if NORM == "exact":
             g = norm_weight(g_ptr, k, K, EVEN_K)
             x = normalise(
@@ -96,6 +98,8 @@ def _product(
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    if E2M1 and dtype != tl.float16:
+        acc *= LIFT
     if SWAP:
         acc = tl.trans(acc)
     if NORM == "late":
@@ -170,7 +174,7 @@ def skinny_kernel(
     scale = tl.full([BM], 1.0, tl.float32)
     if NORM == "exact":
         scale = _row_scales(x_ptrs, K, eps, BM, BK, EVEN_K)
-    acc = _product(
+    acc = product(
         x_ptrs, w_ptrs, s_ptrs, z_ptrs, g_ptr, scale, k_begin, k_end, K, eps, BM, R, BK, EVEN_K,
         NORM, SWAP, UPCAST, BITS, GROUP, HAS_ZEROS,
     )  # fmt: skip

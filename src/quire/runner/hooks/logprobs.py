@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -12,7 +10,7 @@ from quire.arrays import Int32, int32
 from quire.plan import Admit, Logprobs, StepPlan
 from quire.runner.hooks.hook import HeadContext, Hook, Level
 from quire.runner.readback import Step
-from quire.runner.state import BatchState, ColumnSpec, Limits
+from quire.runner.state import BatchState
 from quire.runner.upload import Upload
 from quire.sampling_params import MAX_LOGPROBS
 
@@ -21,10 +19,7 @@ WIDTH = 2 + 2 * (1 + MAX_LOGPROBS)
 
 
 class SampledLogprobs(Hook):
-    """Keeps num_logprobs, int32 [lanes]: how many alternatives a lane asks for, -1: nothing."""
-
-    def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
-        return (ColumnSpec("num_logprobs", fill=-1),)
+    """Fills in num_logprobs, int32 [lanes]: how many alternatives a lane asks for, -1: nothing."""
 
     def bind(self, state: BatchState) -> None:
         self._column = state.columns["num_logprobs"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from quire.plan import RowFlag, StepPlan
 from quire.runner.hooks.hook import Hook
 from quire.runner.hooks.logprobs import WIDTH, unpack
 from quire.runner.readback import Step
-from quire.runner.state import BatchState, ColumnSpec, Limits
+from quire.runner.state import BatchState
 from quire.runner.upload import Upload
 
 SLICE = 256
@@ -23,18 +23,17 @@ SLICE = 256
 
 
 class PromptLogprobs(Hook):
-    """Keeps num_prompt_logprobs, int32 [lanes]: alternatives asked for, -1: nothing.
+    """Fills in num_prompt_logprobs, int32 [lanes]: alternatives asked for, -1: nothing.
 
     Its program reads places: int32 [3, slice], lanes (-1: none), places of hidden states, and how
     many tokens of the row follow; and states [slice, width].
     """
 
-    def __init__(self, model: Decoder) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._replay: Callable[[], None] | None = None
 
-    def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
-        return (ColumnSpec("num_prompt_logprobs", fill=-1),)
+    def attach(self, model: Decoder) -> None:
+        self._model = model
 
     def bind(self, state: BatchState) -> None:
         self._state = state

@@ -58,7 +58,12 @@ async def _serve(
     from quire.engine.client import EngineClient
 
     launching = asyncio.ensure_future(
-        EngineClient.launch(engine_args, on_progress, restarts=server_args.engine_restarts)
+        EngineClient.launch(
+            engine_args,
+            on_progress,
+            restarts=server_args.engine_restarts,
+            replicas=server_args.data_parallel_size,
+        )
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

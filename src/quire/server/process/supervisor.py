@@ -45,7 +45,7 @@ class Supervisor:
 
     def __init__(self, client: EngineClient, args: ServerArgs, sock: socket.socket) -> None:
         if client.host is None:
-            raise QuireError("a supervisor starts the engine itself")
+            raise QuireError("a supervisor starts engines itself")
         folder = client.host.folder
         self._metrics = folder / "metrics"
         self._metrics.mkdir()
@@ -59,7 +59,11 @@ class Supervisor:
             args = dataclasses.replace(args, port=sock.getsockname()[1])
         self._args = args
         self._config = WorkerConfig(
-            args, client.host.address, self._fd, str(folder / "limits"), os.getpid()
+            args,
+            [engine.host.address for engine in client.replicas if engine.host is not None],
+            self._fd,
+            str(folder / "limits"),
+            os.getpid(),
         )
         self._workers: set[asyncio.subprocess.Process] = set()
         self._stopping = asyncio.Event()

@@ -26,14 +26,14 @@ class WorkerConfig(msgspec.Struct):
     """Configuration of a worker, sent by its supervisor.
 
     Attributes:
-        engine: address of the engine's socket.
+        engines: addresses of the engines' sockets.
         fd: a listening socket that all workers share; None binds an own one to the port in `args`.
         limits: file of the keys' rate limits.
         owner: process id of the supervisor.
     """
 
     args: ServerArgs
-    engine: str
+    engines: list[str]
     fd: int | None
     limits: str
     owner: int
@@ -63,7 +63,7 @@ async def _work(share: WorkerConfig) -> None:
         _say("ready")
         living.append(asyncio.create_task(_show_life()))
 
-    client = await EngineClient.attach(share.engine)
+    client = await EngineClient.attach(*share.engines)
     try:
         app = build_app(client, share.args, Path(share.limits))
         tls = tls_context(share.args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -87,13 +87,14 @@ _HISTOGRAMS = {
 
 
 class EngineMetrics(Collector):
-    """Collects the engine's stats as of its last answer."""
+    """Collects the engine's stats as of its last answer; those of several engines are sums."""
 
     def __init__(
         self, metrics: ServerMetrics, model: str, dtype: str = "", kv_cache_dtype: str = ""
     ) -> None:
         self.up = False
         self._stats: EngineStats | None = None
+        self._replicas: Sequence[bool] = ()
         self._build = {
             "version": __version__,
             "python": platform.python_version(),
@@ -104,12 +105,20 @@ class EngineMetrics(Collector):
         }
         metrics.collect_from(self)
 
-    def update(self, stats: EngineStats, *, up: bool) -> None:
-        self.up = up
+    def update(self, stats: EngineStats, *, replicas: Sequence[bool]) -> None:
+        """Takes in the stats, and which of the engines answer."""
+        self.up = any(replicas)
+        self._replicas = replicas
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("engine_up", "1 while the engine answers.", int(self.up))
+        replicas = _gauge(
+            "replica_up", "1 while the engine of data_parallel_size answers.", labels=("replica",)
+        )
+        for index, up in enumerate(self._replicas):
+            replicas.add_metric([str(index)], int(up))
+        yield replicas
         build = _gauge("build_info", "1; what runs is in its labels.", labels=tuple(self._build))
         build.add_metric(list(self._build.values()), 1)
         yield build

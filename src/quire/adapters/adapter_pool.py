@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.adapters.layout import Adapter, Image, Layout
+from quire.adapters.adapted_linear import AdaptedLinear, AdaptedStep, adapter_rows
 from quire.adapters.peft import read_adapter
-from quire.adapters.stage import AdaptedStep, AdapterStage, adapter_rows
+from quire.adapters.projections import Adapter, AdapterLayout, Image
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.models import Decoder
 from quire.ops.adapters import SlotWeights
@@ -71,7 +71,7 @@ class AdapterPool:
         self, model: Decoder, *, slots: int, rank: int, cache_bytes: int, flags: Flags
     ) -> None:
         self.slots = slots
-        self.layout = layout = Layout(model, rank)
+        self.layout = layout = AdapterLayout(model, rank)
         self.cache = ImageCache(cache_bytes)
         self._device, self._rank, self._flags = model.device, model.group.rank, flags
         if layout.elements >= 2**31:
@@ -91,7 +91,7 @@ class AdapterPool:
             weights = SlotWeights(
                 self._memory, self._tables[:, index], tuple(layer.sizes), high - low, layout.rank
             )
-            layer.adapter = AdapterStage(layer, weights, self._step)
+            layer.adapter = AdaptedLinear(layer, weights, self._step)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._stream: Any = None
         if model.device.type == "cuda":
@@ -115,7 +115,7 @@ class AdapterPool:
         return self._thread.submit(self.read_now, path)
 
     def read_now(self, path: str) -> str:
-        """As `read`, on this thread."""
+        """Does what `read` does, on this thread."""
         return self._read(path)[0]
 
     def load(self, number: int, slot: int, path: str, digest: str) -> None:

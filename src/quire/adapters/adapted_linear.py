@@ -25,7 +25,7 @@ class AdaptedStep:
     rows: AdapterRows | None = None
 
 
-class AdapterStage:
+class AdaptedLinear:
     """Computes a linear layer in steps with adapters: product, scales, bias, adapter, activation,
     residual. Rows without an adapter get the same bits as from the layer alone, as their products
     come from the same kernels."""
@@ -53,7 +53,7 @@ class AdapterStage:
         out = _add_adapters(out, x, self._weights, rows, scale)
         if shared:
             # Each rank has added what its share of the inputs gives.
-            out = layer.group.all_reduce(out)
+            return layer.group.all_reduce(out, residual, layer.name)
         if act is not None:
             out = ops.activate(out, act, x.dtype)
         return out if residual is None or before is not None else out.add_(residual)

@@ -1,4 +1,4 @@
-"""Where a model takes adapters: its linear layers, by the names that checkpoints give them."""
+"""The linear layers of a model that take adapters, by the names that checkpoints give them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.layers.linear import Linear
 from quire.models import Decoder
+from quire.models.families.family import Source
 from quire.models.registry import family_named
 from quire.ops.adapters import HEAD, WORDS, padded_rank, scale_bits
 from quire.sharding import ShardSpec
@@ -23,23 +24,40 @@ class Target:
     """A projection of a linear layer, and what of a module of the checkpoint it is.
 
     layer: index of the linear layer. place: of the projection in it. inputs: of the whole layer.
-    size: outputs of the whole projection. start: where they begin in the module. low, high: those
-        that this rank holds.
+    size: outputs of the whole projection. low, high: those that this rank holds. source: where
+        they stand in the module.
     """
 
     layer: int
     place: int
     inputs: int
     size: int
-    start: int
     low: int
     high: int
+    source: Source
+
+    @property
+    def outputs(self) -> int:
+        """The outputs of the module up to the projection's last."""
+        if self.source.every is not None:
+            _, size, period = self.source.every
+            return self.size // size * period
+        return self.size if self.source.span is None else self.source.span[1]
+
+    def rows(self, b: Tensor) -> Tensor:
+        """Returns the projection's rows of the module's B."""
+        if self.source.every is not None:
+            offset, size, period = self.source.every
+            blocks = b.reshape(-1, period, b.shape[1])
+            return blocks[:, offset : offset + size].flatten(0, 1)
+        start, end = self.source.span or (0, self.size)
+        return b[start:end]
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to one projection: scale * b a. a: [rank, inputs]. b: [outputs, rank].
-    Both are whole, whatever a rank of several holds."""
+    """The share of an adapter in one projection, to which it adds scale * b a. a: [rank, inputs].
+    b: [outputs, rank]. Both are whole, whatever one of several devices holds."""
 
     a: Tensor
     b: Tensor
@@ -67,7 +85,7 @@ class Image:
         return self.data.nbytes + self.table.nbytes
 
 
-class Layout:
+class AdapterLayout:
     """The linear layers of a model that take adapters of up to `rank`.
 
     layers: those layers. targets: by the name of a checkpoint's module, without the family's
@@ -103,8 +121,7 @@ class Layout:
                     low, high = 0, output.size
                 else:
                     low, high = shard.bounds(output.size, layer.group.rank, layer.group.world)
-                start = 0 if source.span is None else source.span[0]
-                target = Target(index, place, layer.inputs, output.size, start, low, high)
+                target = Target(index, place, layer.inputs, output.size, low, high, source)
                 self._projections[index].append(target)
                 self.targets.setdefault(source.name.removesuffix(".weight"), []).append(target)
                 self.elements += _aligned(layer.sizes[place] * padded_rank(rank))

@@ -1,4 +1,4 @@
-"""Which adapter stands in which of the device's slots, and who waits for one."""
+"""The device's slots: which adapter each holds, and which requests use it."""
 
 from __future__ import annotations
 

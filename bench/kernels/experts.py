@@ -1,0 +1,371 @@
+"""Experts on this GPU: every kernel against its twin, then times of whole layers, with tiles to
+choose from.
+
+    PYTHONPATH=src python bench/kernels/experts.py [--seconds 100] [--sweep] [--only TEXT]
+
+Times the router and the experts of one layer of Qwen3-30B-A3B and gpt-oss-20b for 1 to 2048 tokens
+on random routes; the share is that of reading each chosen expert's weights once at 4.0 TB/s.
+--sweep: also other tiles than those that would be chosen, and prints the best. --only: cases whose
+name has this in it. Prints a table at the end. A failing check or configuration is reported, not
+fatal; what does not fit the time is skipped and named. Without a GPU it only checks, under
+TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from session import Session
+from timing import DEVICE, graph_us
+from torch import Tensor
+
+from quire.ops.arguments import RmsScale
+from quire.ops.experts import SILU, ExpertWeights, Routing, Swiglu
+from quire.ops.reference import experts as twins
+from quire.ops.reference.quantized import dequantize
+from quire.ops.triton.experts import run_experts
+from quire.ops.triton.experts_plan import (
+    GEMV_TOKENS,
+    ExpertsPlan,
+    ExpertsShape,
+    Tile,
+    bits_of,
+    plan_for,
+)
+from quire.ops.triton.experts_route import route
+from quire.ops.triton.launch import compiling
+from quire.ops.weight import Weight, WeightFormat
+
+BYTES_PER_US = 4.0e6
+"""Bytes that the card reads in a microsecond, as other kernels here have shown."""
+FORMATS = {
+    "bf16": WeightFormat(torch.bfloat16),
+    "fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32),
+    "fp8-g128": WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=128),
+    "int8": WeightFormat(torch.int8, scales=torch.float32),
+    "int4-g128": WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=128, zeros=True),
+    "mxfp4": WeightFormat(torch.uint8, bits=4, scales=torch.float8_e8m0fnu, group=32, code="e2m1"),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    hidden: int
+    experts: int
+    top_k: int
+    width: int
+    act: Swiglu
+    bias: bool
+    formats: tuple[str, ...]
+
+
+QWEN3 = Model(
+    "Qwen3-30B-A3B", 2048, 128, 8, 768, SILU, False, ("bf16", "fp8-g128", "int8", "int4-g128")
+)
+GPT_OSS = Model("gpt-oss-20b", 2880, 32, 4, 2880, Swiglu(1.702, 7.0, 1.0), True, ("mxfp4", "bf16"))
+TOKENS = (1, 8, 64, 256, 2048)
+
+
+def drawn(format: WeightFormat, outputs: int, inputs: int) -> Weight:
+    """A random weight whose products are about as large as their inputs."""
+    weight = Weight.empty(format, outputs, inputs, torch.device(DEVICE))
+    if format.scales is None:
+        weight.values.normal_(0.0, inputs**-0.5)
+        return weight
+    # As bytes, but none that is a NaN of 8-bit floats.
+    weight.values.view(torch.uint8).random_(0, 256 if format.bits else 120)
+    assert weight.scales is not None
+    if format.scales is torch.float8_e8m0fnu:
+        weight.scales.view(torch.uint8).random_(118, 122)
+    else:
+        top = 8 if format.bits else 100
+        weight.scales.uniform_(0.5, 1.5).div_(top * inputs**0.5)
+    if weight.zeros is not None:
+        weight.zeros.random_(0, 16)
+    return weight
+
+
+@dataclass
+class Layer:
+    """The experts of one layer, and routes of several batches."""
+
+    model: Model
+    up: ExpertWeights
+    down: ExpertWeights
+
+    @classmethod
+    def make(cls, model: Model, format: WeightFormat) -> Layer:
+        def linear(outputs: int, inputs: int) -> ExpertWeights:
+            weight = drawn(format, model.experts * outputs, inputs)
+            bias = None
+            if model.bias:
+                bias = torch.randn(model.experts, outputs, device=DEVICE, dtype=torch.bfloat16)
+            return ExpertWeights(weight, model.experts, bias)
+
+        up = linear(2 * model.width, model.hidden)
+        return cls(model, up, linear(model.hidden, model.width))
+
+    @property
+    def expert_bytes(self) -> int:
+        parts = (self.up.weight, self.down.weight)
+        tensors = [t for part in parts for t in (part.values, part.scales, part.zeros)]
+        return sum(t.nbytes for t in tensors if t is not None) // self.model.experts
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+
+    @classmethod
+    def draw(cls, model: Model, tokens: int, seed: int) -> Batch:
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        shape = (tokens, model.experts)
+        scores = torch.rand(shape, generator=generator, device=DEVICE)
+        weights, ids = scores.topk(model.top_k, 1)
+        x = torch.randn(tokens, model.hidden, generator=generator, device=DEVICE)
+        return cls(x.bfloat16(), ids.int(), weights / weights.sum(1, keepdim=True))
+
+    def run(self, plan: ExpertsPlan, layer: Layer) -> Tensor:
+        return run_experts(
+            plan, self.x, self.ids, self.weights, layer.up, layer.down, layer.model.act, self.x
+        )
+
+
+def plan_of(layer: Layer, tokens: int) -> ExpertsPlan:
+    model = layer.model
+    return plan_for(
+        ExpertsShape(
+            tokens, model.experts, model.top_k, model.hidden, model.width, torch.bfloat16,
+            bits_of(layer.up.weight.format),
+        )
+    )  # fmt: skip
+
+
+# -- checks --------------------------------------------------------------------------------------
+
+
+def checks() -> Iterator[tuple[str, Callable[[], float]]]:
+    small = DEVICE == "cpu"
+    for model in (QWEN3, GPT_OSS):
+        own = replace(model, experts=8, top_k=4)
+        if small:
+            own = replace(own, hidden=128, width=64)
+        for tokens in (3, 20) if small else (1, 8, 20, 64, 300):
+            yield f"router {model.name} {tokens}", functools.partial(check_route, own, tokens)
+        for name in FORMATS if model is QWEN3 else model.formats:
+            for tokens in (2, 20) if small else (1, 8, 20, 64, 300):
+                yield (
+                    f"{model.name} {name} {tokens}",
+                    functools.partial(check_layer, own, name, tokens),
+                )
+
+
+def check_route(model: Model, tokens: int) -> float:
+    x = torch.randn(tokens, model.hidden, device=DEVICE).bfloat16()
+    weight = (torch.randn(model.experts, model.hidden, device=DEVICE) / 40).bfloat16()
+    norm = RmsScale(torch.rand(model.hidden, device=DEVICE).bfloat16(), 1e-6)
+    live = torch.tensor([tokens - 1], dtype=torch.int32, device=DEVICE)
+    args = (x, weight, Routing(top_k=model.top_k))
+    found = route(*args, live=live, norm=norm)
+    expected = twins.route(*args, live=live, norm=norm)
+    if (found.ids[-1] >= 0).any():
+        return float("inf")
+    # Scores that round differently may change places.
+    same = (found.ids.sort(1).values == expected.ids.sort(1).values).all(1).float().mean()
+    error = (found.weights - expected.weights).abs().max() / 1e-2
+    return float(error) if same > 0.9 else float("inf")
+
+
+def check_layer(model: Model, name: str, tokens: int) -> float:
+    layer = Layer.make(model, FORMATS[name])
+    batch = Batch.draw(model, tokens, 0)
+    batch.ids[-1, 0] = -1
+    found = batch.run(plan_of(layer, tokens), layer)
+
+    def exact(linear: ExpertWeights) -> ExpertWeights:
+        values = dequantize(linear.weight, torch.float64)
+        bias = None if linear.bias is None else linear.bias.double()
+        return ExpertWeights(Weight.plain(values), linear.experts, bias)
+
+    weights = batch.weights.double()
+    expected = twins.experts_mlp(
+        batch.x.double(), batch.ids, weights, exact(layer.up), exact(layer.down), model.act,
+        batch.x.double(),
+    )  # fmt: skip
+    return float((found.double() - expected).norm() / expected.norm() / 1e-2)
+
+
+# -- times ---------------------------------------------------------------------------------------
+
+
+def plans(layer: Layer, tokens: int, sweep: bool) -> dict[str, ExpertsPlan]:
+    found = {"default": plan_of(layer, tokens)}
+    if not sweep:
+        return found
+    if tokens <= 16:
+        # Each product's tile beside the default of the other: their times add up.
+        chosen = found["default"] if tokens <= GEMV_TOKENS else plan_of(layer, 1)
+        for up in (Tile(1, 2, 2048, 4), Tile(1, 4, 512, 4, 3), Tile(1, 4, 1024, 4, 2),
+                   Tile(1, 4, 1024, 4, 3), Tile(1, 4, 2048, 8), Tile(1, 8, 512, 4, 3),
+                   Tile(1, 8, 512, 8), Tile(1, 16, 256, 4, 3)):  # fmt: skip
+            found[f"gemv up {_name(up)}"] = replace(chosen, up=up)
+        for down in (Tile(1, 4, 256, 4), Tile(1, 4, 512, 4), Tile(1, 4, 1024, 4),
+                     Tile(1, 8, 256, 4, 2), Tile(1, 8, 512, 8), Tile(1, 16, 128, 4),
+                     Tile(1, 16, 256, 8)):  # fmt: skip
+            found[f"gemv down {_name(down)}"] = replace(chosen, down=down)
+    if tokens >= 8:
+        for bm in (16, 32) if tokens <= 256 else (64, 128):
+            tiles = [
+                (Tile(bm, bn, bk, warps, stages, swap), Tile(bm, 2 * bn, bk, warps, stages, swap))
+                for bn, bk, warps, stages in ((32, 128, 4, 4), (64, 64, 4, 4), (32, 64, 4, 5),
+                                              (64, 128, 4, 3), (64, 64, 8, 4), (128, 64, 8, 3))
+                for swap in ((False, True) if bm <= 32 else (False,))
+            ]  # fmt: skip
+            for up, down in tiles:
+                found[f"grouped {_name(up)}"] = ExpertsPlan("grouped", up, down)
+    return found
+
+
+def _name(tile: Tile) -> str:
+    swap = "s" if tile.swap else ""
+    return f"{tile.bm}x{tile.bn}x{tile.bk}w{tile.warps}p{tile.stages}{swap}"
+
+
+@dataclass
+class Line:
+    model: str
+    format: str
+    tokens: int
+    route_us: float
+    trials: dict[str, float]
+    floor_us: float
+    flops: float
+
+
+def time_layer(model: Model, name: str, tokens: int, sweep: bool) -> Line:
+    layer = Layer.make(model, FORMATS[name])
+    batches = [Batch.draw(model, tokens, seed) for seed in range(16 if tokens <= 64 else 2)]
+    distinct = sum(len(batch.ids.unique()) for batch in batches) / len(batches)
+    per_token = 6 * model.top_k * model.hidden * model.width
+    line = Line(model.name, name, tokens, float("nan"), {}, 0.0, tokens * per_token)
+    line.floor_us = distinct * layer.expert_bytes / BYTES_PER_US
+    at_least = 32 if tokens <= 64 else 4
+    for label, plan in plans(layer, tokens, sweep).items():
+        calls: list[Callable[[], object]] = [
+            functools.partial(batch.run, plan, layer) for batch in batches
+        ]
+        try:
+            line.trials[label] = graph_us(calls, 3.0, at_least)
+        except Exception as error:  # a tile may not fit this card; the others still tell
+            print(
+                f"{model.name} {name} {tokens} {label}: {type(error).__name__}: {str(error)[:90]}"
+            )
+    line.route_us = time_route(model, batches)
+    best = min(line.trials, key=line.trials.__getitem__, default="")
+    print(
+        f"{model.name} {name} {tokens}: best {best} {line.trials.get(best, 0):.1f} µs", flush=True
+    )
+    return line
+
+
+def time_route(model: Model, batches: list[Batch]) -> float:
+    weight = (torch.randn(model.experts, model.hidden, device=DEVICE) / 40).bfloat16()
+    norm = RmsScale(torch.ones(model.hidden, device=DEVICE).bfloat16(), 1e-6)
+    live = torch.tensor([len(batches[0].x)], dtype=torch.int32, device=DEVICE)
+    calls: list[Callable[[], object]] = [
+        functools.partial(route, batch.x, weight, Routing(top_k=model.top_k), live=live, norm=norm)
+        for batch in batches
+    ]
+    return graph_us(calls, 2.0, 32)
+
+
+def cases(only: str) -> list[tuple[str, Model, str, int]]:
+    found = [
+        (f"{model.name} {name} {tokens}", model, name, tokens)
+        for tokens in (1, 64, 8, 2048, 256)
+        for model in (QWEN3, GPT_OSS)
+        for name in model.formats
+    ]
+    return [case for case in found if only in case[0]]
+
+
+def compile_all(only: str, sweep: bool) -> None:
+    """Everything that is timed, on all cores at once."""
+    with compiling(os.cpu_count() or 4):
+        for _, model, name, tokens in cases(only):
+            layer = Layer.make(replace(model, experts=model.top_k), FORMATS[name])
+            real = replace(layer, model=model)
+            batch = Batch.draw(layer.model, tokens, 0)
+            for plan in plans(real, tokens, sweep).values():
+                batch.run(plan, layer)
+
+
+def table(lines: list[Line]) -> Iterator[str]:
+    head = ("model", "weights", "tokens", "router µs", "experts µs", "of floor", "TFLOP/s",
+            "best µs", "of floor", "with")  # fmt: skip
+    rows = [head]
+    for line in sorted(lines, key=lambda line: (line.model, line.format, line.tokens)):
+        if not line.trials:
+            continue
+        default = line.trials.get("default", float("nan"))
+        label = min(line.trials, key=line.trials.__getitem__)
+        best = line.trials[label]
+        rows.append((
+            line.model, line.format, str(line.tokens), f"{line.route_us:.1f}", f"{default:.1f}",
+            f"{line.floor_us / default:.0%}", f"{line.flops / default / 1e6:.0f}", f"{best:.1f}",
+            f"{line.floor_us / best:.0%}", label,
+        ))  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check and time experts.")
+    parser.add_argument("--seconds", type=float, default=100.0, help="start nothing after this")
+    parser.add_argument("--sweep", action="store_true", help="try other tiles too")
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--no-checks", action="store_true")
+    options = parser.parse_args()
+    session = Session()
+    if not options.no_checks:
+        own = [check for check in checks() if options.only in check[0]]
+        if DEVICE == "cuda":
+            with compiling(os.cpu_count() or 4):
+                for _, check in own:
+                    try:
+                        check()
+                    except Exception as error:  # it is told when it runs
+                        print(f"compiling: {type(error).__name__}: {str(error)[:90]}")
+            print(f"checks compiled after {session.seconds:.0f} s", flush=True)
+        session.check(own, until=0.5 * options.seconds)
+    lines: list[Line] = []
+    if DEVICE == "cuda":
+        compile_all(options.only, options.sweep)
+        print(f"compiled after {session.seconds:.0f} s", flush=True)
+        parts = [
+            (case, functools.partial(time_layer, model, name, tokens, options.sweep))
+            for case, model, name, tokens in cases(options.only)
+        ]
+        for line in session.each(parts, until=options.seconds):
+            lines.append(line)
+            torch.cuda.empty_cache()
+    print("\n".join(table(lines)))
+    if session.skipped:
+        print(f"skipped for lack of time: {', '.join(session.skipped)}")
+    print(f"{session.seconds:.0f} s; {len(session.failed)} failures")
+    print("".join(f"  {line}\n" for line in session.failed), end="")
+    return 1 if session.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

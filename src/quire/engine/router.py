@@ -1,0 +1,118 @@
+"""The choice of a replica for each request: by the prefix that it is likely to hold, and by load.
+
+What a replica holds is estimated from what was sent to it: the keys of its prompts' pieces, least
+recently used first out, as many as its KV cache has room for. Nothing is asked of the replicas. The
+cost of a choice is in tokens to be computed: the prompt without what is held, half of the prompts
+that the replica has not answered yet (more, and requests leave their prefixes at every burst), and
+so many for each request that it runs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from quire.arrays import Int32
+from quire.cache.block_hash import next_hash, root_hash
+
+PIECE = 64
+"""Tokens of a prompt's piece; a key stands for all tokens up to a piece's end."""
+_RUNNING_TOKENS = 32
+"""Prompt tokens that a running request counts as much as."""
+_UNKNOWN_TOKENS = 1 << 17
+"""Tokens that a replica holds, as long as nobody has said how many."""
+
+
+def keys_of(tokens: Int32, namespace: str) -> list[bytes]:
+    """Returns the keys of a prompt's whole pieces. namespace: equal where KV may be shared."""
+    key, keys = root_hash((0, namespace)), []
+    for end in range(PIECE, len(tokens) + 1, PIECE):
+        key = next_hash(key, tokens[end - PIECE : end].tobytes())
+        keys.append(key)
+    return keys
+
+
+class Replica:
+    """Estimates what one replica holds and does.
+
+    running: requests. waiting: tokens of prompts that were not answered yet.
+    """
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.waiting = 0
+        self._held: OrderedDict[bytes, None] = OrderedDict()
+        self._most = _UNKNOWN_TOKENS // PIECE
+
+    def has_room(self, tokens: int) -> None:
+        """Takes note of the tokens that its cache has room for."""
+        self._most = max(1, tokens // PIECE)
+
+    def held(self, keys: Sequence[bytes]) -> int:
+        """Returns how many tokens of a prompt it probably holds."""
+        count = 0
+        for key in keys:
+            if key not in self._held:
+                break
+            count += 1
+        return count * PIECE
+
+    def take(self, keys: Sequence[bytes]) -> None:
+        """Takes note of a prompt that it will hold, the end of which goes first."""
+        for key in reversed(keys):
+            self._held[key] = None
+            self._held.move_to_end(key)
+        while len(self._held) > self._most:
+            self._held.popitem(last=False)
+
+    def forget(self) -> None:
+        """Takes note that it holds nothing any more, as after a restart."""
+        self._held.clear()
+
+
+class Placement:
+    """A request at a replica, from `Router.place` until `end`."""
+
+    def __init__(self, replica: Replica, index: int, tokens: int) -> None:
+        self.index = index
+        self._replica = replica
+        self._tokens = tokens
+        self._ended = False
+        replica.running += 1
+        replica.waiting += tokens
+
+    def answered(self) -> None:
+        """Takes note of the first token. Idempotent."""
+        self._replica.waiting -= self._tokens
+        self._tokens = 0
+
+    def end(self) -> None:
+        """Takes note of the request's end. Idempotent."""
+        self.answered()
+        if not self._ended:
+            self._ended = True
+            self._replica.running -= 1
+
+
+class Router:
+    """Places requests at replicas, which are numbered from 0."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = [Replica() for _ in range(replicas)]
+        self._turn = 0
+
+    def place(self, tokens: Int32, namespace: str, able: Sequence[int]) -> Placement:
+        """Chooses one of the replicas that are able to take a request."""
+        keys = keys_of(tokens, namespace)
+        # Routers that know nothing of each other send equal beginnings to the same replica.
+        self._turn += 1
+        first = int.from_bytes(keys[0][:8]) if keys else self._turn
+        costs = {}
+        for index in able:
+            replica = self.replicas[index]
+            lacks = len(tokens) - replica.held(keys)
+            load = replica.waiting / 2 + _RUNNING_TOKENS * replica.running
+            costs[index] = (lacks + load, (index - first) % len(self.replicas), lacks)
+        chosen = min(costs, key=lambda index: costs[index])
+        self.replicas[chosen].take(keys)
+        return Placement(self.replicas[chosen], chosen, costs[chosen][2])

@@ -1,0 +1,246 @@
+"""One projection of all experts of a layer, from a checkpoint's tensors of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from quire import ops
+from quire.errors import ModelError
+from quire.layers.build import Build
+from quire.layers.parameter_slice import ParameterSlice
+from quire.ops.experts import ExpertWeights
+from quire.quantization import ProjectionShare, Range, Scheme, StoredTensor
+
+Layout = Literal["each", "fused", "interleaved"]
+"""Layout of experts in a checkpoint.
+
+"each": tensors of their own for each projection of each expert.
+"fused": a tensor for all experts, [experts, outputs, inputs]; gates and then ups are one.
+"interleaved": the same, but gates and ups take turns, and floats are [experts, inputs, outputs].
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A rank's part of a projection. experts, rows, columns: of so many experts, outputs of
+    each projection, and inputs."""
+
+    experts: Range
+    rows: Range
+    columns: Range
+    count: int
+    outputs: int
+    inputs: int
+
+    def share(self) -> ProjectionShare:
+        return ProjectionShare(self.rows, self.columns, self.outputs, self.inputs)
+
+
+def experts_scheme(names: Sequence[str], layout: Layout, build: Build, count: int) -> Scheme:
+    """Returns the scheme that all experts' projections have.
+
+    names: of the projections that share a weight, "" for one alone.
+
+    Raises:
+        ModelError: they differ, or each has an order of inputs of its own.
+    """
+    wanted = [build.within(name).name if name else build.name for name in names]
+    if layout == "each":
+        wanted = [
+            ".".join(filter(None, (build.name, str(expert), name)))
+            for expert in range(count)
+            for name in names
+        ]
+    elif layout == "interleaved":
+        wanted = [build.name]
+    schemes = [build.quantization.scheme_for(name, build.dtype) for name in wanted]
+    for name, scheme in zip(wanted, schemes, strict=True):
+        if scheme != schemes[0]:
+            raise ModelError(
+                f"{name} and {wanted[0]} are quantized in different ways, which is not supported "
+                "for experts of one layer"
+            )
+    if not schemes[0].stacks:
+        raise ModelError(f"{build.name}: act order is not supported for experts")
+    return schemes[0]
+
+
+class ExpertLinear(nn.Module):
+    """The weights of a projection, or of gates and ups, of this rank's experts.
+
+    names: of the projections that share the weight, "" for one alone. bias: whether there are some;
+    with columns cut, the first rank has them.
+    """
+
+    def __init__(
+        self, names: Sequence[str], cut: Cut, scheme: Scheme, layout: Layout, build: Build, *,
+        bias: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.names = tuple(names)
+        self.cut = cut
+        self.scheme = scheme
+        self.layout = layout
+        self.count = cut.experts[1] - cut.experts[0]
+        self.size = cut.rows[1] - cut.rows[0]
+        width = cut.columns[1] - cut.columns[0]
+        if width % scheme.format.packed:
+            raise ModelError(
+                f"{build.name}: {width} inputs cannot be stored {scheme.format.packed} to a byte"
+            )
+        self.weight = ops.Weight.empty(
+            scheme.format, self.count * len(self.names) * self.size, width, build.device,
+            before=cut.columns[0], whole=cut.inputs, stacked=self.count * len(self.names),
+        )  # fmt: skip
+        for name in ("values", "scales", "zeros", "input_scale"):
+            tensor = getattr(self.weight, name)
+            if tensor is not None:
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        # A sum over ranks has each bias once.
+        self.own_bias = cut.columns[0] == 0
+        self.bias = build.empty(self.count, len(self.names) * self.size) if bias else None
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """Returns what the op takes."""
+        bias = self.bias if self.own_bias else None
+        return ExpertWeights(self.weight, self.count, bias)
+
+    def finish(self) -> None:
+        """Ends loading: all share the largest fixed scale of inputs."""
+        scale = self.weight.input_scale
+        if scale is not None:
+            scale.copy_(scale.max().expand_as(scale))
+
+    def slices(self) -> Iterator[ParameterSlice]:
+        """Yields the checkpoint's tensors."""
+        if self.layout == "each":
+            yield from self._of_each()
+        elif self.layout == "fused":
+            for place in range(len(self.names)):
+                yield from self._fused(place)
+        else:
+            for stored in self.scheme.stored:
+                yield self._interleaved(stored)
+            if self.bias is not None:
+                yield self._interleaved_bias(self.bias.data)
+
+    def _rows(self, expert: int, place: int) -> ops.Weight:
+        """Returns the weight of one of this rank's experts' projections."""
+        index = expert * len(self.names) + place
+        return self.weight.rows(index * self.size, (index + 1) * self.size, index)
+
+    def _bias(self, place: int) -> Tensor | None:
+        """Returns the biases of a projection, [experts, outputs]."""
+        if self.bias is None:
+            return None
+        return self.bias.data[:, place * self.size : (place + 1) * self.size]
+
+    def _of_each(self) -> Iterator[ParameterSlice]:
+        share, (first, end) = self.cut.share(), self.cut.experts
+        for expert in range(self.cut.count):
+            for place, name in enumerate(self.names):
+                prefix = ".".join(filter(None, (str(expert), name)))
+                own = first <= expert < end
+                weight = self._rows(expert - first, place) if own else None
+                for stored in self.scheme.stored:
+                    yield self._slice(f"{prefix}.{stored.name}", weight, stored, share)
+                bias = self._bias(place)
+                if bias is not None:
+                    rows = self.cut.rows if own else (0, 0)
+                    target = bias[expert - first if own else 0]
+                    yield ParameterSlice.of(f"{prefix}.bias", target, (self.cut.outputs,), (rows,))
+
+    def _slice(
+        self, name: str, weight: ops.Weight | None, stored: StoredTensor, share: ProjectionShare
+    ) -> ParameterSlice:
+        """Returns a tensor of one expert. weight: None if it is another rank's, who reads it."""
+
+        def write(part: Tensor, start: int) -> None:
+            if weight is not None:
+                stored.write(weight, part, start, share)
+
+        shape, ranges = stored.shape(share.outputs, share.inputs), stored.ranges(share)
+        if weight is None:
+            ranges = ((0, 0),) * len(shape)
+        device = self.weight.values.device
+        return ParameterSlice(name, shape, ranges, write, device, stored.dtypes)
+
+    def _fused(self, place: int) -> Iterator[ParameterSlice]:
+        prefix = f"{self.names[place]}." if self.names[place] else ""
+        whole = self.cut.outputs * len(self.names)
+        before = self.cut.outputs * place
+        rows = before + self.cut.rows[0], before + self.cut.rows[1]
+        share = ProjectionShare(rows, self.cut.columns, whole, self.cut.inputs)
+        for stored in self.scheme.stored:
+
+            def write(part: Tensor, start: int, stored: StoredTensor = stored) -> None:
+                for expert, own in enumerate(part, start):
+                    stored.write(self._rows(expert, place), own, 0, share)
+
+            yield ParameterSlice(
+                f"{prefix}{stored.name}",
+                (self.cut.count, *stored.shape(whole, self.cut.inputs)),
+                (self.cut.experts, *stored.ranges(share)),
+                write,
+                self.weight.values.device,
+                stored.dtypes,
+            )
+        bias = self._bias(place)
+        if bias is not None:
+            shape, ranges = (self.cut.count, whole), (self.cut.experts, rows)
+            yield ParameterSlice.of(f"{prefix}bias", bias, shape, ranges)
+
+    def _interleaved(self, stored: StoredTensor) -> ParameterSlice:
+        share, turns = self.cut.share(), len(self.names)
+        shape = stored.shape(self.cut.outputs * turns, self.cut.inputs)
+        (low, high), *rest = stored.ranges(share)
+        ranges: list[Range] = [(low * turns, high * turns), *rest]
+        transposed = stored.name == "weight"
+        if transposed:
+            shape, ranges = shape[::-1], ranges[::-1]
+
+        def write(part: Tensor, start: int) -> None:
+            for expert, own in enumerate(part, start):
+                rows = own.t() if transposed else own
+                for place in range(turns):
+                    stored.write(self._rows(expert, place), rows[place::turns], 0, share)
+
+        return ParameterSlice(
+            stored.name, (self.cut.count, *shape), (self.cut.experts, *ranges), write,
+            self.weight.values.device, stored.dtypes,
+        )  # fmt: skip
+
+    def _interleaved_bias(self, target: Tensor) -> ParameterSlice:
+        turns, (low, high) = len(self.names), self.cut.rows
+
+        def write(part: Tensor, start: int) -> None:
+            own = target[start : start + len(part)].view(len(part), turns, -1)
+            own.copy_(part.view(len(part), -1, turns).transpose(1, 2), non_blocking=True)
+
+        shape = self.cut.count, self.cut.outputs * turns
+        ranges = self.cut.experts, (low * turns, high * turns)
+        return ParameterSlice("bias", shape, ranges, write, target.device)
+
+    def workspace_bytes(self, rows: int) -> int:
+        """Returns an upper bound of the memory of the results of `rows` rows, in fp32."""
+        return 4 * rows * len(self.names) * self.size
+
+
+def even_cut(size: int, unit: int, rank: int, world: int) -> Range:
+    """Returns a rank's share of `size` in whole units, as even as they allow; the last unit may be
+    less than whole."""
+    units = -(-size // unit)
+    low, high = rank * units // world, (rank + 1) * units // world
+    return low * unit, min(high * unit, size)
+
+
+def as_fp32(shape: int, build: Build) -> nn.Parameter:
+    """Returns a parameter in fp32 without content."""
+    tensor = torch.empty(shape, device=build.device, dtype=torch.float32)
+    return nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,216 @@
+"""Feed-forward layers of experts, of which each token takes a few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from quire import ops
+from quire.errors import ConfigError
+from quire.layers.batch import ForwardBatch
+from quire.layers.build import Build
+from quire.layers.expert_weights import (
+    Cut,
+    ExpertLinear,
+    Layout,
+    as_fp32,
+    even_cut,
+    experts_scheme,
+)
+from quire.layers.linear import Linear, Output
+from quire.layers.norm import RMSNorm
+from quire.layers.parameter_slice import ParameterSlice
+from quire.layers.residual import Residual
+from quire.ops.experts import SILU, Routed, Routing, Swiglu
+from quire.ops.reference import experts as twins
+
+_route = ops.op(twins.route)
+_experts_mlp = ops.op(twins.experts_mlp)
+
+_UNIT = 16
+"""Hidden units that ranks do not cut, unless that leaves one without any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A layer of `experts` experts, each a gated feed-forward layer of `width` hidden units.
+
+    bias, router_bias: whether the experts, and the router, have biases.
+    correction: whether the router has a term per expert that counts for the choice alone.
+    shared_width: hidden units of an expert that every token takes besides, 0 without one.
+    shared_gate: whether that expert's output is multiplied by the sigmoid of a projection.
+    layout: of the checkpoint's tensors.
+    """
+
+    experts: int
+    width: int
+    routing: Routing
+    act: Swiglu = SILU
+    bias: bool = False
+    router_bias: bool = False
+    correction: bool = False
+    shared_width: int = 0
+    shared_gate: bool = False
+    layout: Layout = "each"
+
+    def layer(self, hidden: int, build: Build) -> Experts:
+        """Returns the layer, for hidden states of this width."""
+        return Experts(self, hidden, build)
+
+
+class Router(nn.Module):
+    """Chooses experts. Every rank holds it whole.
+
+    local: the experts of this rank.
+    """
+
+    def __init__(
+        self, spec: ExpertsSpec, hidden: int, local: tuple[int, int], build: Build
+    ) -> None:
+        super().__init__()
+        self.routing = spec.routing
+        self.local = local
+        self.weight = build.empty(spec.experts, hidden)
+        self.bias = build.empty(spec.experts) if spec.router_bias else None
+        self.correction = as_fp32(spec.experts, build) if spec.correction else None
+
+    def forward(self, x: Tensor, norm: RMSNorm | None, live: Tensor) -> Routed:
+        """Returns norm(x) and its experts; tokens from `live` on have none."""
+        scale = None if norm is None else norm.scale
+        if norm is not None and scale is None:
+            x = norm(x)
+        return _route(
+            x,
+            self.weight,
+            self.routing,
+            live=live,
+            norm=scale,
+            bias=self.bias,
+            correction=self.correction,
+            first=self.local[0],
+            count=self.local[1] - self.local[0],
+        )
+
+    def slices(self) -> Iterator[ParameterSlice]:
+        yield ParameterSlice.of("weight", self.weight.data)
+        if self.bias is not None:
+            yield ParameterSlice.of("bias", self.bias.data)
+        if self.correction is not None:
+            yield ParameterSlice.of("correction", self.correction.data, initial="zeros")
+
+
+class Experts(nn.Module):
+    """The sum of weight * down(act(up(x))) over a token's experts, and what the shared expert adds.
+
+    Ranks cut the width of every expert, or, with `Build.expert_parallel`, hold whole experts.
+    """
+
+    def __init__(self, spec: ExpertsSpec, hidden: int, build: Build) -> None:
+        super().__init__()
+        self.spec = spec
+        self.hidden = hidden
+        self.group = build.group
+        self.name = build.name
+        rank, world = build.group.rank, build.group.world
+        up, down = build.within("up"), build.within("down")
+        up_scheme = experts_scheme(("gate", "up"), spec.layout, up, spec.experts)
+        down_scheme = experts_scheme(("",), spec.layout, down, spec.experts)
+        local, width = (0, spec.experts), (0, spec.width)
+        if build.expert_parallel:
+            local = even_cut(spec.experts, 1, rank, world)
+        else:
+            unit = down_scheme.format.group or (_UNIT if spec.width >= _UNIT * world else 1)
+            width = even_cut(spec.width, unit, rank, world)
+        if local[0] == local[1] or width[0] == width[1]:
+            raise ConfigError(
+                f"{build.name}: {spec.experts} experts of {spec.width} hidden units cannot be "
+                f"shared out over {world} ranks",
+                "tensor_parallel_size",
+            )
+        self.router = Router(spec, hidden, local, build.within("router"))
+        self.up = ExpertLinear(
+            ("gate", "up"),
+            Cut(local, width, (0, hidden), spec.experts, spec.width, hidden),
+            up_scheme,
+            spec.layout,
+            up,
+            bias=spec.bias,
+        )
+        self.down = ExpertLinear(
+            ("",),
+            Cut(local, (0, hidden), width, spec.experts, hidden, spec.width),
+            down_scheme,
+            spec.layout,
+            down,
+            bias=spec.bias,
+        )
+        self.shared: SharedExpert | None = None
+        if spec.shared_width:
+            self.shared = SharedExpert(spec, hidden, build.within("shared"))
+
+    def forward(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Residual:
+        """Returns x + experts(norm(x)), [T, hidden], or without x if that is to stay apart."""
+        stream = x.total()
+        onto = None if x.apart else stream
+        routed = self.router(stream, norm, batch.query_start[-1:])
+        if self.shared is not None:
+            onto = self.shared(routed.x, onto)
+        alone = self.group.world == 1
+        out = _experts_mlp(
+            routed.x, routed.ids, routed.weights, self.up.weights, self.down.weights, self.spec.act,
+            onto if alone else None,
+        )  # fmt: skip
+        return Residual(out if alone else self.group.all_reduce(out, onto, self.name))
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Returns an upper bound of the memory that `forward` needs for intermediates."""
+        rows = tokens * self.spec.routing.top_k
+        own = 4 * tokens * (2 * self.hidden + self.spec.experts) + 32 * rows
+        # The activation may be a step of its own, which reads one result and writes another.
+        own += 2 * self.up.workspace_bytes(rows) + self.down.workspace_bytes(rows + tokens)
+        return own + (0 if self.shared is None else self.shared.workspace_bytes(tokens))
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token takes, with a gate where its spec has one."""
+
+    def __init__(self, spec: ExpertsSpec, hidden: int, build: Build) -> None:
+        super().__init__()
+        width = spec.shared_width
+        outputs = [Output("gate", width), Output("up", width)]
+        self.up = Linear(hidden, outputs, build.within("up"), bias=False, split="outputs")
+        self.down = Linear(width, hidden, build.within("down"), bias=False, split="inputs")
+        self.gate: SharedGate | None = None
+        if spec.shared_gate:
+            self.gate = SharedGate(hidden, build)
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Returns residual, if there is one, + gate(x) * expert(x), [T, hidden]; x is normed."""
+        inner = self.up(x, act="silu_and_mul")
+        if self.gate is None and residual is not None:
+            return self.down.add(inner, Residual(residual)).total()
+        out: Tensor = self.down(inner)
+        if self.gate is not None:
+            out = out.mul_(self.gate(x))
+        return out if residual is None else out.add_(residual)
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Returns an upper bound of the memory that `forward` needs for intermediates."""
+        return 2 * self.up.workspace_bytes(tokens) + 2 * self.down.workspace_bytes(tokens)
+
+
+class SharedGate(nn.Module):
+    """The sigmoid of a projection to one number. Every rank holds it whole."""
+
+    def __init__(self, hidden: int, build: Build) -> None:
+        super().__init__()
+        self.weight = build.empty(1, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, 1]."""
+        return nn.functional.linear(x, self.weight).sigmoid()
+
+    def slices(self) -> Iterator[ParameterSlice]:
+        yield ParameterSlice.of("weight", self.weight.data)

@@ -1,0 +1,41 @@
+"""Qwen3 with experts, Qwen3-Coder among them (Yang et al. 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.layers.experts import ExpertsSpec
+from quire.models.families import experts, llama, qwen3, settings
+from quire.models.families.family import Family
+from quire.models.spec import ModelSpec
+from quire.ops.experts import Routing
+
+
+def _spec(config: Mapping[str, Any]) -> ModelSpec:
+    # Unlike in dense Qwen3, the head size follows from the hidden size where it is not given.
+    hidden = settings.integer(config, "hidden_size", high=settings.MOST_FEATURES)
+    base = qwen3.spec({**config, "head_dim": settings.heads(config, hidden)[2]}, "qwen3_moe")
+    count = experts.count(config)
+    ffn = ExpertsSpec(
+        experts=count,
+        width=settings.integer(config, "moe_intermediate_size", 768, high=settings.MOST_FEATURES),
+        routing=Routing(
+            top_k=experts.top_k(config, count, 8),
+            renormalize=settings.flag(config, "norm_topk_prob", False),
+        ),
+    )
+    step = settings.integer(config, "decoder_sparse_step", 1)
+    dense = experts.indices(config, "mlp_only_layers")
+    return experts.with_experts(
+        base, ffn, lambda index: index not in dense and (index + 1) % step == 0
+    )
+
+
+FAMILY = Family(
+    name="qwen3_moe",
+    spec=_spec,
+    source=experts.source(),
+    ignored=llama.IGNORED,
+    implements=("layer_types", *experts.COUNTS),
+)

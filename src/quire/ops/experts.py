@@ -1,0 +1,79 @@
+"""The types of the ops of experts' layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from quire.ops.weight import Weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Says how a token's experts follow from its logits. Equal scores: the lower index first.
+
+    top_k: experts of a token. score: of an expert, from the logits.
+    renormalize: the weights of the chosen experts are divided by their sum. With "softmax" that is
+        the same as a softmax over the chosen logits alone.
+    scale: factor of the weights.
+    groups, top_groups: experts are in so many groups of equal size, of which so many, those with
+        the largest sum of the best two scores, may be chosen from.
+    """
+
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Swiglu:
+    """The activation gate * sigmoid(alpha * gate) * (up + shift) (Shazeer 2020).
+
+    limit: the gate is cut above it, up beyond plus and minus it; 0: neither.
+    """
+
+    alpha: float = 1.0
+    limit: float = 0.0
+    shift: float = 0.0
+
+
+SILU = Swiglu()
+"""The activation silu(gate) * up."""
+
+
+class Routed(NamedTuple):
+    """Tokens and their experts.
+
+    x: [T, hidden], what the experts compute on. ids: int32 [T, k], counted from the first expert of
+    this rank; -1 for none, where a token is padding or the expert is another rank's.
+    weights: float32 [T, k].
+    """
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+class ExpertWeights(NamedTuple):
+    """One projection of `experts` experts, whose outputs lie one expert behind the other.
+
+    bias: [experts, outputs of one], or None.
+    """
+
+    weight: Weight
+    experts: int
+    bias: Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Returns the outputs of one expert."""
+        return self.weight.outputs // self.experts
+
+    def of(self, expert: int) -> Weight:
+        """Returns the weight of one expert, a view."""
+        return self.weight.rows(expert * self.outputs, (expert + 1) * self.outputs)

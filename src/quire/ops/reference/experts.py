@@ -1,0 +1,103 @@
+"""The router of experts, and their products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.ops.arguments import RmsScale
+from quire.ops.experts import ExpertWeights, Routed, Routing, Swiglu
+from quire.ops.reference.dense import linear, rms_norm
+
+_TINY = 1e-20
+"""Keeps the sum of the chosen scores from being 0."""
+
+
+def route(
+    x: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    *,
+    live: Tensor,
+    norm: RmsScale | None = None,
+    bias: Tensor | None = None,
+    correction: Tensor | None = None,
+    first: int = 0,
+    count: int | None = None,
+) -> Routed:
+    """Returns norm(x) [T, hidden] and each token's experts, best first, computed in fp32 from
+    logits norm(x) @ weight [experts, hidden]ᵀ + bias [experts].
+
+    live: int32 [1], the tokens that are not padding, which comes last. correction: fp32 [experts],
+    added to scores for the choice, but not in the weights (Wang et al. 2024). first, count: the
+    experts of this rank, by default all.
+    """
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = x.to(wide) @ weight.to(wide).t()
+    if bias is not None:
+        logits += bias
+    scores = logits.softmax(1) if routing.score == "softmax" else logits.sigmoid()
+    choice = scores if correction is None else scores + correction
+    if routing.groups > 1:
+        choice = choice.masked_fill(~_allowed(choice, routing), -torch.inf)
+    ids = choice.argsort(dim=1, descending=True, stable=True)[:, : routing.top_k]
+    weights = scores.gather(1, ids)
+    if routing.renormalize:
+        weights = weights / (weights.sum(1, keepdim=True) + _TINY)
+    local = ids - first
+    end = len(weight) - first if count is None else count
+    tokens = torch.arange(len(x), device=x.device).unsqueeze(1)
+    known = (local >= 0) & (local < end) & (tokens < live)
+    weights = (weights * routing.scale).float()
+    return Routed(x, local.masked_fill(~known, -1).int(), weights.masked_fill(~known, 0.0))
+
+
+def _allowed(choice: Tensor, routing: Routing) -> Tensor:
+    """Returns whether each expert is in one of its token's groups, bool [T, experts]."""
+    grouped = choice.view(len(choice), routing.groups, -1)
+    best = grouped.topk(min(2, grouped.shape[2]), 2).values.sum(2)
+    chosen = best.argsort(dim=1, descending=True, stable=True)[:, : routing.top_groups]
+    allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
+    return allowed.unsqueeze(2).expand_as(grouped).flatten(1)
+
+
+def swiglu(x: Tensor, act: Swiglu) -> Tensor:
+    """Returns the activation of x [T, 2 * width] = [gate | up], [T, width]."""
+    gate, up = x.chunk(2, 1)
+    if act.limit:
+        gate = gate.clamp(max=act.limit)
+        up = up.clamp(-act.limit, act.limit)
+    return gate * (gate * act.alpha).sigmoid() * (up + act.shift)
+
+
+def experts_mlp(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    act: Swiglu,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Returns the sum of weights * down(act(up(x))) over each token's experts, in their order,
+    + residual, [T, hidden].
+
+    x, ids, weights: see `Routed`. up: gates [width], then ups. The ids are read on the host.
+    """
+    tokens, top_k = ids.shape
+    out = torch.zeros(tokens, top_k, down.outputs, dtype=x.dtype, device=x.device)
+    for expert in range(up.experts):
+        token, place = (ids == expert).nonzero(as_tuple=True)
+        if not len(token):
+            continue
+        bias = None if up.bias is None else up.bias[expert]
+        inner = swiglu(linear(x[token], up.of(expert), bias), act)
+        bias = None if down.bias is None else down.bias[expert]
+        out[token, place] = linear(inner, down.of(expert), bias)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = torch.zeros(tokens, down.outputs, dtype=wide, device=x.device)
+    for each, weight in zip(out.unbind(1), weights.unbind(1), strict=True):
+        total += each.to(wide) * weight.unsqueeze(1)
+    return (total if residual is None else total + residual).to(x.dtype)

@@ -1,0 +1,167 @@
+"""The feed-forward layers of experts on a GPU.
+
+Few tokens: two kernels behind the router, each of which reads the weights of chosen experts alone.
+More: assignments are sorted by expert on the device, then two products over blocks of tokens of one
+expert, then the sum over each token's experts, in fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.ops.choose import current_policy
+from quire.ops.experts import ExpertWeights, Swiglu
+from quire.ops.triton.experts_kernels import (
+    combine_kernel,
+    down_gemv_kernel,
+    grouped_kernel,
+    up_gemv_kernel,
+)
+from quire.ops.triton.experts_plan import ExpertsPlan, ExpertsShape, Tile, bits_of, plan_for
+from quire.ops.triton.experts_route import Sorted, sort_by_expert
+from quire.ops.triton.launch import launch, options, traits
+from quire.ops.triton.quantized_tiles import Operands
+from quire.ops.triton.round_inputs import round_inputs
+from quire.ops.weight import Weight
+
+
+def experts_mlp(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    act: Swiglu,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """See `reference.experts.experts_mlp`. Nothing is read on the host."""
+    shape = ExpertsShape(
+        len(x), up.experts, ids.shape[1], x.shape[1], down.weight.inputs, x.dtype,
+        bits_of(up.weight.format),
+    )  # fmt: skip
+    plan = plan_for(shape, deterministic=current_policy().deterministic)
+    return run_experts(plan, x, ids, weights, up, down, act, residual)
+
+
+def run_experts(
+    plan: ExpertsPlan, x: Tensor, ids: Tensor, weights: Tensor, up: ExpertWeights,
+    down: ExpertWeights, act: Swiglu, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Runs a layer's experts by a plan, see `experts_mlp`.
+
+    Raises:
+        ConfigError: no kernel loads the weights.
+    """
+    for own in (up, down):
+        _check(own.weight)
+    tokens, top_k = ids.shape
+    out = torch.empty(tokens, down.outputs, dtype=x.dtype, device=x.device)
+    if not tokens:
+        return out
+    x = _rounded(x, up.weight)
+    inner = torch.empty(tokens * top_k, down.weight.inputs, dtype=x.dtype, device=x.device)
+    if plan.kernel == "gemv":
+        _up_gemv(plan.up, x, ids, up, act, inner)
+        inner = _rounded(inner, down.weight)
+        _down_gemv(plan.down, inner, ids, weights, down, residual, out)
+        return out
+    order = sort_by_expert(ids, up.experts, plan.up.bm)
+    _grouped(plan.up, x, order, weights, up, act, inner, top_k)
+    inner = _rounded(inner, down.weight)
+    parts = torch.empty(tokens * top_k, down.outputs, dtype=x.dtype, device=x.device)
+    _grouped(plan.down, inner, order, weights, down, None, parts, 1)
+    _combine(parts, ids, residual, out)
+    return out
+
+
+def _check(weight: Weight) -> None:
+    format = weight.format
+    known = format.code in ("integer", "e2m1") and not format.ordered and not weight.first
+    if format.group and (format.group < 16 or format.group & (format.group - 1)):
+        known = False
+    if format.bits and (weight.inputs % 8 or format.bits != 4):
+        known = False
+    if not known:
+        raise ConfigError(
+            f"no kernel loads experts' weights of the format {format.key} with {weight.inputs} "
+            f"inputs from place {weight.first} of a group on"
+        )
+
+
+def _rounded(x: Tensor, weight: Weight) -> Tensor:
+    return x if weight.format.inputs == "none" else round_inputs(x, weight)
+
+
+def _formats(own: Operands, k: int, tile: Tile) -> dict[str, object]:
+    """Returns what is known of a weight, and of its tiles, at compile time."""
+    return {
+        "HAS_SCALES": own.has_scales, "BITS": own.bits, "GROUP": own.group,
+        "HAS_ZEROS": own.has_zeros, "E2M1": own.e2m1, "BN": tile.bn, "BK": tile.bk,
+        "EVEN_K": k % tile.bk == 0, "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+
+
+def _acts(act: Swiglu | None) -> dict[str, float]:
+    act = act or Swiglu()
+    return {"ALPHA": act.alpha, "LIMIT": act.limit, "SHIFT": act.shift}
+
+
+def _up_gemv(
+    tile: Tile, x: Tensor, ids: Tensor, up: ExpertWeights, act: Swiglu, out: Tensor
+) -> None:
+    own, n, k, pdl = Operands(up.weight), up.outputs // 2, x.shape[1], traits(x.device).pdl
+    launch(up_gemv_kernel, (triton.cdiv(n, tile.bn), ids.numel()))(
+        x, ids, own.values, own.scales, own.zeros, x if up.bias is None else up.bias, out, n, k,
+        x.stride(0), own.values.stride(0), own.scales.stride(0),
+        TOP_K=ids.shape[1], HAS_BIAS=up.bias is not None, PDL=pdl, **_acts(act),
+        **options(pdl, **_formats(own, k, tile)),
+    )  # fmt: skip
+
+
+def _down_gemv(
+    tile: Tile, inner: Tensor, ids: Tensor, weights: Tensor, down: ExpertWeights,
+    residual: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    own, n, k = Operands(down.weight), down.outputs, inner.shape[1]
+    tokens, top_k = ids.shape
+    pdl = traits(inner.device).pdl
+    launch(down_gemv_kernel, (triton.cdiv(n, tile.bn), tokens))(
+        inner, ids, weights, own.values, own.scales, own.zeros,
+        inner if down.bias is None else down.bias, inner if residual is None else residual, out,
+        n, k, own.values.stride(0), own.scales.stride(0),
+        0 if residual is None else residual.stride(0), out.stride(0),
+        TOP_K=top_k, KP=triton.next_power_of_2(top_k), HAS_BIAS=down.bias is not None,
+        HAS_RES=residual is not None, PDL=pdl, **options(pdl, **_formats(own, k, tile)),
+    )  # fmt: skip
+
+
+def _grouped(
+    tile: Tile, x: Tensor, order: Sorted, weights: Tensor, linear: ExpertWeights,
+    act: Swiglu | None, out: Tensor, rows_per_x: int,
+) -> None:  # fmt: skip
+    """One product over blocks of sorted tokens; with an activation gated, else weighted."""
+    own, n, k = Operands(linear.weight), out.shape[1], x.shape[1]
+    card = traits(x.device)
+    launch(grouped_kernel, (order.most, triton.cdiv(n, tile.bn)))(
+        x, order.order, order.blocks, order.most, weights, own.values, own.scales, own.zeros,
+        x if linear.bias is None else linear.bias, out, n, k, x.stride(0), own.values.stride(0),
+        own.scales.stride(0), ROWS_PER_X=rows_per_x, BM=tile.bm, GATED=act is not None,
+        HAS_BIAS=linear.bias is not None, SWAP=tile.swap,
+        UPCAST=x.dtype == torch.bfloat16 and not card.bf16, PDL=card.pdl, **_acts(act),
+        **options(card.pdl, **_formats(own, k, tile)),
+    )  # fmt: skip
+
+
+def _combine(parts: Tensor, ids: Tensor, residual: Tensor | None, out: Tensor) -> None:
+    tokens, n = out.shape
+    bn = min(1024, triton.next_power_of_2(n))
+    pdl = traits(parts.device).pdl
+    launch(combine_kernel, (tokens, triton.cdiv(n, bn)))(
+        parts, ids, parts if residual is None else residual, out, n,
+        0 if residual is None else residual.stride(0), out.stride(0),
+        TOP_K=ids.shape[1], BN=bn, HAS_RES=residual is not None, PDL=pdl,
+        **options(pdl, num_warps=4),
+    )  # fmt: skip

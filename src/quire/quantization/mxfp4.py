@@ -1,0 +1,67 @@
+"""Checkpoints whose experts are 4-bit floats with a power of two for 32 inputs (OCP Microscaling
+formats), as gpt-oss stores them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from quire.ops import Weight, WeightFormat
+from quire.quantization import fields
+from quire.quantization.compressed_tensors import BYTES, Exponents
+from quire.quantization.fields import Settings, Tensors
+from quire.quantization.scheme import Scheme
+from quire.quantization.stored_tensor import ProjectionShare, Range, StoredTensor, expect
+
+_GROUP = 32
+_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """exceptions: patterns like those of files, of modules that are not quantized."""
+
+    exceptions: tuple[str, ...]
+
+    @classmethod
+    def of(cls, settings: Settings) -> Mxfp4:
+        return cls(fields.names(settings, "modules_to_not_convert"))
+
+    def scheme(self, module: str, tensors: Tensors, *, head: bool) -> Scheme | None:
+        if not module.endswith(_EXPERTS) or any(
+            fnmatchcase(module, pattern) for pattern in self.exceptions
+        ):
+            return None
+        format = WeightFormat(
+            torch.uint8, bits=4, scales=torch.float8_e8m0fnu, group=_GROUP, code="e2m1"
+        )
+        stored = (
+            ExpertBlocks("blocks", "values", BYTES),
+            Exponents("scales", "scales", BYTES, 1, _GROUP),
+        )
+        return Scheme(format, stored)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBlocks(StoredTensor):
+    """Values in blocks of 32, [outputs, blocks, 16], the even input's in the low half of a byte."""
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return outputs, -(-inputs // _GROUP), _GROUP // 2
+
+    def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
+        low, high = share.columns
+        return share.rows, (low // _GROUP, -(-high // _GROUP)), (0, _GROUP // 2)
+
+    def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
+        first = share.columns[0] % _GROUP // 2
+        values = part.flatten(1)
+        own = values[:, first : first + weight.values.shape[1]]
+        expect(
+            torch.tensor(own.shape[1] == weight.values.shape[1]),
+            "has fewer values than the layer has inputs",
+        )
+        weight.values[start : start + len(part)].copy_(own, non_blocking=True)

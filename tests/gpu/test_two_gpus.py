@@ -1,0 +1,54 @@
+"""Two GPUs give the tokens of one; a rank that is killed ends the engine with an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.engine.workers import WorkerExecutor
+from quire.errors import EngineDeadError
+from tests.gpu.test_graphs import COSTLY, PARAMS, run
+from tests.unit.tiny_engine import TINY, TINY_WINDOW
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.mark.parametrize("config", [TINY, TINY_WINDOW], ids=["full", "window"])
+def test_tokens_of_one_gpu(tmp_path: Path, config: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    one = run(tmp_path, PARAMS + COSTLY)
+    for settings in ({}, {"disable": ("symmetric",)}, {"enforce_eager": True}):
+        two = run(tmp_path, PARAMS + COSTLY, tensor_parallel_size=2, **settings)
+        same = sum(a == b for a, b in zip(one, two, strict=True))
+        # Sums over ranks round differently, and that may turn a close choice.
+        assert same >= 0.9 * len(one), settings
+
+
+def test_a_killed_rank(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    llm = LLM(
+        str(tmp_path), device="cuda", load_format="dummy", skip_tokenizer_init=True,
+        num_kv_blocks=100, max_num_seqs=8, max_num_batched_tokens=256, tensor_parallel_size=2,
+    )  # fmt: skip
+    executor = llm._core._executor
+    assert isinstance(executor, WorkerExecutor)
+    lost = executor.workers[0].process
+    timer = threading.Timer(1.0, os.kill, (lost.pid, signal.SIGKILL))
+    timer.start()
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+
+    def go_on() -> None:
+        for _ in range(10_000):
+            llm.generate([[5, 6, 7]], params, use_tqdm=False)
+
+    with pytest.raises(EngineDeadError, match="rank 1"):
+        go_on()
+    llm.shutdown()
+    assert lost.returncode == -signal.SIGKILL

@@ -1,0 +1,85 @@
+"""Two ranks that share experts, by width or whole, give the tokens of one."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from quire.errors import ConfigError
+from quire.models import build_model, load_config, load_weights, spec_from_config
+from quire.parallel import ProcessGroup, SingleGroup
+from quire.parallel.torch_group import TorchGroup
+from tests.models.checkpoints import make
+from tests.models.harness import Harness
+from tests.models.test_parallel import PROMPTS, Ranked
+
+CASES = ["qwen3-moe"]
+
+
+def all_tokens(folders: list[Path], group: ProcessGroup) -> list[list[list[int]]]:
+    found = []
+    for folder in folders:
+        spec = spec_from_config(load_config(folder))
+        for whole in (False, True):
+            model = build_model(
+                spec, device="cpu", dtype=torch.float32, group=group, expert_parallel=whole
+            )
+            load_weights(model, folder)
+            found.append(Harness(model).generate(PROMPTS, 8, chunk=5))
+    return found
+
+
+def _rank(rank: int, world: int, folders: list[Path], rendezvous: str, out: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
+    out.put((rank, all_tokens(folders, TorchGroup())))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+    folders = [tmp_path / case for case in CASES]
+    for folder, case in zip(folders, CASES, strict=True):
+        make(folder, case)
+    expected = all_tokens(folders, SingleGroup())
+
+    context = multiprocessing.get_context("spawn")
+    out = context.Queue()
+    rendezvous = f"file://{tmp_path / 'rendezvous'}"
+    ranks = [
+        context.Process(target=_rank, args=(rank, 2, folders, rendezvous, out), daemon=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    found = dict(out.get(timeout=90) for _ in ranks)
+    for process in ranks:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    assert found == {0: expected, 1: expected}
+
+
+def test_ranks_hold_what_units_allow(tmp_path: Path) -> None:
+    """A width of 40 is two units of 16 and a half; nine experts are four and five."""
+    make(tmp_path, "qwen3-moe")
+    spec = spec_from_config(load_config(tmp_path))
+    sizes = [[], []]
+    for rank in range(2):
+        for whole in (False, True):
+            model = build_model(spec, device="meta", group=Ranked(rank, 2), expert_parallel=whole)
+            sizes[rank].append(tuple(model.layers[0].mlp.up.weight.values.shape))
+    assert sizes == [[(9 * 2 * 16, 48), (4 * 80, 48)], [(9 * 2 * 24, 48), (5 * 80, 48)]]
+    with pytest.raises(ConfigError, match="cannot be shared out over 99 ranks"):
+        spec.layers[0].ffn.layer(48, _build(Ranked(0, 99)))
+
+
+def _build(group: ProcessGroup) -> Any:
+    from quire.layers.build import Build
+    from quire.quantization import Unquantized
+
+    return Build(group, Unquantized(), torch.device("meta"), torch.float32)

@@ -1,0 +1,239 @@
+"""Kernels of experts against the twin in float64: routing, order, every tile and format.
+
+On a GPU the kernels are compiled; on a CPU they run under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
+
+from quire.errors import ConfigError
+from quire.ops.arguments import RmsScale
+from quire.ops.choose import Policy, use_policy
+from quire.ops.experts import SILU, ExpertWeights, Routing, Swiglu
+from quire.ops.reference import experts as twins
+from quire.ops.reference.quantized import dequantize
+from quire.ops.triton.experts import experts_mlp, run_experts
+from quire.ops.triton.experts_plan import ExpertsPlan, ExpertsShape, Tile, plan_for
+from quire.ops.triton.experts_route import route, sort_by_expert
+from quire.ops.weight import Weight, WeightFormat
+from tests.ops.test_triton_gemm import DEVICE
+from tests.ops.test_triton_quantized import FORMATS, drawn
+from tests.slow import slow
+
+E2M1 = WeightFormat(torch.uint8, bits=4, scales=torch.float8_e8m0fnu, group=32, code="e2m1")
+GPT_OSS = Swiglu(1.702, 7.0, 1.0)
+GEMV = ExpertsPlan("gemv", Tile(1, 4, 64), Tile(1, 4, 32))
+GROUPED = ExpertsPlan("grouped", Tile(16, 16, 32), Tile(16, 16, 64))
+SWAPPED = ExpertsPlan("grouped", Tile(32, 16, 64, swap=True), Tile(32, 32, 64, swap=True))
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+ROUTINGS = {
+    "softmax": Routing(top_k=3, renormalize=False),
+    "softmax-normed": Routing(top_k=4),
+    "sigmoid": Routing(top_k=2, score="sigmoid", scale=2.5),
+    "groups": Routing(top_k=3, score="sigmoid", groups=4, top_groups=2),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 21])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_routes(name: str, tokens: int) -> None:
+    routing = ROUTINGS[name]
+    x, weight = noise(tokens, 40), noise(12, 40, seed=1) / 6
+    own = {"bias": noise(12, seed=2) / 4} if name == "softmax-normed" else {}
+    if routing.score == "sigmoid":
+        own["correction"] = noise(12, seed=3) / 2
+    live = torch.tensor([max(1, tokens - 2)], dtype=torch.int32, device=DEVICE)
+    norm = RmsScale(noise(40, seed=4), 1e-5) if name != "groups" else None
+    expected = twins.route(x, weight, routing, live=live, norm=norm, first=2, count=9, **own)
+    for policy in (Policy(), Policy(deterministic=True)):
+        with use_policy(policy):
+            found = route(x, weight, routing, live=live, norm=norm, first=2, count=9, **own)
+        assert torch.equal(found.ids, expected.ids)
+        torch.testing.assert_close(found.weights, expected.weights, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found.x, expected.x, atol=1e-5, rtol=1e-5)
+    assert (expected.ids == -1).any()
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_equal_scores_go_to_the_lowest_index(tokens: int) -> None:
+    x, weight = torch.ones(tokens, 16, device=DEVICE), torch.ones(10, 16, device=DEVICE)
+    live = torch.tensor([tokens], dtype=torch.int32, device=DEVICE)
+    routing = Routing(top_k=4, groups=5, top_groups=2)
+    for run in (route, twins.route):
+        assert run(x, weight, routing, live=live).ids.tolist() == [[0, 1, 2, 3]] * tokens
+
+
+def test_what_is_no_number_still_has_experts() -> None:
+    x = torch.full((3, 16), float("nan"), device=DEVICE)
+    live = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    found = route(x, noise(6, 16), Routing(top_k=3), live=live)
+    assert all(len(set(row)) == 3 and set(row) <= set(range(6)) for row in found.ids.tolist())
+    assert found.weights.isnan().all()
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "bm"), [(1, 3, 5, 16), (300, 4, 9, 16)])
+def test_assignments_by_expert(tokens: int, top_k: int, experts: int, bm: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-1, experts - 1, (tokens, top_k), generator=generator).int()
+    found = sort_by_expert(ids.to(DEVICE), experts, bm)
+    order, blocks = found.order.tolist(), found.blocks.tolist()
+    flat = ids.flatten().tolist()
+    count = blocks[-1]
+    assert count <= found.most
+    seen: list[int] = []
+    for block in range(count):
+        expert, start, end = (blocks[part * found.most + block] for part in range(3))
+        own = order[start : min(start + bm, end)]
+        assert own
+        assert all(flat[a] == expert for a in own)
+        seen += own
+    assert seen == sorted((a for a, e in enumerate(flat) if e >= 0), key=lambda a: (flat[a], a))
+
+
+def layer(
+    format: WeightFormat | None, experts: int, hidden: int, width: int, dtype: torch.dtype, *,
+    bias: bool,
+) -> tuple[ExpertWeights, ExpertWeights]:  # fmt: skip
+    made = []
+    for seed, (outputs, inputs) in enumerate(((2 * width, hidden), (hidden, width))):
+        if format is None:
+            values = noise(experts * outputs, inputs, seed=seed) * inputs**-0.5
+            weight = Weight.plain(values.to(dtype))
+        elif format.code == "e2m1":
+            weight = Weight.empty(format, experts * outputs, inputs, torch.device(DEVICE))
+            generator = torch.Generator().manual_seed(seed)
+            shape = weight.values.shape
+            weight.values.copy_(torch.randint(0, 256, shape, generator=generator))
+            assert weight.scales is not None
+            powers = torch.randint(122, 127, weight.scales.shape, generator=generator)
+            weight.scales.view(torch.uint8).copy_(powers)
+        else:
+            weight = drawn(format, experts * outputs, inputs)
+        own = noise(experts, outputs, seed=9 + seed).to(dtype) if bias else None
+        made.append(ExpertWeights(weight, experts, own))
+    return made[0], made[1]
+
+
+def exact(linear: ExpertWeights) -> ExpertWeights:
+    bias = None if linear.bias is None else linear.bias.double()
+    return ExpertWeights(
+        Weight.plain(dequantize(linear.weight, torch.float64)), linear.experts, bias
+    )
+
+
+def check(
+    plan: ExpertsPlan | None, format: WeightFormat | None, dtype: torch.dtype, tokens: int, *,
+    act: Swiglu = SILU, bias: bool = False, residual: bool = True, hidden: int = 72,
+    width: int = 48,
+) -> None:  # fmt: skip
+    experts, top_k = 6, 3
+    up, down = layer(format, experts, hidden, width, dtype, bias=bias)
+    x = noise(tokens, hidden).to(dtype)
+    scores = noise(tokens, experts, seed=7)
+    ids = scores.argsort(1)[:, :top_k].int()
+    ids[-1, 1] = -1
+    if tokens > 2:
+        ids[1] = -1
+    weights = scores.sigmoid().gather(1, ids.clamp(min=0).long()) * (ids >= 0)
+    stream = noise(tokens, hidden, seed=8).to(dtype) if residual else None
+    expected = twins.experts_mlp(
+        x.double(), ids, weights, exact(up), exact(down), act,
+        None if stream is None else stream.double(),
+    )  # fmt: skip
+    args = (x, ids, weights, up, down, act, stream)
+    found = experts_mlp(*args) if plan is None else run_experts(plan, *args)
+    assert found.dtype == dtype
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < {torch.float32: 3e-6, torch.bfloat16: 1.2e-2, torch.float16: 1e-3}[dtype]
+
+
+@pytest.mark.parametrize("plan", [GEMV, GROUPED, SWAPPED], ids=["gemv", "grouped", "swapped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, slow(torch.float16)])
+def test_products(plan: ExpertsPlan, dtype: torch.dtype) -> None:
+    check(plan, None, dtype, 1)
+    check(plan, None, dtype, 6, residual=False)
+    check(plan, None, dtype, 6, act=GPT_OSS, bias=True)
+
+
+QUICK = ("uint4-g32-zeros", "float8_e4m3fn", "e2m1")
+
+
+@pytest.mark.parametrize("plan", [GEMV, GROUPED], ids=["gemv", "grouped"])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else slow(name) for name in (*FORMATS, "e2m1")]
+)
+def test_formats(plan: ExpertsPlan, name: str) -> None:
+    format = FORMATS.get(name, E2M1)
+    check(plan, format, torch.float32, 5, hidden=96, width=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_4_bit_floats_in_half_precision(dtype: torch.dtype) -> None:
+    for plan in (GEMV, GROUPED):
+        check(plan, E2M1, dtype, 3, hidden=64, width=64)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, slow(90)])
+def test_any_number_of_tokens(tokens: int) -> None:
+    check(None, None, torch.float32, tokens)
+    with use_policy(Policy(deterministic=True)):
+        check(None, None, torch.float32, tokens)
+
+
+def test_deterministic_results_do_not_depend_on_the_batch() -> None:
+    up, down = layer(None, 6, 72, 48, torch.float32, bias=True)
+    x, scores = noise(40, 72), noise(40, 6, seed=7)
+    ids = scores.argsort(1)[:, :3].int()
+    weights = scores.sigmoid().gather(1, ids.long())
+    with use_policy(Policy(deterministic=True)):
+        together = experts_mlp(x, ids, weights, up, down, SILU)
+        alone = experts_mlp(x[7:8], ids[7:8], weights[7:8], up, down, SILU)
+    assert torch.equal(together[7:8], alone)
+
+
+def test_inputs_are_rounded_as_the_format_says() -> None:
+    format = WeightFormat(torch.int8, scales=torch.float32, inputs="token")
+    up, down = layer(replace(format, inputs="none"), 4, 64, 48, torch.float32, bias=False)
+    up, down = (part._replace(weight=replace(part.weight, format=format)) for part in (up, down))
+    x, ids = noise(3, 64), torch.tensor([[0, 3], [1, 2], [3, 0]], dtype=torch.int32, device=DEVICE)
+    weights = torch.full((3, 2), 0.5, device=DEVICE)
+    expected = twins.experts_mlp(x, ids, weights, up, down, SILU)
+    found = experts_mlp(x, ids, weights, up, down, SILU)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_what_no_kernel_loads_is_refused() -> None:
+    weight = drawn(FORMATS["uint4-g32-zeros"], 64, 40, before=24)
+    up = ExpertWeights(Weight.plain(noise(32, 64)), 1)
+    with pytest.raises(ConfigError, match="no kernel loads experts' weights"):
+        run_experts(
+            GEMV, noise(1, 64), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1), up,
+            ExpertWeights(weight, 1), SILU,
+        )  # fmt: skip
+
+
+def test_plans_fit_what_they_serve() -> None:
+    def plan(tokens: int) -> ExpertsPlan:
+        return plan_for(ExpertsShape(tokens, 128, 8, 2048, 768, torch.bfloat16, 16))
+
+    assert plan(1).kernel == "gemv"
+    rows = [plan(tokens).up.bm for tokens in (64, 512, 2048, 8192)]
+    assert rows == sorted(rows)
+    assert all(plan(tokens).up.bm == plan(tokens).down.bm for tokens in (64, 512, 2048, 8192))

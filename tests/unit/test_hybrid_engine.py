@@ -1,0 +1,128 @@
+"""A model with recurrent states in the real engine: the tokens do not depend on what is cached, on
+how prompts are cut, or on what else runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.sampling_params import SamplingParams
+from tests.unit.tiny_engine import MAX_LEN, VOCAB, Job, TinyEngine, model_folder, random_prompts
+
+HYBRID: dict[str, object] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": MAX_LEN,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+    "vocab_size": VOCAB,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("hybrid") / "model", HYBRID)
+
+
+def greedy(count: int = 12, **more: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+
+def alone(folder: Path, jobs: list[Job]) -> list[list[int]]:
+    """Each job's tokens from an engine that keeps nothing and does nothing else."""
+    engine = TinyEngine(folder, prefix_caching=False)
+    return [tokens for job in jobs for tokens in engine.run([job])]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("budget", [7, 256])
+def test_batches_chunks_and_hits(folder: Path, depth: int, budget: int) -> None:
+    prompts = random_prompts(6)
+    shared = random_prompts(1, 120, seed=3)[0]
+    jobs = [Job(prompt, greedy()) for prompt in prompts]
+    jobs += [Job(shared + prompt, greedy()) for prompt in prompts]
+    expected = alone(folder, jobs)
+    engine = TinyEngine(folder, depth=depth, budget=budget)
+    assert engine.run(jobs) == expected
+    assert engine.run(jobs) == expected
+    assert engine.scheduler.stats().prefix_hit_tokens > 0
+    for job, tokens in zip(jobs, expected, strict=True):
+        longer = Job([*job.prompt, *tokens, 9, 8, 7], greedy(5))
+        assert engine.run([longer]) == alone(folder, [longer])
+
+
+def test_every_length_of_a_shared_prefix(folder: Path) -> None:
+    engine = TinyEngine(folder, budget=64)
+    prompt = random_prompts(1, 100, seed=7)[0][:40] * 2
+    for length in range(1, len(prompt), 3):
+        job = Job([*prompt[:length], 11, 12], greedy(4))
+        assert engine.run([job]) == alone(folder, [job]), length
+
+
+def test_preempted_requests_go_on(folder: Path) -> None:
+    jobs = [Job(prompt, greedy(60)) for prompt in random_prompts(6, 30, seed=2)]
+    expected = alone(folder, jobs)
+    for depth in (1, 2):
+        engine = TinyEngine(folder, depth=depth, blocks=36)
+        assert engine.run(jobs) == expected
+        assert engine.scheduler.stats().preemptions > 0
+
+
+def test_completions_of_one_prompt(folder: Path) -> None:
+    prompt = random_prompts(1, 90, seed=5)[0]
+    params = SamplingParams(temperature=1.0, max_tokens=12, n=4, ignore_eos=True)
+    expected = alone(folder, [Job(prompt, params, seed=4)])
+    engine = TinyEngine(folder, depth=2)
+    assert engine.run([Job(prompt, params, seed=4)]) == expected
+    assert len({tuple(tokens) for tokens in expected}) == 4
+
+
+def test_ends_that_the_device_sees_leave_a_state(folder: Path) -> None:
+    """With two steps in flight, rows that are launched before the end is known change nothing."""
+    prompts = random_prompts(8, 50, seed=9)
+    params = SamplingParams(temperature=1.0, max_tokens=80)
+    engine = TinyEngine(folder, depth=2)
+    jobs = [Job(prompt, params, seed=i) for i, prompt in enumerate(prompts)]
+    expected = alone(folder, jobs)
+    assert engine.run(jobs) == expected
+    stopped = [(j, out) for j, out in zip(jobs, expected, strict=True) if out[-1] == 5]
+    assert stopped
+    for job, out in stopped:
+        before = engine.scheduler.stats().prefix_hit_tokens
+        longer = Job([*job.prompt, *out, 20, 21], greedy(6))
+        assert engine.run([longer]) == alone(folder, [longer])
+        hit = engine.scheduler.stats().prefix_hit_tokens - before
+        assert hit == len(job.prompt) + len(out) - 1
+
+
+def test_penalties_and_logprobs(folder: Path) -> None:
+    prompts = random_prompts(3, 40, seed=11)
+    params = greedy(10, repetition_penalty=1.3, logprobs=3, prompt_logprobs=2)
+    jobs = [Job(prompt, params) for prompt in prompts]
+    assert TinyEngine(folder, depth=2, budget=16).run(jobs) == alone(folder, jobs)
+
+
+def test_deterministic_and_drafts_are_refused(folder: Path) -> None:
+    from quire.runner import Hook
+
+    class Drafting(Hook):
+        drafts = 2
+
+    with pytest.raises(ConfigError, match="recurrent"):
+        TinyEngine(folder, hooks=[Drafting()])
