@@ -95,7 +95,7 @@ LINEAR = {n: 1.0 + 0.1 * n for n in range(1, 40)}
 def test_no_other_choice_is_better(
     rows: list[tuple[float, bool]], draft: float, slope: float
 ) -> None:
-    """The best of all counts of up to three drafts for each row is chosen."""
+    """The choice is among all counts of up to three drafts for each row."""
     table = costs({n: 1.0 + slope * n for n in range(1, 20)}, draft)
     chance = np.array([row[0] for row in rows])
     modelled = np.array([row[1] for row in rows])

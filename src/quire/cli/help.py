@@ -70,6 +70,7 @@ SUBJECTS = (
             "enable_chunked_prefill", "steps_in_flight",
         ),
     ),
+    Subject("Speculative decoding", (), ("speculative", "speculative_model")),
     Subject("Kernels", ("enforce_eager",), ("deterministic", "disable")),
     Subject(
         "Processes",
