@@ -35,6 +35,7 @@ COPY --from=wheel /torch.txt /tmp/
 RUN pip install --no-cache-dir -r /tmp/torch.txt
 
 FROM cuda-torch AS cuda
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 # Triton builds the launchers of its kernels with a C compiler.
 # hadolint ignore=DL3008
 RUN apt-get update \
