@@ -217,6 +217,30 @@ def doctor(
     run(model, host=host, port=port, as_json=json)
 
 
+@app.command()
+def verify(
+    url: Annotated[str, typer.Argument(help="The server's address, as in localhost:8000.")],
+    model: Annotated[
+        str | None, typer.Option(help="Default: the first that the server lists.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key of that server.", envvar="QUIRE_API_KEY")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that an answer, or a part of it, may take.")
+    ] = 120.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check whether any server with OpenAI's API answers as it should, and print a score card.
+
+    Exit status: 0 if no check failed, 1 if one did, 2 if they could not be made. What the server
+    does not take is "not offered", which is no failure.
+    """
+    from quire.cli.verify import verify as run
+
+    run(url, model=model, api_key=api_key, timeout=timeout, as_json=json)
+
+
 @app.command(cls=SettingsCommand)
 @with_settings(EngineArgs)
 def info(
