@@ -66,5 +66,5 @@ def _print(card: ScoreCard) -> None:
         if outcome.status != "passed":
             place = f"{outcome.route}, {outcome.check}"
             console.print(Text(f"{outcome.status}: {place}: {outcome.detail}"), soft_wrap=True)
-    counts = {status: card.count(status) for status in ("passed", "failed", "not offered")}  # type: ignore[arg-type]
+    counts = {status: card.count(status) for status in ("passed", "failed", "not offered")}
     console.print(", ".join(f"{count} {status}" for status, count in counts.items()))

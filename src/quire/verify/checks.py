@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.verify.outcome import FailedError, NotOfferedError, require, require_same
-from quire.verify.routes import CHAT, Answer, TokenLogprob
+from quire.verify.routes import CHAT, CheckedAnswer, TokenLogprob
 from quire.verify.session import LIMIT, PROMPT, Session
 
 _SEED = 20_260_101
@@ -257,7 +257,9 @@ def _require_refused(session: Session, body: Any, status: int, name: str) -> str
     return reply.message
 
 
-def _require_same_answer(first: Answer, second: Answer, places: str, counts: bool = True) -> None:
+def _require_same_answer(
+    first: CheckedAnswer, second: CheckedAnswer, places: str, counts: bool = True
+) -> None:
     for name in ("reasoning", "text", "finish_reason"):
         require_same(name, getattr(first.first, name), getattr(second.first, name), places)
     require(first.first.finish_reason is not None, "an answer has no finish_reason")
@@ -265,7 +267,7 @@ def _require_same_answer(first: Answer, second: Answer, places: str, counts: boo
         require_same(f"usage.{name}", first.tokens(name), second.tokens(name), places)
 
 
-def _tokens(answer: Answer) -> str:
+def _tokens(answer: CheckedAnswer) -> str:
     return f"{answer.tokens('completion_tokens')} tokens"
 
 

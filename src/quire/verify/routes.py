@@ -27,7 +27,7 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
-class Choice:
+class CheckedChoice:
     """One completion. `reasoning` is what a chat model thought before its answer."""
 
     text: str = ""
@@ -37,14 +37,14 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Answer:
+class CheckedAnswer:
     """Completions by their index, and the server's account of tokens; None where it gave none."""
 
-    choices: dict[int, Choice]
+    choices: dict[int, CheckedChoice]
     usage: Json | None
 
     @property
-    def first(self) -> Choice:
+    def first(self) -> CheckedChoice:
         if 0 not in self.choices:
             raise FailedError("the answer has no choice of index 0")
         return self.choices[0]
@@ -58,27 +58,27 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class CheckedRoute:
     """One generating route.
 
     Attributes:
         prompt: returns the fields that hold the prompt.
         logprobs: fields that ask for the 5 likeliest tokens.
-        add: adds a choice of an answer, or of a stream's chunk, to a `Choice`.
+        add: adds a choice of an answer, or of a stream's chunk, to a `CheckedChoice`.
     """
 
     name: str
     path: str
     prompt: Callable[[str], Json]
     logprobs: Json
-    add: Callable[[Choice, Json], None]
+    add: Callable[[CheckedChoice, Json], None]
 
 
 def _chat_prompt(text: str) -> Json:
     return {"messages": [{"role": "user", "content": text}]}
 
 
-def _add_chat(choice: Choice, raw: Json) -> None:
+def _add_chat(choice: CheckedChoice, raw: Json) -> None:
     message = raw.get("message") or raw.get("delta") or {}
     choice.text += message.get("content") or ""
     choice.reasoning += message.get("reasoning_content") or message.get("reasoning") or ""
@@ -96,7 +96,7 @@ def _completion_prompt(text: str) -> Json:
     return {"prompt": text}
 
 
-def _add_completion(choice: Choice, raw: Json) -> None:
+def _add_completion(choice: CheckedChoice, raw: Json) -> None:
     choice.text += raw["text"] or ""
     found = raw.get("logprobs") or {}
     tokens = found.get("tokens") or []
@@ -107,24 +107,24 @@ def _add_completion(choice: Choice, raw: Json) -> None:
         )
 
 
-CHAT = Route(
+CHAT = CheckedRoute(
     "chat",
     "/v1/chat/completions",
     _chat_prompt,
     {"logprobs": True, "top_logprobs": 5},
     _add_chat,
 )
-COMPLETIONS = Route(
+COMPLETIONS = CheckedRoute(
     "completions", "/v1/completions", _completion_prompt, {"logprobs": 5}, _add_completion
 )
 ROUTES = (CHAT, COMPLETIONS)
 
 
-def add_choices(route: Route, choices: dict[int, Choice], body: Json) -> None:
+def add_choices(route: CheckedRoute, choices: dict[int, CheckedChoice], body: Json) -> None:
     """Adds the choices of an answer or a chunk. Raises FailedError where it has another shape."""
     try:
         for raw in body["choices"]:
-            choice = choices.setdefault(int(raw["index"]), Choice())
+            choice = choices.setdefault(int(raw["index"]), CheckedChoice())
             ended, length = choice.finish_reason, len(choice.text)
             route.add(choice, raw)
             if ended is not None and len(choice.text) > length:

@@ -11,7 +11,7 @@ from typing import Any
 from quire.errors import ConfigError
 from quire.http_client import HttpClient
 from quire.verify.outcome import FailedError, NotOfferedError
-from quire.verify.routes import Answer, Choice, Json, Route, add_choices
+from quire.verify.routes import CheckedAnswer, CheckedChoice, Json, CheckedRoute, add_choices
 
 REFUSED = frozenset({400, 404, 405, 415, 422, 501})
 """Statuses with which servers refuse a field or route that they do not have."""
@@ -59,12 +59,12 @@ def send(client: HttpClient, method: str, path: str, content: str | None = None)
 class Session:
     """One model on one route of a server."""
 
-    def __init__(self, client: HttpClient, model: str, route: Route) -> None:
+    def __init__(self, client: HttpClient, model: str, route: CheckedRoute) -> None:
         self.client = client
         self.model = model
         self.route = route
         self._limit = "max_tokens"
-        self._greedy: Answer | None = None
+        self._greedy: CheckedAnswer | None = None
 
     def probe(self) -> Reply:
         """Sends the plainest request, and settles which field limits an answer's length."""
@@ -91,7 +91,7 @@ class Session:
         except ConfigError as error:
             raise FailedError(str(error)) from None
 
-    def ask(self, body: Json, needs: str = "") -> Answer:
+    def ask(self, body: Json, needs: str = "") -> CheckedAnswer:
         """Returns a whole answer.
 
         Args:
@@ -103,13 +103,13 @@ class Session:
         """
         reply = self.post(body)
         _check_status(reply, needs)
-        choices: dict[int, Choice] = {}
+        choices: dict[int, CheckedChoice] = {}
         add_choices(self.route, choices, reply.body)
-        return Answer(choices, reply.body.get("usage"))
+        return CheckedAnswer(choices, reply.body.get("usage"))
 
-    def stream(self, body: Json, needs: str = "") -> Answer:
+    def stream(self, body: Json, needs: str = "") -> CheckedAnswer:
         """Returns a streamed answer, put together. Errors are those of `ask`."""
-        answer = Answer({}, None)
+        answer = CheckedAnswer({}, None)
         try:
             for chunk in self._chunks({**body, "stream": True}, needs):
                 add_choices(self.route, answer.choices, chunk)
@@ -145,7 +145,7 @@ class Session:
         finally:
             connection.close()
 
-    def greedy(self) -> Answer:
+    def greedy(self) -> CheckedAnswer:
         """Returns the greedy answer to the checks' prompt, asked for once."""
         if self._greedy is None:
             self._greedy = self.ask(self.body(PROMPT, LIMIT))
