@@ -72,16 +72,25 @@ class ModelWork:
 
     def of_step(self, first: Int32, count: Int32, logit_rows: int) -> tuple[float, float]:
         """(bytes, FLOPs) of a step; its rows compute `count` positions from `first`, int32 [R]."""
+        parts = self.parts_of_step(first, count, logit_rows).values()
+        return float(sum(part[0] for part in parts)), float(sum(part[1] for part in parts))
+
+    def parts_of_step(
+        self, first: Int32, count: Int32, logit_rows: int
+    ) -> dict[str, tuple[float, float]]:
+        """Returns (bytes, FLOPs) of a step by kind of kernel."""
         tokens = int(count.sum())
-        bytes_ = self.body_bytes + tokens * self.embedding_bytes
-        flops = tokens * self.body_flops + logit_rows * self.head_flops
-        if logit_rows:
-            bytes_ += self.head_bytes
+        bytes_ = flops = 0.0
         for window, layers in self.windows:
             seen, pairs = attended(first, count, window)
             bytes_ += layers * (seen + tokens) * self.kv_bytes
             flops += layers * pairs * self.pair_flops
-        return float(bytes_), float(flops)
+        return {
+            "projections": (self.body_bytes, tokens * self.body_flops),
+            "attention": (bytes_, flops),
+            "embedding": (tokens * self.embedding_bytes, 0.0),
+            "head": (self.head_bytes if logit_rows else 0, logit_rows * self.head_flops),
+        }
 
 
 def attended(first: Int32, count: Int32, window: int | None) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 from quire.errors import ConfigError
 from quire.http_client import HttpClient
 from quire.verify.outcome import FailedError, NotOfferedError
-from quire.verify.routes import CheckedAnswer, CheckedChoice, Json, CheckedRoute, add_choices
+from quire.verify.routes import CheckedAnswer, CheckedChoice, CheckedRoute, Json, add_choices
 
 REFUSED = frozenset({400, 404, 405, 415, 422, 501})
 """Statuses with which servers refuse a field or route that they do not have."""
