@@ -33,11 +33,12 @@ class ModelWork:
 
     @classmethod
     def of(cls, config: EngineConfig) -> ModelWork:
-        """From a model without weights."""
+        """From a model without weights. With several ranks, the work of one of them."""
         import torch
 
+        from quire.engine.ranks import model_of_rank
         from quire.layers.linear import Linear
-        from quire.models import build_model, load_config, model_quantization, spec_from_config
+        from quire.models import load_config, model_quantization, spec_from_config
 
         hf_config = load_config(config.model_path)
         spec = spec_from_config(hf_config)
@@ -45,8 +46,9 @@ class ModelWork:
         quantization = model_quantization(
             config.model_path, hf_config, spec, config.args.quantization
         )
-        model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
-        head = spec.vocab_size * spec.hidden_size
+        world = config.args.tensor_parallel_size
+        model = model_of_rank(spec, quantization, world, dtype)
+        head = spec.vocab_size * spec.hidden_size // world
         outside = {"embedding", "positions", "head"}
         body_bytes = sum(
             parameter.numel() * parameter.dtype.itemsize
@@ -54,7 +56,7 @@ class ModelWork:
             if name.partition(".")[0] not in outside
         )
         products = sum(
-            module.inputs * sum(output.size for output in module.outputs)
+            (module.columns[1] - module.columns[0]) * sum(module.sizes)
             for module in model.layers.modules()
             if isinstance(module, Linear)
         )
@@ -66,8 +68,8 @@ class ModelWork:
             head_flops=2 * head,
             embedding_bytes=spec.hidden_size * dtype.itemsize,
             windows=tuple(Counter(map(spec.window, spec.attention)).items()),
-            kv_bytes=2 * attention.kv_heads * attention.head_dim * dtype.itemsize,
-            pair_flops=4 * attention.heads * attention.head_dim,
+            kv_bytes=2 * max(1, attention.kv_heads // world) * attention.head_dim * dtype.itemsize,
+            pair_flops=4 * attention.heads * attention.head_dim // world,
         )
 
     def of_step(self, first: Int32, count: Int32, logit_rows: int) -> tuple[float, float]:

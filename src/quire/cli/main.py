@@ -241,6 +241,40 @@ def verify(
     run(url, model=model, api_key=api_key, timeout=timeout, as_json=json)
 
 
+@app.command()
+def roofline(
+    model: Annotated[
+        str | None, typer.Argument(help="Model folder or hub id.", show_default=False)
+    ] = None,
+    *,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="b1, b64, nano, ttft, or requests x prompt x output tokens, as in 64x512x1024. "
+            "May be repeated. Default: b1, b64 and ttft."
+        ),
+    ] = None,
+    card: Annotated[str, typer.Option(help="h200, h100, b200, a100, l40s or l4.")] = "h200",
+    dtype: Annotated[str, typer.Option(help="auto is the checkpoint's.")] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="As of quire serve. Default: as the checkpoint.")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="GPUs that share each layer.")
+    ] = 1,
+    revision: Annotated[str | None, typer.Option(help="Hub revision of the model.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predict times and memory of a model on a card, from its shapes, before anything runs."""
+    from quire.cli.roofline import roofline as run
+
+    engine = EngineArgs(
+        model=model, revision=revision, dtype=dtype, device="cpu", quantization=quantization,
+        tensor_parallel_size=tensor_parallel_size,
+    )  # fmt: skip
+    run(engine, card, case, as_json=json)
+
+
 @app.command(cls=SettingsCommand)
 @with_settings(EngineArgs)
 def info(
