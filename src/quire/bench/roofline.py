@@ -63,7 +63,7 @@ CARDS = {
 
 
 @dataclass(slots=True)
-class Kind:
+class KindTime:
     """Time of one kind of kernel, over a whole run.
 
     Attributes:
@@ -114,7 +114,7 @@ class Prediction:
     first_token_seconds: float
     weight_bytes: int
     kv_bytes: int
-    kinds: dict[str, Kind]
+    kinds: dict[str, KindTime]
 
 
 class Roofline:
@@ -185,7 +185,7 @@ class Roofline:
 
     def run(self, name: str, prompts: Sequence[int], outputs: Sequence[int]) -> Prediction:
         """Returns the prediction of requests that come at once."""
-        kinds = {"host": Kind(seconds=_HOST)}
+        kinds = {"host": KindTime(seconds=_HOST)}
         now, decode, steps, last_first, held = _HOST, [], 0, 0.0, 0
         for step in schedule(prompts, outputs):
             seconds = self._step(kinds, step)
@@ -208,14 +208,14 @@ class Roofline:
             kinds=kinds,
         )
 
-    def _step(self, kinds: dict[str, Kind], step: Step) -> float:
+    def _step(self, kinds: dict[str, KindTime], step: ScheduledStep) -> float:
         """Adds a step's time to its kinds. Returns it."""
         tokens = int(step.count.sum())
         parts = self.work.parts_of_step(step.first, step.count, step.logit_rows)
         hidden = tokens * self.work.embedding_bytes
         # A norm reads and writes the residual stream, and writes what comes out.
         parts["norms"] = (2 * self.layers * 3 * hidden, 0.0)
-        seconds = kinds.setdefault("between steps", Kind()).add(0.0, 0.0, _STEP)
+        seconds = kinds.setdefault("between steps", KindTime()).add(0.0, 0.0, _STEP)
         for name, (bytes_, flops) in parts.items():
             launch, bandwidth, rate = _LAUNCH, self.limits.memory, self.limits.matmul
             if name == "projections":
@@ -226,18 +226,18 @@ class Roofline:
             if name in ("projections", "head") and rows > _FEW_ROWS:
                 launch += _WIDE_LAUNCH
             launches = _LAUNCHES.get(name, 0) * self.layers or 1
-            kind = kinds.setdefault(name, Kind())
+            kind = kinds.setdefault(name, KindTime())
             seconds += kind.add(bytes_ / bandwidth, flops / rate, launches * launch)
         if self.world > 1:
             # A rank sends and receives this share of a sum over all of them, twice a layer.
             sent = 2 * self.layers * hidden * 2 * (self.world - 1) / self.world
-            kind = kinds.setdefault("collectives", Kind())
+            kind = kinds.setdefault("collectives", KindTime())
             seconds += kind.add(sent / _LINK, 0.0, 2 * self.layers * 2 * _LAUNCH)
         return seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScheduledStep:
     """One step. `first`, `count`: int32 [R], as `ModelWork.of_step` takes them.
 
     Attributes:
@@ -256,7 +256,7 @@ class Step:
         return bool((self.count == 1).all()) and not self.first_tokens
 
 
-def schedule(prompts: Sequence[int], outputs: Sequence[int]) -> Iterator[Step]:
+def schedule(prompts: Sequence[int], outputs: Sequence[int]) -> Iterator[ScheduledStep]:
     """Yields the steps of requests that come at once, with room for all of their KV: running
     requests first, then prompts in order, in chunks, under the budgets of a step."""
     prompt, total = np.array(prompts), np.array(prompts) + np.array(outputs) - 1
@@ -274,7 +274,7 @@ def schedule(prompts: Sequence[int], outputs: Sequence[int]) -> Iterator[Step]:
         first = done[rows].astype(np.int32)
         done[rows] += count
         ended = done[rows] >= prompt[rows]
-        yield Step(
+        yield ScheduledStep(
             first,
             count.astype(np.int32),
             int(ended.sum()),
