@@ -43,6 +43,8 @@ class Dialogue:
         parallel_tool_calls: False: one call at most.
         template_kwargs: further variables of the chat template, such as documents.
         reasoning_effort: passed to a template that takes it, else refused.
+        add_special_tokens: adds the tokenizer's own special tokens to what the template wrote.
+        most_prompt_tokens: the last tokens of the prompt to keep; None keeps all.
         include_reasoning: False leaves reasoning out of the events (it is still generated).
         with_tokens: give tokens without text (the end of sequence, say) an event too. Set it where
             token ids or log-probabilities are passed on.
@@ -57,6 +59,8 @@ class Dialogue:
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    add_special_tokens: bool = False
+    most_prompt_tokens: int | None = None
     include_reasoning: bool = True
     with_tokens: bool = False
     request_id: str

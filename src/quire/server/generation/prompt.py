@@ -52,8 +52,10 @@ def render_prompt(
     if dialogue.continue_final_message:
         text = _up_to_mark(text)
         continued = dialogue.messages[-1]["content"]
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, most=most).tolist()
-    return RenderedPrompt(text, ids, continued)
+    keep = dialogue.most_prompt_tokens
+    limit = most if keep is None else None
+    ids: list[int] = tokenizer.encode(text, dialogue.add_special_tokens, limit).tolist()
+    return RenderedPrompt(text, ids if keep is None else ids[-keep:], continued)
 
 
 def _shown_tools(tokenizer: Tokenizer, dialogue: Dialogue) -> list[dict[str, Any]]:
