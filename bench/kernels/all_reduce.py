@@ -75,22 +75,28 @@ def check_graph(group: SymmetricGroup, width: int, device: torch.device) -> int:
     """Returns how many replays of a graph of many sums were wrong."""
     rows = (1, 64, 8, 200, 1, 300)
     inputs = [draws(n, width, torch.bfloat16, n + group.rank, device) for n in rows]
+    # The residual stream is the same on every rank.
+    streams = [draws(n, width, torch.bfloat16, 1000 + n, device) for n in rows]
     ways = [group.one_shot if n <= 64 else group.two_shot for n in rows]
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream())
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(side):
         graph.capture_begin(capture_error_mode="thread_local")
-        outs = [way(x, x, 1) for _ in range(6) for way, x in zip(ways, inputs, strict=True)]
+        outs = [
+            way(x, stream, 1)
+            for _ in range(6)
+            for way, x, stream in zip(ways, inputs, streams, strict=True)
+        ]
         graph.capture_end()
     expected = []
-    for x in inputs:
+    for x, stream in zip(inputs, streams, strict=True):
         parts = x.new_empty(group.world, *x.shape)
         dist.all_gather_into_tensor(parts.view(-1), x.view(-1))
         total = torch.zeros(x.shape, device=device)
         for part in parts:
             total += part.float()
-        expected.append((total + x.float()).to(x.dtype))
+        expected.append((total + stream.float()).to(x.dtype))
     wrong = 0
     for index in range(50):
         if index % 7 == group.rank:

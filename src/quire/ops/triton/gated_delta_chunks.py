@@ -270,7 +270,9 @@ def _scan(
         values = real[:, None] & in_value[None, :]
         of_head = 2 * key_heads * key_dim + head * value_dim
         v = tl.load(rows + (of_head + j)[None, :], mask=values, other=0.0).to(tl.float32)
-        inverse = tl.load(inverse_ptr + number * 4096 + square, mask=seen, other=0.0)
+        # Above the diagonal nothing was stored. A mask on the load gave wrong products in bf16.
+        inverse = tl.load(inverse_ptr + number * 4096 + square)
+        inverse = tl.where(seen, inverse, 0.0).to(kind)
         within = tl.load(within_ptr + number * 4096 + square)
         vectors = vectors_ptr + number * 256
         q_inverse = tl.load(vectors + place)
@@ -341,10 +343,12 @@ def chunked(
         PDL=pdl, **options(pdl, num_warps=4),
     )  # fmt: skip
     block_v = min(32, max(16, triton.next_power_of_2(value_dim)))
+    # Triton 3.6 gives wrong copies in fp32 with two stages, and wrong products in 16 bits with one.
+    stages = 1 if mixed.dtype == torch.float32 else 2
     launch(_scan, (triton.cdiv(value_dim, block_v), heads, count))(
         mixed, matrices, out, inverse, within, vectors, rows.ids, rows.lanes, rows.query_start,
         rows.seq_lens, rows.table, key_heads, heads, key_dim, value_dim, mixed.stride(0),
         matrices.stride(0), rows.table.stride(0), key_dim**-0.5, shortest,
         SAVES=rows.table.shape[1] // 2, DK=width, BV=block_v, PRECISION=precision, PDL=pdl,
-        **options(pdl, num_warps=4, num_stages=2),
+        **options(pdl, num_warps=4, num_stages=stages),
     )  # fmt: skip

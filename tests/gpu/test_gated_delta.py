@@ -1,0 +1,71 @@
+"""The gated delta rule's kernels, compiled, against their twins in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.ops.reference import gated_delta as twins
+from quire.ops.state import StateLayer, StateRows
+from quire.ops.triton import gated_delta_net as kernels
+from quire.plan import STATE_SAVES
+
+DEVICE = torch.device("cuda", 0)
+LIMIT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+STEPS = {
+    "decode": ([(0, 1), (7, 1), (100, 1)], []),
+    "a few tokens": ([(0, 5), (7, 3), (64, 8)], []),
+    "a prompt that leaves copies": ([(0, 300)], [16, 64, 200, 211, 300]),
+    "a prompt goes on": ([(128, 200)], [192, 320]),
+    "mixed": ([(33, 1), (0, 200), (12, 17), (5, 16), (900, 65)], []),
+}
+
+
+def rows_of(lengths: list[tuple[int, int]], saves: list[int]) -> StateRows:
+    """Returns rows of (start, tokens), each in the lane and slot of its number. The first leaves
+    copies at `saves`."""
+    count = len(lengths)
+    table = torch.zeros(count, 1 + 2 * STATE_SAVES, dtype=torch.int32)
+    table[:, 0] = torch.arange(count)
+    for pair, position in enumerate(saves):
+        table[0, 1 + 2 * pair], table[0, 2 + 2 * pair] = position, count + pair
+    counts = torch.tensor([0, *(tokens for _, tokens in lengths)])
+    starts = counts.cumsum(0).int().to(DEVICE)
+    ends = torch.tensor([start + tokens for start, tokens in lengths], dtype=torch.int32)
+    ids = torch.ones(int(starts[-1]), dtype=torch.int32, device=DEVICE)
+    lanes = torch.arange(count, dtype=torch.int32, device=DEVICE)
+    return StateRows(ids, lanes, starts, ends.to(DEVICE), table.to(DEVICE), (), int(counts.max()))
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (64, 128), (64, 64), (16, 24)])
+@pytest.mark.parametrize("step", STEPS)
+def test_kernels_give_what_twins_give(
+    step: str, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(1)
+    key_heads, heads, taps = 2, 6, 4
+    lengths, saves = STEPS[step]
+    rows = rows_of(lengths, saves)
+    tokens, slots = len(rows.ids), len(lengths) + STATE_SAVES
+    channels = 2 * key_heads * key_dim + heads * value_dim
+
+    def normal(*shape: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, device=DEVICE).to(kind)
+
+    x = normal(tokens, channels, kind=dtype)
+    a, b = normal(tokens, heads, kind=dtype), normal(tokens, heads, kind=dtype)
+    weight, a_log, dt_bias = normal(channels, taps), normal(heads) - 2, normal(heads)
+    recurrent = normal(slots, heads, key_dim, value_dim)
+    conv = normal(slots, taps - 1, channels, kind=dtype)
+    found = []
+    for side, wide in ((kernels, False), (twins, True)):
+        parts = [x, a, b, weight, a_log, dt_bias, recurrent, conv]
+        own = [part.double() if wide else part.clone() for part in parts]
+        state = StateLayer(own[6], own[7])
+        mixed = side.short_conv(own[0], own[3], state, rows)
+        out = side.gated_delta(mixed, own[1], own[2], own[4], own[5], state, rows)
+        found.append([mixed, out, *state])
+    for got, want in zip(*found, strict=True):
+        error = float((got.double() - want).norm() / want.norm())
+        assert error < LIMIT[dtype]
