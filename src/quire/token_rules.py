@@ -1,4 +1,4 @@
-"""Which tokens a request may generate, as its parameters say: some alone, and some never."""
+"""Rules about the tokens that a request may generate: some alone, and some never."""
 
 from __future__ import annotations
 

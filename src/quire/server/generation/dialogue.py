@@ -41,6 +41,7 @@ class Dialogue:
         tools: in OpenAI's shape: {"type": "function", "function": {name, description, parameters,
             strict}}.
         parallel_tool_calls: False: one call at most.
+        chat_template: replaces the model's own.
         template_kwargs: further variables of the chat template, such as documents.
         reasoning_effort: passed to a template that takes it, else refused.
         add_special_tokens: adds the tokenizer's own special tokens to what the template wrote.
@@ -55,6 +56,7 @@ class Dialogue:
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
+    chat_template: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True

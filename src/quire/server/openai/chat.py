@@ -63,6 +63,14 @@ async def chat_completions(request: Request) -> Response:
     check_fan_out(1, body.n)
     _check(body)
     functions.check(body)
+    if body.chat_template is not None and not state.args.trust_request_chat_template:
+        raise ApiError(
+            400,
+            "'chat_template': this server takes no templates from requests "
+            "(--trust-request-chat-template).",
+            param="chat_template",
+            code="unsupported_parameter",
+        )
     if body.store:
         check_store(request)
     dialogue = _dialogue(state, body)
@@ -98,14 +106,18 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
         kwargs["documents"] = body.documents
     if body.verbosity not in (None, "medium"):
         kwargs["verbosity"] = body.verbosity
+    effort = body.reasoning_effort
+    if body.chat_template is None:
+        effort = known_effort(state, effort, bool(body.tools))
     return Dialogue(
         messages=template_messages(body.messages),
         params=_params(state, body),
         tools=[tool.shape for tool in body.tools or ()] or functions.tools_of(body),
         tool_choice=body.tool_choice or functions.choice_of(body),
         parallel_tool_calls=body.parallel_tool_calls is not False and not body.functions,
+        chat_template=body.chat_template,
         template_kwargs=kwargs,
-        reasoning_effort=known_effort(state, body.reasoning_effort, bool(body.tools)),
+        reasoning_effort=effort,
         add_generation_prompt=body.add_generation_prompt is not False,
         add_special_tokens=bool(body.add_special_tokens),
         most_prompt_tokens=prompt_room(

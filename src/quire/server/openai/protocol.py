@@ -34,6 +34,8 @@ from quire.token_rules import MAX_ALLOWED, MAX_BAD
 MAX_STOP = 64
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
+MAX_TEMPLATE = 65_536
+"""Most characters of a request's own chat template."""
 MAX_BAD_WORDS = MAX_BAD // 2
 """Each may be two sequences of tokens."""
 
@@ -186,6 +188,7 @@ class ChatRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE)] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     metadata: Metadata | None = None
     prompt_cache_key: Name | None = None
