@@ -149,15 +149,18 @@ def test_the_dashboard(everything: ServerMetrics) -> None:
         assert text.count("(") == text.count(")"), text
 
 
-def test_the_examples(everything: ServerMetrics) -> None:
-    folder = ROOT / "examples" / "observability"
+def test_alerts(everything: ServerMetrics) -> None:
+    folder = ROOT / "deploy" / "prometheus"
     assert unknown(yaml.safe_load((folder / "alerts.yml").read_text()), everything) == set()
     config = yaml.safe_load((folder / "prometheus.yml").read_text())
     assert config["rule_files"] == ["alerts.yml"]
-    services = yaml.safe_load((folder / "docker-compose.yml").read_text())["services"]
-    for service in services.values():
-        for volume in service["volumes"]:
-            assert (folder / volume.split(":")[0]).exists(), volume
+
+
+def test_autoscaling(everything: ServerMetrics) -> None:
+    text = (ROOT / "deploy/helm/quire/templates/hpa.yaml").read_text()
+    names = set(re.findall(r"metric: \{ name: (\w+) \}", text))
+    assert names == {"quire_requests_waiting", "quire_open_requests"}
+    assert names <= set(families(everything))
 
 
 def test_names_of_vllm(everything: ServerMetrics) -> None:

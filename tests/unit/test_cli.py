@@ -35,7 +35,7 @@ def quire(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     "command",
     [
         [], ["serve"], ["chat"], ["generate"], ["info"], ["bench"], ["quantize"],
-        ["eval", "perplexity"],
+        ["eval", "perplexity"], ["verify"], ["roofline"],
     ],
 )  # fmt: skip
 def test_help(command: list[str]) -> None:

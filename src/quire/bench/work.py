@@ -33,11 +33,12 @@ class ModelWork:
 
     @classmethod
     def of(cls, config: EngineConfig) -> ModelWork:
-        """From a model without weights."""
+        """From a model without weights. With several ranks, the work of one of them."""
         import torch
 
+        from quire.engine.ranks import model_of_rank
         from quire.layers.linear import Linear
-        from quire.models import build_model, load_config, model_quantization, spec_from_config
+        from quire.models import load_config, model_quantization, spec_from_config
 
         hf_config = load_config(config.model_path)
         spec = spec_from_config(hf_config)
@@ -45,8 +46,9 @@ class ModelWork:
         quantization = model_quantization(
             config.model_path, hf_config, spec, config.args.quantization
         )
-        model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
-        head = spec.vocab_size * spec.hidden_size
+        world = config.args.tensor_parallel_size
+        model = model_of_rank(spec, quantization, world, dtype)
+        head = spec.vocab_size * spec.hidden_size // world
         outside = {"embedding", "positions", "head"}
         body_bytes = sum(
             parameter.numel() * parameter.dtype.itemsize
@@ -54,7 +56,7 @@ class ModelWork:
             if name.partition(".")[0] not in outside
         )
         products = sum(
-            module.inputs * sum(output.size for output in module.outputs)
+            (module.columns[1] - module.columns[0]) * sum(module.sizes)
             for module in model.layers.modules()
             if isinstance(module, Linear)
         )
@@ -66,22 +68,31 @@ class ModelWork:
             head_flops=2 * head,
             embedding_bytes=spec.hidden_size * dtype.itemsize,
             windows=tuple(Counter(map(spec.window, spec.attention)).items()),
-            kv_bytes=2 * attention.kv_heads * attention.head_dim * dtype.itemsize,
-            pair_flops=4 * attention.heads * attention.head_dim,
+            kv_bytes=2 * max(1, attention.kv_heads // world) * attention.head_dim * dtype.itemsize,
+            pair_flops=4 * attention.heads * attention.head_dim // world,
         )
 
     def of_step(self, first: Int32, count: Int32, logit_rows: int) -> tuple[float, float]:
         """(bytes, FLOPs) of a step; its rows compute `count` positions from `first`, int32 [R]."""
+        parts = self.parts_of_step(first, count, logit_rows).values()
+        return float(sum(part[0] for part in parts)), float(sum(part[1] for part in parts))
+
+    def parts_of_step(
+        self, first: Int32, count: Int32, logit_rows: int
+    ) -> dict[str, tuple[float, float]]:
+        """Returns (bytes, FLOPs) of a step by kind of kernel."""
         tokens = int(count.sum())
-        bytes_ = self.body_bytes + tokens * self.embedding_bytes
-        flops = tokens * self.body_flops + logit_rows * self.head_flops
-        if logit_rows:
-            bytes_ += self.head_bytes
+        bytes_ = flops = 0.0
         for window, layers in self.windows:
             seen, pairs = attended(first, count, window)
             bytes_ += layers * (seen + tokens) * self.kv_bytes
             flops += layers * pairs * self.pair_flops
-        return float(bytes_), float(flops)
+        return {
+            "projections": (self.body_bytes, tokens * self.body_flops),
+            "attention": (bytes_, flops),
+            "embedding": (tokens * self.embedding_bytes, 0.0),
+            "head": (self.head_bytes if logit_rows else 0, logit_rows * self.head_flops),
+        }
 
 
 def attended(first: Int32, count: Int32, window: int | None) -> tuple[int, int]:

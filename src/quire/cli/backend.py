@@ -8,14 +8,14 @@ import json
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Coroutine, Generator
 from concurrent.futures import Future
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from quire.config import EngineArgs
 from quire.errors import ConfigError, EngineDeadError, QuireError, RequestError
 from quire.executor import OnProgress
+from quire.http_client import HttpClient
 
 Messages = list[dict[str, str]]
 Answer = Generator[str, None, None]
@@ -112,15 +112,7 @@ class ServerBackend:
     """A running server that speaks OpenAI's chat completions."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no http address", "url")
-        self._secure = parts.scheme == "https"
-        self._address = parts.netloc.rpartition("@")[2]
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._client = HttpClient(url, api_key)
         self.model = self._first_model()
 
     def chat(self, messages: Messages, sampling: dict[str, Any]) -> Answer:
@@ -147,23 +139,16 @@ class ServerBackend:
         try:
             return str(json.loads(response.read())["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
-            raise ConfigError(f"{self._address} does not speak OpenAI's API", "url") from None
+            raise ConfigError(
+                f"{self._client.address} does not speak OpenAI's API", "url"
+            ) from None
         finally:
             connection.close()
 
     def _request(
         self, method: str, path: str, body: str | None = None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        make: Callable[..., http.client.HTTPConnection] = (
-            http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        )
-        connection = make(self._address, timeout=600)
-        try:
-            connection.request(method, self._base + path, body, self._headers)
-            response = connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise ConfigError(f"cannot reach {self._address}: {error}", "url") from None
+        connection, response = self._client.request(method, path, body)
         if response.status != 200:
             text = response.read(65536)
             connection.close()

@@ -24,17 +24,7 @@ Section = dict[str, Any]
 def info(engine: EngineArgs, *, as_json: bool) -> None:
     """Reads configuration only: no weights are fetched or loaded, and no memory is taken on a
     device."""
-    from quire.engine.builder import resolve
-    from quire.models.config import is_hub_id
-
-    name = engine.model
-    if name is not None and is_hub_id(name):
-        from quire.models.hub import download
-
-        engine = replace(engine, model=str(download(name, engine.revision, weights=False)))
-    config = resolve(engine)
-    if name is not None:
-        config = replace(config, model_name=name)
+    config = config_alone(engine)
     sections = {
         "versions": versions(),
         "devices": devices(),
@@ -48,6 +38,20 @@ def info(engine: EngineArgs, *, as_json: bool) -> None:
         typer.echo(json.dumps(sections, indent=2))
     else:
         _print(sections)
+
+
+def config_alone(engine: EngineArgs) -> EngineConfig:
+    """Settles every setting. Only the configuration of a hub's model is fetched, no weights."""
+    from quire.engine.builder import resolve
+    from quire.models.config import is_hub_id
+
+    name = engine.model
+    if name is not None and is_hub_id(name):
+        from quire.models.hub import download
+
+        engine = replace(engine, model=str(download(name, engine.revision, weights=False)))
+    config = resolve(engine)
+    return config if name is None else replace(config, model_name=name)
 
 
 def devices() -> Section:

@@ -217,6 +217,64 @@ def doctor(
     run(model, host=host, port=port, as_json=json)
 
 
+@app.command()
+def verify(
+    url: Annotated[str, typer.Argument(help="The server's address, as in localhost:8000.")],
+    model: Annotated[
+        str | None, typer.Option(help="Default: the first that the server lists.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key of that server.", envvar="QUIRE_API_KEY")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that an answer, or a part of it, may take.")
+    ] = 120.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check whether any server with OpenAI's API answers as it should, and print a score card.
+
+    Exit status: 0 if no check failed, 1 if one did, 2 if they could not be made. What the server
+    does not take is "not offered", which is no failure.
+    """
+    from quire.cli.verify import verify as run
+
+    run(url, model=model, api_key=api_key, timeout=timeout, as_json=json)
+
+
+@app.command()
+def roofline(
+    model: Annotated[
+        str | None, typer.Argument(help="Model folder or hub id.", show_default=False)
+    ] = None,
+    *,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="b1, b64, nano, ttft, or requests x prompt x output tokens, as in 64x512x1024. "
+            "May be repeated. Default: b1, b64 and ttft."
+        ),
+    ] = None,
+    card: Annotated[str, typer.Option(help="h200, h100, b200, a100, l40s or l4.")] = "h200",
+    dtype: Annotated[str, typer.Option(help="auto is the checkpoint's.")] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="As of quire serve. Default: as the checkpoint.")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="GPUs that share each layer.")
+    ] = 1,
+    revision: Annotated[str | None, typer.Option(help="Hub revision of the model.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predict times and memory of a model on a card, from its shapes, before anything runs."""
+    from quire.cli.roofline import roofline as run
+
+    engine = EngineArgs(
+        model=model, revision=revision, dtype=dtype, device="cpu", quantization=quantization,
+        tensor_parallel_size=tensor_parallel_size,
+    )  # fmt: skip
+    run(engine, card, case, as_json=json)
+
+
 @app.command(cls=SettingsCommand)
 @with_settings(EngineArgs)
 def info(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 from dataclasses import dataclass
 from importlib import resources
@@ -27,10 +28,13 @@ class Calibration:
 
 
 def built_in_text() -> str:
-    """Returns the text that comes with Quire: parts of twelve works of English prose for the young,
-    published from 1884 to 1914, in the public domain in the USA."""
-    file = resources.files("quire") / "compression" / "calibration.txt.xz"
-    return lzma.decompress(file.read_bytes()).decode("utf-8")
+    """Returns the text that comes with Quire: its own documents, docstrings and code.
+
+    `tools/make_calibration_text.py` makes it.
+    """
+    file = resources.files("quire") / "compression" / "calibration.jsonl.xz"
+    lines = lzma.decompress(file.read_bytes()).splitlines()
+    return "\n".join(json.loads(line)["text"] for line in lines)
 
 
 def calibration(tokenizer: Tokenizer, data: Path | None, samples: int, length: int) -> Calibration:

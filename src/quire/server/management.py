@@ -19,7 +19,7 @@ _TIMEOUT = 5.0
 """Seconds that the engine gets to answer."""
 
 
-class Version(msgspec.Struct):
+class ServerVersion(msgspec.Struct):
     version: str
 
 
@@ -39,14 +39,14 @@ class ServerInfo(msgspec.Struct):
     engine: EngineConfig
 
 
-class PrefixCacheReset(msgspec.Struct):
+class CacheResetAnswer(msgspec.Struct):
     """reset: false where prefixes of requests that run are left."""
 
     reset: bool
 
 
 async def version(request: Request) -> Response:
-    return json_response(Version(__version__))
+    return json_response(ServerVersion(__version__))
 
 
 async def ping(request: Request) -> Response:
@@ -76,7 +76,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     state = _for_admins(request)
     try:
         async with asyncio.timeout(_TIMEOUT):
-            return json_response(PrefixCacheReset(await state.client.reset_prefix_cache()))
+            return json_response(CacheResetAnswer(await state.client.reset_prefix_cache()))
     except TimeoutError:
         raise _stuck() from None
 

@@ -1,0 +1,70 @@
+"""`quire verify`: a score card of any server that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quire.http_client import HttpClient
+from quire.verify.run import ScoreCard
+from quire.verify.run import verify as run_checks
+
+_STYLES = {"passed": "green", "failed": "bold red", "not offered": "dim"}
+
+
+def verify(
+    url: str, *, model: str | None, api_key: str | None, timeout: float, as_json: bool
+) -> None:
+    """Prints the score card. The exit status is 1 where a check failed.
+
+    Raises:
+        ConfigError: the checks cannot be made; exit status 2.
+    """
+    client = HttpClient(url, api_key, timeout)
+    if as_json:
+        card = run_checks(client, model)
+        typer.echo(json.dumps(described(card), indent=2))
+    else:
+        with Console(stderr=True).status("Checking") as status:
+            card = run_checks(
+                client, model, lambda done: status.update(f"{done.route}: {done.check}")
+            )
+        _print(card)
+    if card.count("failed"):
+        raise typer.Exit(1)
+
+
+def described(card: ScoreCard) -> dict[str, object]:
+    return {
+        "url": card.url,
+        "model": card.model,
+        "passed": card.count("passed"),
+        "failed": card.count("failed"),
+        "not_offered": card.count("not offered"),
+        "checks": [asdict(outcome) for outcome in card.outcomes],
+    }
+
+
+def _print(card: ScoreCard) -> None:
+    console = Console(highlight=False)
+    table = Table(title=Text(f"{card.model} at {card.url}"), title_justify="left")
+    routes = list(dict.fromkeys(outcome.route for outcome in card.outcomes))
+    table.add_column("check")
+    for route in routes:
+        table.add_column(route)
+    found = {(outcome.check, outcome.route): outcome.status for outcome in card.outcomes}
+    for check in dict.fromkeys(outcome.check for outcome in card.outcomes):
+        cells = [found.get((check, route)) for route in routes]
+        table.add_row(check, *(Text(cell or "", _STYLES.get(cell or "", "")) for cell in cells))
+    console.print(table)
+    for outcome in card.outcomes:
+        if outcome.status != "passed":
+            place = f"{outcome.route}, {outcome.check}"
+            console.print(Text(f"{outcome.status}: {place}: {outcome.detail}"), soft_wrap=True)
+    counts = {status: card.count(status) for status in ("passed", "failed", "not offered")}
+    console.print(", ".join(f"{count} {status}" for status, count in counts.items()))

@@ -1,0 +1,54 @@
+"""Requests to a server that speaks OpenAI's API, for commands of the terminal."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from quire.errors import ConfigError
+
+
+class HttpClient:
+    """Sends requests, each on a connection of its own.
+
+    Args:
+        url: the server's address; http:// and a /v1 at the end may be left out or given.
+        api_key: bearer key; None sends none.
+        timeout: seconds that a connection, or a part of an answer, may take.
+
+    Raises:
+        ConfigError: `url` is no http address.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url!r} is no http address", "url")
+        self._secure = parts.scheme == "https"
+        self.address = parts.netloc.rpartition("@")[2]
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self.url = f"{parts.scheme}://{self.address}{self._base}"
+        self._timeout = timeout
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def request(
+        self, method: str, path: str, body: str | None = None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Returns the connection, which the caller closes, and the answer, whatever its status.
+
+        Raises:
+            ConfigError: the server cannot be reached.
+        """
+        make: Callable[..., http.client.HTTPConnection] = (
+            http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        )
+        connection = make(self.address, timeout=self._timeout)
+        try:
+            connection.request(method, self._base + path, body, self._headers)
+            return connection, connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise ConfigError(f"cannot reach {self.address}: {error}", "url") from None

@@ -1,0 +1,1 @@
+"""Checks of any server that speaks OpenAI's API: `quire verify`."""

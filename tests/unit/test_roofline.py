@@ -1,0 +1,146 @@
+"""Predictions of `quire roofline`, beside the records and where there can be none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import roofline_error
+from quire.bench import roofline as module
+from quire.bench.cases import parse_case
+from quire.bench.roofline import Roofline, schedule
+from quire.cli.main import app
+from quire.config import EngineArgs, EngineConfig
+from quire.engine.builder import resolve
+from quire.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "bench" / "configs"
+
+
+def config(name: str = "qwen3-0.6b", **options: object) -> EngineConfig:
+    args = EngineArgs(model=str(CONFIGS / name), dtype="bfloat16", device="cpu", **options)  # type: ignore[arg-type]
+    return resolve(args)
+
+
+def command(*arguments: str) -> tuple[int, dict[str, object]]:
+    done = CliRunner().invoke(app, ["roofline", *arguments, "--json"], catch_exceptions=False)
+    return done.exit_code, json.loads(done.stdout)
+
+
+def test_mean_error_over_the_records() -> None:
+    found = list(roofline_error.rows())
+    plain = [row for row in found if not row.quantization]
+    assert len(plain) >= 26
+    assert {row.quantization for row in found} == {"", "int8", "fp8", "int4"}
+    assert roofline_error.mean_error(plain) < 6.0
+    assert max(abs(row.percent) for row in found) < 20.0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=20),
+    st.integers(1, 40),
+    st.integers(1, 8),
+)
+@settings(max_examples=60, deadline=None)
+def test_schedule(requests: list[tuple[int, int]], tokens: int, most: int) -> None:
+    tokens = max(tokens, most)
+    prompts, outputs = map(list, zip(*requests, strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_TOKENS", tokens)
+        patch.setattr(module, "MAX_REQUESTS", most)
+        steps = list(schedule(prompts, outputs))
+    assert all(0 < int(step.count.sum()) <= tokens for step in steps)
+    assert all(0 < len(step.count) <= most for step in steps)
+    # The last token of a request is not computed.
+    assert sum(int(step.count.sum()) for step in steps) == sum(prompts) + sum(outputs) - len(
+        prompts
+    )
+    assert sum(step.logit_rows for step in steps) == sum(outputs)
+    assert sum(step.first_tokens for step in steps) == len(prompts)
+    if len(prompts) == 1:
+        assert steps[-1].held == prompts[0] + outputs[0] - 1
+
+
+def test_one_stream_is_bound_by_bytes_and_launches() -> None:
+    (found,) = Roofline(config(), "h200").case(parse_case("b1"))
+    assert found.kinds["projections"].bound == "launches"
+    assert found.kinds["head"].bound == "bytes"
+    assert found.seconds == pytest.approx(sum(kind.seconds for kind in found.kinds.values()))
+    assert found.decode_seconds == pytest.approx(1 / found.output_tok_s, rel=0.02)
+    (prompt,) = Roofline(config("qwen3-8b"), "h200").case(parse_case("1x8192x1"))
+    assert prompt.kinds["projections"].bound == "FLOPs"
+    assert prompt.first_token_seconds == prompt.seconds
+
+
+def test_ranks_share_weights_and_add_collectives() -> None:
+    one = Roofline(config("qwen3-8b"), "h200").case(parse_case("b64"))[0]
+    two = Roofline(config("qwen3-8b", tensor_parallel_size=2), "h200").case(parse_case("b64"))[0]
+    assert two.weight_bytes == pytest.approx(one.weight_bytes / 2, rel=0.001)
+    assert two.kv_bytes == one.kv_bytes / 2
+    assert one.seconds / 2 < two.seconds < one.seconds
+    assert two.kinds["collectives"].seconds > 0
+    assert "collectives" not in one.kinds
+
+
+def test_few_bits_halve_weights() -> None:
+    plain = Roofline(config("qwen3-8b"), "h200").work
+    eight = Roofline(config("qwen3-8b", quantization="int8"), "h200").work
+    assert eight.body_bytes == pytest.approx(plain.body_bytes / 2, rel=0.01)
+    assert eight.head_bytes == plain.head_bytes
+
+
+@pytest.mark.parametrize(
+    ("card", "options", "message"),
+    [
+        ("abacus", {}, "unknown card 'abacus'; known are h200"),
+        ("l4", {"tensor_parallel_size": 2}, "no link between several NVIDIA L4"),
+    ],
+)
+def test_refused_cards(card: str, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Roofline(config(**options), card)
+
+
+def test_refused_dtypes_and_lengths() -> None:
+    with pytest.raises(ConfigError, match="no ceilings are known of NVIDIA H200 in float32"):
+        Roofline(replace(config(), dtype="float32"), "h200")
+    with pytest.raises(ConfigError, match="needs sequences of 100001 tokens"):
+        Roofline(config(), "h200").case(parse_case("1x100000x1"))
+
+
+def test_refused_models(tmp_path: Path) -> None:
+    shape = json.loads((CONFIGS / "qwen3-0.6b" / "config.json").read_text())
+    shape |= {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    args = EngineArgs(model=str(tmp_path), dtype="bfloat16", device="cpu")
+    with pytest.raises(ConfigError, match="only dense models"):
+        Roofline(resolve(args), "h200")
+
+
+def test_command() -> None:
+    status, found = command(str(CONFIGS / "qwen3-8b"), "--case", "b1", "--quantization", "fp8")
+    assert status == 0
+    assert found["card"] == "NVIDIA H200"
+    (prediction,) = found["predictions"]  # type: ignore[misc]
+    assert prediction["fits"] is True
+    assert prediction["weights_gb"] == pytest.approx(9.4, abs=0.2)
+    assert np.isclose(sum(kind["percent"] for kind in prediction["kinds"].values()), 100.0)
+
+
+def test_command_says_what_does_not_fit() -> None:
+    done = CliRunner().invoke(
+        app, ["roofline", str(CONFIGS / "qwen3-8b"), "--card", "l4", "--case", "b64"]
+    )
+    assert done.exit_code == 0
+    assert "do not fit" in " ".join(done.output.split())
