@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sized
 from typing import Literal
 
 import msgspec
@@ -90,6 +91,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             included); None returns none; -1 is refused (a whole vocabulary per token).
         prompt_logprobs: the same for the prompt's tokens.
         logit_bias: token id to additive bias.
+        allowed_token_ids: all other tokens are never sampled; none given: all are allowed.
+        bad_token_ids: sequences of tokens whose last token is not sampled behind the others. Only
+            generated tokens count.
         skip_special_tokens, spaces_between_special_tokens: detokenization.
         detokenize: False leaves `text` empty; stop strings are then refused.
         structured_outputs: what the text must match; a dict becomes `StructuredOutputsParams`.
@@ -114,6 +118,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
@@ -125,11 +131,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_ranges()
         self._check_stops()
         self._check_bias()
+        if self.allowed_token_ids or self.bad_token_ids:
+            from quire.token_rules import check_token_rules
+
+            check_token_rules(self.allowed_token_ids, self.bad_token_ids)
 
     def _normalize(self) -> None:
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_token_ids"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, list | tuple | set | frozenset):
                 raise _wrong_type(name, "a list", value)
@@ -173,8 +183,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
 
     def _check_stops(self) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings are allowed", param="stop")
+        _at_most("stop", self.stop, MAX_STOP_STRINGS)
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
                 raise RequestError(
@@ -183,10 +192,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 )
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
-        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
-            raise RequestError(
-                f"at most {MAX_STOP_TOKENS} stop_token_ids are allowed", param="stop_token_ids"
-            )
+        _at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, _INT32_MAX)
 
@@ -195,12 +201,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             return
         if not isinstance(self.logit_bias, dict):
             raise _wrong_type("logit_bias", "a dict of token ids and numbers", self.logit_bias)
-        if len(self.logit_bias) > MAX_BIAS_ENTRIES:
-            raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_BIAS_ENTRIES} are "
-                "allowed",
-                param="logit_bias",
-            )
+        _at_most("logit_bias", self.logit_bias, MAX_BIAS_ENTRIES)
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, _INT32_MAX)
             _between("logit_bias", bias, -100.0, 100.0)
@@ -212,11 +213,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def penalizes(self) -> bool:
         """Whether token counts must be kept for this request."""
-        return (
-            self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or self.repetition_penalty != 1.0
-        )
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    @property
+    def masked(self) -> bool:
+        """Whether the host says which tokens may come next."""
+        rules = self.allowed_token_ids or self.bad_token_ids
+        return self.structured_outputs is not None or bool(rules)
 
 
 def _structured_outputs(given: dict[object, object]) -> StructuredOutputsParams:
@@ -232,6 +235,11 @@ def _structured_outputs(given: dict[object, object]) -> StructuredOutputsParams:
 
 def _wrong_type(name: str, wanted: str, value: object) -> RequestError:
     return RequestError(f"{name} must be {wanted}, got {value!r}", param=name)
+
+
+def _at_most(name: str, values: Sized, most: int) -> None:
+    if len(values) > most:
+        raise RequestError(f"{name} has {len(values)} entries, at most {most} are allowed", name)
 
 
 def _flag(name: str, value: object) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from quire.config import EngineArgs, EngineConfig, SchedulerConfig
+from quire.engine.stats import EngineStats
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.openapi import ROUTES, document
@@ -16,8 +18,34 @@ from tests.server.inprocess import connect, run
 schemathesis = pytest.importorskip("schemathesis")
 from schemathesis import checks  # noqa: E402
 
+CONFIG = EngineConfig(
+    args=EngineArgs(model="fake"),
+    model_path="/nowhere",
+    tokenizer_path=None,
+    model_name="fake",
+    device="cpu",
+    dtype="float32",
+    block_size=16,
+    scheduler=SchedulerConfig(max_model_len=64),
+    eos_token_ids=(2,),
+    vocab_size=32000,
+)
+
+
+class _Engine(FakeClient):
+    """An engine with statistics and a prefix cache."""
+
+    replicas = ()
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
+
+
 APP = build_app(
-    FakeClient(tokenizer=PlainTokenizer()),  # type: ignore[arg-type]
+    _Engine(tokenizer=PlainTokenizer(), config=CONFIG),  # type: ignore[arg-type]
     ServerArgs(generation_config="none", allowed_hosts=("testserver",)),
 )
 # Not the live view, which never ends: it has tests of its own.

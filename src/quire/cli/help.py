@@ -48,7 +48,8 @@ SUBJECTS = (
         "API",
         ("served_model_name", "tool_call_parser", "reasoning_parser"),
         (
-            "generation_config", "chat_template", "ignore_reasoning_effort", "max_body_mb",
+            "generation_config", "chat_template", "trust_request_chat_template",
+            "ignore_reasoning_effort", "max_body_mb",
             "request_timeout",
             "response_store_size", "response_store_mb", "response_store_hours",
             "structured_outputs_timeout", "structured_outputs_cache",

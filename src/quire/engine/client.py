@@ -347,6 +347,14 @@ class EngineClient:
         """Returns the counts of all engines. Raises EngineDeadError."""
         return await self._replicas.stats()
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets the prefixes that no request uses; returns False if some are left.
+
+        Raises:
+            EngineDeadError: no engine is there.
+        """
+        return await self._replicas.reset_prefix_cache()
+
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the adapters that all engines which are alive have told of."""

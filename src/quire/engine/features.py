@@ -59,7 +59,7 @@ FEATURES = (
     FeatureEntry(
         _imported("quire.structured:open_grammars"),
         _imported("quire.runner.hooks.mask:Mask"),
-        asked=lambda params, options: params.structured_outputs is not None,
+        asked=lambda params, options: params.masked,
     ),
     # The last: what others refuse is never bound to an adapter.
     FeatureEntry(

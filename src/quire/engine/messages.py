@@ -99,6 +99,12 @@ class GetSnapshot(msgspec.Struct, tag=True):
     tokens: bool
 
 
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    """Forgets every prefix that no request uses; answered by `PrefixCacheReset`."""
+
+    call: int
+
+
 class ChangeAdapters(msgspec.Struct, tag=True):
     """Gives a name to an adapter (`path`), or forgets one; answered by `AdaptersChanged` when that
     is done.
@@ -123,8 +129,8 @@ class Shutdown(msgspec.Struct, tag=True):
 
 
 ToEngine = (
-    Start | Hello | AddRequest | AbortRequest | GetStats | GetSnapshot | ChangeAdapters | Ping
-    | Shutdown
+    Start | Hello | AddRequest | AbortRequest | GetStats | GetSnapshot | ResetPrefixCache
+    | ChangeAdapters | Ping | Shutdown
 )  # fmt: skip
 
 
@@ -197,6 +203,13 @@ class SnapshotReply(msgspec.Struct, tag=True):
     snapshot: Snapshot
 
 
+class PrefixCacheReset(msgspec.Struct, tag=True):
+    """Answers `ResetPrefixCache`. whole: nothing is left."""
+
+    call: int
+    whole: bool
+
+
 class AdaptersChanged(msgspec.Struct, tag=True):
     """Answers `ChangeAdapters`. failure: why nothing has changed."""
 
@@ -216,7 +229,7 @@ class Pong(msgspec.Struct, tag=True):
 
 FromEngine = (
     Loading | Ready | Failed | RequestRefused | StepOutputs | StatsReply | SnapshotReply
-    | AdaptersChanged | AdapterNames | Pong
+    | PrefixCacheReset | AdaptersChanged | AdapterNames | Pong
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)

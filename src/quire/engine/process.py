@@ -33,8 +33,10 @@ from quire.engine.messages import (
     Loading,
     Ping,
     Pong,
+    PrefixCacheReset,
     Ready,
     RequestRefused,
+    ResetPrefixCache,
     Shutdown,
     SnapshotReply,
     Start,
@@ -189,6 +191,9 @@ class EngineProcess:
                 self._send(client, StatsReply(call, self.core.stats()))
             case GetSnapshot(call, tokens):
                 self._send(client, SnapshotReply(call, take_snapshot(self.core, tokens)))
+            case ResetPrefixCache(call):
+                whole = self.core.scheduler.reset_prefix_cache()
+                self._send(client, PrefixCacheReset(call, whole))
             case ChangeAdapters():
                 self._change_adapters(client, message)
             case Hello():

@@ -19,6 +19,7 @@ from quire.engine.messages import (
     Hello,
     Loading,
     Pong,
+    PrefixCacheReset,
     Ready,
     RequestRefused,
     Shutdown,
@@ -147,7 +148,10 @@ class RemoteEngine:
             case RequestRefused(handle, failure):
                 self.streams.refuse(handle, failure.error())
             case (
-                StatsReply(call, found) | SnapshotReply(call, found) | AdaptersChanged(call, found)
+                StatsReply(call, found)
+                | SnapshotReply(call, found)
+                | PrefixCacheReset(call, found)
+                | AdaptersChanged(call, found)
             ):
                 answer = self._calls.get(call)
                 if answer is not None and not answer.done():

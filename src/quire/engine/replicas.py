@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.host import EngineHost
-from quire.engine.messages import GetStats
+from quire.engine.messages import GetStats, ResetPrefixCache
 from quire.engine.remote_engine import RemoteEngine
 from quire.engine.replica_stats import added
 from quire.engine.router import Placement, ReplicaRouter
@@ -111,6 +111,20 @@ class Replicas:
         if not found:
             raise EngineDeadError("the engine has stopped")
         return added(found)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets the prefixes of all that are alive; returns False if some are left.
+
+        Raises:
+            EngineDeadError: none is alive, or one dies.
+        """
+        self.check_alive()
+        whole = True
+        for index, engine in enumerate(self.engines):
+            if engine.alive:
+                whole &= await engine.ask(ResetPrefixCache)
+                self._router.replicas[index].forget()
+        return whole
 
     @property
     def first_alive(self) -> RemoteEngine:

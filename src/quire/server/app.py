@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from quire import __version__
 from quire.errors import QuireError
+from quire.server import management
 from quire.server.anthropic.routes import count_tokens, create_message
 from quire.server.args import ServerArgs
 from quire.server.middleware.api_keys import ApiKey
@@ -37,7 +38,7 @@ from quire.server.openai.stored_chats import (
     show_chat,
     update_chat,
 )
-from quire.server.openai.tokenize import detokenize, tokenize
+from quire.server.openai.tokenize import apply_template, detokenize, tokenize
 from quire.server.openapi import openapi
 from quire.server.playground import add_playground
 from quire.server.responses.routes import (
@@ -140,6 +141,7 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/v1/embeddings", embeddings, methods=["POST"])
     app.add_api_route("/tokenize", tokenize, methods=["POST"])
     app.add_api_route("/detokenize", detokenize, methods=["POST"])
+    app.add_api_route("/apply-template", apply_template, methods=["POST"])
     app.add_api_route("/generate", generate, methods=["POST"])
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", show_model, methods=["GET"])
@@ -148,6 +150,11 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/openapi.json", openapi, methods=["GET"])
     app.add_api_route("/health", health, methods=["GET", "HEAD"])
     app.add_api_route("/ready", ready, methods=["GET", "HEAD"])
+    app.add_api_route("/ping", management.ping, methods=["GET", "POST"])
+    app.add_api_route("/version", management.version, methods=["GET"])
+    app.add_api_route("/load", management.load, methods=["GET"])
+    app.add_api_route("/server_info", management.server_info, methods=["GET"])
+    app.add_api_route("/reset_prefix_cache", management.reset_prefix_cache, methods=["POST"])
     app.add_api_route("/metrics", metrics, methods=["GET"])
 
 

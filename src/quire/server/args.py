@@ -70,6 +70,9 @@ class ApiArgs:
     reasoning_parser: Literal[
         "auto", "none", "apertus", "command", "deepseek_r1", "mistral", "qwen3", "seed_oss"
     ] = _setting("auto", "How the model sets its reasoning apart. auto: as its chat template says.")
+    trust_request_chat_template: bool = _setting(
+        False, "Let requests bring a chat template of their own (chat_template)."
+    )
     ignore_reasoning_effort: bool = _setting(
         False,
         "Ignore reasoning_effort where the chat template does not use it, instead of refusing it.",
@@ -135,7 +138,7 @@ class ServerArgs(ApiArgs):
     cors_credentials: bool = _setting(False, "Whether they may send cookies and the like.")
     api_key: tuple[str, ...] = _setting(
         (),
-        "Accept this bearer key (may be repeated). Every route but /health, /ready and the "
+        "Accept this bearer key (may be repeated). Every route but /health, /ping, /ready and the "
         "playground's page then asks for one.",
     )
     api_key_file: str | None = _setting(

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
+from quire.server import management
 from quire.server.anthropic import objects as anthropic
 from quire.server.anthropic.errors import AnthropicErrorBody
 from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
@@ -26,7 +27,14 @@ from quire.server.openai import stored_chats
 from quire.server.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.openai.embeddings import EmbeddingList, EmbeddingRequest
 from quire.server.openai.protocol import ChatRequest, CompletionRequest, GenerateRequest
-from quire.server.openai.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from quire.server.openai.tokenize import (
+    AppliedTemplate,
+    ApplyTemplateRequest,
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeRequest,
+)
 from quire.server.responses import objects as responses
 from quire.server.responses.protocol import CreateRequest, PromptFields
 from quire.server.sse import json_response
@@ -110,6 +118,8 @@ ROUTES = (
           "text/plain"),
     Route("post", "/tokenize", "Text or a conversation to tokens", TokenizeRequest, Tokenized),
     Route("post", "/detokenize", "Tokens to text", DetokenizeRequest, Detokenized),
+    Route("post", "/apply-template", "A conversation to its prompt", ApplyTemplateRequest,
+          AppliedTemplate),
     Route("post", "/generate", "Complete one prompt", GenerateRequest, openai.GenerateAnswer,
           "text/plain"),
     Route("get", "/engine/live", "What the engine is at, while somebody looks", None, _EVENTS,
@@ -118,6 +128,14 @@ ROUTES = (
     Route("get", "/", "The playground: a page for people", None, "text/html"),
     Route("get", "/health", "Whether the engine lives", None, dict[str, str]),
     Route("get", "/ready", "Whether requests are taken now", None, dict[str, str]),
+    Route("get", "/ping", "Whether the engine lives, for load balancers", None, "text/plain"),
+    Route("post", "/ping", "The same", None, "text/plain"),
+    Route("get", "/version", "The server's version", None, management.ServerVersion),
+    Route("get", "/load", "Requests that run and wait", None, management.Load),
+    Route("get", "/server_info", "The engine's settings, for admins", None,
+          management.ServerInfo),
+    Route("post", "/reset_prefix_cache", "Forget cached prefixes, for admins", None,
+          management.CacheResetAnswer),
     Route("get", "/metrics", "Prometheus metrics", None, "text/plain"),
     Route("get", "/openapi.json", "This document", None, dict[str, Any]),
 )  # fmt: skip

@@ -25,6 +25,8 @@ _MANY_FIELDS = 256
 
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Name = Annotated[str, Field(max_length=512)]
+RequestId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}\z")]
+"""A client's own name of a request."""
 
 
 def _token_ids(bias: Any) -> Any:

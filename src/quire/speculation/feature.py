@@ -199,7 +199,7 @@ class SpeculationFeature(Feature, LoopFeature):
             params = request.params
             wanted = params.speculative != "off" and request.pooling is None
             self._wanted[admit.lane] = wanted
-            self._modelled[admit.lane] = wanted and params.structured_outputs is None
+            self._modelled[admit.lane] = wanted and not params.masked
 
     def _claim(self, builder: PlanBuilder, lanes: Int32) -> None:
         """Writes what was found for rows."""

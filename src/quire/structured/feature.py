@@ -33,6 +33,7 @@ from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler import Feature, PlanBuilder
 from quire.structured.compiler import Compiler, build_compiler
 from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
+from quire.token_rules import TokenRules
 
 _FOREVER = 2**31 - 1
 _HANDOVER = 0.002
@@ -88,15 +89,20 @@ class _GatedStep:
 
 
 class NoGrammars(Feature, LoopFeature):
-    """Refuses requests with a grammar, for an engine that was started without grammars."""
+    """Refuses requests with a grammar or rules of tokens, for an engine that was started without
+    grammars."""
 
     def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
         return self
 
     def admit(self, request: Request) -> RequestError | None:
-        if request.params.structured_outputs is None:
+        params = request.params
+        if not params.masked:
             return None
-        return RequestError("this engine has no grammars", "structured_outputs")
+        if params.structured_outputs is not None:
+            return RequestError("this engine has no grammars", "structured_outputs")
+        name = "allowed_token_ids" if params.allowed_token_ids else "bad_token_ids"
+        return RequestError(f"{name} needs a tokenizer, which was not loaded", name)
 
 
 def open_grammars(config: EngineConfig) -> LoopFeature:
@@ -143,20 +149,26 @@ class GrammarFeature(Feature, LoopFeature):
 
     def admit(self, request: Request) -> RequestError | None:
         asked, params = request.params.structured_outputs, request.params
-        if asked is None:
+        if not params.masked:
             return None
-        try:
-            compiled = self._compiler.compile(asked)
-        except GrammarError as error:
-            return error
         state = GrammarState(position=request.prompt_len)
+        try:
+            if params.allowed_token_ids or params.bad_token_ids:
+                state.rules = TokenRules(
+                    params.allowed_token_ids, params.bad_token_ids, self._compiler.vocab_size
+                )
+            compiled = None if asked is None else self._compiler.compile(asked)
+        except RequestError as error:
+            return error
         eos = self._compiler.eos_token_ids
-        if params.ignore_eos:
+        if params.ignore_eos and compiled is not None:
             state.forbidden, state.until = eos, _FOREVER
         elif params.min_tokens:
             state.forbidden = (*eos, *params.stop_token_ids)
             state.until = request.prompt_len + params.min_tokens
         self._states[request.request_id] = state
+        if compiled is None:
+            return None
         self._parked[request.request_id] = request, time.monotonic() + self._compiler.config.timeout
         compiled.add_done_callback(partial(self._on_compiled, request.request_id, state))
         return None
@@ -173,19 +185,20 @@ class GrammarFeature(Feature, LoopFeature):
         self._news.set()
 
     def ready(self, request: Request) -> bool:
-        state = self._states.get(request.request_id)
-        return state is None or state.matcher is not None
+        return request.request_id not in self._parked
 
     def device_params(self, request: Request, params: SamplingParams) -> SamplingParams:
-        """Takes over `min_tokens` and `ignore_eos`, which the masks enforce: a complete grammar
-        ends the text."""
-        if params.structured_outputs is None:
+        """Takes over `min_tokens`, and of requests with a grammar `ignore_eos`, which the masks
+        enforce: a complete grammar ends the text."""
+        if not params.masked:
             return params
+        if params.structured_outputs is None:
+            return msgspec.structs.replace(params, min_tokens=0)
         return msgspec.structs.replace(params, min_tokens=0, ignore_eos=False)
 
     def plan(self, builder: PlanBuilder) -> None:
         for admit in builder.admits:
-            self._gated[admit.lane] = admit.params.structured_outputs is not None
+            self._gated[admit.lane] = admit.params.masked
         self._note_drafts(builder)
         samples = (builder.flags & RowFlag.SAMPLE) != 0
         rows = np.flatnonzero(self._gated[builder.lanes] & samples).tolist()

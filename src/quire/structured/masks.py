@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from llguidance.numpy import (
 
 from quire.arrays import Int32
 from quire.errors import GrammarError
+from quire.token_rules import TokenRules
 
 _MOST_THREADS = 16
 
@@ -24,10 +25,12 @@ _MOST_THREADS = 16
 class GrammarState:
     """A request's progress in its grammar.
 
-    matcher: None until it is compiled.
+    matcher: None until it is compiled, or without a grammar.
     position: how many of the request's tokens, its prompt's included, the matcher has consumed.
     forbidden: tokens that may not come before `until` tokens are there, unless nothing else may:
         ends that the user wants ignored, for a while (`min_tokens`) or for good.
+    rules: of tokens that may come; None: none.
+    last: the last generated tokens, as many as the rules look at.
     error: the grammar failed; the request must end.
     """
 
@@ -35,12 +38,16 @@ class GrammarState:
     matcher: LLMatcher | None = None
     forbidden: tuple[int, ...] = ()
     until: int = 0
+    rules: TokenRules | None = None
+    last: list[int] = field(default_factory=list)
     error: GrammarError | None = None
 
     def advance(self, tokens: list[int]) -> None:
         """Consumes the request's new tokens. Costs two microseconds a token: less than waking
         another thread."""
         self.position += len(tokens)
+        if self.rules is not None and self.rules.reach:
+            self.last = [*self.last, *tokens][-self.rules.reach :]
         matcher = self.matcher
         if tokens and matcher and self.error is None and not matcher.consume_tokens(tokens):
             self.error = _failed(matcher)
@@ -81,7 +88,7 @@ class MaskBuilder:
         lines = np.cumsum([0] + [row.lines for row in rows]).tolist()
         for row, line in zip(rows, lines, strict=False):
             # One call writes one mask: the others of a row, and those of no grammar, allow all.
-            if row.state is None or row.state.error or row.lines > 1:
+            if row.state is None or row.state.matcher is None or row.state.error or row.lines > 1:
                 room[line : line + row.lines] = -1
         known = [
             (row, row.state, line)
@@ -127,6 +134,21 @@ class MaskBuilder:
             ],
             masks,
         )
+        for row, state, line in rows:
+            if state.rules is not None and state.error is None:
+                self._restrict(row, state, state.rules, masks[line:])
+
+    @staticmethod
+    def _restrict(row: MaskRow, state: GrammarState, rules: TokenRules, masks: Int32) -> None:
+        """Applies a row's rules to its masks. masks: int32 [at least the row's lines, words]."""
+        words = rules.words
+        for i in range(1 + len(row.drafts)):
+            rules.apply(masks[i, :words], [*state.last, *row.drafts[:i]])
+            if masks[i, :words].any():
+                continue
+            masks[i] = -1
+            if i == 0:
+                state.error = GrammarError("No token may come next.", code="no_token")
 
     @staticmethod
     def _forbid(lines: list[tuple[tuple[int, ...], int]], masks: Int32) -> None:

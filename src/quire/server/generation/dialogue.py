@@ -41,8 +41,11 @@ class Dialogue:
         tools: in OpenAI's shape: {"type": "function", "function": {name, description, parameters,
             strict}}.
         parallel_tool_calls: False: one call at most.
+        chat_template: replaces the model's own.
         template_kwargs: further variables of the chat template, such as documents.
         reasoning_effort: passed to a template that takes it, else refused.
+        add_special_tokens: adds the tokenizer's own special tokens to what the template wrote.
+        most_prompt_tokens: the last tokens of the prompt to keep; None keeps all.
         include_reasoning: False leaves reasoning out of the events (it is still generated).
         with_tokens: give tokens without text (the end of sequence, say) an event too. Set it where
             token ids or log-probabilities are passed on.
@@ -53,10 +56,13 @@ class Dialogue:
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
+    chat_template: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    add_special_tokens: bool = False
+    most_prompt_tokens: int | None = None
     include_reasoning: bool = True
     with_tokens: bool = False
     request_id: str

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from quire.engine.chat_template import ChatTemplate
 from quire.server.errors import ApiError
 from quire.server.generation.dialogue import Dialogue
 
@@ -39,24 +41,46 @@ def render_prompt(
     Raises:
         ApiError, RequestError: the template does not take what the dialogue asks for.
     """
-    tools = _shown_tools(tokenizer, dialogue)
-    variables = _variables(tokenizer, dialogue, bool(tools))
-    messages = _messages(tokenizer, dialogue, bool(tools))
+    template = _templates(tokenizer, dialogue)
+    tools = _shown_tools(tokenizer, dialogue, template)
+    variables = _variables(dialogue, template, bool(tools))
+    messages = _messages(tokenizer, dialogue, template, bool(tools))
     if tools:
         variables["tools"] = tools
     add = dialogue.add_generation_prompt and not dialogue.continue_final_message
     if dialogue.continue_final_message:
         messages = _marked(messages)
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=add, **variables)
+    if dialogue.chat_template is None:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=add, **variables)
+    else:
+        variables = tokenizer.special_tokens | variables
+        text = template(bool(tools)).render(messages, add_generation_prompt=add, **variables)
     continued = None
     if dialogue.continue_final_message:
         text = _up_to_mark(text)
         continued = dialogue.messages[-1]["content"]
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, most=most).tolist()
-    return RenderedPrompt(text, ids, continued)
+    keep = dialogue.most_prompt_tokens
+    limit = most if keep is None else None
+    ids: list[int] = tokenizer.encode(text, dialogue.add_special_tokens, limit).tolist()
+    return RenderedPrompt(text, ids if keep is None else ids[-keep:], continued)
 
 
-def _shown_tools(tokenizer: Tokenizer, dialogue: Dialogue) -> list[dict[str, Any]]:
+Templates = Callable[[bool], ChatTemplate]
+"""Returns the chat template for a conversation with tools, or without."""
+
+
+def _templates(tokenizer: Tokenizer, dialogue: Dialogue) -> Templates:
+    """Returns the model's templates, or the request's own. Raises RequestError for a wrong one."""
+    if dialogue.chat_template is None:
+        return tokenizer.template
+    # Not kept: templates of requests would push the model's out.
+    own = ChatTemplate(dialogue.chat_template)
+    return lambda with_tools: own
+
+
+def _shown_tools(
+    tokenizer: Tokenizer, dialogue: Dialogue, template: Templates
+) -> list[dict[str, Any]]:
     """Returns the tools that the template is shown.
 
     With a free choice these are the tools that may be called. A tool without parameters gets an
@@ -65,7 +89,7 @@ def _shown_tools(tokenizer: Tokenizer, dialogue: Dialogue) -> list[dict[str, Any
     choice = dialogue.tool_choice
     if choice.mode == "none" or not dialogue.tools:
         return []
-    traits = tokenizer.traits(tokenizer.template(with_tools=True))
+    traits = tokenizer.traits(template(True))
     if not traits.shows_tools:
         raise _not_shown("tools", "tools")
     shown = []
@@ -79,7 +103,7 @@ def _shown_tools(tokenizer: Tokenizer, dialogue: Dialogue) -> list[dict[str, Any
     return shown
 
 
-def _variables(tokenizer: Tokenizer, dialogue: Dialogue, with_tools: bool) -> dict[str, Any]:
+def _variables(dialogue: Dialogue, template: Templates, with_tools: bool) -> dict[str, Any]:
     """Returns the template's further variables. Raises ApiError for one that it does not use."""
     variables = dict(dialogue.template_kwargs)
     fields = dict.fromkeys(variables, "chat_template_kwargs")
@@ -88,7 +112,7 @@ def _variables(tokenizer: Tokenizer, dialogue: Dialogue, with_tools: bool) -> di
         fields["reasoning_effort"] = "reasoning_effort"
     if not variables:
         return variables
-    known = tokenizer.template(with_tools).variables
+    known = template(with_tools).variables
     for name in variables:
         if name not in known:
             param = name if name in ("documents", "verbosity") else fields[name]
@@ -101,13 +125,15 @@ def _variables(tokenizer: Tokenizer, dialogue: Dialogue, with_tools: bool) -> di
     return variables
 
 
-def _messages(tokenizer: Tokenizer, dialogue: Dialogue, with_tools: bool) -> list[dict[str, Any]]:
+def _messages(
+    tokenizer: Tokenizer, dialogue: Dialogue, template: Templates, with_tools: bool
+) -> list[dict[str, Any]]:
     """Returns the messages, with tool calls in the shape that the template takes."""
     messages = dialogue.messages
     called = any(message.get("tool_calls") for message in messages)
     if not called:
         return messages
-    traits = tokenizer.traits(tokenizer.template(with_tools))
+    traits = tokenizer.traits(template(with_tools))
     if not traits.shows_calls:
         raise _not_shown("tool calls", "messages")
     return [

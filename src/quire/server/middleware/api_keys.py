@@ -39,7 +39,7 @@ class ApiKey:
         requests_per_minute, tokens_per_minute: None is no limit.
         share: weight of the key's requests in the engine's fair scheduling.
         models: names of the models and adapters that it may use; None is all.
-        admin: may load and unload adapters.
+        admin: may load and unload adapters, see the settings and forget cached prefixes.
     """
 
     name: str

@@ -12,7 +12,7 @@ from quire.server.middleware.hosts import HostCheck
 from quire.server.middleware.request_context import context_in
 from quire.server.state import ServerState
 
-PUBLIC_PATHS = frozenset({"/health", "/ready", *playground.FILES})
+PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", *playground.FILES})
 
 COUNTED_PATHS = frozenset(
     {
@@ -26,12 +26,19 @@ COUNTED_PATHS = frozenset(
         "/generate",
         "/tokenize",
         "/detokenize",
+        "/apply-template",
     }
 )
 """Routes whose POST requests count against their key's limit."""
 
 _UNQUEUED_PATHS = frozenset(
-    {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"}
+    {
+        "/tokenize",
+        "/detokenize",
+        "/apply-template",
+        "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
+    }
 )
 """Counted routes that do not use the engine."""
 

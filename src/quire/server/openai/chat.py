@@ -45,6 +45,7 @@ from quire.server.openai.objects import (
 from quire.server.openai.protocol import ChatRequest
 from quire.server.openai.stored_chats import StoredChat, chat_store, check_store
 from quire.server.openai.structured import structured_field
+from quire.server.openai.vocabulary import prompt_room
 from quire.server.request_body import read_body
 from quire.server.sse import EventStream, json_response, start_stream, unless_disconnected
 from quire.server.state import ServerState, new_id, state_of
@@ -62,6 +63,14 @@ async def chat_completions(request: Request) -> Response:
     check_fan_out(1, body.n)
     _check(body)
     functions.check(body)
+    if body.chat_template is not None and not state.args.trust_request_chat_template:
+        raise ApiError(
+            400,
+            "'chat_template': this server takes no templates from requests "
+            "(--trust-request-chat-template).",
+            param="chat_template",
+            code="unsupported_parameter",
+        )
     if body.store:
         check_store(request)
     dialogue = _dialogue(state, body)
@@ -97,15 +106,25 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
         kwargs["documents"] = body.documents
     if body.verbosity not in (None, "medium"):
         kwargs["verbosity"] = body.verbosity
+    effort = body.reasoning_effort
+    if body.chat_template is None:
+        effort = known_effort(state, effort, bool(body.tools))
     return Dialogue(
         messages=template_messages(body.messages),
         params=_params(state, body),
         tools=[tool.shape for tool in body.tools or ()] or functions.tools_of(body),
         tool_choice=body.tool_choice or functions.choice_of(body),
         parallel_tool_calls=body.parallel_tool_calls is not False and not body.functions,
+        chat_template=body.chat_template,
         template_kwargs=kwargs,
-        reasoning_effort=known_effort(state, body.reasoning_effort, bool(body.tools)),
+        reasoning_effort=effort,
         add_generation_prompt=body.add_generation_prompt is not False,
+        add_special_tokens=bool(body.add_special_tokens),
+        most_prompt_tokens=prompt_room(
+            body.truncate_prompt_tokens,
+            state.client.config.scheduler.max_model_len,
+            _max_tokens(body),
+        ),
         continue_final_message=bool(body.continue_final_message),
         include_reasoning=body.include_reasoning is not False,
         with_tokens=bool(body.logprobs or body.return_token_ids),
@@ -133,18 +152,37 @@ def _check(body: ChatRequest) -> None:
             "'max_tokens' and 'max_completion_tokens' are two names of one setting; they differ.",
             param="max_tokens",
         )
+    if body.return_tokens_as_token_ids and not body.logprobs:
+        raise ApiError(
+            400,
+            "'return_tokens_as_token_ids' needs logprobs=true.",
+            param="return_tokens_as_token_ids",
+        )
+    if body.request_id is not None and body.store:
+        raise ApiError(
+            400,
+            "'request_id' is not available with store=true: stored answers have ids of the "
+            "server's.",
+            param="request_id",
+        )
+    if body.echo and (body.messages[-1].role != "assistant" or not body.messages[-1].text):
+        raise ApiError(400, "'echo' needs a last message of the assistant.", param="echo")
     check_continuation(body.messages, body.continue_final_message, body.add_generation_prompt)
 
 
 def _params(state: ServerState, body: ChatRequest) -> SamplingParams:
-    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return sampling_params(
         body,
-        state.defaults,
-        max_tokens=limit,
+        state,
+        max_tokens=_max_tokens(body),
         n=body.n,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        blamed="top_logprobs",
     )
+
+
+def _max_tokens(body: ChatRequest) -> int | None:
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
 class ChatWriter:
@@ -169,6 +207,8 @@ class ChatWriter:
             lambda choices, usage: self._envelope("chat.completion.chunk", choices, usage),
             lambda: reply.usage,
         )
+        self.id = reply.request_id if body.request_id is None else f"chatcmpl-{body.request_id}"
+        self.echoed = body.messages[-1].text if body.echo else ""
         # What a stream has said so far, where it is to be stored.
         self.answers: dict[int, ChatAnswer] = {}
         self.begun: set[int] = set()
@@ -178,7 +218,7 @@ class ChatWriter:
         for answer in answers:
             choice = ChatChoice(
                 answer.choice,
-                _message(answer),
+                _message(answer, self.echoed),
                 self._logprobs(answer),
                 answer.finish_reason,
             )
@@ -202,7 +242,9 @@ class ChatWriter:
         for event in events:
             if event.choice not in self.begun:
                 self.begun.add(event.choice)
-                opening = ChatChunkChoice(event.choice, ChatDelta("assistant", ""), None, None)
+                opening = ChatChunkChoice(
+                    event.choice, ChatDelta("assistant", self.echoed), None, None
+                )
                 self.chunks.write(buffer, opening)
             self.chunks.write(buffer, self._chunk(event))
             if self.body.store:
@@ -226,7 +268,7 @@ class ChatWriter:
     def _envelope(self, kind: str, choices: Any, usage: Any) -> CompletionObject[Any]:
         tier = self.body.service_tier
         return CompletionObject(
-            self.reply.request_id,
+            self.id,
             kind,
             self.created,
             self.model,
@@ -239,13 +281,17 @@ class ChatWriter:
     def _logprobs(self, part: Delta | ChatAnswer) -> ChatLogprobs | None:
         if not self.body.logprobs:
             return None
-        count = self.body.top_logprobs or 0
-        return ChatLogprobs(chat_logprobs(self.tokenizer, part.token_ids, part.logprobs, count))
+        count = self.reply.params.logprobs or 0
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return ChatLogprobs(
+            chat_logprobs(self.tokenizer, part.token_ids, part.logprobs, count, as_ids=as_ids)
+        )
 
 
-def _message(answer: ChatAnswer) -> ChatMessage:
-    only_other = not answer.text and (answer.tool_calls or answer.reasoning)
-    message = ChatMessage(None if only_other else answer.text)
+def _message(answer: ChatAnswer, echoed: str) -> ChatMessage:
+    text = echoed + answer.text
+    only_other = not text and (answer.tool_calls or answer.reasoning)
+    message = ChatMessage(None if only_other else text)
     if answer.reasoning:
         message.reasoning = message.reasoning_content = answer.reasoning
     if answer.tool_calls:

@@ -34,9 +34,18 @@ from quire.server.openai.objects import (
 )
 from quire.server.openai.protocol import CompletionRequest, GenerateRequest
 from quire.server.openai.structured import structured_field
+from quire.server.openai.vocabulary import prompt_room, prompt_tokens
 from quire.server.request_body import read_body
 from quire.server.sse import EventStream, json_response, start_stream, unless_disconnected
 from quire.server.state import ServerState, new_id, state_of
+
+_NOT_BESIDE = (
+    ("suffix", "echo"),
+    ("suffix", "truncate_prompt_tokens"),
+    ("suffix", "add_special_tokens"),
+    ("echo", "truncate_prompt_tokens"),
+)
+"""Fields that make prompts in ways that do not go together."""
 
 
 async def completions(request: Request) -> Response:
@@ -49,7 +58,7 @@ async def completions(request: Request) -> Response:
     _check(state, body, prompts)
     params = _params(state, body)
     await check_structured(state, params, structured_field(body))
-    inputs = await _inputs(state, body.suffix, prompts)
+    inputs = await _inputs(state, body, prompts)
     context = context_of(request)
     charge(state, context, inputs, params)
     generation = TextGeneration(
@@ -82,13 +91,30 @@ def charge(
     context.take_tokens(sum(map(estimate_tokens, prompts)), most, params.n)
 
 
-async def _inputs(state: ServerState, suffix: str | None, prompts: list[Prompt]) -> list[Prompt]:
+async def _inputs(
+    state: ServerState, body: CompletionRequest | GenerateRequest, prompts: list[Prompt]
+) -> list[Prompt]:
     """Returns the prompts, or with a suffix those that fill in the middle."""
+    most = state.client.config.scheduler.max_model_len
+    suffix = body.suffix if isinstance(body, CompletionRequest) else None
+    if body.truncate_prompt_tokens is not None or body.add_special_tokens is False:
+        return await prompt_tokens(
+            state.client.tokenizer,
+            prompts,
+            special=body.add_special_tokens is not False,
+            most=prompt_room(body.truncate_prompt_tokens, most, _max_tokens(body)),
+            longest=most,
+        )
     if not suffix:
-        most = state.client.config.scheduler.max_model_len
         return await tokenized(state.client.tokenizer, prompts, most)
     tokenizer = state.tokenizer("suffix")
     return await asyncio.to_thread(lambda: [infill(tokenizer, p, suffix) for p in prompts])
+
+
+def _max_tokens(body: CompletionRequest | GenerateRequest) -> int | None:
+    if body.max_tokens is None and isinstance(body, CompletionRequest):
+        return 16
+    return body.max_tokens
 
 
 def best_completions(pieces: list[TextPiece], best_of: int, n: int) -> list[TextPiece]:
@@ -126,8 +152,16 @@ def _check(state: ServerState, body: CompletionRequest, prompts: list[Prompt]) -
                 "'best_of' is not available with stream=true: what is best shows at the end.",
                 param="best_of",
             )
-    if body.suffix and body.echo:
-        raise ApiError(400, "'suffix' and 'echo' exclude each other.", param="suffix")
+    for name, other in _NOT_BESIDE:
+        unused = (None, False) if other == "echo" else (None,)
+        if getattr(body, name) and getattr(body, other) not in unused:
+            raise ApiError(400, f"'{name}' and '{other}' exclude each other.", param=name)
+    if body.return_tokens_as_token_ids and body.logprobs is None:
+        raise ApiError(
+            400,
+            "'return_tokens_as_token_ids' needs 'logprobs'.",
+            param="return_tokens_as_token_ids",
+        )
     if body.stream_options is not None and not body.stream:
         raise ApiError(
             400, "'stream_options' is only allowed with stream=true.", param="stream_options"
@@ -150,12 +184,13 @@ def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:
     ranks by log-probabilities.
     """
     if body.echo and body.logprobs is not None:
-        body.prompt_logprobs = max(body.logprobs, body.prompt_logprobs or 0)
+        both = body.logprobs, body.prompt_logprobs or 0
+        body.prompt_logprobs = -1 if -1 in both else max(both)
     ranked = body.best_of is not None and body.best_of > (body.n or 1)
     return sampling_params(
         body,
-        state.defaults,
-        max_tokens=16 if body.max_tokens is None else body.max_tokens or 1,
+        state,
+        max_tokens=_max_tokens(body) or 1,
         n=max(body.n or 1, body.best_of or 1),
         logprobs=0 if ranked and body.logprobs is None else body.logprobs,
         detokenize=state.client.tokenizer is not None,
@@ -182,6 +217,8 @@ class CompletionWriter:
         self.created = int(time.time())
         self.with_prompt_logprobs = body.prompt_logprobs is not None and not body.stream
         self.chunks = ChunkWriter(body.stream_options, self.envelope, lambda: self.usage)
+        own = body.request_id
+        self.id = generation.request_id if own is None else f"cmpl-{own}"
         self.begun: set[int] = set()
         self.logprobs: dict[int, CompletionLogprobWriter] = {}
 
@@ -195,7 +232,7 @@ class CompletionWriter:
         self, choices: list[CompletionChoice], usage: Any = UNSET
     ) -> CompletionObject[CompletionChoice]:
         return CompletionObject(
-            self.generation.request_id,
+            self.id,
             "text_completion",
             self.created,
             self.model,
@@ -248,7 +285,9 @@ class CompletionWriter:
             return None
         writer = self.logprobs.get(choice)
         if writer is None:
-            writer = CompletionLogprobWriter(self.tokenizer, self.body.logprobs)
+            count = self.generation.params.logprobs or 0
+            as_ids = bool(self.body.return_tokens_as_token_ids)
+            writer = CompletionLogprobWriter(self.tokenizer, count, as_ids=as_ids)
             self.logprobs[choice] = writer
         return writer.write(token_ids, entries)
 
@@ -270,17 +309,18 @@ async def generate(request: Request) -> Response:
         )
     params = sampling_params(
         body,
-        state.defaults,
+        state,
         max_tokens=body.max_tokens,
         detokenize=state.client.tokenizer is not None,
     )
     await check_structured(state, params, structured_field(body))
     context = context_of(request)
-    charge(state, context, prompts, params)
+    inputs = await _inputs(state, body, prompts)
+    charge(state, context, inputs, params)
     generation = TextGeneration(
         state,
         context,
-        prompts,
+        inputs,
         params,
         request_id=new_id("gen"),
         priority=body.priority or 0,

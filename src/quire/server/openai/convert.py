@@ -14,9 +14,11 @@ from quire.server.errors import ApiError
 from quire.server.generation.text import Prompt
 from quire.server.openai.protocol import SamplingFields
 from quire.server.openai.structured import structured_outputs
+from quire.server.openai.vocabulary import bad_token_ids, count_of_logprobs
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
+    from quire.server.state import ServerState
 
 logger = logging.getLogger("quire.server")
 
@@ -70,15 +72,20 @@ def model_defaults(model_path: str) -> dict[str, float]:
 
 def sampling_params(
     request: SamplingFields,
-    defaults: dict[str, Any],
+    state: ServerState,
     *,
     max_tokens: int | None,
     n: int | None = None,
     logprobs: int | None = None,
+    blamed: str = "logprobs",
     detokenize: bool = True,
 ) -> SamplingParams:
-    """Returns the sampling parameters of a request. Raises `RequestError` naming the field."""
-    fields: dict[str, Any] = dict(defaults)
+    """Returns the sampling parameters of a request. Raises `RequestError` naming the field.
+
+    Args:
+        blamed: the field that `logprobs` comes from.
+    """
+    fields: dict[str, Any] = dict(state.defaults)
     for name in _COPIED:
         value = getattr(request, name)
         if value is not None:
@@ -87,14 +94,25 @@ def sampling_params(
         fields["stop"] = tuple(request.stop)
     if request.logit_bias:
         fields["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
+    if request.allowed_token_ids is not None:
+        fields["allowed_token_ids"] = tuple(request.allowed_token_ids)
+    if request.bad_words:
+        tokenizer = state.tokenizer("bad_words")
+        fields["bad_token_ids"] = bad_token_ids(tokenizer, request.bad_words)
+    if request.prompt_logprobs == -1:
+        fields["prompt_logprobs"] = _count(state, "prompt_logprobs", -1)
     return SamplingParams(
         **fields,
         n=n or 1,
         max_tokens=max_tokens,
-        logprobs=logprobs,
+        logprobs=None if logprobs is None else _count(state, blamed, logprobs),
         detokenize=detokenize,
         structured_outputs=structured_outputs(request),
     )
+
+
+def _count(state: ServerState, name: str, asked: int) -> int:
+    return asked if asked >= 0 else count_of_logprobs(name, asked, state.client.config.vocab_size)
 
 
 def prompts_of(value: Any, param: str = "prompt", most: int = MAX_COMPLETIONS) -> list[Prompt]:

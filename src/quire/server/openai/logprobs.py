@@ -39,15 +39,23 @@ def chat_logprobs(
     token_ids: Sequence[int],
     entries: Sequence[dict[int, Logprob]],
     count: int,
+    *,
+    as_ids: bool = False,
 ) -> list[ChatTokenLogprob]:
+    """Returns the log-probabilities of tokens. as_ids: tokens are named by their ids."""
+
+    def named(token: int) -> tuple[str, list[int]]:
+        text, data = _text_and_bytes(tokenizer, token)
+        return (_id_name(token) if as_ids else text), data
+
     out = []
     for token, entry in zip(token_ids, entries, strict=True):
         own = entry[token]
-        text, data = _text_and_bytes(tokenizer, token)
-        top = [
-            ChatTopLogprob(*_text_and_bytes_between(tokenizer, other, _finite(value.logprob)))
-            for other, value in _top(entry, count)
-        ]
+        text, data = named(token)
+        top = []
+        for other, value in _top(entry, count):
+            name, bytes = named(other)
+            top.append(ChatTopLogprob(name, _finite(value.logprob), bytes))
         out.append(ChatTokenLogprob(text, _finite(own.logprob), data, top))
     return out
 
@@ -57,11 +65,8 @@ def _text_and_bytes(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
     return data.decode("utf-8", "replace"), list(data)
 
 
-def _text_and_bytes_between(
-    tokenizer: Tokenizer, token: int, logprob: float
-) -> tuple[str, float, list[int]]:
-    text, data = _text_and_bytes(tokenizer, token)
-    return text, logprob, data
+def _id_name(token: int) -> str:
+    return f"token_id:{token}"
 
 
 class CompletionLogprobWriter:
@@ -71,8 +76,9 @@ class CompletionLogprobWriter:
     included. A token that only continues a character gets the place of the next one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, count: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, count: int, *, as_ids: bool = False) -> None:
         self.tokenizer = tokenizer
+        self.as_ids = as_ids
         self.count = count
         self.offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -105,7 +111,10 @@ class CompletionLogprobWriter:
         return out
 
     def _name(self, token: int) -> str:
-        """Returns the token's text, or `bytes:\\xe2\\x96` where it is no whole text by itself."""
+        """Returns the token's text, or `bytes:\\xe2\\x96` where it is no whole text by itself; or
+        its id, where ids are asked for."""
+        if self.as_ids:
+            return _id_name(token)
         data = self.tokenizer.token_bytes(token)
         try:
             return data.decode("utf-8")

@@ -23,15 +23,21 @@ from quire.server.strict_model import (
     LogitBias,
     Metadata,
     Name,
+    RequestId,
     StrictModel,
     TemplateKwargs,
     TextsOrIds,
     drop_unused,
 )
+from quire.token_rules import MAX_ALLOWED, MAX_BAD
 
 MAX_STOP = 64
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
+MAX_TEMPLATE = 65_536
+"""Most characters of a request's own chat template."""
+MAX_BAD_WORDS = MAX_BAD // 2
+"""Each may be two sequences of tokens."""
 
 # Parameters of OpenAI's API that Quire does not implement, with the values that mean "not used".
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -54,6 +60,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+
+
+Word = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class StreamOptions(StrictModel):
@@ -98,7 +107,13 @@ class SamplingFields(StructuredFields):
     logit_bias: LogitBias | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    prompt_logprobs: Count | None = None
+    bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    allowed_token_ids: (
+        Annotated[list[Count], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None
+    ) = None
+    prompt_logprobs: int | None = Field(None, ge=-1, le=INT32_MAX)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32_MAX)
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
     cache_salt: Name | None = None
@@ -117,6 +132,14 @@ class SamplingFields(StructuredFields):
     def _one_stop(cls, stop: Any) -> Any:
         return [stop] if isinstance(stop, str) else stop
 
+    @model_validator(mode="after")
+    def _keeps_some(self) -> SamplingFields:
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "'truncate_prompt_tokens' must be -1 or at least 1.", param="truncate_prompt_tokens"
+            )
+        return self
+
 
 class CompletionRequest(SamplingFields):
     """Body of `/v1/completions`.
@@ -128,9 +151,11 @@ class CompletionRequest(SamplingFields):
     suffix: str | None = None
     max_tokens: Count | None = None
     n: int | None = Field(None, ge=1, le=128)
+    request_id: RequestId | None = None
     best_of: int | None = Field(None, ge=1, le=128)
     echo: bool | None = None
-    logprobs: Count | None = None
+    logprobs: int | None = Field(None, ge=-1, le=INT32_MAX)
+    return_tokens_as_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -156,10 +181,14 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     n: int | None = Field(None, ge=1, le=128)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    request_id: RequestId | None = None
+    top_logprobs: int | None = Field(None, ge=-1, le=20)
+    return_tokens_as_token_ids: bool | None = None
+    echo: bool | None = None
     stream_options: StreamOptions | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE)] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     metadata: Metadata | None = None
     prompt_cache_key: Name | None = None

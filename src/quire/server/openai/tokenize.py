@@ -27,7 +27,7 @@ from quire.server.openai.messages import (
 from quire.server.openai.protocol import MAX_MESSAGES, MAX_TOOLS
 from quire.server.request_body import read_body
 from quire.server.sse import json_response
-from quire.server.state import state_of
+from quire.server.state import ServerState, state_of
 from quire.server.strict_model import Count, Name, StrictModel, TemplateKwargs
 
 if TYPE_CHECKING:
@@ -41,26 +41,37 @@ _ON_LOOP = 2000
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
-class TokenizeRequest(StrictModel):
+Messages = Annotated[
+    list[ChatMessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
+
+
+class ConversationFields(StrictModel):
+    """Fields of what a chat template renders besides messages."""
+
+    model: Name | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    tools: Annotated[list[ChatToolParam], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+
+class ApplyTemplateRequest(ConversationFields):
+    """Body of `/apply-template`: a conversation."""
+
+    messages: Messages
+
+
+class TokenizeRequest(ConversationFields):
     """Body of `/tokenize`: a text, or a conversation.
 
     `add_special_tokens` holds by default for texts only, as templates write special tokens
     themselves.
     """
 
-    model: Name | None = None
     prompt: str | None = None
-    messages: (
-        Annotated[
-            list[ChatMessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-        ]
-        | None
-    ) = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    tools: Annotated[list[ChatToolParam], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -89,6 +100,12 @@ class Tokenized(msgspec.Struct):
     token_strs: list[str] | None = None
 
 
+class AppliedTemplate(msgspec.Struct):
+    """Answer of `/apply-template`: the text of the prompt, special tokens included."""
+
+    prompt: str
+
+
 class Detokenized(msgspec.Struct):
     prompt: str
 
@@ -107,9 +124,7 @@ async def tokenize(request: Request) -> Response:
 
         tokens = await _computed(tokenized, len(text))
     else:
-        check_continuation(body.messages, body.continue_final_message, body.add_generation_prompt)
-        dialogue = _dialogue(body)
-        check_tools(dialogue, state.chat_format)
+        dialogue = _dialogue(state, body, body.messages)
         tokens = await asyncio.to_thread(_conversation, tokenizer, dialogue, body)
     limit = state.client.config.scheduler.max_model_len
 
@@ -127,9 +142,24 @@ async def _computed(work: Callable[[], T], size: int) -> T:
     return await asyncio.to_thread(work) if size > _ON_LOOP else work()
 
 
-def _dialogue(body: TokenizeRequest) -> Dialogue:
-    return Dialogue(
-        messages=template_messages(body.messages or []),
+async def apply_template(request: Request) -> Response:
+    """Answers with the text that the chat template makes of a conversation."""
+    state = state_of(request)
+    body = await read_body(request, ApplyTemplateRequest, state.args.max_body_bytes)
+    state.check_model(body.model, context_of(request))
+    tokenizer = state.tokenizer("messages")
+    dialogue = _dialogue(state, body, body.messages)
+    rendered = await asyncio.to_thread(render_prompt, tokenizer, dialogue)
+    return json_response(AppliedTemplate(rendered.text))
+
+
+def _dialogue(
+    state: ServerState, body: ConversationFields, messages: list[ChatMessageParam]
+) -> Dialogue:
+    """Returns a conversation that is only rendered. Raises ApiError for what cannot be."""
+    check_continuation(messages, body.continue_final_message, body.add_generation_prompt)
+    dialogue = Dialogue(
+        messages=template_messages(messages),
         params=SamplingParams(),
         tools=[tool.shape for tool in body.tools or ()],
         template_kwargs=body.chat_template_kwargs or {},
@@ -137,6 +167,8 @@ def _dialogue(body: TokenizeRequest) -> Dialogue:
         continue_final_message=bool(body.continue_final_message),
         request_id="",
     )
+    check_tools(dialogue, state.chat_format)
+    return dialogue
 
 
 def _conversation(tokenizer: Tokenizer, dialogue: Dialogue, body: TokenizeRequest) -> list[int]:
