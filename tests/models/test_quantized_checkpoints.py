@@ -232,7 +232,6 @@ def _weights(**values: Any) -> Callable[[dict[str, Any]], None]:
 REFUSED: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("gptq", _set("quant_method", "bitsandbytes"), "quantized by bitsandbytes"),
     ("gptq", _set("quant_method", "hqq"), "quantized by hqq"),
-    ("gptq", _set("quant_method", "mxfp4"), "quantized by mxfp4"),
     ("gptq", _set("bits", 3), "bits 3; known are: 4, 8"),
     ("gptq", _set("checkpoint_format", "marlin"), "checkpoint_format 'marlin'"),
     ("gptq", _set("group_size", 20), "group_size 20"),

@@ -155,7 +155,12 @@ def test_rules_of_thumb_for_few_bits() -> None:
     format = FORMATS["uint4-g128-zeros"]
     for m in (1, 4, 8, 64, 128, 256):
         for n, k, gated in ((4096, 4096, False), (12288, 4096, True), (256, 128, False)):
-            plan = heuristic(Shape(m, n, k, torch.bfloat16, True, gated, format), H200)
+            shape = Shape(m, n, k, torch.bfloat16, True, gated, format)
+            plan = heuristic(shape, H200)
+            assert plan.kernel == ("mma" if m <= 8 else "skinny")
+            assert plan.kernel == "mma" or plan.bm <= 128
+            # Rows that begin anywhere are not for tensor cores.
+            plan = heuristic(shape._replace(aligned=False), H200)
             assert plan.kernel == ("gemv" if m <= 4 else "skinny")
             rows = plan.bn * (2 if gated else 1)
             if plan.kernel == "gemv":

@@ -154,7 +154,7 @@ class ModelRunner:
     def capture(self) -> Capacity:
         """Captures all graphs where there are any, and says what there is."""
         full = FULL_STEP
-        if self._captures:
+        if self.device.type == "cuda" and not self.config.eager:
             began = time.perf_counter()
             full = self._capture()
             self._seconds["graphs"] = time.perf_counter() - began
@@ -218,8 +218,6 @@ class ModelRunner:
         lanes = ModelLanes(self.model, self.state, self.cache.layers, own, self.state.position)
         self.program = StepProgram(lanes, self.hooks, acceptance.claims)
         self._late = list(_LATE_HOOKS)
-        if self._captures:
-            self._add_late(tuple(_LATE_HOOKS))
 
     def _add_late(self, names: Sequence[str]) -> None:
         for name in names:
@@ -230,16 +228,13 @@ class ModelRunner:
             self._late.remove(name)
             self.hooks = self.program.hooks = (*self.hooks, hook)
 
-    @property
-    def _captures(self) -> bool:
-        return self.device.type == "cuda" and not self.config.eager
-
     @torch.inference_mode()
     def _capture(self) -> int:
         """Captures all programs. Returns the tokens of a full step."""
         # There are graphs only where there is a GPU.
         from quire.runner.graphs import Graphs
 
+        self._add_late(tuple(self._late))
         self.state.inputs.copy_(torch.from_numpy(self.state.idle_inputs()))
         self._graphs = graphs = Graphs(self.device, self.limits)
         with ops.use_policy(self._policy):
