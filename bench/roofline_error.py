@@ -15,6 +15,7 @@ from quire.bench.record import BenchRecord, read_jsonl
 from quire.bench.roofline import Roofline
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
+from quire.errors import ConfigError
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "results" / "h200_throughput.jsonl"
@@ -38,26 +39,32 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """Yields one row for each case and metric of the newest record of its kind."""
+    """Yields one row for each case and metric of the newest record of its kind.
+
+    Models that `quire roofline` refuses (experts, recurrent layers) have none.
+    """
     newest: dict[tuple[str, str, str], BenchRecord] = {}
     for record in read_jsonl(RECORDS):
         if record.case in _LEFT_OUT or record.settings.get("deterministic"):
             continue
         kind = record.model, str(record.settings.get("quantization") or ""), record.case
         newest[kind] = record
-    rooflines: dict[tuple[str, str], Roofline] = {}
+    rooflines: dict[tuple[str, str], Roofline | None] = {}
     for (model, quantization, name), record in sorted(newest.items()):
         if (model, quantization) not in rooflines:
             rooflines[model, quantization] = roofline(model, quantization)
+        predictor = rooflines[model, quantization]
+        if predictor is None:
+            continue
         case = parse_case(name)
-        predictions = rooflines[model, quantization].case(case)
-        for found in predictions:
+        for found in predictor.case(case):
             metric = f"{found.case.replace(' ', '_')}_ms" if case is TTFT else "output_tok_s"
             value = found.first_token_seconds * 1e3 if case is TTFT else found.output_tok_s
             yield Row(model, quantization, found.case, record.metrics[metric], value)
 
 
-def roofline(model: str, quantization: str) -> Roofline:
+def roofline(model: str, quantization: str) -> Roofline | None:
+    """Returns the model's roofline, or None where `quire roofline` refuses the model."""
     args = EngineArgs(
         model=str(HERE / "configs" / model),
         dtype="bfloat16",
@@ -66,7 +73,13 @@ def roofline(model: str, quantization: str) -> Roofline:
         skip_tokenizer_init=True,
         quantization=quantization or None,
     )
-    return Roofline(resolve(args), "h200")
+    config = resolve(args)
+    try:
+        return Roofline(config, "h200")
+    except ConfigError as error:
+        if error.param != "model":
+            raise
+        return None
 
 
 def mean_error(found: list[Row]) -> float:

@@ -35,7 +35,7 @@ _STEP = 30e-6
 """Seconds of a step in which none of the kernels below runs."""
 _ATTENTION = 0.55
 """Share of the rate of products that attention reaches over a prompt."""
-_FEW_BITS = ((12.0, 1.0), (6.0, 0.67), (0.0, 0.28))
+_FEW_BITS = ((12.0, 1.0), (6.0, 0.80), (0.0, 0.50))
 """(bits of a weight, share of the bandwidth that products reach above as many bits)."""
 _LINK = 450e9
 """Bytes/s that a GPU sends over NVLink (data sheet of H100 and H200)."""
