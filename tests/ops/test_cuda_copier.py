@@ -10,8 +10,9 @@ import torch
 
 from quire.arrays import int32
 from quire.errors import ConfigError
-from quire.runner.transfer.host import BlockLayout, HostPool
-from quire.runner.transfer.places import CudaCopier
+from quire.runner.transfer.copier import CudaCopier
+from quire.runner.transfer.host import HostPool
+from quire.runner.transfer.layout import BlockLayout
 
 
 class Event:

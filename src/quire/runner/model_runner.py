@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from quire.models import (
     spec_from_config,
 )
 from quire.parallel import ProcessGroup, SingleGroup
-from quire.plan import Admit, HeadInputs, KVGroup, RowFlag, StepPlan, StepResult, Transfer
+from quire.plan import Admit, HeadInputs, KVGroup, RowFlag, StepPlan, StepResult
 from quire.runner import memory
 from quire.runner.hooks import Hook, Level
 from quire.runner.hooks.acceptance import Acceptance
@@ -41,34 +41,11 @@ from quire.runner.readback import Step
 from quire.runner.state import BatchState, ColumnSpec, Limits
 from quire.runner.upload import PinnedRing, Upload, ragged
 
+if TYPE_CHECKING:
+    from quire.runner.transfer.places import KVTransfer
+
 _LOGIT_ROWS = 64
 """Logit rows that a step has at least, if rows have drafts and all lanes' drafts need them."""
-
-
-class BlockTransfers(Protocol):
-    """Moves KV blocks between the device and other places.
-
-    slots: blocks that the nearest of them holds.
-    """
-
-    @property
-    def slots(self) -> int: ...
-
-    def start(self, transfers: Sequence[Transfer], direction: str) -> None:
-        """Launches the transfers of one direction."""
-        ...
-
-    def ended(self, patient: bool) -> tuple[list[int], list[int]]:
-        """Returns the ids of those that finished and failed since the last call."""
-        ...
-
-    def disk_keys(self) -> Int32:
-        """Returns the keys of blocks in files, int32 [n, 4]."""
-        ...
-
-    def close(self) -> None:
-        """Waits for what is being copied. Idempotent."""
-        ...
 
 
 _LATE_HOOKS = {"logprobs": "SampledLogprobs", "prompt_logprobs": "PromptLogprobs"}
@@ -102,7 +79,7 @@ class ModelRunner:
         self._graphs: CapturedPrograms | None = None
         # What the head must do for each lane's request, a `Level`.
         self._levels = np.zeros(self.limits.lanes, dtype=np.int8)
-        self._transfer: BlockTransfers | None = None
+        self._transfer: KVTransfer | None = None
         self._pinned = PinnedRing(self.device, config.scheduler.steps_in_flight + 1)
         self._seconds: dict[str, float] = {}
         self._policy = ops.Policy(
@@ -144,11 +121,12 @@ class ModelRunner:
             head_scales=self._head_scales(self._kv_format),
         )
         self._num_blocks = num_blocks
-        if self.config.args.host_cache_gb:
+        if self.config.args.host_cache_gb or self.config.args.disagg is not None:
             # Few engines have other places for blocks.
-            from quire.runner.transfer.places import open_transfer
+            from quire.runner.transfer.places import open_places
 
-            self._transfer = open_transfer(self.config, self.cache, num_blocks)
+            spec = self.model.spec
+            self._transfer = open_places(self.config, self.cache, num_blocks, spec, self.group)
         self._prepare(self._groups)
 
     def capture(self) -> Capacity:
@@ -462,11 +440,9 @@ class ModelRunner:
             hook.bring(inputs)
 
     def control(self, message: dict[str, Any]) -> Any:
-        """Asks the hooks, in order; the first answer that is not None counts."""
-        if self._transfer is not None and message.get("op") == "disk_keys":
-            return self._transfer.disk_keys()
-        for hook in self.hooks:
-            answer = hook.on_control(message)
+        """Asks the places of blocks, then the hooks; the first answer that is not None counts."""
+        for part in (self._transfer, *self.hooks):
+            answer = None if part is None else part.on_control(message)
             if answer is not None:
                 return answer
         raise QuireError(f"unknown control message {message.get('op')!r}")
