@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -54,6 +54,7 @@ def move(found: list[PeerPlace], transfer: Transfer) -> None:
 
 
 @pytest.mark.parametrize("heads", HEADS)
+@settings(max_examples=16, deadline=None)
 @given(writers=st.sampled_from(WORLDS), readers=st.sampled_from(WORLDS))
 def test_any_ranks_read_what_any_ranks_wrote(heads: int, writers: int, readers: int) -> None:
     whole = whole_block(heads)

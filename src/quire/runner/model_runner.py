@@ -125,8 +125,7 @@ class ModelRunner:
             # Few engines have other places for blocks.
             from quire.runner.transfer.places import open_places
 
-            spec = self.model.spec
-            self._transfer = open_places(self.config, self.cache, num_blocks, spec, self.group)
+            self._transfer = open_places(self.config, self.cache, self.model.spec, self.group)
         self._prepare(self._groups)
 
     def capture(self) -> Capacity:
@@ -140,11 +139,10 @@ class ModelRunner:
         with ops.use_policy(self._policy):
             for hook in self._features:
                 step_seconds |= hook.seconds(self.program, self._graphs)
-        slots = 0 if self._transfer is None else self._transfer.slots
         return Capacity(
             self._groups,
             self._num_blocks,
-            host_blocks=slots,
+            host_blocks=0 if self._transfer is None else self._transfer.slots,
             seconds=self._seconds,
             full_step=full,
             logit_rows=self.limits.logit_rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import msgspec
 from starlette.requests import Request
@@ -68,7 +69,10 @@ async def load(request: Request) -> Response:
 
 async def server_info(request: Request) -> Response:
     state = _for_admins(request)
-    return json_response(ServerInfo(__version__, state.model_name, state.client.config))
+    config = state.client.config
+    if config.args.disagg is not None:  # it has the peers' key
+        config = replace(config, args=replace(config.args, disagg=None))
+    return json_response(ServerInfo(__version__, state.model_name, config))
 
 
 async def reset_prefix_cache(request: Request) -> Response:

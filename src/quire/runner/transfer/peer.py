@@ -178,7 +178,7 @@ class PeerPlace:
 
 
 def open_peer_place(
-    cache: KVCache, num_groups: int, spec: ModelSpec, group: ProcessGroup, device: torch.device
+    cache: KVCache, spec: ModelSpec, group: ProcessGroup, device: torch.device
 ) -> PeerPlace:
     """Makes the memory, of one rank or of several, which all call this at once.
 
@@ -187,7 +187,7 @@ def open_peer_place(
     """
     layouts = [
         BlockLayout(cache.block_tensors(index), _heads(cache, index, spec, group))
-        for index in range(num_groups)
+        for index in range(len(cache.groups))
     ]
     sizes = [layout.size for layout in layouts]
     slots = max(_LEAST_SLOTS, min(_MOST_SLOTS, _BYTES // sum(sizes)))

@@ -207,7 +207,6 @@ def tiers(
 def open_places(
     config: EngineConfig,
     cache: KVCache,
-    num_blocks: Sequence[int],
     spec: ModelSpec,
     group: ProcessGroup,
 ) -> KVTransfer:
@@ -217,17 +216,17 @@ def open_places(
         ConfigError: the host's memory does not suffice, a folder cannot be used, or the model's KV
             cannot be moved.
     """
-    places = open_tiers(config, cache, num_blocks)
+    places = open_tiers(config, cache)
     if config.args.disagg is not None:
         # Few engines have peers.
         from quire.runner.transfer.peer import open_peer_place
 
         device = torch.device(config.device)
-        places["peer"] = open_peer_place(cache, len(num_blocks), spec, group, device)
+        places["peer"] = open_peer_place(cache, spec, group, device)
     return KVTransfer(places)
 
 
-def open_tiers(config: EngineConfig, cache: KVCache, num_blocks: Sequence[int]) -> dict[str, Place]:
+def open_tiers(config: EngineConfig, cache: KVCache) -> dict[str, Place]:
     """Opens the host's memory, and files, as the settings ask for them.
 
     Raises:
@@ -236,7 +235,7 @@ def open_tiers(config: EngineConfig, cache: KVCache, num_blocks: Sequence[int]) 
     args = config.args
     if not args.host_cache_gb:
         return {}
-    tensors = [cache.block_tensors(group) for group in range(len(num_blocks))]
+    tensors = [cache.block_tensors(group) for group in range(len(cache.groups))]
     slots = HostPool.slots_within(
         [BlockLayout(group) for group in tensors], int(args.host_cache_gb * GB)
     )

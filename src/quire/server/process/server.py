@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 import socket
 import ssl
@@ -36,6 +37,7 @@ def run_server(
     """
     import uvloop
 
+    engine_args = dataclasses.replace(engine_args, disagg=server_args.disagg)
     # Bound before the model is loaded, which may take minutes: a taken port should say so at once.
     tls = tls_context(server_args)
     sock = bind(server_args)
