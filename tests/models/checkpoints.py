@@ -89,7 +89,7 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
     "num_key_value_heads": 6,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 40,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 1,

@@ -212,9 +212,7 @@ class LatentProjection(nn.Module):
         super().__init__()
         each = spec.key_dim + spec.value_dim
         self.shape = spec.heads * each, spec.rank
-        self.range = ShardSpec(0, each).bounds(
-            self.shape[0], build.group.rank, build.group.world
-        )
+        self.range = ShardSpec(0, each).bounds(self.shape[0], build.group.rank, build.group.world)
         self.weight = build.empty((self.range[1] - self.range[0]) // each, each, spec.rank)
         # A list hides the layer from the module tree, which it leaves when it was loaded.
         self._stored: list[Linear] = []

@@ -31,6 +31,8 @@ _STEMS = {
 }
 _ATTENTION = re.compile(r"layers\.(\d+)\.attention\.(.+)\.([^.]+)")
 _KNOWN: dict[str, tuple[Any, ...]] = {
+    # Attention to some of the tokens, as in V3.2.
+    "index_topk": (),
     "moe_layer_freq": (1,),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
@@ -59,9 +61,7 @@ def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
     """Returns the architecture with latent attention and dense feed-forward layers."""
     rotary_dim = settings.integer(config, "qk_rope_head_dim", 64)
     # What else it says of heads is of other code.
-    base = llama.base_spec(
-        {**config, "head_dim": rotary_dim, "num_key_value_heads": None}, family
-    )
+    base = llama.base_spec({**config, "head_dim": rotary_dim, "num_key_value_heads": None}, family)
     plain = base.attention[0]
     if plain.rope is None:
         raise ModelError("config.json: latent attention needs rotary positions")
