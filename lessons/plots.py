@@ -16,9 +16,8 @@ def lines(
     file: Path | None,
     x: Sequence[float],
     series: Mapping[str, Sequence[float]],
-    *,
     labels: tuple[str, str],
-    title: str,
+    *,
     log: str = "",
 ) -> None:
     """Saves lines over `x` to a file; does nothing without one.
@@ -38,7 +37,6 @@ def lines(
         panel.plot(x, values, marker="o", markersize=4, label=name)
     panel.set_xlabel(labels[0])
     panel.set_ylabel(labels[1])
-    panel.set_title(title, fontsize=11)
     panel.grid(alpha=0.3)
     if "x" in log:
         panel.set_xscale("log", base=2)
@@ -47,6 +45,7 @@ def lines(
         panel.set_yscale("log")
     else:
         panel.set_ylim(bottom=0)
-    panel.legend()
+    if len(series) > 1:
+        panel.legend()
     figure.savefig(file, dpi=110)
     print(f"plot: {file}")

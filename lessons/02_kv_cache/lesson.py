@@ -49,8 +49,7 @@ class CachedQwen3(lesson_01.Qwen3):  # type: ignore[name-defined,misc]
         seen = torch.arange(int(positions[-1]) + 1)
         keys, values = self.k[layer, :, : len(seen)], self.v[layer, :, : len(seen)]
         causal = positions[:, None] >= seen[None, :]
-        attended: Tensor = self.attend(q, keys, values, causal, layer)
-        return attended
+        return self.attend(q, keys, values, causal, layer)
 
 
 def measured(work: Callable[[], Tensor]) -> tuple[int, float, Tensor]:
@@ -133,14 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     once = len(ran[2][3]) - 1  # nobody asks what comes after the last token
     check(same and ran[2][2] == once, f"one request computes {once} positions, each once")
     series = {"all again": [row[2] for row in found], "KV cache": [row[3] for row in found]}
-    plots.lines(
-        args.plot,
-        lengths,
-        series,
-        labels=("tokens so far", "ms for one more"),
-        title="The price of one more token",
-        log="y",
-    )
+    plots.lines(args.plot, lengths, series, ("tokens so far", "ms for one more"), log="y")
 
 
 if __name__ == "__main__":

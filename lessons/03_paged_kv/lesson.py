@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from lessons import plots
-from lessons.common import Loaded, check, load, parser, table
+from lessons.common import Loaded, check, engine, load, parser, skewed_lengths, table
 from quire import SamplingParams
-from quire.config import EngineArgs
-from quire.engine.builder import build_core, resolve
 
 lesson_01 = importlib.import_module("lessons.01_generation.lesson")
 lesson_02 = importlib.import_module("lessons.02_kv_cache.lesson")
@@ -27,8 +25,7 @@ class Blocks:
     """A list of free blocks, and a table of blocks for each sequence."""
 
     def __init__(self, count: int, size: int) -> None:
-        self.size = size
-        self.free = list(range(count))
+        self.size, self.free = size, list(range(count))
         self.tables: dict[int, list[int]] = {}
 
     def grow(self, sequence: int, length: int) -> None:
@@ -49,15 +46,13 @@ class PagedQwen3(lesson_01.Qwen3):  # type: ignore[name-defined,misc]
 
     def __init__(self, model: Loaded, blocks: Blocks) -> None:
         super().__init__(model)
-        places = len(blocks.free), blocks.size
-        self.kv = torch.zeros(2, self.layers, *places, self.kv_heads, self.head_dim)
-        self.blocks = blocks
+        shape = len(blocks.free), blocks.size, self.kv_heads, self.head_dim
+        self.kv, self.blocks = torch.zeros(2, self.layers, *shape), blocks
 
     def step(self, sequence: int, ids: Tensor, start: int) -> Tensor:
         self.blocks.grow(sequence, start + len(ids))
         self.table = torch.tensor(self.blocks.tables[sequence])
-        logits: Tensor = self.forward(ids, start)
-        return logits
+        return self.forward(ids, start)
 
     def attention(self, x: Tensor, layer: int, positions: Tensor) -> Tensor:
         q, k, v = self.qkv(x, layer, positions)
@@ -67,8 +62,7 @@ class PagedQwen3(lesson_01.Qwen3):  # type: ignore[name-defined,misc]
         seen = torch.arange(int(positions[-1]) + 1)
         # A copy of all that the sequence has; a kernel reads the blocks where they lie (lesson 5).
         keys, values = self.kv[:, layer, self.table].flatten(1, 2)[:, : len(seen)].transpose(1, 2)
-        attended: Tensor = self.attend(q, keys, values, positions[:, None] >= seen, layer)
-        return attended
+        return self.attend(q, keys, values, positions[:, None] >= seen, layer)
 
 
 def logit_error(model: Loaded) -> float:
@@ -85,14 +79,6 @@ def logit_error(model: Loaded) -> float:
     return worst
 
 
-def workload(count: int) -> list[tuple[int, int]]:
-    """Returns lengths of (prompt, prompt and output): most are short, a few are long."""
-    draw = np.random.default_rng(0)
-    prompts = np.minimum(draw.lognormal(5, 1, count), 1200).astype(int)
-    outputs = 1 + np.minimum(draw.lognormal(4.5, 1, count), 800).astype(int)
-    return list(zip(prompts.tolist(), (prompts + outputs).tolist(), strict=True))
-
-
 def simulate(size: int, memory: int, requests: list[tuple[int, int]]) -> tuple[float, float]:
     """Runs requests in a memory of so many tokens. Returns the share of booked memory that holds
     tokens, and how many requests ran at once, as means over the steps."""
@@ -107,7 +93,7 @@ def simulate(size: int, memory: int, requests: list[tuple[int, int]]) -> tuple[f
             running[name] = lengths
         for name, (length, _) in running.items():
             blocks.grow(name, length)
-        held += sum(length for length, _ in running.values())
+            held += length
         booked += size * sum(map(len, blocks.tables.values()))
         steps, rows = steps + 1, rows + len(running)
         for name, (length, end) in list(running.items()):
@@ -118,12 +104,10 @@ def simulate(size: int, memory: int, requests: list[tuple[int, int]]) -> tuple[f
     return held / booked, rows / steps
 
 
-def engine(model: Loaded, size: int) -> tuple[float, list[list[int]]]:
+def booked_by_engine(model: Loaded, size: int) -> tuple[float, list[list[int]]]:
     """Returns the shipped engine's share of booked memory that holds tokens, and its outputs."""
-    core = build_core(resolve(EngineArgs(
-        model=str(model.path), device="cpu", block_size=size, num_kv_blocks=8192 // size,
-        max_model_len=512, enable_prefix_caching=False,
-    )))  # fmt: skip
+    settings = {"block_size": size, "num_kv_blocks": 8192 // size, "max_model_len": 512}
+    core = engine(model, enable_prefix_caching=False, **settings)
     params, added, held, booked = SamplingParams(temperature=0.0, ignore_eos=True), [], 0, 0
     for length in (20, 45, 70, 120, 160, 200):
         prompt = np.arange(100, 100 + length, dtype=np.int32)
@@ -142,24 +126,23 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--requests", type=int, default=300, help="requests of the simulation")
     plots.add_option(options)
     args = options.parse_args(arguments)
-    model, sizes = load(args), [1, 4, 16, 64, 256, LONGEST]
+    model, lengths = load(args), skewed_lengths(args.requests)
+    sizes = [1, 4, 16, 64, 256, LONGEST]
     error = logit_error(model)
     check(error < 1e-3, f"blocks in any order give the same logits: they differ by {error:.1e}\n")
-    found = [simulate(size, 16 * LONGEST, workload(args.requests)) for size in sizes]
+    found = [simulate(size, 4 * LONGEST, lengths) for size in sizes]
     rows = [[size, 100 * used, batch] for size, (used, batch) in zip(sizes, found, strict=True)]
     print(table(["block size", "% of booked memory used", "requests at once"], rows), "\n")
     (_, used, batch), (_, reserved, few) = rows[2], rows[-1]
     check(used >= 85, f"blocks of 16 are {used:.1f} % full; room for the longest {reserved:.1f} %")
     check(batch > 2 * few, f"the same memory holds {batch / few:.1f} x as many requests\n")
-    shipped = {size: engine(model, size) for size in (16, 64, 256)}
+    shipped = {size: booked_by_engine(model, size) for size in (16, 64, 256)}
     share = {size: 100 * used for size, (used, _) in shipped.items()}
     print(table(["the engine's block size", "% used"], share.items()), "\n")
     check(share[16] >= 85, f"the engine's blocks of 16 are {share[16]:.1f} % full")
     check(shipped[16][1] == shipped[256][1], "and their size changes no token")
-    plots.lines(
-        args.plot, sizes, {"used": [row[1] for row in rows]}, log="x",
-        labels=("tokens in a block", "% of booked memory"), title="KV memory that holds tokens",
-    )  # fmt: skip
+    series = {"used": [row[1] for row in rows]}
+    plots.lines(args.plot, sizes, series, ("tokens in a block", "% of booked memory"), log="x")
 
 
 if __name__ == "__main__":
