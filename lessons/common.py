@@ -106,7 +106,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     numeric = [
         all(_is_number(line[column]) for line in cells[1:]) for column in range(len(headers))
     ]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(headers))]
+    widths = [max(3, *(len(line[column]) for line in cells)) for column in range(len(headers))]
     aligned = [
         [
             text.rjust(width) if right else text.ljust(width)
