@@ -63,7 +63,7 @@ class Decoder(nn.Module):
                 spec.learned_positions, spec.hidden_size, build.within("positions")
             )
         ropes = dict.fromkeys(rope for rope in map(_rope, spec.layers) if rope is not None)
-        tables = {
+        tables: dict[RopeSpec | None, RotaryTable] = {
             rope: RotaryTable(rope, spec.max_positions, device=build.device) for rope in ropes
         }
         self.rotary = nn.ModuleList(tables.values())
