@@ -10,7 +10,6 @@ import importlib.util
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -132,7 +131,8 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--rows", type=int, default=4, help="rows of a step")
     args = options.parse_args(arguments)
     if importlib.util.find_spec("triton") is None:
-        sys.exit("skipped: this lesson writes Triton kernels, and triton is not installed")
+        print("skipped: this lesson writes Triton kernels, and triton is not installed")
+        return
     if DEVICE == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
     model = load(args)
