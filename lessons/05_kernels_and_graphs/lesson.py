@@ -1,7 +1,6 @@
 """Kernels and CUDA graphs: fewer passes over memory, fewer launches.
 
-Run it from the repository's root: python -m lessons 5 [--rows 4]
-Without a GPU the kernels run in Triton's interpreter.
+Run it from the repository's root: python -m lessons 5 (without a GPU: in Triton's interpreter)
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def compare(model: Loaded, rows: int) -> None:
     errors = [float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True)]
     check(max(errors) < 1e-4, f"the kernels are right: they differ by {max(errors):.1e} at most")
     less = costs[1][1] / reads[1]
-    check(less > 2, f"attention reads 1/{less:.1f} of the values in one launch of {costs[1][0]}")
+    check(less > 2, f"attention reads 1/{less:.1f} of the values in 1 launch of {costs[1][0]}")
 
     starts = torch.arange(rows + 1, device=DEVICE, dtype=torch.int32)
     layer = KVLayer(*(each.transpose(1, 2).contiguous() for each in (k, v)))

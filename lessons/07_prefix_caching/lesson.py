@@ -6,9 +6,9 @@ Run it from the repository's root: python -m lessons 7 [--longest 32768] [--plot
 from __future__ import annotations
 
 import hashlib
+import importlib
 import timeit
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 
@@ -22,6 +22,7 @@ from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.plan import KVGroup
 
+radix = importlib.import_module("lessons.07_prefix_caching.radix")
 SIZE, SPACE = 16, (0, "")
 
 
@@ -45,48 +46,6 @@ class HashedBlocks:
     def match(self, tokens: Int32) -> int:
         """Returns how many tokens of a prompt are known."""
         return SIZE * sum(1 for _ in takewhile(self.blocks.__contains__, self.hashes(tokens)))
-
-
-def common(a: Int32, b: Int32) -> int:
-    """Counts the tokens with which both begin."""
-    n = min(len(a), len(b))
-    return int(np.append(a[:n] != b[:n], True).argmax())
-
-
-@dataclass
-class Node:
-    """A run of tokens; children begin with different tokens."""
-
-    run: Int32
-    children: dict[int, Node] = field(default_factory=dict)
-
-
-class RadixTree:
-    """Prompts as paths: what two have in common is one path, to the token."""
-
-    def __init__(self) -> None:
-        self.root = Node(int32([]))
-
-    def walk(self, tokens: Int32) -> tuple[Node, int, int]:
-        """Returns the last node reached, how much of its run, and how many tokens in all."""
-        node, at = self.root, 0
-        shared = 0
-        while shared == len(node.run) and at < len(tokens) and int(tokens[at]) in node.children:
-            node = node.children[int(tokens[at])]
-            shared = common(node.run, tokens[at:])
-            at += shared
-        return node, shared, at
-
-    def match(self, tokens: Int32) -> int:
-        return self.walk(tokens)[2]
-
-    def insert(self, tokens: Int32) -> None:
-        node, shared, at = self.walk(tokens)
-        if shared < len(node.run):  # the prompt leaves in the middle of a run: cut it there
-            rest = Node(node.run[shared:], node.children)
-            node.run, node.children = node.run[:shared], {int(rest.run[0]): rest}
-        if at < len(tokens):
-            node.children[int(tokens[at])] = Node(tokens[at:].copy())
 
 
 class Shipped:
@@ -131,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
     plots.add_option(options)
     args = options.parse_args(arguments)
     model, draw, rows = load(args), np.random.default_rng(0), []
-    caches = HashedBlocks(), RadixTree(), Shipped(3 * args.longest // SIZE, args.longest)
+    caches = HashedBlocks(), radix.RadixTree(), Shipped(3 * args.longest // SIZE, args.longest)
     for size in [1024 * 2**i for i in range(6) if 1024 * 2**i <= args.longest]:
         known, other = draw.integers(0, 30000, (2, size), dtype=np.int32)
         shared = size - size // 50  # the last part differs, from the middle of a block on
@@ -139,17 +98,9 @@ def main(arguments: list[str] | None = None) -> None:
         for cache in caches:
             cache.insert(known)
         times = [1e6 * min(timeit.repeat(partial(c.match, prompt), number=1)) for c in caches]
-        rows.append([size, common(known, prompt), *(c.match(prompt) for c in caches), *times])
-    headers = [
-        "prompt",
-        "shared",
-        "hashed",
-        "tree",
-        "engine",
-        "hashed, µs",
-        "tree, µs",
-        "engine, µs",
-    ]
+        rows.append([size, radix.common(known, prompt), *(c.match(prompt) for c in caches), *times])
+    names = "hashed", "tree", "engine"
+    headers = ["prompt", "shared", *names, *(f"{name}, µs" for name in names)]
     print(table(headers, rows), "\n")
     whole = all(row[2] == row[1] // SIZE * SIZE for row in rows)
     check(whole, "hashed blocks find all whole blocks that prompts share")

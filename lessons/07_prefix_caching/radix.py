@@ -31,8 +31,7 @@ class RadixTree:
 
     def walk(self, tokens: Int32) -> tuple[Node, int, int]:
         """Returns the last node reached, how much of its run, and how many tokens in all."""
-        node, at = self.root, 0
-        shared = 0
+        node, shared, at = self.root, 0, 0
         while shared == len(node.run) and at < len(tokens) and int(tokens[at]) in node.children:
             node = node.children[int(tokens[at])]
             shared = common(node.run, tokens[at:])
