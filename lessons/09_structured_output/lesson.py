@@ -14,13 +14,12 @@ import sys
 from collections.abc import Callable, Sequence
 from random import Random
 from string import ascii_lowercase, digits
-from typing import Any
 
 import numpy as np
 
 from lessons.common import check, load, parser, table
 from quire import LLM, SamplingParams
-from quire.sampling_params import StructuredOutputsParams
+from quire.sampling_params import StructuredOutputsParams as Wanted
 from quire.structured import build_compiler
 from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
 
@@ -97,7 +96,7 @@ def compare(llm: LLM, machine: np.ndarray) -> tuple[int, int]:
     """Compares the table with llguidance, as the engine calls it, along a text. Returns how often
     both allow the same of several tokens, and how often llguidance allows one of ours alone."""
     compiler, vocab = build_compiler(llm.config), machine.shape[1]
-    matcher = compiler.compile(StructuredOutputsParams(regex=REGEX)).result().deep_copy()
+    matcher = compiler.compile(Wanted(regex=REGEX)).result().deep_copy()
     progress, state, same, forced = GrammarState(0, matcher), 0, 0, 0
     for token in llm.get_tokenizer().encode(EXAMPLE).tolist():
         mask = np.zeros((1, -(-vocab // 32)), dtype=np.int32)
@@ -113,8 +112,8 @@ def compare(llm: LLM, machine: np.ndarray) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    args = parser(__doc__ or "").parse_args(arguments)
-    random, llm = Random(0), LLM(str(load(args).path), max_model_len=256, kv_cache_gb=0.25)
+    model = load(parser(__doc__ or "").parse_args(arguments)).path
+    pick, llm = Random(0).choice, LLM(str(model), max_model_len=256, kv_cache_gb=0.25)
     machine = walk(llm, *build(PIECES))
     prompt = llm.get_tokenizer().encode(PROMPT).tolist()
 
@@ -123,8 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         outputs = llm.generate([prompt + text for text in texts], one, use_tqdm=False)
         return [output.outputs[0].token_ids[0] for output in outputs]
 
-    def engine(length: int, **asked: Any) -> list[str]:
-        wanted = StructuredOutputsParams(**asked) if asked else None
+    def engine(length: int, wanted: Wanted | None = None) -> list[str]:
         params = SamplingParams(max_tokens=length, structured_outputs=wanted)
         outputs = llm.generate([PROMPT] * TEXTS, params, use_tqdm=False)
         return [output.outputs[0].text for output in outputs]
@@ -132,13 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for name, texts in (
         ("the model, no masks", engine(16)),
-        (
-            "no model, our masks",
-            write(llm, machine, 50, lambda _, allowed: [*map(random.choice, allowed)]),
-        ),
+        ("no model, our masks", write(llm, machine, 50, lambda _, any: [*map(pick, any)])),
         ("the model, our masks", write(llm, machine, TEXTS, by_model)),
-        ("the model, a regex", engine(64, regex=REGEX)),
-        ("the model, a schema", engine(64, json=SCHEMA)),
+        ("the model, a regex", engine(64, Wanted(regex=REGEX))),
+        ("the model, a schema", engine(64, Wanted(json=json.dumps(SCHEMA)))),
     ):
         share = sum(map(valid, texts)) / len(texts)
         rows.append([name, len(texts), f"{share:.0%}", texts[0].replace("\n", " ")[:40]])
