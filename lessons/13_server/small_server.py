@@ -12,8 +12,6 @@ from quire.engine.tokenizer import Tokenizer
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Progress
 
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
-
 
 class SmallServer:
     """One task drives the engine; each connection has a task that waits for its own tokens."""
@@ -44,7 +42,7 @@ class SmallServer:
         async with self.engine:
             self.core.add(name, prompt, params, max_total=len(prompt) + (params.max_tokens or 16))
         self.work.set()
-        writer.write(HEAD)
+        writer.write(b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
         try:
             while not text.finished:
                 item = await queue.get()
