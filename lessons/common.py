@@ -14,9 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quire.config import EngineArgs
+from quire.engine.builder import build_core, resolve
+from quire.engine.core import EngineCore
 from quire.engine.tokenizer import Tokenizer
 from quire.models import (
     Decoder,
@@ -82,13 +86,27 @@ def load(args: argparse.Namespace) -> Loaded:
     return Loaded(resolve_model_path(args.model))
 
 
+def engine(model: Loaded, **settings: Any) -> EngineCore:
+    """Returns the engine's loop over this model on a CPU. settings: of `EngineArgs`."""
+    return build_core(resolve(EngineArgs(model=str(model.path), device="cpu", **settings)))
+
+
+def skewed_lengths(count: int) -> list[tuple[int, int]]:
+    """Returns (prompt, prompt and output) in tokens of some requests: most are short, a few long,
+    at most 1200 and 800."""
+    draw = np.random.default_rng(0)
+    prompts = np.minimum(draw.lognormal(5, 1, count), 1200).astype(int)
+    outputs = 1 + np.minimum(draw.lognormal(4.5, 1, count), 799).astype(int)
+    return list(zip(prompts.tolist(), (prompts + outputs).tolist(), strict=True))
+
+
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Returns a table in Markdown, numbers to the right."""
     cells = [list(headers), *([_text(value) for value in row] for row in rows)]
     numeric = [
         all(_is_number(line[column]) for line in cells[1:]) for column in range(len(headers))
     ]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(headers))]
+    widths = [max(3, *(len(line[column]) for line in cells)) for column in range(len(headers))]
     aligned = [
         [
             text.rjust(width) if right else text.ljust(width)
