@@ -28,8 +28,9 @@ from quire.server.openai.adapters import load_adapter, unload_adapter
 from quire.server.openai.chat import chat_completions
 from quire.server.openai.completions import completions, generate
 from quire.server.openai.convert import model_defaults
-from quire.server.openai.embeddings import embeddings
+from quire.server.openai.embeddings import embeddings, pooling
 from quire.server.openai.objects import ModelCard, ModelList
+from quire.server.openai.scores import RERANK_PATHS, SCORE_PATHS, rerank, score
 from quire.server.openai.stored_chats import (
     ChatStore,
     delete_chat,
@@ -139,6 +140,11 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/v1/messages", create_message, methods=["POST"])
     app.add_api_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     app.add_api_route("/v1/embeddings", embeddings, methods=["POST"])
+    app.add_api_route("/pooling", pooling, methods=["POST"])
+    for path in SCORE_PATHS:
+        app.add_api_route(path, score, methods=["POST"])
+    for path in RERANK_PATHS:
+        app.add_api_route(path, rerank, methods=["POST"])
     app.add_api_route("/tokenize", tokenize, methods=["POST"])
     app.add_api_route("/detokenize", detokenize, methods=["POST"])
     app.add_api_route("/apply-template", apply_template, methods=["POST"])

@@ -25,8 +25,21 @@ from quire.server.middleware.error_handler import is_anthropic
 from quire.server.openai import objects as openai
 from quire.server.openai import stored_chats
 from quire.server.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from quire.server.openai.embeddings import EmbeddingList, EmbeddingRequest
+from quire.server.openai.embeddings import (
+    EmbeddingList,
+    EmbeddingRequest,
+    PoolingList,
+    PoolingRequest,
+)
 from quire.server.openai.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from quire.server.openai.scores import (
+    RERANK_PATHS,
+    SCORE_PATHS,
+    RerankAnswer,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from quire.server.openai.tokenize import (
     AppliedTemplate,
     ApplyTemplateRequest,
@@ -96,6 +109,10 @@ ROUTES = (
     Route("get", f"{_CHAT}/messages", "What it answered", None, stored_chats.MessageList,
           query=_PAGING),
     Route("post", "/v1/embeddings", "Turn texts into vectors", EmbeddingRequest, EmbeddingList),
+    Route("post", "/pooling", "The same, with a choice of pooling", PoolingRequest, PoolingList),
+    *(Route("post", path, "Score pairs of texts", ScoreRequest, ScoreList) for path in SCORE_PATHS),
+    *(Route("post", path, "Order documents by relevance", RerankRequest, RerankAnswer)
+      for path in RERANK_PATHS),
     Route("post", "/v1/responses", "Create a response", CreateRequest, responses.Response, _EVENTS),
     Route("post", "/v1/responses/input_tokens", "Count the tokens of a response's prompt",
           PromptFields, responses.InputTokens),
