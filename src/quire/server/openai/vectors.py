@@ -149,7 +149,7 @@ async def _run_all(
         context.end = "timeout"
         raise timed_out() from None
     except OverloadedError:
-        state.note_full(context.key.name)
+        state.note_full(context.tenant)
         raise
     finally:
         for task in tasks:
@@ -177,8 +177,8 @@ async def _run(
                 request_id=name,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
-                tenant=context.key.name,
-                share=context.key.share,
+                tenant=context.tenant,
+                share=context.share,
                 adapter=context.adapter,
             )
         reason = "stop"
