@@ -146,6 +146,7 @@ class EngineArgs:
         (), f"Optimization to switch off, to measure its worth: {', '.join(OPTIMIZATIONS)}."
     )
     tensor_parallel_size: int = _setting(1, "GPUs that share each layer.")
+    enable_expert_parallel: bool = _setting(False, "Ranks hold whole experts, not parts of all.")
     trace_dir: str | None = _setting(
         None, "Folder for a trace of every step, for Perfetto (256 MB at most; slows it a little)."
     )

@@ -45,7 +45,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
 
         check_settings(args, spec)
     device = _device(args.device)
-    if args.tensor_parallel_size > 1:
+    if args.tensor_parallel_size > 1 or args.enable_expert_parallel:
         from quire.engine.ranks import check_ranks
 
         check_ranks(args, device, spec, quantization)

@@ -9,6 +9,7 @@ import torch
 
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
+from quire.layers.experts import ExpertsSpec
 from quire.models import Decoder, ModelSpec, build_model
 from quire.parallel import SingleGroup
 from quire.parallel.torch_group import TorchGroup, join_group
@@ -21,7 +22,8 @@ _PARAM = "tensor_parallel_size"
 class _Ranked(SingleGroup):
     """Stands for one of several ranks where only shapes are asked for."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
         self.world = world
 
 
@@ -59,11 +61,15 @@ def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Qu
             raise ConfigError(
                 f"{name} is not supported with {_PARAM}={world}: " + _REASONS[name], name
             )
+    if args.enable_expert_parallel and (world == 1 or not has_experts(spec)):
+        lack = f"{_PARAM} of at least 2" if world == 1 else "a model with experts"
+        raise ConfigError(f"enable_expert_parallel needs {lack}", "enable_expert_parallel")
     if device != "cpu":
         _check_devices(device, world)
-    reason = obstacle(spec, quantization, world)
+    whole = args.enable_expert_parallel
+    reason = obstacle(spec, quantization, world, whole)
     if reason is not None:
-        sizes = [str(size) for size in _SIZES if obstacle(spec, quantization, size) is None]
+        sizes = [str(size) for size in _SIZES if obstacle(spec, quantization, size, whole) is None]
         allowed = f"it can be shared out over {', '.join(sizes)}" if sizes else "it takes one"
         raise ConfigError(f"{_PARAM}={world}: {reason}; {allowed}", _PARAM)
 
@@ -74,25 +80,36 @@ _REASONS = {
 }
 
 
-def obstacle(spec: ModelSpec, quantization: Quantization, world: int) -> str | None:
+def has_experts(spec: ModelSpec) -> bool:
+    return any(isinstance(layer.ffn, ExpertsSpec) for layer in spec.layers)
+
+
+def obstacle(
+    spec: ModelSpec, quantization: Quantization, world: int, expert_parallel: bool
+) -> str | None:
     """Returns what keeps a model's layers from being shared out over so many ranks, or None."""
     try:
-        model_of_rank(spec, quantization, world)
+        model_of_rank(spec, quantization, world, expert_parallel=expert_parallel)
     except ConfigError as error:
         return str(error)
     return None
 
 
 def model_of_rank(
-    spec: ModelSpec, quantization: Quantization, world: int, dtype: torch.dtype | None = None
-) -> Decoder:
-    """Returns one rank's share of a model, without content.
+    spec: ModelSpec, quantization: Quantization, world: int, dtype: torch.dtype | None = None,
+    *, rank: int = 0, expert_parallel: bool = False,
+) -> Decoder:  # fmt: skip
+    """Returns a rank's share of a model, without content. The first rank has the least of what does
+    not divide evenly, and the last one the most.
 
     Raises:
         ConfigError: the model cannot be shared out over so many ranks.
     """
-    group = _Ranked(world)
-    return build_model(spec, device="meta", dtype=dtype, group=group, quantization=quantization)
+    group = _Ranked(rank, world)
+    return build_model(
+        spec, device="meta", dtype=dtype, group=group, quantization=quantization,
+        expert_parallel=expert_parallel,
+    )  # fmt: skip
 
 
 def _check_devices(device: str, world: int) -> None:

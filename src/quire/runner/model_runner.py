@@ -180,12 +180,9 @@ class ModelRunner:
         spec = spec_from_config(config)
         quantization = model_quantization(path, config, spec, self.config.args.quantization)
         self.model = build_model(
-            spec,
-            device=self.device,
-            dtype=self.dtype,
-            group=self.group,
-            quantization=quantization,
-        )
+            spec, device=self.device, dtype=self.dtype, group=self.group,
+            quantization=quantization, expert_parallel=self.config.args.enable_expert_parallel,
+        )  # fmt: skip
         load_weights(
             self.model,
             path,
