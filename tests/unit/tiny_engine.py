@@ -93,6 +93,7 @@ class TinyEngine:
         policy: str = "fcfs",
         hooks: Sequence[Hook] = (),
         world: int = 1,
+        stages: int = 1,
         timeout: float | None = None,
         features: Sequence[Feature] = (),
         dtype: str = "float32",
@@ -107,6 +108,7 @@ class TinyEngine:
             max_num_batched_tokens=budget,
             max_model_len=MAX_LEN,
             steps_in_flight=depth,
+            lag=stages,
             enable_prefix_caching=prefix_caching,
             policy=policy,  # type: ignore[arg-type]
         )
@@ -118,6 +120,7 @@ class TinyEngine:
                 deterministic=deterministic,
                 enforce_eager=enforce_eager,
                 speculative=speculative,
+                pipeline_parallel_size=stages,
             ),
             model_path=str(folder),
             tokenizer_path=None,
