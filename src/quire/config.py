@@ -211,7 +211,7 @@ class EngineArgs:
 
     @property
     def ranks(self) -> int:
-        """How many devices the engine runs on."""
+        """Returns how many devices the engine runs on."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,7 @@ class TinyEngine:
         enforce_eager: bool = False,
         complete: bool = True,
         speculative: dict[str, Any] | None = None,
+        make_executor: Callable[[EngineConfig, Sequence[Hook]], Any] | None = None,
     ) -> None:
         scheduler = SchedulerConfig(
             max_num_seqs=lanes,
@@ -135,8 +136,10 @@ class TinyEngine:
         self.depth = depth
         entries = features_at_start(config, complete=complete)
         hooks = [*hooks_of(entries, config), *hooks]
-        self.executor: ModelRunner | WorkerExecutor
-        if world == 1:
+        self.executor: Any
+        if make_executor is not None:
+            self.executor = make_executor(config, hooks)
+        elif world == 1:
             self.executor = self.runner = ModelRunner(config, hooks=hooks)
         else:
             self.executor = WorkerExecutor(config, hooks=hooks, world=world, timeout=timeout)

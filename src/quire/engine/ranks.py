@@ -100,7 +100,8 @@ def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Qu
         sizes = [str(size) for size in _SIZES if obstacle(spec, quantization, size, whole) is None]
         allowed = f"it can be shared out over {', '.join(sizes)}" if sizes else "it takes one"
         raise ConfigError(f"{_PARAM}={world}: {reason}; {allowed}", _PARAM)
-    stage_layers(spec, args.pipeline_parallel_size, quantization)
+    if args.pipeline_parallel_size > 1:
+        stage_layers(spec, args.pipeline_parallel_size, quantization)
 
 
 _ADAPTERS = "adapters are loaded into all layers at once"

@@ -173,6 +173,7 @@ def balanced_ranges(sizes: Sequence[int], count: int) -> list[range]:
     largest sum of a range is the least possible. There are at least `count` sizes."""
     ends = list(itertools.accumulate(sizes, initial=0))
     # For each number of first sizes: the largest sum so far, and where ranges begin.
+    best: dict[int, tuple[int, tuple[int, ...]]]
     best = {end: (ends[end], (0,)) for end in range(1, len(ends))}
     for ranges in range(2, count + 1):
         best = {

@@ -186,9 +186,9 @@ class ModelRunner:
         for hook in self._features:
             hook.attach(self.model)
 
-    def _build(self, spec: models.ModelSpec, **settings: Any) -> models.Decoder:
-        """Returns the model that this worker runs. settings: see `build_model`."""
-        return models.build_model(spec, **settings)
+    def _build(self, spec: models.ModelSpec, **how: Any) -> models.Decoder:
+        """Returns the model that this worker runs. how: see `build_model`."""
+        return models.build_model(spec, **how)
 
     def _prepare(self, groups: Sequence[KVGroup]) -> None:
         """Makes the batch state, and the program over it."""

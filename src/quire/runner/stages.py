@@ -49,9 +49,9 @@ class StageRunner(ModelRunner):
         super().__init__(config, progress, hooks, group)
         self._pipeline = pipeline
 
-    def _build(self, spec: ModelSpec, **settings: Any) -> Decoder:
+    def _build(self, spec: ModelSpec, **how: Any) -> Decoder:
         pipeline = self._pipeline
-        return build_stage(spec, pipeline.stage, pipeline.stages, pipeline, **settings)
+        return build_stage(spec, pipeline.stage, pipeline.stages, pipeline, **how)
 
 
 class LastStage(StageRunner):
