@@ -20,7 +20,7 @@ from quire.disagg import pulls
 from quire.disagg.facts import differences, facts_of
 from quire.disagg.loop import DisaggLoop
 from quire.disagg.messages import Grant, PromptRequest, Welcome
-from quire.disagg.peers import Peers
+from quire.disagg.peer_list import PeerList
 from quire.engine.builder import build_core
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError, PeerMismatchError, RequestError
@@ -43,7 +43,7 @@ def config_of(folder: Path, disagg: dict[str, Any] | None, **args: Any) -> Engin
     )
     return EngineConfig(
         args=EngineArgs(
-            num_kv_blocks=200, load_format="dummy", seed=3, disagg=disagg, block_size=SIZE, **args
+            num_kv_blocks=200, load_format="dummy", seed=3, kv_peers=disagg, block_size=SIZE, **args
         ),
         model_path=str(folder),
         tokenizer_path=None,
@@ -83,7 +83,7 @@ class Pair:
         self.peer = LocalPeer()
         ranks = args.pop("ranks", (1, 1))
         common = {"lease_timeout": 20.0, "remote_prefill_tokens": SIZE, "kv_transfer": mode}
-        patch.setattr(Peers, "choose", lambda *_: self.peer)
+        patch.setattr(PeerList, "choose", lambda *_: self.peer)
         self.writer = build_core(
             config_of(folder, {"role": "prefill", **common}, tensor_parallel_size=ranks[0], **args)
         )
@@ -269,5 +269,5 @@ def test_what_does_not_travel_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         DisaggLoop(config_of(folders["full"], {"role": "prefill"}, **args))
-    with pytest.raises(ConfigError, match="disagg"):
+    with pytest.raises(ConfigError, match="kv_peers"):
         disagg_loop.read_settings({"role": "router"})

@@ -14,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from quire.arrays import int32
 from quire.config import SchedulerConfig
+from quire.disagg.disagg_stats import DisaggStats
 from quire.disagg.exports import Exports, Heard, Stopped
-from quire.disagg.fetches import Brought, Ended, Fetches, Order
+from quire.disagg.free_slots import FreeSlots
 from quire.disagg.loop import DisaggFeature
 from quire.disagg.messages import (
-    Batch,
+    BlockBatch,
     End,
     Grant,
     MemoryHandle,
@@ -27,8 +28,7 @@ from quire.disagg.messages import (
     Refused,
     Taken,
 )
-from quire.disagg.slots import FreeSlots
-from quire.disagg.stats import DisaggStats
+from quire.disagg.prompt_fetches import Brought, Ended, Fetches, PullOrder
 from quire.errors import RequestError
 from quire.plan import KVGroup
 from quire.request import FinishReason, Request
@@ -82,7 +82,7 @@ class Wire:
 class FakePull:
     """A thread that asks and reads, a message at a time."""
 
-    order: Order
+    order: PullOrder
     cancelled: bool = False
     grant: Grant | None = None
     wire: Wire | None = None
@@ -97,7 +97,7 @@ class FakePuller:
     def __init__(self) -> None:
         self.pulls: list[FakePull] = []
 
-    def start(self, order: Order) -> FakePull:
+    def start(self, order: PullOrder) -> FakePull:
         self.pulls.append(FakePull(order))
         return self.pulls[-1]
 
@@ -218,15 +218,11 @@ class DisaggMachine(RuleBasedStateMachine):
     def run_reader(self, count: int) -> None:
         for _ in range(count):
             self.reader.step()
-        self.alive = [
-            request for request in self.alive if not request.finished or self.end(request)
-        ]
-
-    def end(self, request: Request) -> bool:
-        assert request.finish_reason is FinishReason.LENGTH
-        assert request.output.tolist() == expected_output(request, VOCAB, None)
-        self.ended.append(request)
-        return False
+        for request in self.alive:
+            if request.finished:
+                assert request.finish_reason is FinishReason.LENGTH
+                assert request.output.tolist() == expected_output(request, VOCAB, None)
+        self.alive = [request for request in self.alive if not request.finished]
 
     # -- what happens on the wire --------------------------------------------------------------
 
@@ -265,7 +261,7 @@ class DisaggMachine(RuleBasedStateMachine):
     def read(self, pull: FakePull, wire: Wire) -> None:
         message = wire.out.popleft()
         match message:
-            case Batch():
+            case BlockBatch():
                 slots = self.reader.slots.await_many(message.group, message.count, 0.0)
                 if not slots:
                     wire.out.appendleft(message)
@@ -344,7 +340,7 @@ TestDisagg.settings = settings(max_examples=40, stateful_step_count=40, deadline
 
 
 def test_everything_goes_well() -> None:
-    """What the machine's luck may not show: prompts do come from the other engine."""
+    """Shows what the machine's luck may not: prompts do come from the other engine."""
     for kind in GROUPS:
         for chunks in (False, True):
             machine = DisaggMachine()

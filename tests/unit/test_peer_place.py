@@ -28,7 +28,7 @@ def whole_block(heads: int, blocks: int = 3) -> list[Tensor]:
 
 
 def of_rank(whole: list[Tensor], heads: int, rank: int, world: int) -> list[Tensor]:
-    """What a rank holds, by the split of the weights."""
+    """Returns a rank's part, by the split of the weights."""
     first, end = ShardSpec(dim=0).bounds(heads, rank, world)
     return [tensor[:, :, :, first:end].contiguous() for tensor in whole]
 

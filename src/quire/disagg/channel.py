@@ -11,14 +11,14 @@ from quire.disagg.messages import Message, decode, encoder
 
 _LENGTH_BYTES = 4
 _MOST_BYTES = 1 << 20
-"""Of a message; blocks are not part of it."""
+"""The most of a message; blocks are not part of it."""
 
 
 class BrokenMessageError(Exception):
-    """What came over a connection is no message."""
+    """Bytes came over a connection that are no message."""
 
 
-class Channel:
+class PeerChannel:
     """Sends and receives on a connected socket, each from one thread; `end` from any."""
 
     def __init__(self, connected: socket.socket) -> None:

@@ -26,9 +26,11 @@ from typing import Protocol
 from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.cache.loading import LoadingPrefix, PrefixLoader
+from quire.disagg.disagg_stats import DisaggStats
+from quire.disagg.free_slots import FreeSlots
 from quire.disagg.messages import (
     Accepted,
-    Batch,
+    BlockBatch,
     End,
     Grant,
     MemoryHandle,
@@ -38,8 +40,6 @@ from quire.disagg.messages import (
     Taken,
     Working,
 )
-from quire.disagg.slots import FreeSlots
-from quire.disagg.stats import DisaggStats
 from quire.errors import QuireError
 from quire.loop_feature import Failure
 from quire.plan import Transfer
@@ -107,8 +107,8 @@ class Export:
     settled: bool = False
     closed: bool = False
     ended: bool = False
-    moving: dict[int, Batch] = field(default_factory=dict)
-    sent: dict[int, Batch] = field(default_factory=dict)
+    moving: dict[int, BlockBatch] = field(default_factory=dict)
+    sent: dict[int, BlockBatch] = field(default_factory=dict)
     told: float = 0.0
 
 
@@ -235,7 +235,7 @@ class Exports:
         self._heard(export)
         link.send(Accepted(self._memory))
 
-    def _taken(self, export: Export, batch: Batch) -> None:
+    def _taken(self, export: Export, batch: BlockBatch) -> None:
         self._slots.give(batch.group, batch.slots or [])
         self._stats.blocks_sent += batch.count
         self._stats.bytes_sent += batch.count * self._sizes[batch.group]
@@ -344,7 +344,7 @@ class Exports:
         if not slots:
             return 0
         id = next(self._ids)
-        export.moving[id] = Batch(id, g, first, len(slots), slots)
+        export.moving[id] = BlockBatch(id, g, first, len(slots), slots)
         transfer = Transfer(id, "out", "peer", g, int32(blocks[: len(slots)]), slots=int32(slots))
         builder.transfer(transfer)
         return len(slots)

@@ -1,4 +1,4 @@
-"""What two engines must agree on before blocks of one can be read by the other."""
+"""Facts that two engines must agree on before one can read blocks of the other."""
 
 from __future__ import annotations
 

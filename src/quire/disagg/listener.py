@@ -8,9 +8,9 @@ import socket
 import threading
 from collections.abc import Callable
 
-from quire.disagg.channel import BrokenMessageError, Channel
+from quire.disagg.channel import BrokenMessageError, PeerChannel
 from quire.disagg.exports import Heard, Stopped
-from quire.disagg.messages import Batch, Mapped, Message
+from quire.disagg.messages import BlockBatch, Mapped, Message
 from quire.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ View = Callable[[int, int], memoryview]
 Tell = Callable[[Heard | Stopped], None]
 
 
-class Link:
+class ReaderConnection:
     """A reader's connection. One thread reads its messages, one sends what the loop says.
 
     The reading one has ended before the sending one tells of the end. send_seconds: that the reader
@@ -39,7 +39,7 @@ class Link:
         tell: Tell,
         send_seconds: float,
     ) -> None:
-        self._channel = Channel(connected)
+        self._channel = PeerChannel(connected)
         self._view = view
         self._tell = tell
         self._shared = False
@@ -87,10 +87,10 @@ class Link:
         self._tell(Stopped(self))
 
     def _send(self, message: Message) -> None:
-        if not isinstance(message, Batch) or self._shared:
+        if not isinstance(message, BlockBatch) or self._shared:
             self._channel.send(message)
             return
-        self._channel.send(Batch(message.number, message.group, message.first, message.count))
+        self._channel.send(BlockBatch(message.number, message.group, message.first, message.count))
         for slot in message.slots or ():
             self._channel.send_block(self._view(message.group, slot))
 
@@ -127,7 +127,7 @@ class Listener:
         self._wake = wake
         self._send_seconds = send_seconds
         self._open_grants = open_grants
-        self._links: set[Link] = set()
+        self._links: set[ReaderConnection] = set()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, daemon=True, name="kv-listener")
@@ -149,12 +149,14 @@ class Listener:
             connected.settimeout(None)
             with self._lock:
                 if len(self._links) < _MOST_LINKS and not self._closed.is_set():
-                    self._links.add(Link(connected, self._view, self._tell, self._send_seconds))
+                    self._links.add(
+                        ReaderConnection(connected, self._view, self._tell, self._send_seconds)
+                    )
                     continue
             connected.close()
 
     def _tell(self, event: Heard | Stopped) -> None:
-        if isinstance(event, Stopped) and isinstance(event.link, Link):
+        if isinstance(event, Stopped) and isinstance(event.link, ReaderConnection):
             with self._lock:
                 self._links.discard(event.link)
         self._told(event)

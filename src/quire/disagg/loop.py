@@ -9,17 +9,17 @@ from typing import Any
 from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.config import EngineConfig
+from quire.disagg.disagg_stats import DisaggStats
 from quire.disagg.exports import Exports, Heard, Stopped
 from quire.disagg.facts import differences, facts_of
-from quire.disagg.fetches import Brought, Ended, Fetches
+from quire.disagg.free_slots import FreeSlots
 from quire.disagg.inbox import Inbox
 from quire.disagg.listener import Listener
 from quire.disagg.messages import Grant, MemoryHandle, PromptRequest, Welcome
-from quire.disagg.peers import Peers
+from quire.disagg.peer_list import PeerList
+from quire.disagg.prompt_fetches import Brought, Ended, Fetches
 from quire.disagg.pulls import PullThreads
 from quire.disagg.settings import check_engine, read_settings
-from quire.disagg.slots import FreeSlots
-from quire.disagg.stats import DisaggStats
 from quire.errors import ConfigError, PeerMismatchError, RequestError
 from quire.executor import Capacity, Executor
 from quire.loop_feature import Failure, LoopFeature
@@ -80,10 +80,10 @@ class DisaggLoop(LoopFeature):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        if config.args.disagg is None:
-            raise ConfigError("disagg: there are no settings", "disagg")
+        if config.args.kv_peers is None:
+            raise ConfigError("kv_peers: there are no settings", "kv_peers")
         self._config = config
-        self._settings = read_settings(config.args.disagg)
+        self._settings = read_settings(config.args.kv_peers)
         check_engine(config)
         self._inbox: Inbox[Heard | Stopped | Brought | Ended] = Inbox()
         self._stats = DisaggStats()
@@ -132,7 +132,7 @@ class DisaggLoop(LoopFeature):
             _log.info("prompts for others: blocks at port %d", self._listener.port)
         if settings.asks:
             slots = FreeSlots(len(groups), half, pool.slots)
-            peers = Peers(settings.peers, settings.peer_key, self._facts)
+            peers = PeerList(settings.peers, settings.peer_key, self._facts)
             lease = settings.lease_timeout
             self._pulls = PullThreads(peers, slots, pool.view, self._inbox.put, lease)
             least = settings.remote_prefill_tokens

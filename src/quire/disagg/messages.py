@@ -86,7 +86,7 @@ class Working(msgspec.Struct, tag=True):
     """Tells the reader that its prompt is still being computed."""
 
 
-class Batch(msgspec.Struct, tag=True):
+class BlockBatch(msgspec.Struct, tag=True):
     """Blocks `first` to `first` + `count` - 1 of a group's table.
 
     slots: where they are in shared memory; None: their bytes follow the message.
@@ -109,7 +109,7 @@ class End(msgspec.Struct, tag=True):
     """Tells that all blocks have been sent."""
 
 
-Message = Redeem | Accepted | Mapped | Refused | Working | Batch | Taken | End
+Message = Redeem | Accepted | Mapped | Refused | Working | BlockBatch | Taken | End
 
 encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -9,12 +9,12 @@ import socket
 import threading
 from collections.abc import Callable
 
-from quire.disagg.channel import BrokenMessageError, Channel
-from quire.disagg.fetches import Brought, Ended, Order
+from quire.disagg.channel import BrokenMessageError, PeerChannel
+from quire.disagg.free_slots import FreeSlots
 from quire.disagg.listener import View
 from quire.disagg.messages import (
     Accepted,
-    Batch,
+    BlockBatch,
     End,
     Grant,
     Mapped,
@@ -24,8 +24,8 @@ from quire.disagg.messages import (
     Taken,
     Working,
 )
-from quire.disagg.peers import Peer, PeerError, Peers
-from quire.disagg.slots import FreeSlots
+from quire.disagg.peer_list import Peer, PeerError, PeerList
+from quire.disagg.prompt_fetches import Brought, Ended, PullOrder
 from quire.runner.transfer.threads import DaemonThreads
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class PullThreads:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: PeerList,
         slots: FreeSlots,
         view: View,
         tell: Tell,
@@ -71,7 +71,7 @@ class PullThreads:
     def up(self) -> int:
         return self.peers.up
 
-    def start(self, order: Order) -> PeerPull:
+    def start(self, order: PullOrder) -> PeerPull:
         pull = PeerPull(self, order)
         self._threads.submit(pull.run)
         return pull
@@ -83,11 +83,11 @@ class PullThreads:
 class PeerPull:
     """Asks for one prompt, and brings its blocks."""
 
-    def __init__(self, threads: PullThreads, order: Order) -> None:
+    def __init__(self, threads: PullThreads, order: PullOrder) -> None:
         self._threads = threads
         self._order = order
         self._cancelled = threading.Event()
-        self._channel: Channel | None = None
+        self._channel: PeerChannel | None = None
         self._lock = threading.Lock()
 
     def cancel(self) -> None:
@@ -135,7 +135,7 @@ class PeerPull:
         except OSError as error:
             raise PeerError("dead", f"{peer.host}:{grant.port}: {error}") from None
         connected.settimeout(self._threads.lease)
-        channel = Channel(connected)
+        channel = PeerChannel(connected)
         memory: PeerMemory | None = None
         try:
             # Also if nobody waits any more: the peer learns it by the connection's end.
@@ -149,7 +149,7 @@ class PeerPull:
                         channel.send(Mapped(memory is not None))
                     case Working():
                         pass
-                    case Batch() as batch:
+                    case BlockBatch() as batch:
                         trouble = self._take(channel, memory, batch)
                         if trouble:
                             return "broken", trouble
@@ -176,7 +176,7 @@ class PeerPull:
             if memory is not None:
                 memory.close()
 
-    def _take(self, channel: Channel, memory: PeerMemory | None, batch: Batch) -> str:
+    def _take(self, channel: PeerChannel, memory: PeerMemory | None, batch: BlockBatch) -> str:
         """Brings a batch into slots of this engine; returns what is wrong with it."""
         threads = self._threads
         if not 0 < batch.count <= threads.slots.total or (

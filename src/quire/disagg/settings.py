@@ -52,7 +52,7 @@ def read_settings(given: Mapping[str, Any]) -> DisaggSettings:
     try:
         return msgspec.convert(dict(given), DisaggSettings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"disagg: {error}", "disagg") from None
+        raise ConfigError(f"kv_peers: {error}", "kv_peers") from None
 
 
 def check_engine(config: EngineConfig) -> None:

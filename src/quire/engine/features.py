@@ -52,7 +52,7 @@ FEATURES = (
     ),
     FeatureEntry(
         _imported("quire.disagg.loop:DisaggLoop"),
-        wanted=lambda config: config.args.disagg is not None,
+        wanted=lambda config: config.args.kv_peers is not None,
     ),
     FeatureEntry(
         _imported("quire.speculation:open_speculation"),

@@ -63,7 +63,7 @@ _LAST_MESSAGES = 1.0
 
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
-"""Of a request whose prompt is wanted, not its answer."""
+"""Parameters of a request whose prompt is wanted, not its answer."""
 
 
 def _no_prompts() -> RequestError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.disagg.stats import DisaggStats
+from quire.disagg.disagg_stats import DisaggStats
 from quire.engine.telemetry import Histogram
 from quire.offload.tier_stats import TierStats
 from quire.speculation.source_stats import SpeculationStats

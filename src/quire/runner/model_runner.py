@@ -114,7 +114,7 @@ class ModelRunner:
             head_scales=self._head_scales(self._kv_format),
         )
         self._num_blocks = num_blocks
-        if self.config.args.host_cache_gb or self.config.args.disagg is not None:
+        if self.config.args.host_cache_gb or self.config.args.kv_peers is not None:
             # Few engines have other places for blocks.
             from quire.runner.transfer.places import open_places
 

@@ -288,7 +288,7 @@ class ServerArgs(ApiArgs):
             raise ConfigError("role=decode needs a peer to ask", "peer")
         if self.role == "prefill" and self.peer:
             raise ConfigError("role=prefill asks no peer", "peer")
-        if self.role != "decode" and self.disagg is not None and self.data_parallel_size > 1:
+        if self.role != "decode" and self.kv_peers is not None and self.data_parallel_size > 1:
             raise ConfigError(
                 "an engine that computes prompts for others is alone behind its port; start a "
                 "server for each, not data_parallel_size",
@@ -301,7 +301,7 @@ class ServerArgs(ApiArgs):
                 raise ConfigError(f"peer: {error}", "peer") from None
 
     @property
-    def disagg(self) -> dict[str, Any] | None:
+    def kv_peers(self) -> dict[str, Any] | None:
         """The engine's settings of prefill and decode apart (`DisaggSettings`), if it has peers."""
         if self.role == "both" and not self.peer:
             return None

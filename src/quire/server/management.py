@@ -83,8 +83,8 @@ async def load(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     state = _for_admins(request)
     config = state.client.config
-    if config.args.disagg is not None:  # it has the peers' key
-        config = replace(config, args=replace(config.args, disagg=None))
+    if config.args.kv_peers is not None:  # it has the peers' key
+        config = replace(config, args=replace(config.args, kv_peers=None))
     return json_response(ServerInfo(__version__, state.model_name, config))
 
 

@@ -33,7 +33,7 @@ _BYTES = 256 << 20
 """Bytes of the memory, unless a few blocks need more."""
 _LEAST_SLOTS, _MOST_SLOTS = 8, 4096
 _BOARD = 64
-"""Where the board begins, behind the token."""
+"""The beginning of the board, behind the token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,7 @@ def open_places(
             cannot be moved.
     """
     places = open_tiers(config, cache)
-    if config.args.disagg is not None:
+    if config.args.kv_peers is not None:
         # Few engines have peers.
         from quire.runner.transfer.peer import open_peer_place
 

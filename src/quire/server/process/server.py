@@ -39,7 +39,7 @@ def run_server(
     """
     import uvloop
 
-    engine_args = dataclasses.replace(engine_args, disagg=server_args.disagg)
+    engine_args = dataclasses.replace(engine_args, kv_peers=server_args.kv_peers)
     # Bound before the model is loaded, which may take minutes: a taken port should say so at once.
     tls = tls_context(server_args)
     sock = bind(server_args)

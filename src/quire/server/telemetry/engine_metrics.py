@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire import __version__
-from quire.disagg.stats import OUTCOMES, DisaggStats
+from quire.disagg.disagg_stats import OUTCOMES, DisaggStats
 from quire.server.telemetry.metrics import ServerMetrics
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 OUTCOMES = ("done", "refused", "overloaded", "timeout", "dead", "aborted", "broken")
-"""How a grant, or a fetch, ends.
+"""The ends of grants and fetches.
 
 done: all blocks arrived. refused: the peer said no, for a reason that stays. overloaded: it said no
 for now. timeout: it gave no sign for the length of a lease. dead: it cannot be reached, or its

@@ -22,8 +22,8 @@ from typing import Protocol
 from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.cache.loading import LoadingPrefix, PrefixLoader
-from quire.disagg.slots import FreeSlots
-from quire.disagg.stats import DisaggStats
+from quire.disagg.disagg_stats import DisaggStats
+from quire.disagg.free_slots import FreeSlots
 from quire.plan import Transfer
 from quire.request import Request
 from quire.scheduler import PlanBuilder
@@ -35,8 +35,8 @@ _FIRST_ID = 1 << 41
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What a thread is to bring: tokens, int32 [whole blocks], behind `first` blocks that are here.
+class PullOrder:
+    """A prompt that a thread is to bring: tokens, int32 [whole blocks], behind `first` blocks that are here.
     name: for the log."""
 
     name: str
@@ -61,7 +61,7 @@ class Puller(Protocol):
         """The peers that can be asked now."""
         ...
 
-    def start(self, order: Order) -> Pull: ...
+    def start(self, order: PullOrder) -> Pull: ...
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Brought:
 
 @dataclass(slots=True)
 class Ended:
-    """The end of a thread: it touches no slot any more. outcome: see `stats`."""
+    """The end of a thread: it touches no slot any more. outcome: see `OUTCOMES`."""
 
     pull: Pull
     outcome: str
@@ -171,7 +171,7 @@ class Fetches:
         loading = self._loader.begin(request.namespace, match, prefix, request.known)
         if loading is None:
             return False  # it would find no room to start, either; it is asked about again
-        order = Order(name, prefix, match.whole, request.cache_salt)
+        order = PullOrder(name, prefix, match.whole, request.cache_salt)
         fetch = Fetch(name, loading, self._puller.start(order), [set() for _ in loading.blocks])
         self._by_pull[fetch.pull] = fetch
         self._by_request[name] = fetch

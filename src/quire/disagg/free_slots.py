@@ -1,4 +1,4 @@
-"""Which slots of the memory between engines are free."""
+"""The free slots of the memory between engines."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ Answer = TypeVar("Answer", Grant, Welcome)
 
 
 class PeerError(Exception):
-    """A peer gave no grant. outcome: see `stats`."""
+    """A peer gave no grant. outcome: see `OUTCOMES`."""
 
     def __init__(self, outcome: str, reason: str, status: int = 0) -> None:
         super().__init__(reason)
@@ -138,7 +138,7 @@ def _reason(data: bytes) -> str:
         return data[:200].decode("utf-8", "replace")
 
 
-class Peers:
+class PeerList:
     """All peers. From any thread."""
 
     def __init__(self, urls: Sequence[str], key: str | None, facts: KVFacts) -> None:
@@ -146,7 +146,7 @@ class Peers:
 
     @property
     def up(self) -> int:
-        """How many can be asked now."""
+        """Counts those that can be asked now."""
         return sum(peer.up for peer in self._peers)
 
     def choose(self, without: Peer | None = None) -> Peer | None:
