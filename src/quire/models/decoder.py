@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from quire import ops
-from quire.layers.attention import AttentionSpec
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
@@ -47,7 +45,13 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to hidden states to logits. Weights are empty until `load_weights`."""
+    """Token ids to hidden states to logits. Weights are empty until `load_weights`.
+
+    own: the layers that `forward` computes, and whose KV it gets: all, unless it is a stage of a
+        pipeline (`stages.py`). gives_logits: whether the head is here, as it is in the last stage.
+    """
+
+    gives_logits = True
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__()
@@ -63,25 +67,23 @@ class Decoder(nn.Module):
             self.positions = PositionEmbedding(
                 spec.learned_positions, spec.hidden_size, build.within("positions")
             )
-        ropes = dict.fromkeys(mixer.rope for mixer in spec.attention if mixer.rope is not None)
-        tables = {
+        ropes = dict.fromkeys(rope for rope in map(_rope, spec.layers) if rope is not None)
+        tables: dict[RopeSpec | None, RotaryTable] = {
             rope: RotaryTable(rope, spec.max_positions, device=build.device) for rope in ropes
         }
         self.rotary = nn.ModuleList(tables.values())
         blocks = [
-            make_block(layer, spec, _table(tables, layer), build.within(f"layers.{index}"))
+            make_block(layer, spec, tables.get(_rope(layer)), build.within(f"layers.{index}"))
             for index, layer in enumerate(spec.layers)
         ]
         self.layers = nn.ModuleList(blocks)
+        self.own = range(len(blocks))
+        self._shallow = 1 + max(map(spec.layers.index, set(spec.layers)))
         self.norm = spec.norm.layer(spec.hidden_size, build.within("norm"))
         # Published models round it.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
-        self.head = LMHead(
-            spec.hidden_size,
-            spec.vocab_size,
-            build.within("head"),
-            tied=self.embedding if spec.tied_head else None,
-        )
+        tied = self.embedding if spec.tied_head else None
+        self.head = LMHead(spec.hidden_size, spec.vocab_size, build.within("head"), tied)
         self._workspace: dict[Any, Any] = {}
         # Layers of one layout have what they keep booked together.
         layouts: list[MixerLayout] = [block.attention.layout for block in blocks]
@@ -91,7 +93,6 @@ class Decoder(nn.Module):
             dict.fromkeys(sorted(layouts, key=lambda layout: order.index(layout.kind)))
         )
         self._layer_groups = [self.kv_layouts.index(layout) for layout in layouts]
-        self._shallow = 1 + max(map(spec.layers.index, set(spec.layers)))
 
     def kv_groups(
         self, block_size: int, kv_format: ops.KVFormat | None = None, first: int = 0
@@ -132,22 +133,30 @@ class Decoder(nn.Module):
         compile for all.
         Returns the final normed hidden states [T, hidden] in the model's dtype.
         """
+        stored = next((own.format for own in kv if isinstance(own, ops.KVLayer)), None)
         for group_batch, layout in zip(batch.groups, self.kv_layouts, strict=True):
             group_batch.scratch.setdefault("workspace", self._workspace)
-            stored = kv[self._layer_groups.index(0)].format
-            group_batch.scratch["schedule"] = layout.schedule(batch, self.dtype, stored)
-        embedded = self.embedding(batch.input_ids)
+            if stored is not None:
+                group_batch.scratch["schedule"] = layout.schedule(batch, self.dtype, stored)
+        x = Residual(self.enter(batch))
+        depth = self._shallow if shallow else len(self.own)
+        for index, cache in zip(self.own[:depth], kv, strict=False):
+            x = self.layers[index](x, batch, batch.groups[self._layer_groups[index]], cache)
+        return self.leave(x.total())
+
+    def enter(self, batch: ForwardBatch) -> Tensor:
+        """Returns the hidden states [T, hidden] that the first of the layers takes."""
+        embedded: Tensor = self.embedding(batch.input_ids)
         if self._embedding_scale != 1.0:
             embedded = embedded.mul_(self._embedding_scale)
         if self.positions is not None:
             embedded = embedded.add_(self.positions(batch.positions))
-        x = Residual(embedded)
-        depth = self._shallow if shallow else len(self.layers)
-        layers = zip(self.layers, kv, self._layer_groups, strict=True)
-        for layer, cache, group in itertools.islice(layers, depth):
-            x = layer(x, batch, batch.groups[group], cache)
-        hidden: Tensor = self.norm(x.total())
-        return hidden
+        return embedded
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """Returns what `forward` returns, from the hidden states behind the last of the layers."""
+        normed: Tensor = self.norm(hidden)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns logits [N, vocab] of hidden states [N, hidden], in the model's dtype, gathered
@@ -164,9 +173,8 @@ class Decoder(nn.Module):
                 finish()
 
 
-def _table(tables: dict[RopeSpec, RotaryTable], layer: LayerSpec) -> RotaryTable | None:
-    rope = layer.mixer.rope if isinstance(layer.mixer, AttentionSpec) else None
-    return None if rope is None else tables[rope]
+def _rope(layer: LayerSpec) -> RopeSpec | None:
+    return getattr(layer.mixer, "rope", None)
 
 
 def make_block(spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build) -> Any:
