@@ -119,10 +119,10 @@ def engine_of(folder: Path, ranks: int, timeout: float | None = None, **more: An
     return TinyEngine(folder, depth=2, budget=64, world=ranks, timeout=timeout, **more)
 
 
-@pytest.mark.parametrize(("lost", "stages"), [(1, 1), (2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("lost", "stages"), [(1, 1), (3, 2)])
 def test_a_rank_that_is_killed(tmp_path: Path, lost: int, stages: int) -> None:
-    """The error names the rank, and the other ranks' processes end. Of two stages rank 1 is in the
-    last, rank 3 in the first."""
+    """The error names the rank, and the other ranks' processes end. Of two stages rank 3 is in the
+    first."""
     engine = engine_of(model_folder(tmp_path, TINY), 4, stages=stages)
     executor = engine.executor
     assert isinstance(executor, WorkerExecutor)
