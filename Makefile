@@ -5,6 +5,7 @@
 # make lint    ruff, mypy, import rules and other checks
 # make core    counts the core and writes its table into ARCHITECTURE.md
 # make bench   what a step costs the scheduler, and the engine on the embedded model
+# make bench-gpu-scaling   models on one to eight GPUs, on a machine that has them
 # make bench-gpu   all targets of docs/performance.md, on a machine with a GPU (MODELS="folder ...")
 
 PYTHON ?= python3
@@ -24,7 +25,7 @@ PYTEST = OMP_NUM_THREADS=$(if $(filter 0 1,$(PYTEST_WORKERS)),$${OMP_NUM_THREADS
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-ops test-one-rank test-ranks lint core format bench bench-gpu clean
+.PHONY: help serve test test-all test-ops test-one-rank test-ranks lint core format bench bench-gpu bench-gpu-scaling clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -73,6 +74,9 @@ bench: $(VENV)/.serve
 
 bench-gpu: $(VENV)/.dev
 	$(BIN)/python bench/gpu_table.py $(MODELS)
+
+bench-gpu-scaling: $(VENV)/.dev
+	$(BIN)/python bench/scaling.py
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
