@@ -20,6 +20,15 @@ from tests.unit.test_drafts import PARAMS, Answers, answers
 from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
 
 DRAFT_SHAPE = {**TINY, "hidden_size": 16, "num_hidden_layers": 2, "num_key_value_heads": 1}
+MTP_SHAPE = {
+    **TINY,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "num_nextn_predict_layers": 1,
+}
 EMBEDDED_DRAFT = str(Path(quire.__file__).parent / "embedded" / "quire-tiny-draft")
 
 
@@ -66,6 +75,29 @@ def test_tokens_and_logprobs_are_the_same(
     drafts = sum(int((plan.q_len[(plan.flags & 1) == 0] - 1).sum()) for plan in engine.plans)
     assert (drafts > 0) == (way != "off")
     if settings.get("blocks") == 34:
+        assert engine.scheduler.stats().preemptions > 0
+
+
+@pytest.fixture(scope="module")
+def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
+    folder = model_folder(tmp_path_factory.mktemp("mtp") / "model", MTP_SHAPE)
+    return folder, answers(TinyEngine(folder, dtype="float64"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"depth": 2, "budget": 48}, {"depth": 3, "blocks": 34}],
+    ids=str,
+)
+def test_draft_heads_change_nothing(
+    with_mtp: tuple[Path, Answers], settings: dict[str, Any]
+) -> None:
+    """The layer's weights are random, so its drafts are wrong."""
+    folder, expected = with_mtp
+    engine = TinyEngine(folder, dtype="float64", speculative={"method": "mtp"}, **settings)
+    assert answers(engine) == expected
+    assert any((plan.q_len[(plan.flags & 1) == 0] > 1).any() for plan in engine.plans)
+    if "blocks" in settings:
         assert engine.scheduler.stats().preemptions > 0
 
 
@@ -265,8 +297,8 @@ def test_a_vocabulary_that_differs_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "eagle3"}, "eagle3"),
-        ({"method": "mtp"}, "mtp"),
+        ({"method": "eagle"}, "must be one of"),
+        ({"method": "mtp", "model": "x"}, "no model"),
         ({"method": "draught"}, "must be one of"),
         ({"methods": "draft"}, "no key 'methods'"),
         ({"num_speculative_tokens": 17}, "0 to 16 or auto"),

@@ -46,8 +46,8 @@ class Block(nn.Module):
         return max(mixer, mlp)
 
 
-class Decoder(nn.Module):
-    """Token ids to hidden states to logits. Weights are empty until `load_weights`."""
+class DecoderLayers(nn.Module):
+    """The layers of a model, and what they keep of tokens."""
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__()
@@ -55,33 +55,16 @@ class Decoder(nn.Module):
         self.group = build.group
         self.device = build.device
         self.dtype = build.dtype
-        self.embedding = VocabEmbedding(
-            spec.vocab_size, spec.hidden_size, build.within("embedding")
-        )
-        self.positions: PositionEmbedding | None = None
-        if spec.learned_positions is not None:
-            self.positions = PositionEmbedding(
-                spec.learned_positions, spec.hidden_size, build.within("positions")
-            )
         ropes = dict.fromkeys(mixer.rope for mixer in spec.attention if mixer.rope is not None)
         tables = {
             rope: RotaryTable(rope, spec.max_positions, device=build.device) for rope in ropes
         }
         self.rotary = nn.ModuleList(tables.values())
         blocks = [
-            make_block(layer, spec, _table(tables, layer), build.within(f"layers.{index}"))
+            self.block(layer, _table(tables, layer), build.within(f"layers.{index}"))
             for index, layer in enumerate(spec.layers)
         ]
         self.layers = nn.ModuleList(blocks)
-        self.norm = spec.norm.layer(spec.hidden_size, build.within("norm"))
-        # Published models round it.
-        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
-        self.head = LMHead(
-            spec.hidden_size,
-            spec.vocab_size,
-            build.within("head"),
-            tied=self.embedding if spec.tied_head else None,
-        )
         self._workspace: dict[Any, Any] = {}
         # Layers of one layout have what they keep booked together.
         layouts: list[MixerLayout] = [block.attention.layout for block in blocks]
@@ -92,6 +75,10 @@ class Decoder(nn.Module):
         )
         self._layer_groups = [self.kv_layouts.index(layout) for layout in layouts]
         self._shallow = 1 + max(map(spec.layers.index, set(spec.layers)))
+
+    def block(self, layer: LayerSpec, rotary: RotaryTable | None, build: Build) -> Any:
+        """Returns a layer."""
+        return make_block(layer, self.spec, rotary, build)
 
     def kv_groups(
         self, block_size: int, kv_format: ops.KVFormat | None = None, first: int = 0
@@ -125,6 +112,52 @@ class Decoder(nn.Module):
         widest: int = max(cast(Block, block).workspace_bytes(tokens) for block in blocks)
         return hidden + widest
 
+    def run(
+        self, hidden: Tensor, batch: ForwardBatch, kv: Sequence[Any], *, shallow: bool = False
+    ) -> Tensor:
+        """Returns the stream [T, hidden] behind the layers, of which each stores its KV. See
+        `Decoder.forward`."""
+        for group_batch, layout in zip(batch.groups, self.kv_layouts, strict=True):
+            group_batch.scratch.setdefault("workspace", self._workspace)
+            stored = kv[self._layer_groups.index(0)].format
+            group_batch.scratch["schedule"] = layout.schedule(batch, self.dtype, stored)
+        x = Residual(hidden)
+        depth = self._shallow if shallow else len(self.layers)
+        layers = zip(self.layers, kv, self._layer_groups, strict=True)
+        for layer, cache, group in itertools.islice(layers, depth):
+            x = layer(x, batch, batch.groups[group], cache)
+        return x.total()
+
+    def finish(self) -> None:
+        """Ends loading."""
+        for module in self.modules():
+            if module is not self and callable(finish := getattr(module, "finish", None)):
+                finish()
+
+
+class Decoder(DecoderLayers):
+    """Token ids to hidden states to logits. Weights are empty until `load_weights`."""
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        super().__init__(spec, build)
+        self.embedding = VocabEmbedding(
+            spec.vocab_size, spec.hidden_size, build.within("embedding")
+        )
+        self.positions: PositionEmbedding | None = None
+        if spec.learned_positions is not None:
+            self.positions = PositionEmbedding(
+                spec.learned_positions, spec.hidden_size, build.within("positions")
+            )
+        self.norm = spec.norm.layer(spec.hidden_size, build.within("norm"))
+        # Published models round it.
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
+        self.head = LMHead(
+            spec.hidden_size,
+            spec.vocab_size,
+            build.within("head"),
+            tied=self.embedding if spec.tied_head else None,
+        )
+
     def forward(self, batch: ForwardBatch, kv: Sequence[Any], *, shallow: bool = False) -> Tensor:
         """Computes the batch's tokens and stores their KV.
 
@@ -132,21 +165,12 @@ class Decoder(nn.Module):
         compile for all.
         Returns the final normed hidden states [T, hidden] in the model's dtype.
         """
-        for group_batch, layout in zip(batch.groups, self.kv_layouts, strict=True):
-            group_batch.scratch.setdefault("workspace", self._workspace)
-            stored = kv[self._layer_groups.index(0)].format
-            group_batch.scratch["schedule"] = layout.schedule(batch, self.dtype, stored)
         embedded = self.embedding(batch.input_ids)
         if self._embedding_scale != 1.0:
             embedded = embedded.mul_(self._embedding_scale)
         if self.positions is not None:
             embedded = embedded.add_(self.positions(batch.positions))
-        x = Residual(embedded)
-        depth = self._shallow if shallow else len(self.layers)
-        layers = zip(self.layers, kv, self._layer_groups, strict=True)
-        for layer, cache, group in itertools.islice(layers, depth):
-            x = layer(x, batch, batch.groups[group], cache)
-        hidden: Tensor = self.norm(x.total())
+        hidden: Tensor = self.norm(self.run(embedded, batch, kv, shallow=shallow))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -156,12 +180,6 @@ class Decoder(nn.Module):
         if self.spec.logit_scale != 1.0:
             logits = logits.mul_(self.spec.logit_scale)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-    def finish(self) -> None:
-        """Ends loading."""
-        for module in self.modules():
-            if module is not self and callable(finish := getattr(module, "finish", None)):
-                finish()
 
 
 def _table(tables: dict[RopeSpec, RotaryTable], layer: LayerSpec) -> RotaryTable | None:
