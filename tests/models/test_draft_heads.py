@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.arrays import int32
+from quire.errors import ConfigError, ModelError
 from quire.models.families import glm4_moe
 from tests.models import checkpoints
 from tests.unit.test_speculation import free_of_charge
@@ -73,20 +74,29 @@ def with_mtp(base: Path, case: str, block: str, names: dict[str, str]) -> tuple[
         given = inner.layers[last](joined[None], attention_mask=mask, position_embeddings=turns)
         return norm("norm", (given[0] if isinstance(given, tuple) else given)[0])
 
-    return folder, chained(target.model, model.lm_head, run)
+    def states(tokens: list[int]) -> Tensor:
+        found: Tensor = target.model(torch.tensor([tokens])).last_hidden_state[0]
+        return found
+
+    return folder, chained(states, lambda given: int(model.lm_head(given).argmax()), run)
 
 
-def chained(target: Any, head: Any, run: Callable[[list[int], Tensor], Tensor]) -> Twin:
-    """Returns drafts of a layer over pairs. run: computes the layer for pairs of tokens and hidden
-    states, with all before them."""
+def chained(
+    states: Callable[[list[int]], Tensor],
+    head: Callable[[Tensor], int],
+    run: Callable[[list[int], Tensor], Tensor],
+) -> Twin:
+    """Returns the drafts of a layer over pairs. states: from tokens to what the target computed.
+    run: computes the layer for pairs of tokens and such states. head: from what it gives last to a
+    token."""
 
     @torch.inference_mode()
     def twin(text: list[int], count: int) -> list[int]:
-        hidden = target(torch.tensor([text[:-1]])).last_hidden_state[0]
+        hidden = states(text[:-1])
         behind, drafts = text[1:], []
         for _ in range(count):
             given = run(behind, hidden)
-            drafts.append(int(head(given[-1]).argmax()))
+            drafts.append(head(given[-1]))
             behind, hidden = [*behind, drafts[-1]], torch.cat([hidden, given[-1:]])
         return drafts
 
@@ -168,3 +178,196 @@ def test_mtp_layers_draft_what_they_should(
     # The head is the target's over again.
     assert llm._core._executor._models[1].head is None
     llm.shutdown()
+
+
+EAGLE = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 211,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 64,
+}
+KNOWN = 90
+"""Tokens that the head knows."""
+
+
+def random_head(norms_before_fc: bool, stem: str) -> dict[str, Tensor]:
+    """Returns the tensors of a head, with the layer's names behind `stem`."""
+    torch.manual_seed(7)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns) * 1.2 * columns**-0.5
+
+    def norm(width: int) -> Tensor:
+        return 1.0 + 0.2 * torch.randn(width)
+
+    known = torch.randperm(211)[:KNOWN].sort().values
+    return {
+        "fc.weight": matrix(48, 3 * 48),
+        "norm.weight": norm(48),
+        "lm_head.weight": matrix(KNOWN, 48),
+        "d2t": known - torch.arange(KNOWN),
+        "t2d": torch.zeros(211, dtype=torch.bool).index_fill_(0, known, True),
+        f"{stem}hidden_norm.weight": norm(48),
+        f"{stem}input_layernorm.weight": norm(48),
+        f"{stem}post_attention_layernorm.weight": norm(48),
+        f"{stem}self_attn.q_proj.weight": matrix(64, 96),
+        f"{stem}self_attn.k_proj.weight": matrix(32, 96),
+        f"{stem}self_attn.v_proj.weight": matrix(32, 96),
+        f"{stem}self_attn.o_proj.weight": matrix(48, 64),
+        f"{stem}mlp.gate_proj.weight": matrix(80, 48),
+        f"{stem}mlp.up_proj.weight": matrix(80, 48),
+        f"{stem}mlp.down_proj.weight": matrix(48, 80),
+        **({"input_norm.weight": norm(3 * 48)} if norms_before_fc else {}),
+    }
+
+
+def eagle_twin(
+    target: Any, tensors: dict[str, Tensor], stem: str, layers: list[int], changed: bool
+) -> Twin:
+    """changed: norms before fc, before the residual and of what goes on are those of later heads.
+    layers: numbers of those behind which the stream is read."""
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        return x * scale * tensors[f"{name}.weight"]
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ tensors[f"{name}.weight"].T
+
+    def turned(x: Tensor) -> Tensor:
+        angles = torch.arange(len(x))[:, None] * 10000.0 ** (-torch.arange(8) / 8.0)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        low, high = x[..., :8], x[..., 8:]
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+    def states(tokens: list[int]) -> Tensor:
+        found = target.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        side_by_side = torch.cat([found[layer][0] for layer in layers], dim=-1)
+        return linear("fc", norm("input_norm", side_by_side) if changed else side_by_side)
+
+    def run(tokens: list[int], hidden: Tensor) -> Tensor:
+        embedded = target.model.embed_tokens(torch.tensor(tokens))
+        normed = norm(f"{stem}hidden_norm", hidden)
+        pair = torch.cat([norm(f"{stem}input_layernorm", embedded), normed], dim=-1)
+        q = turned(linear(f"{stem}self_attn.q_proj", pair).view(-1, 4, 16))
+        k, v = (linear(f"{stem}self_attn.{n}_proj", pair).view(-1, 2, 16) for n in "kv")
+        k, v = (x.repeat_interleave(2, dim=1) for x in (turned(k), v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / 4.0
+        scores += torch.full(scores.shape[1:], -torch.inf).triu(1)
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        x = (normed if changed else hidden) + linear(f"{stem}self_attn.o_proj", mixed)
+        y = norm(f"{stem}post_attention_layernorm", x)
+        gate = torch.nn.functional.silu(linear(f"{stem}mlp.gate_proj", y))
+        x = x + linear(f"{stem}mlp.down_proj", gate * linear(f"{stem}mlp.up_proj", y))
+        return norm("norm", x) if changed else x
+
+    def head(given: Tensor) -> int:
+        logits = linear("lm_head", given if changed else norm("norm", given))
+        best = int(logits.argmax())
+        return best + int(tensors["d2t"][best])
+
+    return chained(states, head, run)
+
+
+def eagle_folder(base: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(config))
+    save_file(tensors, base / "model.safetensors")
+    return base
+
+
+ORIGINAL = {
+    **EAGLE,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "draft_vocab_size": KNOWN,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 1, 2]},
+}
+LATER = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "transformer_layer_config": EAGLE,
+    "draft_vocab_size": KNOWN,
+    "eagle_aux_hidden_state_layer_ids": [1, 0, 1],
+    "norm_before_fc": True,
+    "norm_before_residual": True,
+    "norm_output": True,
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("target") / "model"
+    return folder, checkpoints.make(folder, "qwen3")
+
+
+def eagle_llm(target: Path, head: Path, **more: Any) -> LLM:
+    return LLM(
+        str(target), skip_tokenizer_init=True, num_kv_blocks=60, max_model_len=128, max_num_seqs=4,
+        speculative={"method": "eagle3", "model": str(head), "num_speculative_tokens": 3, **more},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_eagle3_heads_draft_what_they_should(
+    target: tuple[Path, Any], tmp_path: Path, later: bool
+) -> None:
+    stem = "layers.0." if later else "midlayer."
+    tensors = random_head(later, stem)
+    folder = eagle_folder(tmp_path / "head", tensors, LATER if later else ORIGINAL)
+    llm = eagle_llm(target[0], folder, simulate_acceptance=0.5)
+    free_of_charge(llm)
+    found = claims_of(llm, PROMPTS, 20)
+    llm.shutdown()
+    twin = eagle_twin(target[1], tensors, stem, [2, 1, 2], later)
+    assert len(found) > 12
+    for text, drafts in found:
+        assert drafts == twin(text, len(drafts))
+    assert max(len(drafts) for _, drafts in found) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        ({"midlayer.hidden_norm.weight": None}, {}, "midlayer.hidden_norm.weight"),
+        ({"d2t": None}, {}, "missing tensor d2t"),
+        ({"d2t": torch.full((KNOWN,), 200)}, {}, "d2t names tokens"),
+        ({"d2t": torch.zeros(KNOWN + 1, dtype=torch.int64)}, {}, "d2t has shape"),
+        ({"fc.weight": torch.zeros(48, 96)}, {}, r"fc.weight has shape \(48, 96\)"),
+        ({"midlayer.more": torch.zeros(1)}, {}, "unexpected tensor midlayer.more"),
+        ({}, {"vocab_size": 200}, "200 tokens, the model's 211"),
+        ({}, {"architectures": ["LlamaForCausalLM"]}, "EAGLE-3 head"),
+        ({}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4]}}, "layer_ids"),
+        ({}, {"eagle_config": {"fc_norm": True}}, "fc_norm"),
+        ({}, {"num_hidden_layers": 2}, "several layers"),
+    ],
+    ids=str,
+)
+def test_heads_that_cannot_be_used(
+    target: tuple[Path, Any], tmp_path: Path, change: dict[str, Any], config: dict[str, Any],
+    message: str,
+) -> None:  # fmt: skip
+    changed = {**random_head(False, "midlayer."), **change}
+    tensors = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    folder = eagle_folder(tmp_path / "head", tensors, {**ORIGINAL, **config})
+    with pytest.raises((ConfigError, ModelError), match=message):
+        eagle_llm(target[0], folder)
+
+
+def test_models_without_the_layer(target: tuple[Path, Any], glm: tuple[Path, Twin]) -> None:
+    with pytest.raises(ModelError, match="Qwen3ForCausalLM"):
+        LLM(str(target[0]), speculative={"method": "mtp"}, skip_tokenizer_init=True)
+    tensors = load_file(glm[0] / "model.safetensors")
+    folder = glm[0].parent / "without"
+    folder.mkdir()
+    (folder / "config.json").write_text((glm[0] / "config.json").read_text())
+    save_file(
+        {n: t for n, t in tensors.items() if "eh_proj" not in n}, folder / "model.safetensors"
+    )
+    with pytest.raises(ModelError, match=r"missing tensor model\.layers\.2\.eh_proj\.weight"):
+        LLM(str(folder), speculative={"method": "mtp"}, skip_tokenizer_init=True)

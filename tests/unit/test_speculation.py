@@ -29,6 +29,13 @@ MTP_SHAPE = {
     "moe_intermediate_size": 16,
     "num_nextn_predict_layers": 1,
 }
+EAGLE_SHAPE = {
+    **TINY,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 100,
+    "eagle_aux_hidden_state_layer_ids": [2, 1, 3],
+}
 EMBEDDED_DRAFT = str(Path(quire.__file__).parent / "embedded" / "quire-tiny-draft")
 
 
@@ -78,27 +85,22 @@ def test_tokens_and_logprobs_are_the_same(
         assert engine.scheduler.stats().preemptions > 0
 
 
-@pytest.fixture(scope="module")
-def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
-    folder = model_folder(tmp_path_factory.mktemp("mtp") / "model", MTP_SHAPE)
-    return folder, answers(TinyEngine(folder, dtype="float64"))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"depth": 2, "budget": 48}, {"depth": 3, "blocks": 34}],
-    ids=str,
-)
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
 def test_draft_heads_change_nothing(
-    with_mtp: tuple[Path, Answers], settings: dict[str, Any]
+    folder: Path, plain: Answers, tmp_path: Path, method: str
 ) -> None:
-    """The layer's weights are random, so its drafts are wrong."""
-    folder, expected = with_mtp
-    engine = TinyEngine(folder, dtype="float64", speculative={"method": "mtp"}, **settings)
+    """Their weights are random, so their drafts are wrong."""
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    expected, settings = plain, {"depth": 3, "blocks": 30, "budget": 48}
+    if method == "mtp":
+        folder = model_folder(tmp_path, MTP_SHAPE)
+        expected = answers(TinyEngine(folder, dtype="float64"))
+    else:
+        speculative["model"] = str(model_folder(tmp_path, EAGLE_SHAPE))
+    engine = TinyEngine(folder, dtype="float64", speculative=speculative, **settings)
     assert answers(engine) == expected
     assert any((plan.q_len[(plan.flags & 1) == 0] > 1).any() for plan in engine.plans)
-    if "blocks" in settings:
-        assert engine.scheduler.stats().preemptions > 0
+    assert engine.scheduler.stats().preemptions > 0
 
 
 def many(seed: int) -> list[Job]:

@@ -134,8 +134,8 @@ class StepProgram:
         self._drafts = drafts
         limits, width = state.limits, self.model.spec.hidden_size
         options = {"dtype": self.model.dtype, "device": state.device}
-        self.hidden = torch.zeros(limits.tokens, width, **options)  # type: ignore[call-overload]
-        self.last = torch.zeros(limits.logit_rows, width, **options)  # type: ignore[call-overload]
+        self.hidden = torch.zeros(limits.tokens, width, **options)
+        self.last = torch.zeros(limits.logit_rows, width, **options)
 
     def body(self, shape: BodyShape, *, shallow: bool = False) -> None:
         """Computes the step's tokens. shallow: only the first layers, up to one of each kind."""

@@ -23,6 +23,7 @@ from quire.models import Decoder
 from quire.models.draft_heads import DraftHead
 from quire.ops.rows import StepRows
 from quire.plan import StepPlan
+from quire.quantization import Quantization
 from quire.runner.kv_cache import KVCache
 from quire.runner.program import BodyShape, ModelLanes
 from quire.runner.readback import Step
@@ -54,9 +55,9 @@ class HeadDrafter(Drafter):
         self._target = model
 
     def models(self) -> Sequence[DraftHead]:
-        args, target = self._config.args, self._target
+        target = self._target
 
-        def build(quantization: Any) -> Build:
+        def build(quantization: Quantization) -> Build:
             return Build(
                 group=target.group,
                 quantization=quantization,
@@ -64,14 +65,24 @@ class HeadDrafter(Drafter):
                 dtype=target.dtype,
             )
 
-        options = {"load_format": args.load_format, "seed": args.seed + 1}
-        if self._settings.source == "mtp":
-            from quire.models.draft_heads.mtp import load_mtp
-
-            folder = Path(self._config.model_path)
-            head: DraftHead = load_mtp(folder, target, build, wanted=args.quantization, **options)
-        self._head = head.eval()
+        self._head = self._load(build).eval()
         return (self._head,)
+
+    def _load(self, build: Callable[[Quantization], Build]) -> DraftHead:
+        args, settings = self._config.args, self._settings
+        load_format, seed = args.load_format, args.seed + 1
+        if settings.source == "eagle3" and settings.model is not None:
+            from quire.models.draft_heads.eagle3 import load_eagle3
+
+            return load_eagle3(
+                settings.model, self._target, build, load_format=load_format, seed=seed
+            )
+        from quire.models.draft_heads.mtp import load_mtp
+
+        folder, wanted = Path(self._config.model_path), args.quantization
+        return load_mtp(
+            folder, self._target, build, wanted=wanted, load_format=load_format, seed=seed
+        )
 
     def bind(self, state: BatchState) -> None:
         super().bind(state)
@@ -101,7 +112,7 @@ class HeadDrafter(Drafter):
         if not taps:
             self._target.register_forward_hook(functools.partial(keep, 0))
         for index, count in enumerate(taps):
-            layer = self._target.layers[count - 1] if count else self._target.embedding
+            layer = self._target.layers[count - 1]
             layer.register_forward_hook(functools.partial(keep, index))
 
     def take_cache(self, cache: KVCache) -> None:

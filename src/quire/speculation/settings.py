@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.config import QUANTIZATIONS, EngineArgs
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelError
 from quire.models import ModelSpec, load_config, resolve_model_path, spec_from_config
 
 METHODS = ("auto", "draft", "eagle3", "mtp", "suffix")
@@ -111,6 +111,10 @@ def check_settings(args: EngineArgs, target: ModelSpec) -> None:
         from quire.models.draft_heads.mtp import check_mtp
 
         check_mtp(resolve_model_path(args.model, args.revision), target, args.load_format)
+    elif settings.source == "eagle3" and settings.model is not None:
+        from quire.models.draft_heads.eagle3 import eagle3_spec
+
+        eagle3_spec(load_config(settings.model), target)
     elif settings.source == "draft" and settings.model is not None:
         _check_draft(spec_from_config(load_config(settings.model)), target, longest)
 
@@ -131,20 +135,45 @@ def _check_draft(draft: ModelSpec, target: ModelSpec, longest: int) -> None:
 
 
 def _source(args: EngineArgs, method: str, name: str | None) -> tuple[Source | None, Path | None]:
-    """Returns what makes drafts on the device, and its folder."""
+    """Returns what makes drafts on the device, and its folder. Without a method that says so, it is
+    what the model's folder is, or else the target's own layer, if it has one."""
     if method == "suffix":
         return None, None
     if method == "mtp":
         return "mtp", None
     if name is not None:
         path = resolve_model_path(name)
-        return "draft", path
+        return ("eagle3" if method == "eagle3" or _is_eagle3(path) else "draft"), path
+    if method == "eagle3":
+        raise _wrong("method eagle3 needs a model, the folder or hub id of the head")
     embedded = resolve_model_path(None)
     if args.model is None:
         return "draft", embedded.parent / _EMBEDDED_DRAFT
     if method == "draft":
         raise _wrong("method draft needs a model")
-    return None, None
+    return ("mtp" if _has_mtp(args) else None), None
+
+
+def _is_eagle3(folder: Path) -> bool:
+    from quire.models.draft_heads.eagle3 import is_eagle3
+
+    return is_eagle3(load_config(folder))
+
+
+def _has_mtp(args: EngineArgs) -> bool:
+    """Whether the target brings a layer along that drafts."""
+    from quire.models.draft_heads.mtp import check_mtp, mtp_layers
+
+    folder = resolve_model_path(args.model, args.revision)
+    config = load_config(folder)
+    target = spec_from_config(config)
+    if not mtp_layers(config, target):
+        return False
+    try:
+        check_mtp(folder, target, args.load_format)
+    except ModelError:
+        return False
+    return True
 
 
 def _drafts(given: Mapping[str, Any]) -> int:

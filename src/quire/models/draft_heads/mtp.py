@@ -33,7 +33,7 @@ from quire.models.quantized_checkpoint import checkpoint_quantization
 from quire.models.registry import family_named
 from quire.models.spec import ModelSpec
 from quire.models.weights import load_weights
-from quire.quantization import quantization_of
+from quire.quantization import Quantization, quantization_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def check_mtp(folder: Path, target: ModelSpec, load_format: str) -> None:
 def load_mtp(
     folder: Path,
     target: Decoder,
-    build: Callable[[Any], Build],
+    build: Callable[[Quantization], Build],
     *,
     wanted: str | None,
     load_format: str,
