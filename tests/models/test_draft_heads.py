@@ -18,7 +18,7 @@ from torch import Tensor
 from quire import LLM, SamplingParams
 from quire.arrays import int32
 from quire.errors import ConfigError, ModelError
-from quire.models.families import glm4_moe
+from quire.models.families import deepseek_v3, glm4_moe
 from tests.models import checkpoints
 from tests.unit.test_speculation import free_of_charge
 
@@ -103,23 +103,31 @@ def chained(
     return twin
 
 
-GLM = {
-    "fc": "model.layers.2.eh_proj",
-    "embedding_norm": "model.layers.2.enorm",
-    "hidden_norm": "model.layers.2.hnorm",
-    "norm": "model.layers.2.shared_head.norm",
-    "embedding": "model.layers.2.embed_tokens",
-    "head": "model.layers.2.shared_head.head",
+NEXTN = {
+    "fc": "eh_proj",
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "norm": "shared_head.norm",
+    "embedding": "embed_tokens",
+    "head": "shared_head.head",
 }
+MTP = {"deepseek-v3": (deepseek_v3, 2), "glm4-moe": (glm4_moe, 2)}
+"""Families by case, and the layers that are left to the model."""
 
 
-@pytest.fixture(scope="module")
-def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Twin]]:
+@pytest.fixture(scope="module", params=MTP)
+def mtp(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Twin]]:
+    case = request.param
+    module, layers = MTP[case]
+    block = f"model.layers.{layers}."
     # The published models are deeper, and the family knows by how much.
-    ignored = re.compile(r"^model\.layers\.2\.")
+    ignored = re.compile("^" + re.escape(block))
+    names = {part: block + name for part, name in NEXTN.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(glm4_moe, "FAMILY", replace(glm4_moe.FAMILY, ignored=ignored))
-        yield with_mtp(tmp_path_factory.mktemp("glm"), "glm4-moe", "model.layers.2.", GLM)
+        patch.setattr(module, "FAMILY", replace(module.FAMILY, ignored=ignored))
+        yield with_mtp(tmp_path_factory.mktemp(case), case, block, names)
 
 
 PROMPTS = [[7, 8, 9, 10, 7, 8, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]]
@@ -150,31 +158,23 @@ def claims_of(llm: LLM, prompts: list[list[int]], length: int) -> list[tuple[int
     ]
 
 
-@pytest.mark.parametrize(("acceptance", "budget"), [(None, 2048), (0.6, 8)])
-def test_mtp_layers_draft_what_they_should(
-    glm: tuple[Path, Twin], acceptance: float | None, budget: int
-) -> None:
-    """With acceptances made up, texts go on with drafts, whose pairs must be computed anew."""
-    folder, twin = glm
-    settings: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 3}
-    if acceptance is not None:
-        settings["simulate_acceptance"] = acceptance
+def test_mtp_layers_draft_what_they_should(mtp: tuple[Path, Twin]) -> None:
+    """Acceptances are made up, so that texts go on with drafts, whose pairs are computed anew."""
+    folder, twin = mtp
     llm = LLM(
         str(folder), skip_tokenizer_init=True, num_kv_blocks=60, max_model_len=128, max_num_seqs=4,
-        max_num_batched_tokens=budget, speculative=settings,
+        max_num_batched_tokens=8,
+        speculative={"method": "mtp", "num_speculative_tokens": 3, "simulate_acceptance": 0.6},
     )  # fmt: skip
     free_of_charge(llm)
     found = claims_of(llm, PROMPTS, 24)
-    assert len(found) > 12
-    longest = 0
     for text, drafts in found:
         assert drafts == twin(text, len(drafts))
-        longest = max(longest, len(drafts))
-    assert longest == 3
-    if acceptance is not None:
-        stats = llm.stats().speculation
-        assert stats is not None
-        assert stats.sources["mtp"].accepted > 5
+    assert len(found) > 12
+    assert max(len(drafts) for _, drafts in found) == 3
+    stats = llm.stats().speculation
+    assert stats is not None
+    assert stats.sources["mtp"].accepted > 5
     # The head is the target's over again.
     assert llm._core._executor._models[1].head is None
     llm.shutdown()
@@ -359,15 +359,15 @@ def test_heads_that_cannot_be_used(
         eagle_llm(target[0], folder)
 
 
-def test_models_without_the_layer(target: tuple[Path, Any], glm: tuple[Path, Twin]) -> None:
+def test_models_without_the_layer(target: tuple[Path, Any], mtp: tuple[Path, Twin]) -> None:
     with pytest.raises(ModelError, match="Qwen3ForCausalLM"):
         LLM(str(target[0]), speculative={"method": "mtp"}, skip_tokenizer_init=True)
-    tensors = load_file(glm[0] / "model.safetensors")
-    folder = glm[0].parent / "without"
+    tensors = load_file(mtp[0] / "model.safetensors")
+    folder = mtp[0].parent / "without"
     folder.mkdir()
-    (folder / "config.json").write_text((glm[0] / "config.json").read_text())
+    (folder / "config.json").write_text((mtp[0] / "config.json").read_text())
     save_file(
         {n: t for n, t in tensors.items() if "eh_proj" not in n}, folder / "model.safetensors"
     )
-    with pytest.raises(ModelError, match=r"missing tensor model\.layers\.2\.eh_proj\.weight"):
+    with pytest.raises(ModelError, match=r"missing tensor .*layers\.2\.eh_proj\.weight"):
         LLM(str(folder), speculative={"method": "mtp"}, skip_tokenizer_init=True)

@@ -82,6 +82,8 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
     metrics.count_error(ApiError(400, "no"))
     metrics.count_http("/health", "GET", 200, 0.01)
     metrics.finished.labels("stop").inc()
+    metrics.batches_finished.labels("completed").inc()
+    metrics.batch_requests.labels("completed").inc()
     return metrics
 
 

@@ -81,7 +81,7 @@ def features_at_start(config: EngineConfig, *, complete: bool) -> list[FeatureEn
         that has several ranks, always begins with these.
     """
     captured = config.device != "cpu" and not config.eager
-    ready = complete or captured or config.args.tensor_parallel_size > 1
+    ready = complete or captured or config.args.ranks > 1
     return [
         entry for entry in FEATURES if entry.wanted(config) or (ready and entry.asked is not None)
     ]

@@ -13,7 +13,7 @@ from typing import Any
 from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.engine.rank_watch import RankWatch
-from quire.engine.ranks import config_of_rank, group_of_ranks
+from quire.engine.ranks import config_of_rank, open_worker
 from quire.engine.remote_worker import RemoteWorker
 from quire.engine.shared_memory import FlightRecorder, share
 from quire.engine.worker_messages import (
@@ -31,7 +31,7 @@ from quire.errors import EngineDeadError
 from quire.executor import Capacity, OnProgress
 from quire.parallel.torch_group import abort_group, leave_group
 from quire.plan import HeadInputs, StepPlan, StepResult
-from quire.runner import Hook, ModelRunner
+from quire.runner import Hook
 
 _MEMORY = "/dev/shm"
 _STEP_SECONDS = 60.0
@@ -43,7 +43,8 @@ _LEAVE_SECONDS = 5.0
 class WorkerExecutor:
     """Fans plans out to the workers of all ranks.
 
-    world: ranks. All of them sample; the first's results are the engine's.
+    world: ranks. Those of a pipeline's last stage sample, or all; the first's results are the
+        engine's.
     timeout: seconds that a step may take; None: chosen here.
     local: the first rank's worker. workers: those of the others, in order.
     """
@@ -74,8 +75,9 @@ class WorkerExecutor:
                 self.workers.append(RemoteWorker(setup))
             self._watch = RankWatch(self.workers, self._recorder, abort_group, timeout)
             with self._watch.waiting(limited=False):
-                self._group = group_of_ranks(own, folder, 0, world, timeout)
-            self.local = ModelRunner(own, progress, hooks, self._group)
+                self._group, self.local = open_worker(
+                    own, folder, 0, world, timeout, progress, hooks
+                )
         except BaseException:
             self.shutdown()
             raise

@@ -8,7 +8,7 @@ from quire.layers.attention import KVLayout
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.models.config import load_config, resolve_model_path, spec_from_config
-from quire.models.decoder import Decoder, DecoderLayers
+from quire.models.decoder import Decoder
 from quire.models.quantization import model_quantization
 from quire.models.spec import ModelSpec
 from quire.models.weights import load_weights
@@ -17,7 +17,6 @@ from quire.quantization import Quantization, Unquantized
 
 __all__ = [
     "Decoder",
-    "DecoderLayers",
     "ForwardBatch",
     "GroupBatch",
     "KVLayout",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from quire import ops
-from quire.layers.attention import AttentionSpec
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
@@ -47,7 +45,13 @@ class Block(nn.Module):
 
 
 class DecoderLayers(nn.Module):
-    """The layers of a model, and what they keep of tokens."""
+    """The layers of a model, and what they keep of tokens.
+
+    own: the layers that are computed, and whose KV is given: all, unless it is a stage of a
+        pipeline (`stages.py`). gives_logits: whether the head is here, as it is in the last stage.
+    """
+
+    gives_logits = True
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__()
@@ -55,16 +59,18 @@ class DecoderLayers(nn.Module):
         self.group = build.group
         self.device = build.device
         self.dtype = build.dtype
-        ropes = dict.fromkeys(mixer.rope for mixer in spec.attention if mixer.rope is not None)
-        tables = {
+        ropes = dict.fromkeys(rope for rope in map(_rope, spec.layers) if rope is not None)
+        tables: dict[RopeSpec | None, RotaryTable] = {
             rope: RotaryTable(rope, spec.max_positions, device=build.device) for rope in ropes
         }
         self.rotary = nn.ModuleList(tables.values())
         blocks = [
-            self.block(layer, _table(tables, layer), build.within(f"layers.{index}"))
+            make_block(layer, spec, tables.get(_rope(layer)), build.within(f"layers.{index}"))
             for index, layer in enumerate(spec.layers)
         ]
         self.layers = nn.ModuleList(blocks)
+        self.own = range(len(blocks))
+        self._shallow = 1 + max(map(spec.layers.index, set(spec.layers)))
         self._workspace: dict[Any, Any] = {}
         # Layers of one layout have what they keep booked together.
         layouts: list[MixerLayout] = [block.attention.layout for block in blocks]
@@ -74,11 +80,6 @@ class DecoderLayers(nn.Module):
             dict.fromkeys(sorted(layouts, key=lambda layout: order.index(layout.kind)))
         )
         self._layer_groups = [self.kv_layouts.index(layout) for layout in layouts]
-        self._shallow = 1 + max(map(spec.layers.index, set(spec.layers)))
-
-    def block(self, layer: LayerSpec, rotary: RotaryTable | None, build: Build) -> Any:
-        """Returns a layer."""
-        return make_block(layer, self.spec, rotary, build)
 
     def kv_groups(
         self, block_size: int, kv_format: ops.KVFormat | None = None, first: int = 0
@@ -112,20 +113,18 @@ class DecoderLayers(nn.Module):
         widest: int = max(cast(Block, block).workspace_bytes(tokens) for block in blocks)
         return hidden + widest
 
-    def run(
-        self, hidden: Tensor, batch: ForwardBatch, kv: Sequence[Any], *, shallow: bool = False
-    ) -> Tensor:
-        """Returns the stream [T, hidden] behind the layers, of which each stores its KV. See
+    def run(self, hidden: Tensor, batch: ForwardBatch, kv: Sequence[Any], shallow: bool) -> Tensor:
+        """Returns the stream [T, hidden] behind the layers, each of which stores its KV. See
         `Decoder.forward`."""
+        stored = next((own.format for own in kv if isinstance(own, ops.KVLayer)), None)
         for group_batch, layout in zip(batch.groups, self.kv_layouts, strict=True):
             group_batch.scratch.setdefault("workspace", self._workspace)
-            stored = kv[self._layer_groups.index(0)].format
-            group_batch.scratch["schedule"] = layout.schedule(batch, self.dtype, stored)
+            if stored is not None:
+                group_batch.scratch["schedule"] = layout.schedule(batch, self.dtype, stored)
         x = Residual(hidden)
-        depth = self._shallow if shallow else len(self.layers)
-        layers = zip(self.layers, kv, self._layer_groups, strict=True)
-        for layer, cache, group in itertools.islice(layers, depth):
-            x = layer(x, batch, batch.groups[group], cache)
+        depth = self._shallow if shallow else len(self.own)
+        for index, cache in zip(self.own[:depth], kv, strict=False):
+            x = self.layers[index](x, batch, batch.groups[self._layer_groups[index]], cache)
         return x.total()
 
     def finish(self) -> None:
@@ -151,12 +150,8 @@ class Decoder(DecoderLayers):
         self.norm = spec.norm.layer(spec.hidden_size, build.within("norm"))
         # Published models round it.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
-        self.head = LMHead(
-            spec.hidden_size,
-            spec.vocab_size,
-            build.within("head"),
-            tied=self.embedding if spec.tied_head else None,
-        )
+        tied = self.embedding if spec.tied_head else None
+        self.head = LMHead(spec.hidden_size, spec.vocab_size, build.within("head"), tied)
 
     def forward(self, batch: ForwardBatch, kv: Sequence[Any], *, shallow: bool = False) -> Tensor:
         """Computes the batch's tokens and stores their KV.
@@ -165,13 +160,21 @@ class Decoder(DecoderLayers):
         compile for all.
         Returns the final normed hidden states [T, hidden] in the model's dtype.
         """
-        embedded = self.embedding(batch.input_ids)
+        return self.leave(self.run(self.enter(batch), batch, kv, shallow))
+
+    def enter(self, batch: ForwardBatch) -> Tensor:
+        """Returns the hidden states [T, hidden] that the first of the layers takes."""
+        embedded: Tensor = self.embedding(batch.input_ids)
         if self._embedding_scale != 1.0:
             embedded = embedded.mul_(self._embedding_scale)
         if self.positions is not None:
             embedded = embedded.add_(self.positions(batch.positions))
-        hidden: Tensor = self.norm(self.run(embedded, batch, kv, shallow=shallow))
-        return hidden
+        return embedded
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """Returns what `forward` returns, from the hidden states behind the last of the layers."""
+        normed: Tensor = self.norm(hidden)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns logits [N, vocab] of hidden states [N, hidden], in the model's dtype, gathered
@@ -182,9 +185,8 @@ class Decoder(DecoderLayers):
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
-def _table(tables: dict[RopeSpec, RotaryTable], layer: LayerSpec) -> RotaryTable | None:
-    rope = layer.mixer.rope if isinstance(layer.mixer, AttentionSpec) else None
-    return None if rope is None else tables[rope]
+def _rope(layer: LayerSpec) -> RopeSpec | None:
+    return getattr(layer.mixer, "rope", None)
 
 
 def make_block(spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build) -> Any:

@@ -163,6 +163,8 @@ def _stored_shape(places: list[_Place]) -> tuple[int, ...]:
 @torch.inference_mode()
 def _fill(entry: _Entry, places: Sequence[_Place]) -> None:
     for place in places:
+        if place.slice.device.type == "meta":
+            continue  # another stage of a pipeline holds it
         try:
             _copy(_share(entry, place), place.slice)
         except ModelError as error:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from quire.config import QUANTIZATIONS, EngineArgs
 from quire.errors import ConfigError, ModelError
+from quire.layers.gated_delta import GatedDeltaSpec
 from quire.models import ModelSpec, load_config, resolve_model_path, spec_from_config
 
 METHODS = ("auto", "draft", "eagle3", "mtp", "suffix")
@@ -104,7 +105,7 @@ def check_settings(args: EngineArgs, target: ModelSpec) -> None:
     settings = read_settings(args)
     if not settings.most:
         return
-    if len(target.attention) < len(target.layers):
+    if _recurrent(target):
         raise _wrong("models with recurrent layers are not supported: drafts would advance them")
     longest = args.max_model_len or target.max_positions
     if settings.source == "mtp":
@@ -119,8 +120,12 @@ def check_settings(args: EngineArgs, target: ModelSpec) -> None:
         _check_draft(spec_from_config(load_config(settings.model)), target, longest)
 
 
+def _recurrent(spec: ModelSpec) -> bool:
+    return any(isinstance(layer.mixer, GatedDeltaSpec) for layer in spec.layers)
+
+
 def _check_draft(draft: ModelSpec, target: ModelSpec, longest: int) -> None:
-    if len(draft.attention) < len(draft.layers):
+    if _recurrent(draft):
         raise _wrong("a draft model with recurrent layers is not supported")
     if draft.vocab_size != target.vocab_size:
         raise _wrong(

@@ -35,7 +35,7 @@ from quire.models.draft_heads.draft_head import DraftHead, share_equal, whole
 from quire.models.families import llama, settings, unsupported
 from quire.models.families.family import Family, Source
 from quire.models.files import open_file, weight_files
-from quire.models.spec import LayerSpec, ModelSpec
+from quire.models.spec import ModelSpec
 from quire.models.weights import load_weights
 from quire.quantization import Quantization, Unquantized
 
@@ -175,16 +175,15 @@ class _PairBlock(nn.Module):
 
     def __init__(
         self,
-        layer: LayerSpec,
-        model: ModelSpec,
+        spec: Eagle3Spec,
         rotary: RotaryTable | None,
         build: Build,
         embed: Callable[[Tensor], Tensor],
-        norm_before_residual: bool,
     ) -> None:
         super().__init__()
+        model, layer = spec.model, spec.model.layers[0]
         hidden, mixer = model.hidden_size, layer.mixer
-        self._embed, self._norm_before_residual = embed, norm_before_residual
+        self._embed, self._norm_before_residual = embed, spec.norm_before_residual
         self.attention_norm = model.norm.layer(hidden, build.within("attention_norm"))
         self.hidden_norm = model.norm.layer(hidden, build.within("hidden_norm"))
         if not isinstance(mixer, AttentionSpec):
@@ -213,8 +212,12 @@ class Eagle3Head(DraftHead):
     they are the same."""
 
     def __init__(self, spec: Eagle3Spec, target: Decoder, build: Build) -> None:
-        self._norm_before_residual = spec.norm_before_residual
         super().__init__(spec.model, target, build)
+        # In place of a plain layer, which keeps the same of each token.
+        rotary = self.rotary[0] if len(self.rotary) else None
+        where = build.within("layers.0")
+        block = _PairBlock(spec, rotary, where, self.embed)  # type: ignore[arg-type]
+        self.layers = nn.ModuleList([block])
         self.taps = spec.taps
         self._norm_output = spec.norm_output
         wide, every_rank = spec.target_hidden * len(spec.taps), whole(build)
@@ -226,9 +229,6 @@ class Eagle3Head(DraftHead):
         self.fc = Linear(wide, spec.model.hidden_size, where, bias=False, split="outputs")
         self.ids: Tensor | None = None
 
-    def block(self, layer: LayerSpec, rotary: RotaryTable | None, build: Build) -> Any:
-        return _PairBlock(layer, self.spec, rotary, build, self.embed, self._norm_before_residual)
-
     def combine(self, tapped: Tensor) -> Tensor:
         combined: Tensor = self.fc(tapped, norm=self.input_norm)
         return combined
@@ -237,7 +237,7 @@ class Eagle3Head(DraftHead):
         self, batch: ForwardBatch, kv: Sequence[Any], *, hidden: Tensor, shallow: bool = False
     ) -> Tensor:
         """See `DraftHead.forward`."""
-        given = self.run(hidden, batch, kv, shallow=shallow)
+        given = self.run(hidden, batch, kv, shallow)
         normed: Tensor = self.norm(given)
         return normed if self._norm_output else given
 

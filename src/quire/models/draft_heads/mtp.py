@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.layers.attention import AttentionSpec
 from quire.layers.batch import ForwardBatch
 from quire.layers.build import Build
 from quire.layers.linear import Linear
@@ -73,7 +72,9 @@ _QWEN = MtpLayout(
     },
 )
 _LAYOUTS = {
+    "deepseek_v3": _NEXTN,
     "glm4_moe": _NEXTN,
+    "glm4_moe_lite": _NEXTN,
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
     "qwen3_next": _QWEN,
@@ -99,7 +100,7 @@ class MtpHead(DraftHead):
         """See `DraftHead.forward`."""
         embedded = self.embedding_norm(self.embed(batch.input_ids))
         joined = self.fc(torch.cat([embedded, self.hidden_norm(hidden)], dim=1))
-        given: Tensor = self.norm(self.run(joined, batch, kv, shallow=shallow))
+        given: Tensor = self.norm(self.run(joined, batch, kv, shallow))
         return given
 
 
@@ -159,10 +160,8 @@ def load_mtp(
     own = target.spec
     check_mtp(folder, own, load_format)
     layout, family = _LAYOUTS[own.family], _target_family(own)
-    layer = own.layers[-1]
-    if not isinstance(layer.mixer, AttentionSpec):
-        raise ModelError("an MTP layer whose like keeps no keys and values is not supported")
-    spec = replace(own, layers=(layer,), tied_head=False)
+    # It is built as the model's last, which in hybrids is attention.
+    spec = replace(own, layers=own.layers[-1:], tied_head=False)
     source = _source(own, layout, family)
     stored = Family(
         name=f"{family.name} MTP",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.arrays import Int32
 from quire.executor import StepSeconds
-from quire.models import Decoder, DecoderLayers
+from quire.models.decoder import Decoder, DecoderLayers
 from quire.ops import LogitRows, StepRows
 from quire.plan import Admit, HeadInputs, StepPlan
 from quire.runner.kv_cache import KVCache

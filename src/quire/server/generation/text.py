@@ -185,8 +185,8 @@ class TextGeneration:
                 priority=self.priority,
                 cache_salt=self.cache_salt,
                 keep_special=self.keep_special,
-                tenant=self.context.key.name,
-                share=self.context.key.share,
+                tenant=self.context.tenant,
+                share=self.context.share,
                 adapter=self.context.adapter,
             ),
         )
@@ -199,7 +199,7 @@ class TextGeneration:
                     self._take(index, update)
         except Exception as error:  # handed to whoever reads `batches`
             if isinstance(error, OverloadedError):
-                self.state.note_full(self.context.key.name)
+                self.state.note_full(self.context.tenant)
             self.context.end = reason = "error"
             self._error = self._error or error
         except asyncio.CancelledError:
