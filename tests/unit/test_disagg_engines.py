@@ -21,9 +21,11 @@ from quire.disagg.facts import differences, facts_of
 from quire.disagg.loop import DisaggLoop
 from quire.disagg.messages import Grant, PromptRequest, Welcome
 from quire.disagg.peer_list import PeerList
+from quire.disagg.settings import check_groups
 from quire.engine.builder import build_core
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError, PeerMismatchError, RequestError
+from quire.plan import KVGroup
 from quire.sampling_params import SamplingParams
 from tests.unit.test_hybrid_engine import HYBRID
 from tests.unit.tiny_engine import MAX_LEN, TINY, TINY_WINDOW, VOCAB, model_folder, random_prompts
@@ -261,7 +263,7 @@ def test_engines_that_do_not_match_say_both_sides_values(folders: dict[str, Path
     ("args", "match"),
     [
         ({"enable_prefix_caching": False}, "enable_prefix_caching"),
-        ({"speculative_model": "draft"}, "draft model"),
+        ({"pipeline_parallel_size": 2}, "pipeline"),
     ],
 )
 def test_what_does_not_travel_is_refused(
@@ -269,5 +271,8 @@ def test_what_does_not_travel_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         DisaggLoop(config_of(folders["full"], {"role": "prefill"}, **args))
+    groups = (KVGroup((0, 1)), KVGroup((2, 3)))
+    with pytest.raises(ConfigError, match="KV of drafts does not travel"):
+        check_groups(config_of(folders["full"], None), groups)
     with pytest.raises(ConfigError, match="kv_peers"):
         disagg_loop.read_settings({"role": "router"})

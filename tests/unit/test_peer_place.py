@@ -43,7 +43,7 @@ def places(ranks: list[list[Tensor]], heads: int) -> list[PeerPlace]:
     for layout in layouts:
         assert layout.size == layouts[0].size
         assert layout.heads is not None
-        place = PeerPlace(pool, HostCopier([layout], pool), owns=layout.heads.owner)
+        place = PeerPlace(pool, HostCopier([layout], pool), [layout.heads.owner])
         found.append(place)
     return found
 
@@ -102,7 +102,7 @@ def test_a_move_has_ended_when_it_has_on_every_rank() -> None:
     memory = StagingPool([layouts[0].size], 4, SingleGroup(), "cpu")
     memory.board = torch.zeros(2, 2, dtype=torch.int64).numpy()
     copiers = [HostCopier([layouts[0]], memory), Slow([layouts[1]], memory)]
-    first, second = (PeerPlace(memory, copier) for copier in copiers)
+    first, second = (PeerPlace(memory, copier, [True]) for copier in copiers)
     transfer = Transfer(7, "out", "peer", 0, int32([0]), slots=int32([0]))
     move([first, second], transfer)
     memory.rank = 0

@@ -19,7 +19,7 @@ from quire.disagg.messages import Grant, MemoryHandle, PromptRequest, Welcome
 from quire.disagg.peer_list import PeerList
 from quire.disagg.prompt_fetches import Brought, Ended, Fetches
 from quire.disagg.pulls import PullThreads
-from quire.disagg.settings import check_engine, read_settings
+from quire.disagg.settings import check_engine, check_groups, read_settings
 from quire.errors import ConfigError, PeerMismatchError, RequestError
 from quire.executor import Capacity, Executor
 from quire.loop_feature import Failure, LoopFeature
@@ -101,6 +101,7 @@ class DisaggLoop(LoopFeature):
         settings = self._settings
         pool = executor.control({"op": "staging_pool"})
         groups, half = capacity.groups, pool.slots // 2
+        check_groups(self._config, groups)
         self._facts = facts_of(self._config, groups, pool.sizes)
         if settings.grants:
             self._listener = Listener(

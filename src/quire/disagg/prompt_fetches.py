@@ -36,8 +36,8 @@ _FIRST_ID = 1 << 41
 
 @dataclass(frozen=True, slots=True)
 class PullOrder:
-    """A prompt that a thread is to bring: tokens, int32 [whole blocks], behind `first` blocks that are here.
-    name: for the log."""
+    """A prompt that a thread is to bring: tokens, int32 [whole blocks], of which `first` blocks are
+    here. name: for the log."""
 
     name: str
     tokens: Int32

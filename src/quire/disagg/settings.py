@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.models import load_config, spec_from_config
+from quire.plan import KVGroup
 
 
 class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,9 +70,21 @@ def check_engine(config: EngineConfig) -> None:
             "role: blocks come from the prefix cache and go to it; it needs enable_prefix_caching",
             "enable_prefix_caching",
         )
-    settings = dict(args.speculative or {})
-    if args.speculative_model is not None or "model" in settings:
+    if args.pipeline_parallel_size > 1:
         raise ConfigError(
-            "role: the KV of a draft model does not travel; use drafts of n-grams, or none",
-            "speculative_model",
+            "role: the KV of a pipeline's stages does not travel; use tensor_parallel_size alone",
+            "pipeline_parallel_size",
+        )
+
+
+def check_groups(config: EngineConfig, groups: Sequence[KVGroup]) -> None:
+    """Refuses KV of layers beyond the model's own.
+
+    Raises:
+        ConfigError: drafts have KV of their own.
+    """
+    layers = len(spec_from_config(load_config(Path(config.model_path))).layers)
+    if any(max(group.layers) >= layers for group in groups):
+        raise ConfigError(
+            "role: the KV of drafts does not travel; use drafts of n-grams, or none", "speculative"
         )

@@ -124,10 +124,11 @@ def _open(pid: int, descriptor: int) -> int:
 class PeerPlace:
     """Moves blocks to and from a staging pool. A move has ended when it has on all ranks.
 
-    owns: this rank writes its heads to the pool; of ranks with copies of the same, one does.
+    owns: by group, whether this rank writes its heads to the pool; of ranks with copies of the
+    same, one does.
     """
 
-    def __init__(self, pool: StagingPool, copier: Copier, *, owns: bool = True) -> None:
+    def __init__(self, pool: StagingPool, copier: Copier, owns: Sequence[bool]) -> None:
         self.pool = pool
         self._owns = owns
         self._copier = copier
@@ -151,7 +152,7 @@ class PeerPlace:
     ) -> None:
         self._begun[direction] += 1
         done = _at_once
-        if direction == 1 or self._owns:
+        if direction == 1 or self._owns[transfer.group]:
             done = move(transfer.group, transfer.blocks, transfer.slots)
         self._own[direction].append((self._begun[direction], done))
         self._all[direction].append((self._begun[direction], transfer.id))
@@ -195,20 +196,21 @@ def open_peer_place(
     copier: Copier = HostCopier(layouts, pool)
     if device.type == "cuda":
         copier = PinnedCopier(layouts, pool, device)
-    owns = layouts[0].heads is None or layouts[0].heads.owner
-    return PeerPlace(pool, copier, owns=owns)
+    owns = [group.rank == 0 if layout.heads is None else layout.heads.owner for layout in layouts]
+    return PeerPlace(pool, copier, owns)
 
 
 def _heads(cache: KVCache, index: int, spec: ModelSpec, group: ProcessGroup) -> HeadRange | None:
-    """Returns the heads of a KV group that this rank holds; None: all."""
-    if group.world == 1:
+    """Returns the heads of a KV group that this rank holds; None: all that there is."""
+    layer = cache.groups[index].layers[0]
+    if group.world == 1 or layer >= len(spec.layers):
         return None
-    layers = cache.groups[index].layers
-    mixer = spec.layers[layers[0]].mixer if layers[0] < len(spec.layers) else None
-    if not isinstance(mixer, AttentionSpec):
+    if cache.groups[index].kind == "state":
         raise ConfigError(
-            "role: recurrent states, and draft models, of several ranks do not travel; use "
-            "tensor_parallel_size=1",
+            "role: recurrent states of several ranks do not travel; use tensor_parallel_size=1",
             "role",
         )
+    mixer = spec.layers[layer].mixer
+    if not isinstance(mixer, AttentionSpec):
+        return None  # latents, of which every rank has all
     return head_range(mixer.kv_heads, group.rank, group.world)
