@@ -52,8 +52,4 @@ def test_any_ranks_read_what_any_ranks_wrote(writers: int, readers: int) -> None
         found.into(Transfer(rank, "in", "peer", 0, blocks, slots=slots))
         finish(found, rank)
         assert torch.equal(target[picked], part[picked])
-        moved = SLOTS * target[0].nbytes
-        print(
-            f"rank {rank} of {readers}: {moved / 1e6:.0f} MB in at {moved / seconds / 1e9:.1f} GB/s"
-        )
         found.pool.board[:] = 0
