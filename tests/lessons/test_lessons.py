@@ -18,11 +18,12 @@ LESSONS = [ROOT / "lessons" / folder for folder in folders().values()]
 
 def signatures(file: Path) -> dict[str, str]:
     """Returns the public functions of a module, and how they are called."""
-    nodes = ast.parse(file.read_text("utf-8")).body
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    found = [node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, kinds)]
     return {
-        node.name: f"{ast.unparse(node.args)} -> {ast.unparse(node.returns or ast.Constant(None))}"
-        for node in nodes
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_")
+        node.name: f"{ast.unparse(node.args)} -> {node.returns and ast.unparse(node.returns)}"
+        for node in found
+        if not node.name.startswith("_")
     }
 
 
