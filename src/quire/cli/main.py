@@ -347,6 +347,52 @@ def info(
 
 
 @app.command(cls=SettingsCommand)
+@with_settings(EngineArgs)
+def profile(
+    *,
+    engine: EngineArgs,
+    rows: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            show_default=False,
+            help="Profile decode steps of so many requests (repeatable). Default: 1 and 8, unless "
+            "there are cases.",
+        ),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Random tokens before those.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps to profile.")] = 50,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            show_default=False,
+            help="Profile a whole case of quire bench throughput, prompts included (repeatable).",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the profile for https://ui.perfetto.dev, too."),
+    ] = None,
+    nvtx: Annotated[
+        bool,
+        typer.Option("--nvtx", help="Only name steps and layers, for nsys to profile the command."),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Append records to this file, one JSON object a line."),
+    ] = None,
+) -> None:
+    """Profile a workload: time by kernel, gaps, and how much of the device it uses."""
+    from quire.cli.profile import profile as run
+
+    run(
+        engine, rows=rows or ([] if case else [1, 8]), prompt_tokens=prompt_tokens, steps=steps,
+        cases=case or [], trace=trace, nvtx=nvtx, as_json=json, output=output,
+    )  # fmt: skip
+
+
+@app.command(cls=SettingsCommand)
 @with_settings(EngineArgs, positional=False)
 def trace(
     output: Annotated[
