@@ -29,7 +29,7 @@ from quire.server.app import build_app
 from quire.server.args import ServerArgs
 
 PROMPTS = ("Once upon a time", "The little dog", "One day, a girl", "Tom and his friend")
-LENGTH = 16
+LENGTH = 12
 SmallServer = importlib.import_module("lessons.13_server.small_server").SmallServer
 
 
