@@ -8,7 +8,8 @@
 Every rung serves the same requests: prompts with a common beginning, of different lengths, which
 arrive one after the other. The first rungs are `bench/baselines`, the others the engine with ever
 more of its switches on. A rung's tokens are compared with the first one's; some rungs may change
-them. Rungs that need a GPU are skipped by name elsewhere. On a CPU only ratios are recorded.
+them. Rungs that need a GPU are skipped by name elsewhere. On a CPU only ratios are recorded. Random
+weights soon repeat themselves, so drafts that are looked up gain more from them than from text.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from quire.arrays import int32
@@ -43,6 +45,7 @@ from batching import Clock, Job, cached, continuous, naive, static
 from plain_model import PlainModel
 
 BLOCK = 16
+RATIOS = ("to_naive", "to_before", "same_texts", "ratio", "to_one")
 Runner = Callable[[PlainModel, Sequence[Job], Clock], None]
 
 
@@ -185,11 +188,9 @@ def _format(path: Path) -> str:
     return "auto" if any(path.glob("*.safetensors")) else "dummy"
 
 
-def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
-    """Yields the record of each rung that runs here."""
-    spec, device = spec_from_config(load_config(path)), torch.device(args.device)
-    jobs = requests(args.requests, args.shared, args.own, args.length, args.span, spec.vocab_size)
-    settings: dict[str, Any] = {
+def plain_settings(path: Path, args: argparse.Namespace, jobs: Sequence[Job]) -> dict[str, Any]:
+    """Returns the settings of an engine with just enough room, and little switched on."""
+    return {
         "model": str(path), "load_format": _format(path), "device": args.device,
         "skip_tokenizer_init": True, "max_num_seqs": args.slots,
         "max_model_len": max(job.total for job in jobs), "steps_in_flight": 1,
@@ -197,6 +198,13 @@ def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
         "num_kv_blocks": sum(-(-job.total // BLOCK) + 1 for job in jobs), "block_size": BLOCK,
         "enable_prefix_caching": False, "enable_chunked_prefill": False,
     }  # fmt: skip
+
+
+def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
+    """Yields the record of each rung that runs here."""
+    spec, device = spec_from_config(load_config(path)), torch.device(args.device)
+    jobs = requests(args.requests, args.shared, args.own, args.length, args.span, spec.vocab_size)
+    settings = plain_settings(path, args, jobs)
     off = {"graphs", "overlap", "fusions", "skinny", "pdl"}
     plain: PlainModel | None = load_plain(path, args)
     reference: list[list[int]] = []
@@ -211,7 +219,7 @@ def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
             plain = None
             gc.collect()
         best: dict[str, float] = {}
-        for _ in range(args.repeats):
+        for _ in range(args.repeats if rung.baseline is None else 1):
             if device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
@@ -237,7 +245,7 @@ def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
         }
         yield make_record(
             f"ladder:{rung.name}",
-            ratios if device.type == "cpu" else {**best, **ratios},
+            {**best, **ratios},
             model=path.name,
             device=args.device,
             settings={
@@ -281,6 +289,22 @@ def tables(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
         alone = alone or found["output_tok_s"]
         metrics = {**found, "to_one": found["output_tok_s"] / alone}
         yield make_record(f"static:{size}", metrics, model=path.name, device=args.device)
+    for prompt in (16, 64, 256):
+        alone = measure(cached, 8, prompt, 48)["output_tok_s"]
+        jobs = requests(64, 0, (prompt, prompt), (48, 48), 0.0, vocab)
+        on = {"enable_chunked_prefill": True, "steps_in_flight": 2, "max_num_seqs": 64}
+        together = figures(jobs, serve({**plain_settings(path, args, jobs), **on}, jobs, device))
+        metrics = {**together, "to_one": together["output_tok_s"] / alone}
+        yield make_record(f"users-64:{prompt}", metrics, model=path.name, device=args.device)
+
+
+def recorded(record: BenchRecord) -> BenchRecord:
+    """Returns what is worth keeping of a record: of a CPU only ratios, as speeds say nothing
+    elsewhere."""
+    if torch.cuda.is_available():
+        return record
+    kept = {name: value for name, value in record.metrics.items() if name in RATIOS}
+    return msgspec.structs.replace(record, metrics=kept)
 
 
 def plot(records: Sequence[BenchRecord], path: Path) -> None:
@@ -315,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("models", nargs="*", help="folders; a config.json alone: random weights")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--requests", type=int, help="default: 8 on a CPU, 32 on a GPU")
+    parser.add_argument("--requests", type=int, help="default: 8, and 24 on a GPU")
     parser.add_argument("--slots", type=int, help="rows of a batch; default: 4, and 16 on a GPU")
     parser.add_argument("--shared", type=int, help="tokens that all prompts begin with")
     parser.add_argument("--own", type=_pair, metavar="LOW-HIGH", help="tokens of their own")
@@ -323,15 +347,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, help="tokens of a step where prompts are cut")
     parser.add_argument("--span", type=float, default=0.5, help="seconds in which all arrive")
     parser.add_argument("--draft", help="a draft model; without one, drafts are looked up")
-    parser.add_argument("--repeats", type=int, default=1, help="the best counts")
+    parser.add_argument("--repeats", type=int, help="runs of the engine, of which the best counts")
     parser.add_argument("--tables", action="store_true", help="the cache and batches by size")
     parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="needs matplotlib")
     args = parser.parse_args(arguments)
     small = args.device == "cpu"
     for name, on_cpu, on_gpu in (
-        ("requests", 8, 32), ("slots", 4, 16), ("shared", 32, 256), ("own", (8, 32), (64, 256)),
-        ("length", (8, 24), (32, 160)), ("budget", 64, 512),
+        ("requests", 8, 24), ("slots", 4, 16), ("shared", 32, 256), ("own", (8, 32), (64, 256)),
+        ("length", (8, 24), (32, 128)), ("budget", 64, 512), ("repeats", 1, 2),
     ):  # fmt: skip
         if getattr(args, name) is None:
             setattr(args, name, on_cpu if small else on_gpu)
@@ -343,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(format_table([record]).splitlines()[-1], flush=True)
     print(format_table(records))
     if args.out is not None:
-        append_jsonl(args.out, records)
+        append_jsonl(args.out, map(recorded, records))
     if args.plot is not None and not args.tables:
         plot(records, args.plot)
 
