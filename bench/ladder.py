@@ -298,10 +298,10 @@ def tables(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
         yield make_record(f"users-64:{prompt}", metrics, model=path.name, device=args.device)
 
 
-def recorded(record: BenchRecord) -> BenchRecord:
+def recorded(record: BenchRecord, device: str) -> BenchRecord:
     """Returns what is worth keeping of a record: of a CPU only ratios, as speeds say nothing
     elsewhere."""
-    if torch.cuda.is_available():
+    if device != "cpu":
         return record
     kept = {name: value for name, value in record.metrics.items() if name in RATIOS}
     return msgspec.structs.replace(record, metrics=kept)
@@ -367,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(format_table([record]).splitlines()[-1], flush=True)
     print(format_table(records))
     if args.out is not None:
-        append_jsonl(args.out, map(recorded, records))
+        append_jsonl(args.out, [recorded(record, args.device) for record in records])
     if args.plot is not None and not args.tables:
         plot(records, args.plot)
 
