@@ -44,6 +44,8 @@ sys.path.insert(0, str(Path(__file__).parent / "baselines"))
 from batching import Clock, Job, cached, continuous, naive, static
 from plain_model import PlainModel
 
+import ladder_report
+
 BLOCK = 16
 RATIOS = ("to_naive", "to_before", "same_texts", "ratio", "to_one")
 Runner = Callable[[PlainModel, Sequence[Job], Clock], None]
@@ -307,27 +309,6 @@ def recorded(record: BenchRecord, device: str) -> BenchRecord:
     return msgspec.structs.replace(record, metrics=kept)
 
 
-def plot(records: Sequence[BenchRecord], path: Path) -> None:
-    """Draws each model's rungs as bars, times the first one's speed."""
-    from matplotlib.figure import Figure
-
-    names = list(dict.fromkeys(record.case.partition(":")[2] for record in records))
-    models = list(dict.fromkeys(record.model for record in records))
-    figure = Figure(figsize=(8, 0.35 * len(names) * max(1, len(models)) + 1), layout="constrained")
-    panel = figure.subplots()
-    for place, model in enumerate(models):
-        own = {r.case.partition(":")[2]: r.metrics["to_naive"] for r in records if r.model == model}
-        rows = [names.index(name) + 0.8 * (place + 0.5) / len(models) - 0.4 for name in own]
-        bars = panel.barh(rows, list(own.values()), 0.8 / len(models), label=model)
-        panel.bar_label(bars, [f"{value:.3g}x" for value in own.values()], padding=2, fontsize=8)
-    panel.set_yticks(range(len(names)), names)
-    panel.invert_yaxis()
-    panel.set_xscale("log")
-    panel.set_xlabel(f"output tokens per second, times naive recompute ({records[0].card})")
-    panel.legend()
-    figure.savefig(path, dpi=150)
-
-
 def _pair(text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
     return int(low), int(high or low)
@@ -369,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.out is not None:
         append_jsonl(args.out, [recorded(record, args.device) for record in records])
     if args.plot is not None and not args.tables:
-        plot(records, args.plot)
+        ladder_report.plot(records, args.plot)
 
 
 if __name__ == "__main__":
