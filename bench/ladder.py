@@ -54,7 +54,7 @@ Runner = Callable[[PlainModel, Sequence[Job], Clock], None]
 @dataclass(frozen=True)
 class Rung:
     """A way to serve the requests: a baseline, or the engine with settings added to those of the
-    rungs before. published: a figure that somebody else has published of such a step.
+    rungs before.
 
     on: optimizations that are no longer disabled. gpu: the rung says nothing without one. exact:
     whether the tokens must stay the same.
@@ -66,7 +66,6 @@ class Rung:
     on: tuple[str, ...] = ()
     gpu: bool = False
     exact: bool = True
-    published: str = ""
 
 
 def rungs(slots: int, budget: int, draft: str | None) -> list[Rung]:
@@ -74,12 +73,8 @@ def rungs(slots: int, budget: int, draft: str | None) -> list[Rung]:
     speculative = {"method": "suffix"} if draft is None else {"model": draft}
     return [
         Rung("naive recompute", naive),
-        Rung("KV cache", cached, published="2.2x at 1000 tokens (GPT-2, A100)"),
-        Rung(
-            "static batch",
-            lambda model, jobs, clock: static(model, jobs, clock, size=slots),
-            published="118x at batch 512 (GPT-2, A100)",
-        ),
+        Rung("KV cache", cached),
+        Rung("static batch", lambda model, jobs, clock: static(model, jobs, clock, size=slots)),
         Rung(
             "time-window batch",
             lambda model, jobs, clock: static(model, jobs, clock, size=slots, window=0.05),
@@ -88,11 +83,7 @@ def rungs(slots: int, budget: int, draft: str | None) -> list[Rung]:
             "continuous, contiguous KV",
             lambda model, jobs, clock: continuous(model, jobs, clock, slots=slots),
         ),
-        Rung(
-            "paged",
-            published="15x over one at a time at batch 8 (T4); 8.7x less memory at 256, 9x at 512, "
-            "11.1x at 64 users (GPT-2, A100)",
-        ),
+        Rung("paged"),
         Rung(
             "chunked prefill",
             settings={"enable_chunked_prefill": True, "max_num_batched_tokens": budget},
@@ -100,19 +91,10 @@ def rungs(slots: int, budget: int, draft: str | None) -> list[Rung]:
         Rung("graphs", on=("graphs",), gpu=True),
         Rung("kernels", on=("fusions", "skinny", "pdl"), gpu=True),
         Rung("overlap", settings={"steps_in_flight": 2}, on=("overlap",)),
-        Rung(
-            "prefix cache",
-            settings={"enable_prefix_caching": True},
-            published="2.56x time to the first token (Qwen2.5-1.5B, H200)",
-        ),
+        Rung("prefix cache", settings={"enable_prefix_caching": True}),
         Rung("8-bit KV", settings={"kv_cache_dtype": "int8"}, exact=False),
         Rung("quantized", settings={"quantization": "int8"}, exact=False),
-        Rung(
-            "speculation",
-            settings={"speculative": speculative},
-            exact=False,
-            published="1.7x to 2.2x on chat (Llama-7B)",
-        ),
+        Rung("speculation", settings={"speculative": speculative}, exact=False),
     ]
 
 
@@ -253,7 +235,7 @@ def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
             settings={
                 "requests": args.requests, "shared": args.shared, "own": args.own,
                 "length": args.length, "span": args.span, "slots": args.slots,
-                "budget": args.budget, "published": rung.published,
+                "budget": args.budget,
             },
         )  # fmt: skip
 
