@@ -176,13 +176,8 @@ class ModelRunner:
             spec, device=self.device, dtype=self.dtype, group=self.group,
             quantization=quantization, expert_parallel=self.config.args.enable_expert_parallel,
         )  # fmt: skip
-        models.load_weights(
-            self.model,
-            path,
-            load_format=self.config.args.load_format,
-            seed=self.config.args.seed,
-            progress=self._told("weights"),
-        )
+        args, progress = self.config.args, self._told("weights")
+        models.load_weights(self.model, path, args.load_format, args.seed, progress)
         for hook in self._features:
             hook.attach(self.model)
 
