@@ -202,11 +202,10 @@ def test_structural_tags(client: openai.OpenAI) -> None:
         "structures": [{"begin": "a", "schema": {"enum": ["cat"]}, "end": "!"}],
         "triggers": ["a"],
     }
-    answer = chat(client, response_format=tags, seed=2, temperature=1.5)
-    text = answer.choices[0].message.content
-    parts = text.split("a")
-    assert len(parts) > 1
-    assert text.startswith(parts[0] + 'a"cat"!')
+    answer = chat(client, response_format=tags, seed=2, temperature=2.0, n=8)
+    texts = [choice.message.content.split("a", 1) for choice in answer.choices]
+    assert any(len(text) == 2 for text in texts)
+    assert all(rest.startswith('"cat"!') for _, *rests in texts for rest in rests)
     wrong = {**tags, "triggers": ["b"]}
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, response_format=wrong)

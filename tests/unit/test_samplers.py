@@ -45,7 +45,7 @@ def dry_twin(
     return penalty
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(
@@ -86,7 +86,7 @@ LOGITS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(logits=LOGITS, mass=st.floats(0.05, 1.0))
 def test_typical_p(logits: list[list[float]], mass: float) -> None:
     x = torch.tensor(logits)
@@ -275,3 +275,20 @@ def test_wrong_values(name: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
+
+
+def test_drafts_change_nothing(llm: LLM) -> None:
+    prompts = [[300, 301, 302, 303] * 10, "The cat sat. The cat sat. The cat sat. The"]
+    asked = [
+        SamplingParams(seed=4, max_tokens=16, ignore_eos=True, **extra)  # type: ignore[arg-type]
+        for extra in (
+            {"dry_multiplier": 2.0, "xtc_probability": 0.5, "top_k": 3},
+            {"typical_p": 0.8, "logits_processors": (lambda said, logits: logits * 3,)},
+        )
+    ]
+    drafting = LLM(
+        device="cpu", num_kv_blocks=200, max_model_len=256, speculative={"method": "suffix"}
+    )
+    found = run(drafting, prompts, *asked)
+    drafting.shutdown()
+    assert found == run(llm, prompts, *asked)
