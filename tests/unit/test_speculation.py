@@ -89,7 +89,7 @@ def test_tokens_and_logprobs_are_the_same(
 def test_draft_heads_change_nothing(
     folder: Path, plain: Answers, tmp_path: Path, method: str
 ) -> None:
-    """Their weights are random, so their drafts are wrong."""
+    """Heads of random weights, whose drafts are wrong."""
     speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     expected, settings = plain, {"depth": 3, "blocks": 30, "budget": 48}
     if method == "mtp":
