@@ -212,7 +212,7 @@ def test_keys_that_are_all_alike(kernel_device: str) -> None:
 def test_the_forms_agree() -> None:
     case = make("cpu", [(4, 90)], Sizes())
     whole, after = run(reference, case, torch.float64)
-    state = StateLayer(*(part.double().clone() for part in case.state))
+    state = StateLayer(*(_to(part, torch.float64) for part in case.state))
     names = "mixed", "a", "b"
     parts = []
     for at in range(90):

@@ -1,5 +1,5 @@
-"""The part of plans that is for the source of drafts on the device: rows to draft for, and what it is
-to compute besides."""
+"""The part of plans that is for the source of drafts on the device: rows to draft for, and what
+else it computes."""
 
 from __future__ import annotations
 
