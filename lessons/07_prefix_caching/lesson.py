@@ -73,7 +73,7 @@ def conversation(model: Loaded, caching: bool) -> tuple[list[int], list[list[int
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     for turn in range(3):
         text = np.concatenate([text, draw.integers(100, 5000, 150, dtype=np.int32)])
-        (request,) = core.add(str(turn), text, params, max_total=len(text) + 20)
+        (request,) = core.add(str(turn), text, params, max_total=len(text) + 8)
         while core.has_work():
             core.step()
         computed.append(len(text) - request.num_cached_tokens)

@@ -74,9 +74,9 @@ def shares(loaded: Loaded) -> None:
     print(table(headers, rows))
 
 
-def engine(loaded: Loaded, ranks: int) -> list[list[int]]:
-    """Returns what so many ranks write, greedily."""
-    llm = LLM(str(loaded.path), device="cpu", tensor_parallel_size=ranks, kv_cache_gb=0.1)
+def engine(loaded: Loaded, **ranks: int) -> list[list[int]]:
+    """Returns what the engine writes with so many ranks, greedily."""
+    llm = LLM(str(loaded.path), device="cpu", kv_cache_gb=0.1, **ranks)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     llm.shutdown()
@@ -133,11 +133,17 @@ def stages(loaded: Loaded, steps: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    loaded = load(parser(__doc__ or "").parse_args(arguments))
+    options = parser(__doc__ or "")
+    options.add_argument("--stages", action="store_true", help="also run the engine's own stages")
+    args = options.parse_args(arguments)
+    loaded = load(args)
     by_hand(loaded)
     shares(loaded)
-    check(engine(loaded, 1) == engine(loaded, 2), "two processes write what one writes")
+    alone = engine(loaded)
+    check(engine(loaded, tensor_parallel_size=2) == alone, "two ranks write what one writes")
     stages(loaded, 4)
+    if args.stages:
+        check(engine(loaded, pipeline_parallel_size=2) == alone, "so do two stages of the engine")
 
 
 if __name__ == "__main__":

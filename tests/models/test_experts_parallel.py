@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from quire.config import EngineArgs
+from quire.engine.builder import resolve
 from quire.errors import ConfigError
 from quire.models import (
     build_model,
@@ -20,6 +22,7 @@ from quire.models import (
 )
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.parallel.torch_group import TorchGroup
+from quire.runner import ModelRunner
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.models.quantized_checkpoints import make_quantized
@@ -95,6 +98,17 @@ def test_ranks_hold_what_units_allow(tmp_path: Path) -> None:
     assert sizes == [[(9 * 2 * 16, 48), (4 * 80, 48)], [(9 * 2 * 24, 48), (5 * 80, 48)]]
     with pytest.raises(ConfigError, match="cannot be shared out over 99 ranks"):
         spec.layers[0].ffn.layer(48, _build(Ranked(0, 99)))
+
+
+def test_the_setting_reaches_the_model(tmp_path: Path) -> None:
+    make(tmp_path, "qwen3-moe")
+    args = EngineArgs(
+        model=str(tmp_path), device="cpu", skip_tokenizer_init=True, num_kv_blocks=64,
+        tensor_parallel_size=2, enable_expert_parallel=True,
+    )  # fmt: skip
+    runner = ModelRunner(resolve(args), group=Ranked(1, 2))
+    runner.measure()
+    assert runner.model.layers[0].mlp.up.cut.experts == (4, 9)
 
 
 def _build(group: ProcessGroup) -> Any:

@@ -183,7 +183,7 @@ def test_requests_that_are_aborted_and_lanes_that_are_taken_again(
 
 
 def test_steps_in_flight_share_the_requests(tmp_path: Path) -> None:
-    """Where all prompts end in one step, the steps after it take turns with them."""
+    """Steps take turns with requests whose prompts have ended in one step."""
     one, many = engines(model_folder(tmp_path, TINY), 2, depth=2)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     jobs = [Job(prompt, params) for prompt in random_prompts(8, 7, seed=1)]

@@ -43,6 +43,10 @@ def completions(ranks: int, **settings: Any) -> list[list[int]]:
         shared = "The gatherings of a book are sewn one to another, and so are pages. "
         prompts = [shared * (i % 3) + f"Page {i}:" for i in range(8)]
         outputs = llm.generate(prompts, [PARAMS[i % 4] for i in range(8)], use_tqdm=False)
+        stats, count = llm.stats().ranks, llm.config.args.ranks
+        assert len(stats) == (count if count > 1 else 0)
+        for rank in stats:
+            assert min(rank.steps, rank.device_seconds, rank.weight_bytes, rank.kv_bytes) > 0
         return [list(choice.token_ids) for output in outputs for choice in output.outputs]
     finally:
         llm.shutdown()
@@ -54,7 +58,7 @@ def completions(ranks: int, **settings: Any) -> list[list[int]]:
         (2, {"speculative": {"method": "suffix", "num_speculative_tokens": 3}}),
         (2, {"num_kv_blocks": 18, "quantization": "int8"}),
         (4, {"kv_cache_dtype": "int8"}),
-        (2, {"pipeline_parallel_size": 2, "num_kv_blocks": 18}),
+        (2, {"pipeline_parallel_size": 2, "num_kv_blocks": 18, "kv_cache_dtype": "int8"}),
     ],
     ids=["2-drafts", "2-few-blocks-int8", "4-kv-int8", "2-by-2-stages"],
 )
@@ -119,10 +123,10 @@ def engine_of(folder: Path, ranks: int, timeout: float | None = None, **more: An
     return TinyEngine(folder, depth=2, budget=64, world=ranks, timeout=timeout, **more)
 
 
-@pytest.mark.parametrize(("lost", "stages"), [(1, 1), (2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("lost", "stages"), [(1, 1), (3, 2)])
 def test_a_rank_that_is_killed(tmp_path: Path, lost: int, stages: int) -> None:
-    """The error names the rank, and the other ranks' processes end. Of two stages rank 1 is in the
-    last, rank 3 in the first."""
+    """The error names the rank, and the other ranks' processes end. Of two stages rank 3 is in the
+    first."""
     engine = engine_of(model_folder(tmp_path, TINY), 4, stages=stages)
     executor = engine.executor
     assert isinstance(executor, WorkerExecutor)

@@ -60,8 +60,9 @@ SUBJECTS = (
         "Device and memory",
         ("device", "gpu_memory_utilization", "kv_cache_gb", "kv_cache_dtype"),
         (
-            "tensor_parallel_size", "enable_expert_parallel", "num_kv_blocks", "block_size",
-            "enable_prefix_caching", "host_cache_gb", "disk_cache", "disk_cache_gb",
+            "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel",
+            "num_kv_blocks", "block_size", "enable_prefix_caching", "host_cache_gb", "disk_cache",
+            "disk_cache_gb",
         ),
     ),
     Subject(

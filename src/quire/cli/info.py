@@ -30,7 +30,7 @@ def info(engine: EngineArgs, *, as_json: bool) -> None:
         "versions": versions(),
         "devices": devices(),
         "model": model_section(config),
-        "tensor_parallel_size": ranks_section(config),
+        "ranks": ranks_section(config),
         "settings": settings_section(config),
         "chosen": choices_section(config),
         "architectures": architectures(),

@@ -55,6 +55,10 @@ FEATURES = (
         _imported("quire.speculation.hook:open_hook"),
         wanted=lambda config: config.args.speculates,
     ),
+    FeatureEntry(
+        _imported("quire.engine.rank_stats:RankStatistics"),
+        wanted=lambda config: config.args.ranks > 1,
+    ),
     # After drafts: masks of their positions need what others have written.
     FeatureEntry(
         _imported("quire.structured:open_grammars"),

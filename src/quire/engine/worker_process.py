@@ -57,9 +57,9 @@ def serve(pipe: Connection) -> None:
                 launched.append(plan.step_id)
                 worker.submit(plan)
             case Collect():
-                worker.collect()
+                result = worker.collect()
                 step_id = launched.popleft()
-                recorder.read(rank, step_id)
+                recorder.read(rank, step_id, result.gpu_us)
                 group.check(step_id)
             case Measure():
                 pipe.send_bytes(encode(Done(worker.measure())))
@@ -68,6 +68,7 @@ def serve(pipe: Connection) -> None:
                 pipe.send_bytes(encode(Done()))
             case Capture():
                 worker.capture()
+                recorder.holds(rank, worker)
                 if config.device != "cpu" and not config.eager:
                     group.started()
                 # What stands now stands for good: the collector need not walk it again and again.

@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
+from quire.engine.rank_stats import ASK
 from quire.engine.rank_watch import RankWatch
 from quire.engine.ranks import config_of_rank, open_worker
 from quire.engine.remote_worker import RemoteWorker
@@ -105,6 +106,7 @@ class WorkerExecutor:
             self._await()
             self._call(Capture())
             capacity = self.local.capture()
+            self._recorder.holds(0, self.local)
             self._await()
             if self._captured:
                 self._group.started()
@@ -143,12 +145,12 @@ class WorkerExecutor:
             self._call(Collect())
             result = self.local.collect()
             step_id = self._launched.popleft()
-            self._recorder.read(0, step_id)
+            self._recorder.read(0, step_id, result.gpu_us)
             self._group.check(step_id)
         return result
 
     def control(self, message: dict[str, Any]) -> Any:
-        return self.local.control(message)
+        return self._recorder.stats() if message == ASK else self.local.control(message)
 
     def shutdown(self) -> None:
         broken = self._watch is not None and self._watch.error is not None

@@ -173,8 +173,7 @@ class Decoder(DecoderLayers):
 
     def leave(self, hidden: Tensor) -> Tensor:
         """Returns what `forward` returns, from the hidden states behind the last of the layers."""
-        normed: Tensor = self.norm(hidden)
-        return normed
+        return self.norm(hidden)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns logits [N, vocab] of hidden states [N, hidden], in the model's dtype, gathered

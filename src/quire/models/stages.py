@@ -161,13 +161,19 @@ def stage_layers(
     if count > len(spec.layers):
         raise ConfigError(f"{_PARAM}={count}: the model has {len(spec.layers)} layers", _PARAM)
     build = Build(SingleGroup(), quantization, torch.device("meta"), dtype or spec.dtype)
-    model = Decoder(spec, build)
+    return balanced_ranges(layer_bytes(Decoder(spec, build)), count)
+
+
+def layer_bytes(model: Decoder) -> list[int]:
+    """Returns the bytes of each layer's weights, with those of what stands before the first and
+    behind the last."""
     sizes = [_bytes(layer) for layer in model.layers]
-    sizes[0] += _bytes(model.embedding) + (
-        0 if model.positions is None else _bytes(model.positions)
-    )
-    sizes[-1] += _bytes(model.norm) + _bytes(model.embedding if spec.tied_head else model.head)
-    return balanced_ranges(sizes, count)
+    sizes[0] += _bytes(model.embedding)
+    if model.positions is not None:
+        sizes[0] += _bytes(model.positions)
+    head = model.embedding if model.spec.tied_head else model.head
+    sizes[-1] += _bytes(model.norm) + _bytes(head)
+    return sizes
 
 
 def balanced_ranges(sizes: Sequence[int], count: int) -> list[range]:

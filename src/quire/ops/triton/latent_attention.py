@@ -147,7 +147,7 @@ def latent_attention(
         return out
     group, element = head_block(heads), _element_size(q.dtype, card)
     max_q_len = min(max_q_len, tokens)
-    work = _Launch(
+    work = _LatentLaunch(
         (q, kv.k, out),
         (query_start, seq_lens, block_table),
         heads // group,
@@ -193,7 +193,7 @@ def _element_size(dtype: torch.dtype, card: DeviceTraits) -> int:
 
 
 @dataclass(frozen=True)
-class _Launch:
+class _LatentLaunch:
     """The arguments that both launches share. tensors: q, latents, out. rows: query_start,
     seq_lens, block_table. blocks: of heads."""
 

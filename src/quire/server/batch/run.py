@@ -50,7 +50,7 @@ _RETRY_AFTER = b"retry-after-ms"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AppAnswer:
     """The application's answer. retry_after: seconds, where it asks for the request again."""
 
     status: int
@@ -58,7 +58,7 @@ class Answer:
     retry_after: float | None = None
 
 
-Ask = Callable[[BatchRequest], Awaitable[Answer]]
+Ask = Callable[[BatchRequest], Awaitable[AppAnswer]]
 OnCount = Callable[[Counts], None]
 """Called after each line."""
 
@@ -163,7 +163,7 @@ class BatchRunner:
         (self.errors if outcome.failed else self.target).write(outcome)
 
 
-async def call(app: ASGIApp, request: BatchRequest, **extra: Any) -> Answer:
+async def call(app: ASGIApp, request: BatchRequest, **extra: Any) -> AppAnswer:
     """Returns the application's answer. extra: further entries of the scope."""
     data = bytes(request.body)
     scope = {
@@ -205,4 +205,4 @@ async def call(app: ASGIApp, request: BatchRequest, **extra: Any) -> Answer:
     except Exception:
         if not parts:  # the application answers errors, then raises them for its server's log
             raise
-    return Answer(status, b"".join(parts), retry_after)
+    return AppAnswer(status, b"".join(parts), retry_after)

@@ -24,7 +24,7 @@ from quire.server.batch.lines import (
 )
 from quire.server.batch.objects import BatchErrors, BatchObject, BatchRecord, FileRecord, Status
 from quire.server.batch.outcomes import OutcomeFile
-from quire.server.batch.run import Answer, BatchRunner, Counts, call
+from quire.server.batch.run import AppAnswer, BatchRunner, Counts, call
 from quire.server.batch.store import BatchStore
 from quire.server.errors import ApiError
 from quire.server.middleware.request_context import BATCH_KEY
@@ -225,14 +225,14 @@ class BatchService:
             counts.completed = len(runner.known) - counts.failed
             await runner.run(self._lines(record), self._concurrency)
 
-    async def _ask(self, record: BatchRecord, request: BatchRequest) -> Answer:
+    async def _ask(self, record: BatchRecord, request: BatchRequest) -> AppAnswer:
         while True:
             key = self._state.keys.with_digest(bytes.fromhex(record.owner))
             if key is None:
                 gone = ApiError(
                     401, "The API key that made the batch is gone.", code="invalid_api_key"
                 )
-                return Answer(401, msgspec.json.encode(gone.body))
+                return AppAnswer(401, msgspec.json.encode(gone.body))
             answer = await call(self._app, request, **{BATCH_KEY: key})
             if self._closed:  # a request of a server that stops is answered in spite of `cancel`
                 raise asyncio.CancelledError
