@@ -175,6 +175,7 @@ class ModelRunner:
         self.model = self._build(
             spec, device=self.device, dtype=self.dtype, group=self.group,
             quantization=quantization, expert_parallel=self.config.args.enable_expert_parallel,
+            drafts=self.limits.drafts,
         )  # fmt: skip
         args, progress = self.config.args, self._told("weights")
         models.load_weights(self.model, path, args.load_format, args.seed, progress)
