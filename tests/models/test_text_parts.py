@@ -11,7 +11,7 @@ import torch
 
 from quire.errors import ModelError
 from quire.models import build_model, load_config, load_weights, spec_from_config
-from tests.models.checkpoints import GEMMA, MINISTRAL3, SIZES, redraw
+from tests.models.checkpoints import GEMMA, GEMMA4, MINISTRAL3, SIZES, redraw
 from tests.models.harness import Harness
 
 VISION = {
@@ -24,6 +24,11 @@ VISION = {
 }
 TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", "siglip_vision_model", {**GEMMA, "model_type": "gemma3_text"}),
+    "gemma4": (
+        "Gemma4",
+        "gemma4_vision",
+        {**GEMMA4, "model_type": "gemma4_text", "pad_token_id": 0},
+    ),
     "mistral-small": ("Mistral3", "pixtral", {"model_type": "mistral", "head_dim": 16}),
     "ministral3": (
         "Mistral3",
@@ -39,13 +44,13 @@ def make(folder: Path, case: str) -> Any:
 
     name, vision, text = TEXTS[case]
     config = getattr(transformers, f"{name}Config")(
-        text_config={**SIZES, "tie_word_embeddings": name == "Gemma3", **text},
+        text_config={**SIZES, "tie_word_embeddings": name.startswith("Gemma"), **text},
         vision_config={**VISION, "model_type": vision},
-        tie_word_embeddings=name == "Gemma3",
+        tie_word_embeddings=name.startswith("Gemma"),
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
-    redraw(model, 0.15 if name == "Gemma3" else 1.0)
+    redraw(model, 0.15 if name.startswith("Gemma") else 1.0)
     model.save_pretrained(folder)
     return model
 
