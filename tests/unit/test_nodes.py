@@ -56,7 +56,7 @@ def child_of(process: subprocess.Popen[bytes]) -> int:
 
 
 def test_two_machines(machine: subprocess.Popen[bytes], port: int) -> None:
-    """They give the tokens of one. A lost machine ends the engine, and waits for the next."""
+    """Two give the tokens of one. A lost machine ends the engine, and waits for the next."""
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True)
     prompts = [f"Page {index} of a book" for index in range(6)]
     found = []
