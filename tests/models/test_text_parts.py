@@ -85,7 +85,7 @@ def test_the_text_model_is_read_and_the_rest_skipped(case: str, tmp_path: Path) 
 
 
 def test_quantization_that_the_text_config_names(tmp_path: Path) -> None:
-    """As in Kimi-K2.5, whose experts are in 4 bits."""
+    """Kimi-K2.5 has experts in 4 bits."""
     make_quantized(tmp_path, "w4a16", "deepseek-v3")
     expected = logits(loaded(tmp_path))
     file = tmp_path / "config.json"
