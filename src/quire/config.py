@@ -35,7 +35,7 @@ QUANTIZATIONS = ("fp8", "int4", "int8", "w8a8")
 _COUNTS = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "max_queue",
     "max_queue_tokens", "steps_in_flight", "tensor_parallel_size", "structured_outputs_cache",
-    "max_loras", "max_lora_rank", "pipeline_parallel_size",
+    "max_loras", "max_lora_rank", "pipeline_parallel_size", "nnodes",
 )  # fmt: skip
 """Settings that are at least 1."""
 
@@ -149,6 +149,10 @@ class EngineArgs:
     pipeline_parallel_size: int = _setting(
         1, "Stages of layers, each on tensor_parallel_size GPUs."
     )
+    nnodes: int = _setting(1, "Machines, each with as many whole stages.")
+    node_rank: int = _setting(0, "This machine's number; on 0 the engine runs, others wait for it.")
+    master_addr: str = _setting("127.0.0.1", "Address of machine 0.")
+    master_port: int = _setting(29600, "Port there for other machines; the next one is used, too.")
     enable_expert_parallel: bool = _setting(False, "Ranks hold whole experts, not parts of all.")
     trace_dir: str | None = _setting(
         None, "Folder for a trace of every step, for Perfetto (256 MB at most; slows it a little)."

@@ -65,6 +65,12 @@ FEATURES = (
         _imported("quire.runner.hooks.mask:Mask"),
         asked=lambda params, options: params.masked,
     ),
+    # After masks: it draws the tokens of its rows.
+    FeatureEntry(
+        _imported("quire.samplers:open_samplers"),
+        _imported("quire.samplers.hook:open_hook"),
+        asked=lambda params, options: params.reshapes,
+    ),
     # The last: what others refuse is never bound to an adapter.
     FeatureEntry(
         _imported("quire.adapters.feature:AdapterFeature"),

@@ -177,13 +177,8 @@ class ModelRunner:
             quantization=quantization, expert_parallel=self.config.args.enable_expert_parallel,
             drafts=self.limits.drafts,
         )  # fmt: skip
-        models.load_weights(
-            self.model,
-            path,
-            load_format=self.config.args.load_format,
-            seed=self.config.args.seed,
-            progress=self._told("weights"),
-        )
+        args, progress = self.config.args, self._told("weights")
+        models.load_weights(self.model, path, args.load_format, args.seed, progress)
         for hook in self._features:
             hook.attach(self.model)
 
@@ -239,9 +234,9 @@ class ModelRunner:
         if self._graphs is not None or tuple(hook.columns(self.limits)):
             raise QuireError(f"{type(hook).__name__} must be known when the runner starts")
         hook.bind(self.state)
-        own = self.hooks.index(self._features[-1]) + 1 if self._features else 1
-        self.hooks = (*self.hooks[:own], hook, *self.hooks[own:])
-        self._features = (*self._features, hook)
+        behind = self.hooks[1 + len(self._features) :]
+        self._features = tuple(sorted((*self._features, hook), key=lambda each: each.draws))
+        self.hooks = (self.hooks[0], *self._features, *behind)
         self.program.hooks = self.hooks
 
     def _told(self, what: str) -> Callable[[int, int], None] | None:

@@ -29,11 +29,13 @@ class ServerVersion(msgspec.Struct):
 
 
 class Load(msgspec.Struct):
-    """Requests of all engines, a completion each. server_load: running and waiting ones."""
+    """Requests of all engines, a completion each. server_load: running and waiting ones. kv_tokens:
+    tokens that the KV cache has room for."""
 
     server_load: int
     running: int
     waiting: int
+    kv_tokens: int
 
 
 class ServerInfo(msgspec.Struct):
@@ -75,7 +77,8 @@ async def load(request: Request) -> Response:
             stats = await state.client.stats()
     except TimeoutError:
         raise _stuck() from None
-    found = Load(stats.running + stats.waiting, stats.running, stats.waiting)
+    tokens = min(stats.blocks_total, default=0) * state.client.config.block_size
+    found = Load(stats.running + stats.waiting, stats.running, stats.waiting, tokens)
     return json_response(found)
 
 
