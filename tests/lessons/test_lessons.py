@@ -1,4 +1,4 @@
-"""The parts that every lesson has."""
+"""Every lesson has its parts, and is in the index."""
 
 from __future__ import annotations
 
