@@ -4,8 +4,8 @@
 stood before, and the prefix tree how texts that begin alike did. On the device, `draft_model.py`
 runs a second model, or `draft_head.py` layers that go on from the target's hidden states; both are
 a `drafter.py`. `draft_count.py` decides how many drafts each row verifies; `feature.py` follows the
-running requests and brings drafts into plans, `device_source.py` what the device needs to know. What a draft says never changes a token (`StepPlan`), so all of this is about
-speed alone.
+running requests and brings drafts into plans, `device_source.py` what the device needs to know.
+What a draft says never changes a token (`StepPlan`), so all of this is about speed alone.
 """
 
 from quire.speculation.feature import SpeculationFeature, open_speculation
