@@ -93,6 +93,7 @@ class EngineArgs:
         None, "Folder for KV blocks that the host has no room to keep; survives restarts."
     )
     disk_cache_gb: float = _setting(32.0, "Most that the disk cache's folder may hold, in GB.")
+    kv_peers: Mapping[str, Any] | None = _setting(None, "See `DisaggSettings`.", internal=True)
     enable_lora: bool = _setting(False, "Take LoRA adapters; so do lora and lora_dir.")
     lora: tuple[str, ...] = _setting((), "LoRA adapter to serve, NAME=PATH (may be repeated).")
     lora_dir: str | None = _setting(None, "Folder of LoRA adapters, named by their own folders.")

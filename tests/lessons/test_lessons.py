@@ -1,4 +1,4 @@
-"""What every lesson has."""
+"""The parts that every lesson has."""
 
 from __future__ import annotations
 
