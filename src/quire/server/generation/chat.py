@@ -56,7 +56,7 @@ async def count(state: ServerState, dialogue: Dialogue) -> list[int]:
     """Returns the prompt's token ids without running it. Raises as `prepare`."""
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
-    return (await asyncio.to_thread(render_prompt, tokenizer, dialogue)).token_ids
+    return (await state.count(lambda: render_prompt(tokenizer, dialogue))).token_ids
 
 
 class ChatGeneration:
