@@ -51,6 +51,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy -p lessons
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_feature_names.py
 	$(BIN)/python tools/check_docstrings.py

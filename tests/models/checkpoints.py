@@ -82,6 +82,20 @@ HYBRID = {
     "linear_value_head_dim": 24,
 }
 
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 6,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+}
+DEEPSEEK_YARN = {**YARN, "mscale": 0.9, "mscale_all_dim": 1.2}
+
 SHARED = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -187,6 +201,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "rope_parameters": DEEPSEEK_YARN},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_YARN},
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+        },
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {**LATENT, "q_lora_rank": None, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     ),
     "cohere2": ("Cohere2", {"sliding_window": 9, "logit_scale": 0.25, **FOUR}),
     "cohere2-bias": ("Cohere2", {"sliding_window": 20, "attention_bias": True, **FOUR}),

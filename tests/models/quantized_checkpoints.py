@@ -24,7 +24,8 @@ Made = tuple[dict[str, Tensor], Floats]
 Maker = Callable[[np.random.Generator, Floats], Made]
 
 _PROJECTION = re.compile(
-    r"^model\.layers\.\d+\.(self_attn|mlp(\.experts\.\d+)?)\.\w+_proj\.weight$"
+    r"^model\.layers\.\d+\.(self_attn|mlp(\.experts\.\d+|\.shared_experts)?)"
+    r"\.\w+_proj(_with_mqa)?\.weight$"
 )
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output that each 4 bits of an int32 hold, from the lowest."""

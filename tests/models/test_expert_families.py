@@ -20,12 +20,18 @@ MINIMAX = {**QWEN3, "architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 16}
 GPT_OSS = {**QWEN3, "architectures": ["GptOssForCausalLM"]}
 
 
-@pytest.mark.parametrize("name", ["GptOss", "Glm4Moe", "MiniMaxM2", "Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite", "GptOss", "MiniMaxM2", "Mixtral",
+        "Qwen3Moe",
+    ],
+)  # fmt: skip
 def test_parameters_as_transformers_counts_them(name: str) -> None:
     """The defaults of its configs are the shapes of published models."""
     import transformers
 
-    more = {"head_dim": 128} if name == "Glm4Moe" else {}
+    more = {"Glm4Moe": {"head_dim": 128}, "DeepseekV2": {"num_experts_per_tok": 6}}.get(name, {})
     config = getattr(transformers, f"{name}Config")(num_hidden_layers=4, **more)
     with torch.device("meta"):
         oracle = transformers.AutoModelForCausalLM.from_config(config)

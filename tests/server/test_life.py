@@ -97,7 +97,6 @@ def test_a_draining_server_refuses_what_comes_on_open_connections() -> None:
 def test_a_worker_that_shows_no_life_is_ended(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "SILENCE_SECONDS", 0.2)
     lines = "import time\nfor _ in range(5): print('alive', flush=True); time.sleep(0.05)\n"
 
     async def watched(code: str) -> int:
@@ -106,9 +105,10 @@ def test_a_worker_that_shows_no_life_is_ended(
         )
         return await Supervisor._watched(object.__new__(Supervisor), worker, 1)
 
+    assert run(watched("raise SystemExit(3)")) == 3
+    monkeypatch.setattr(supervisor, "SILENCE_SECONDS", 0.2)
     assert run(watched("time.sleep(600)")) == -signal.SIGKILL
     assert "has not responded" in caplog.text
-    assert run(watched("raise SystemExit(3)")) == 3
 
 
 def test_engine_death(launch: Callable[..., Server]) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from quire import ops
-from quire.layers.attention import AttentionSpec
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
@@ -63,13 +62,13 @@ class Decoder(nn.Module):
             self.positions = PositionEmbedding(
                 spec.learned_positions, spec.hidden_size, build.within("positions")
             )
-        ropes = dict.fromkeys(mixer.rope for mixer in spec.attention if mixer.rope is not None)
+        ropes = dict.fromkeys(rope for rope in map(_rope, spec.layers) if rope is not None)
         tables = {
             rope: RotaryTable(rope, spec.max_positions, device=build.device) for rope in ropes
         }
         self.rotary = nn.ModuleList(tables.values())
         blocks = [
-            make_block(layer, spec, _table(tables, layer), build.within(f"layers.{index}"))
+            make_block(layer, spec, tables.get(_rope(layer)), build.within(f"layers.{index}"))
             for index, layer in enumerate(spec.layers)
         ]
         self.layers = nn.ModuleList(blocks)
@@ -164,9 +163,8 @@ class Decoder(nn.Module):
                 finish()
 
 
-def _table(tables: dict[RopeSpec, RotaryTable], layer: LayerSpec) -> RotaryTable | None:
-    rope = layer.mixer.rope if isinstance(layer.mixer, AttentionSpec) else None
-    return None if rope is None else tables[rope]
+def _rope(layer: LayerSpec) -> RopeSpec | None:
+    return getattr(layer.mixer, "rope", None)
 
 
 def make_block(spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build) -> Any:

@@ -82,12 +82,13 @@ def _round_groups(weight: Weight, part: Tensor, columns: Range) -> None:
 
 
 class Rounding(Unquantized):
-    """Stores the layers' weights in a format of few bits; the head stays as it is."""
+    """Stores the layers' weights in a format of few bits. The head stays as it is, and so do
+    projections from latents, which are computed with as floats."""
 
     def __init__(self, format: WeightFormat) -> None:
         self.format = format
 
     def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
-        if projection == "head":
+        if projection == "head" or projection.endswith(".kv_b"):
             return super().scheme_for(projection, dtype)
         return Scheme(self.format, (_Rounded("weight", "values", FLOATS),))

@@ -94,11 +94,14 @@ def _yarn(scaling: Mapping[str, Any], config: Mapping[str, Any], max_positions: 
     )
 
 
-def _yarn_attention(scaling: Mapping[str, Any], factor: float) -> float:
-    def temperature(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+def temperature(factor: float, mscale: float) -> float:
+    """Returns what YaRN multiplies queries and keys by in a model whose positions are extended by
+    `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
+
+def _yarn_attention(scaling: Mapping[str, Any], factor: float) -> float:
     mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if mscale and mscale_all:
-        return temperature(mscale) / temperature(mscale_all)
-    return temperature(1.0)
+        return temperature(factor, mscale) / temperature(factor, mscale_all)
+    return temperature(factor, 1.0)

@@ -44,15 +44,15 @@ def qk_norm_rope_store(
         q, k = qk[:, :heads], qk[:, heads:]
         qk = torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)), dim=1)
     if cos_sin is not None:
-        qk = _rotate(qk, *_cos_sin(cos_sin, positions, qkv.dtype, scratch), interleaved)
-    plan = _store_plan(slots, kv.k, scratch)
+        qk = rotate(qk, *cos_sin_of(cos_sin, positions, qkv.dtype, scratch), interleaved)
+    plan = store_plan(slots, kv.k, scratch)
     _put(plan, qk[:, heads:], kv.k, kv.k_scale, kv.format)
     _put(plan, qkv[:, heads + kv_heads :], kv.v, kv.v_scale, kv.format)
     return qk[:, :heads]
 
 
 def _put(
-    plan: _StorePlan, values: Tensor, cache: Tensor, scale: Tensor | None, kv_format: KVFormat
+    plan: StorePlan, values: Tensor, cache: Tensor, scale: Tensor | None, kv_format: KVFormat
 ) -> None:
     """Stores values [T, Hkv, D], and their scales where each has its own."""
     if scale is None:
@@ -67,7 +67,7 @@ def _put(
         plan.store(scales.unsqueeze(-1), scale.unsqueeze(-1))
 
 
-def _cos_sin(
+def cos_sin_of(
     table: Tensor, positions: Tensor, dtype: torch.dtype, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
     """[T, 1, rotary] cosines, and sines with the sign of the half that they multiply."""
@@ -82,14 +82,14 @@ def _cos_sin(
     return found
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     rotary = cos.shape[-1]
     if rotary < x.shape[-1]:
-        turned = _rotate(x[..., :rotary], cos, sin, interleaved)
+        turned = rotate(x[..., :rotary], cos, sin, interleaved)
         return torch.cat((turned, x[..., rotary:]), dim=-1)
     if interleaved:
         halves = x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).reshape(x.shape)
-        turned = _rotate(halves, cos, sin, False).view(*x.shape[:-1], 2, -1)
+        turned = rotate(halves, cos, sin, False).view(*x.shape[:-1], 2, -1)
         return turned.transpose(-1, -2).reshape(x.shape)
     half = rotary // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
@@ -121,7 +121,7 @@ def _row_view(cache: Tensor, width: int) -> tuple[Tensor, int]:
 
 
 @dataclass(slots=True)
-class _StorePlan:
+class StorePlan:
     """rows: int64 [N * Hkv], cache rows (of `token_rows`) that are written. source: which tokens
     go there, None: all in order. live: on devices where the host must not look, whether any token
     has a slot at all; without one, what is there is written back."""
@@ -142,11 +142,11 @@ class _StorePlan:
         view.index_copy_(0, self.rows, values)
 
 
-def _store_plan(slots: Tensor, cache: Tensor, scratch: Scratch) -> _StorePlan:
+def store_plan(slots: Tensor, cache: Tensor, scratch: Scratch) -> StorePlan:
     size = cache.shape[2]
     step = cache.stride(0) // cache.shape[3]
     key = ("store", slots.data_ptr(), cache.shape, step)
-    plan: _StorePlan | None = scratch.get(key)
+    plan: StorePlan | None = scratch.get(key)
     if plan is not None:
         return plan
     valid = slots >= 0
@@ -166,5 +166,5 @@ def _store_plan(slots: Tensor, cache: Tensor, scratch: Scratch) -> _StorePlan:
     block, offset = torch.div(slot, size, rounding_mode="floor"), slot % size
     head = torch.arange(cache.shape[1], device=slots.device) * size
     rows = ((block * step + offset).unsqueeze(1) + head).flatten()
-    plan = scratch[key] = _StorePlan(rows, source, live)
+    plan = scratch[key] = StorePlan(rows, source, live)
     return plan

@@ -15,6 +15,8 @@ from quire.ops.triton.gated_delta_net import (
     short_conv,
     sigmoid_gate,
 )
+from quire.ops.triton.latent import latent_queries, latent_values, store_latent
+from quire.ops.triton.latent_attention import latent_attention, latent_schedule
 from quire.ops.triton.linear import linear
 from quire.ops.triton.mask import mask_logits
 from quire.ops.triton.norm import layer_norm, rms_norm
@@ -44,6 +46,10 @@ __all__ = [
     "gated_delta",
     "gated_rms_norm",
     "keep_drafts",
+    "latent_attention",
+    "latent_queries",
+    "latent_schedule",
+    "latent_values",
     "layer_norm",
     "linear",
     "mask_logits",
@@ -58,6 +64,7 @@ __all__ = [
     "scatter",
     "short_conv",
     "sigmoid_gate",
+    "store_latent",
     "token_logprobs",
     "wait_for_flag",
 ]

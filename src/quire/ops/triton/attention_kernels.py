@@ -20,7 +20,7 @@ SCALES = ["k_scale_ptr", "v_scale_ptr"]
 
 
 @triton.jit
-def _row_of_tile(tile, query_start_ptr, num_rows, GROUP: tl.constexpr, BM: tl.constexpr):
+def row_of_tile(tile, query_start_ptr, num_rows, GROUP: tl.constexpr, BM: tl.constexpr):
     """The row that owns a tile, and the row's first tile. Row r starts at tile
     `query_start[r] * GROUP // BM + r`: at least as many tiles apart as the rows need, so the grid's
     size follows from the token and row buckets alone."""
@@ -238,7 +238,7 @@ def attend_long(
     else:
         # The last tiles of a causal prompt are the longest: start them first.
         tile = tl.num_programs(1) - 1 - tl.program_id(1)
-        row, first_tile = _row_of_tile(tile, query_start_ptr, num_rows, GROUP, BM)
+        row, first_tile = row_of_tile(tile, query_start_ptr, num_rows, GROUP, BM)
         local = tile - first_tile
         q_start = tl.load(query_start_ptr + row)
         q_len = tl.load(query_start_ptr + row + 1) - q_start

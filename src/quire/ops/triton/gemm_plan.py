@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.arguments import RmsScale
+from quire.ops.arguments import Activation, RmsScale
 from quire.ops.triton.launch import launch
 from quire.ops.weight import Weight, WeightFormat
 
@@ -45,7 +45,7 @@ class LinearArgs:
     bias: Tensor | None = None
     norm: RmsScale | None = None
     residual: Tensor | None = None
-    act: str | None = None
+    act: Activation | None = None
     apart: bool = False
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +12,8 @@ from quire.ops.arguments import Activation, RmsScale
 from quire.ops.choose import current_policy
 from quire.ops.reference.quantized import dequantize as dequantize_any
 from quire.ops.triton.activation import run as activate
-from quire.ops.triton.gemm import LinearArgs, run_fixed, small_linear
+from quire.ops.triton.eight_bit_gemm import product, takes
+from quire.ops.triton.gemm import LinearArgs, choose, run_fixed, small_linear
 from quire.ops.triton.gemm_plan import streams
 from quire.ops.triton.gemm_table import BUCKETS
 from quire.ops.triton.launch import traits
@@ -32,6 +35,11 @@ def linear(
     dequantized as a whole first."""
     policy = current_policy()
     if weight.format.inputs != "none":
+        if not policy.deterministic and takes(weight) and loads(weight):
+            args = LinearArgs(x, weight, bias, norm, residual, act)
+            # Few rows are bound by the weight's bytes, whatever they are multiplied in.
+            if len(x) > BUCKETS[-1] or choose(replace(args, norm=None)).kernel == "torch":
+                return product(args)
         if norm is not None:
             x, norm = rms_norm(x, *norm), None
         x = round_inputs(x, weight)

@@ -7,20 +7,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.arguments import RmsScale
 from quire.ops.reference.quantized import LARGEST
-from quire.ops.triton.gemm_common import wait_for_predecessor
+from quire.ops.triton.gemm_common import normalise, wait_for_predecessor
 from quire.ops.triton.launch import launch, options, traits
+from quire.ops.triton.norm import rms_norm
 from quire.ops.weight import Weight
 
 
 @triton.jit
 def _round_kernel(
-    x_ptr, scale_ptr, out_ptr, K, first, stride_xm, stride_om,
-    TOP: tl.constexpr, INTEGERS: tl.constexpr, FIXED: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, scale_ptr, g_ptr, out_ptr, scales_ptr, K, first, eps, stride_xm, stride_om, stride_sm,
+    TOP: tl.constexpr, INTEGERS: tl.constexpr, FIXED: tl.constexpr, NORM: tl.constexpr,
+    STORED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rounds a token's inputs from program * WIDTH - first on, WIDTH of them, which share a scale.
-    TOP: the largest rounded number. BLOCK: WIDTH or more."""
+
+    TOP: the largest rounded number. NORM: RMSNorm comes first; a program then has the whole token.
+    STORED: rounded numbers and their scales are stored, else what both stand for. BLOCK: WIDTH or
+    more."""
     if PDL:
         wait_for_predecessor(False)
     row = tl.program_id(0).to(tl.int64)
@@ -28,6 +33,10 @@ def _round_kernel(
     ks = tl.program_id(1) * WIDTH - first + at
     mask = (at < WIDTH) & (ks >= 0) & (ks < K)
     x = tl.load(x_ptr + row * stride_xm + ks, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        g = tl.load(g_ptr + ks, mask=mask, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
+        x = normalise(x, inverse, g, x_ptr.dtype.element_ty, g_ptr.dtype.element_ty)
     low = -TOP
     if FIXED:
         scale = tl.load(scale_ptr)
@@ -44,25 +53,52 @@ def _round_kernel(
         step = tl.maximum(power, 0.015625) * 0.125
     # Adding and taking away 1.5 * 2^23 leaves no fraction, and rounds halves to even.
     y = ((y / step + 12582912.0) - 12582912.0) * step
-    tl.store(out_ptr + row * stride_om + ks, (y * scale).to(out_ptr.dtype.element_ty), mask=mask)
+    if STORED:
+        tl.store(scales_ptr + row * stride_sm + tl.program_id(1), scale)
+    else:
+        y *= scale
+    tl.store(out_ptr + row * stride_om + ks, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def round_inputs(x: Tensor, weight: Weight) -> Tensor:
     """Returns x [T, inputs] as it is after quantization, see `reference.quantized.round_inputs`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _run(x, weight, None, out, None)
+    return out
+
+
+def quantize_inputs(x: Tensor, weight: Weight, norm: RmsScale | None) -> tuple[Tensor, Tensor]:
+    """Returns norm(x) [T, inputs] in the dtype of the weight, and fp32 scales [T, groups] that
+    restore it; [T, 1] where the format has no groups."""
+    groups = 1
+    if weight.format.inputs == "group":
+        groups = triton.cdiv(weight.first + weight.inputs, weight.format.group)
+        if norm is not None:
+            x, norm = rms_norm(x, *norm), None
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    scales = torch.empty(len(x), groups, dtype=torch.float32, device=x.device)
+    _run(x, weight, norm, out, scales)
+    return out, scales
+
+
+def _run(
+    x: Tensor, weight: Weight, norm: RmsScale | None, out: Tensor, scales: Tensor | None
+) -> None:
     format = weight.format
     tokens, inputs = x.shape
-    out = torch.empty(tokens, inputs, dtype=x.dtype, device=x.device)
     if not out.numel():
-        return out
+        return
     first, width = 0, triton.next_power_of_2(inputs)
     if format.inputs == "group":
         first, width = weight.first, format.group
-    scale = x if weight.input_scale is None else weight.input_scale
     pdl = traits(x.device).pdl
     launch(_round_kernel, (tokens, triton.cdiv(first + inputs, width)))(
-        x, scale, out, inputs, first, x.stride(0), out.stride(0), TOP=LARGEST[format.values],
+        x, x if weight.input_scale is None else weight.input_scale,
+        x if norm is None else norm.weight, out, x if scales is None else scales, inputs, first,
+        0.0 if norm is None else norm.eps, x.stride(0), out.stride(0),
+        0 if scales is None else scales.stride(0), TOP=LARGEST[format.values],
         INTEGERS=not format.values.is_floating_point, FIXED=weight.input_scale is not None,
-        BLOCK=triton.next_power_of_2(width), WIDTH=width, PDL=pdl,
+        NORM=norm is not None, STORED=scales is not None, WIDTH=width,
+        BLOCK=triton.next_power_of_2(width), PDL=pdl,
         **options(pdl, num_warps=min(max(width // 512, 1), 16)),
     )  # fmt: skip
-    return out

@@ -108,11 +108,13 @@ def product(
 
 
 @triton.jit
-def _store_tile(
+def store_tile(
     acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_sn, stride_rm,
     stride_ym, GLU: tl.constexpr, ACT: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
+    """Ends a tile of fp32 sums [BM, R] and stores it: scales of its weight rows, bias, activation
+    and residual."""
     if HAS_SCALES:
         acc *= tl.load(w_scale_ptr + rows * stride_sn).to(tl.float32)[None, :]
     if HAS_BIAS:
@@ -191,7 +193,7 @@ def skinny_kernel(
             acc = _sum_of_parts(parts_ptr, offsets, parts, BM * R)
             tl.store(counters_ptr + tile, 0)
     if last:
-        _store_tile(
+        store_tile(
             acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_sn, stride_rm,
             stride_ym, GLU, ACT, HAS_SCALES, HAS_BIAS, HAS_RES, APART,
         )  # fmt: skip

@@ -1,0 +1,236 @@
+"""Attention over one latent per token: multi-head latent attention (DeepSeek-V2, 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire import ops
+from quire.errors import ConfigError
+from quire.layers.batch import ForwardBatch, GroupBatch
+from quire.layers.build import Build
+from quire.layers.layout import Kind
+from quire.layers.linear import Linear, Output
+from quire.layers.norm import NormSpec, RMSNorm
+from quire.layers.parameter_slice import ParameterSlice
+from quire.layers.residual import Residual
+from quire.layers.rope_spec import RopeSpec
+from quire.layers.rotary import RotaryTable
+from quire.ops import latent as latent_ops
+from quire.ops.reference.quantized import dequantize
+from quire.sharding import ShardSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionSpec:
+    """Attention whose keys and values are projections of one latent per token.
+
+    rank: the width of a latent. query_rank: that of what queries are projected from, None: from
+        hidden states.
+    key_dim: of a head's keys, those dimensions that are not rotated; what is rotated, of
+        `rope.rotary_dim` dimensions, is one key for all heads. value_dim: of a head's values.
+    norm: of latents, and of what queries are projected from.
+    bias: whether the projections of hidden states, and that of the result, have biases.
+    """
+
+    heads: int
+    rank: int
+    query_rank: int | None
+    key_dim: int
+    value_dim: int
+    scale: float
+    norm: NormSpec
+    rope: RopeSpec
+    bias: bool = False
+
+    @property
+    def query_dim(self) -> int:
+        """Dimensions of a head's queries."""
+        return self.key_dim + self.rope.rotary_dim
+
+    @property
+    def width(self) -> int:
+        """Numbers that are kept of each token."""
+        return self.rank + self.rope.rotary_dim
+
+    def layer(self, hidden: int, rotary: RotaryTable | None, build: Build) -> LatentAttention:
+        """Returns the layer, for hidden states of this width."""
+        if rotary is None:
+            raise ConfigError("latent attention needs rotary positions")
+        return LatentAttention(self, hidden, rotary, build)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayout:
+    """Describes what a layer stores of each token, the same on every rank: a latent of `rank`
+    numbers and the key that all heads share, `width` in all. query_heads: those that read it."""
+
+    rank: int
+    width: int
+    query_heads: int
+
+    @property
+    def kind(self) -> Kind:
+        return "full"
+
+    @property
+    def window(self) -> None:
+        return None
+
+    def parts(
+        self, block_size: int, kv_format: ops.KVFormat
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        if kv_format.scales != "none":
+            raise ConfigError(
+                "KV in 8 bits is not supported with latent attention; use kv_cache_dtype=auto",
+                "kv_cache_dtype",
+            )
+        return [((1, block_size, self.width), kv_format.dtype)]
+
+    def layer(self, parts: Sequence[Tensor], head_scales: Tensor | None) -> ops.KVLayer:
+        """Returns one layer's latents as the keys, and, with what is behind them, the values of one
+        KV head."""
+        return ops.KVLayer(parts[0], parts[0])
+
+    def schedule(self, batch: ForwardBatch, dtype: torch.dtype, kv_format: ops.KVFormat) -> Any:
+        return latent_ops.latent_schedule(
+            batch.query_start,
+            batch.seq_lens,
+            heads=self.query_heads,
+            rank=self.rank,
+            width=self.width,
+            dtype=dtype,
+            tokens=len(batch.input_ids),
+            max_q_len=batch.max_q_len,
+        )
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention, absorbed for prompts and single tokens alike (see
+    `ops/reference/latent.py`). Heads are shared out over ranks; every rank has all latents."""
+
+    def __init__(
+        self, spec: LatentAttentionSpec, hidden: int, rotary: RotaryTable, build: Build
+    ) -> None:
+        super().__init__()
+        world = build.group.world
+        if spec.heads % world:
+            raise ConfigError(
+                f"{spec.heads} attention heads cannot be shared out over {world} ranks",
+                "tensor_parallel_size",
+            )
+        self.spec = spec
+        # A list hides the shared table from the module tree: every layer holds the same one.
+        self._rotary = [rotary]
+        queries = Output("q", spec.heads * spec.query_dim, spec.query_dim)
+        # A unit as large as the whole: every rank has it.
+        latents = Output("kv_a", spec.width, spec.width)
+        self.q_b: Linear | None = None
+        self.q_norm: RMSNorm | None = None
+        if spec.query_rank is not None:
+            self.q_norm = spec.norm.layer(spec.query_rank, build.within("q_norm"))
+            own = [Output("", queries.size, queries.unit)]
+            self.q_b = Linear(
+                spec.query_rank, own, build.within("q_b"), bias=False, split="outputs"
+            )
+            queries = Output("q_a", spec.query_rank, spec.query_rank)
+        self.inputs = Linear(
+            hidden, [queries, latents], build.within("inputs"), bias=spec.bias, split="outputs"
+        )
+        self.kv_norm = spec.norm.layer(spec.rank, build.within("kv_norm"))
+        self.kv_b = LatentProjection(spec, build.within("kv_b"))
+        self.out = Linear(
+            spec.heads * spec.value_dim, hidden, build.within("out"), bias=spec.bias,
+            split="inputs", unit=spec.value_dim,
+        )  # fmt: skip
+        self.layout = LatentLayout(spec.rank, spec.width, spec.heads // world)
+
+    def forward(
+        self,
+        x: Residual,
+        norm: RMSNorm | None,
+        batch: ForwardBatch,
+        group: GroupBatch,
+        kv: ops.KVLayer,
+    ) -> Residual:
+        """Returns x + attention(norm(x)), [T, hidden]."""
+        spec = self.spec
+        inputs: Tensor = self.inputs(x.total(), norm=norm)
+        q, latent = inputs.split(self.inputs.sizes, dim=1)
+        if self.q_b is not None:
+            q = self.q_b(q, norm=self.q_norm)
+        turns: dict[str, Any] = {
+            "positions": batch.positions,
+            "cos_sin": self._rotary[0].cos_sin,
+            "interleaved": spec.rope.interleaved,
+            "scratch": group.scratch,
+        }
+        latent_ops.store_latent(
+            latent,
+            kv,
+            norm=ops.RmsScale(self.kv_norm.weight, self.kv_norm.eps),
+            slots=group.slots,
+            **turns,
+        )
+        keys, values = self.kv_b.weight.split([spec.key_dim, spec.value_dim], dim=1)
+        heads = q.unflatten(1, (-1, spec.query_dim))
+        means = latent_ops.latent_attention(
+            latent_ops.latent_queries(heads, keys, **turns),
+            kv,
+            batch.query_start,
+            batch.seq_lens,
+            group.block_table,
+            rank=spec.rank,
+            q_lens=batch.q_lens,
+            max_q_len=batch.max_q_len,
+            max_seq_len=batch.max_seq_len,
+            scale=spec.scale,
+            scratch=group.scratch,
+        )
+        return self.out.add(latent_ops.latent_values(means, values), x)
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Returns an upper bound of the memory that `forward` needs for intermediates."""
+        spec, heads = self.spec, self.layout.query_heads
+        # Queries before and after the projection to latents, means and values, in fp32 at most.
+        each = spec.query_dim + spec.width + spec.rank + spec.value_dim
+        q_b = 0 if self.q_b is None else self.q_b.workspace_bytes(tokens)
+        linear = self.inputs.workspace_bytes(tokens) + q_b + self.out.workspace_bytes(tokens)
+        return 4 * tokens * heads * each + linear
+
+
+class LatentProjection(nn.Module):
+    """The projection from latents to this rank's heads' keys and values, [heads, key_dim +
+    value_dim, rank]. It is no linear layer: its halves are applied to queries and to what attention
+    gives, as floats, to which weights of few bits are brought once they are loaded."""
+
+    def __init__(self, spec: LatentAttentionSpec, build: Build) -> None:
+        super().__init__()
+        each = spec.key_dim + spec.value_dim
+        self.shape = spec.heads * each, spec.rank
+        self.range = ShardSpec(0, each).bounds(self.shape[0], build.group.rank, build.group.world)
+        self.weight = build.empty((self.range[1] - self.range[0]) // each, each, spec.rank)
+        # A list hides the layer from the module tree, which it leaves when it was loaded.
+        self._stored: list[Linear] = []
+        if build.quantization.scheme_for(build.name, build.dtype).format.scales is not None:
+            output = Output("", self.shape[0], each)
+            self._stored = [Linear(spec.rank, [output], build, bias=False, split="outputs")]
+
+    def slices(self) -> Iterator[ParameterSlice]:
+        """Yields the checkpoint's tensors."""
+        if self._stored:
+            yield from self._stored[0].slices()
+        else:
+            target = self.weight.data.flatten(0, 1)
+            ranges = self.range, (0, self.shape[1])
+            yield ParameterSlice.of("weight", target, self.shape, ranges)
+
+    def finish(self) -> None:
+        """Ends loading."""
+        for layer in self._stored:
+            self.weight.data.copy_(dequantize(layer.weight, self.weight.dtype).view_as(self.weight))
+        self._stored = []

@@ -1,0 +1,128 @@
+"""DeepSeek-V3 and R1, and Kimi-K2: latent attention, experts chosen within groups, and one for
+every token (DeepSeek-AI 2024)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.errors import ModelError
+from quire.layers.experts import ExpertsSpec
+from quire.layers.latent_attention import LatentAttentionSpec
+from quire.layers.norm import NormSpec
+from quire.models.families import experts, glm4_moe, llama, settings
+from quire.models.families.family import Family, Source
+from quire.models.families.rope_scaling import temperature
+from quire.models.spec import ModelSpec
+
+IMPLEMENTS = experts.COUNTS
+
+_STEMS = {
+    "inputs.q": "q_proj",
+    "inputs.q_a": "q_a_proj",
+    "inputs.kv_a": "kv_a_proj_with_mqa",
+    "q_norm": "q_a_layernorm",
+    "q_b": "q_b_proj",
+    "kv_norm": "kv_a_layernorm",
+    "kv_b": "kv_b_proj",
+    "out": "o_proj",
+}
+_ATTENTION = re.compile(r"layers\.(\d+)\.attention\.(.+)\.([^.]+)")
+_KNOWN: dict[str, tuple[Any, ...]] = {
+    # Attention to some of the tokens, as in V3.2.
+    "index_topk": (),
+    "moe_layer_freq": (1,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+}
+"""Values that published code computes, by keys that are not in every config."""
+
+_experts_source = experts.source()
+
+
+def source(spec: ModelSpec, name: str) -> Source:
+    """Returns the checkpoint's place of a parameter slice."""
+    if found := _ATTENTION.fullmatch(name):
+        index, stem, tensor = found.groups()
+        return Source(f"model.layers.{index}.self_attn.{_STEMS[stem]}.{tensor}")
+    return _experts_source(spec, name)
+
+
+def check(config: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises ModelError where a key has a value that is not `known`."""
+    for name, values in known.items():
+        if config.get(name) is not None and config[name] not in values:
+            raise ModelError(f"config.json: {name}={config[name]!r} is not supported")
+
+
+def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
+    """Returns the architecture with latent attention and dense feed-forward layers."""
+    rotary_dim = settings.integer(config, "qk_rope_head_dim", 64)
+    # What else it says of heads is of other code.
+    base = llama.base_spec({**config, "head_dim": rotary_dim, "num_key_value_heads": None}, family)
+    plain = base.attention[0]
+    if plain.rope is None:
+        raise ModelError("config.json: latent attention needs rotary positions")
+    query_rank = None
+    if config.get("q_lora_rank") is not None:
+        query_rank = settings.integer(config, "q_lora_rank", high=settings.MOST_FEATURES)
+    bias = settings.flag(config, "attention_bias", False)
+    if bias and query_rank is None:
+        raise ModelError("config.json: attention_bias=True is not supported without q_lora_rank")
+    key_dim = settings.integer(config, "qk_nope_head_dim", 128)
+    mixer = LatentAttentionSpec(
+        heads=plain.heads,
+        rank=settings.integer(config, "kv_lora_rank", 512),
+        query_rank=query_rank,
+        key_dim=key_dim,
+        value_dim=settings.integer(config, "v_head_dim", 128),
+        scale=(key_dim + rotary_dim) ** -0.5 * _sharpness(config) ** 2,
+        # Published code has this epsilon here, whatever it is elsewhere.
+        norm=NormSpec(kind="rms", eps=1e-6),
+        rope=replace(plain.rope, interleaved=settings.flag(config, "rope_interleave", True)),
+        bias=bias,
+    )
+    return replace(base, layers=(replace(base.layers[0], mixer=mixer),) * len(base.layers))
+
+
+def _sharpness(config: Mapping[str, Any]) -> float:
+    """Returns what queries and keys are multiplied by each because positions are extended."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default" or not scaling.get("mscale_all_dim"):
+        return 1.0
+    return temperature(
+        settings.number(scaling, "factor"), settings.number(scaling, "mscale_all_dim")
+    )
+
+
+def experts_spec(config: Mapping[str, Any]) -> ExpertsSpec:
+    """Returns experts that are chosen by sigmoids and groups."""
+    count = experts.count(config)
+    width = settings.integer(config, "moe_intermediate_size", high=settings.MOST_FEATURES)
+    return ExpertsSpec(
+        experts=count,
+        width=width,
+        routing=glm4_moe.routing(config, count),
+        correction=True,
+        shared_width=width * settings.integer(config, "n_shared_experts", 1, low=0),
+    )
+
+
+def _spec(config: Mapping[str, Any]) -> ModelSpec:
+    check(config, _KNOWN)
+    base = base_spec(config, "deepseek_v3")
+    dense = settings.integer(config, "first_k_dense_replace", 3, low=0)
+    return experts.with_experts(base, experts_spec(config), lambda index: index >= dense)
+
+
+FAMILY = Family(
+    name="deepseek_v3",
+    spec=_spec,
+    source=source,
+    # The layer that drafts, behind the last.
+    ignored=re.compile(rf"{llama.IGNORED.pattern}|^model\.layers\.61\."),
+    implements=IMPLEMENTS,
+)

@@ -1,0 +1,119 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024): heads attend over one latent per token, into
+which keys and values are projected together, and over one rotated key that all heads share.
+
+Both projections from latents are absorbed: a query is projected to where latents are, and the mean
+of latents that attention gives to a head's values, so that no keys or values of heads ever exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.ops.arguments import RmsScale, Scratch
+from quire.ops.kv import KVLayer
+from quire.ops.reference.attention import paged_attention
+from quire.ops.reference.cache import cos_sin_of, rotate, store_plan
+from quire.ops.reference.dense import rms_norm
+
+
+def store_latent(
+    latent: Tensor,
+    kv: KVLayer,
+    *,
+    norm: RmsScale,
+    positions: Tensor,
+    slots: Tensor,
+    cos_sin: Tensor,
+    interleaved: bool,
+    scratch: Scratch | None = None,
+) -> None:
+    """Norms tokens' latents, rotates their shared keys, and stores both in the paged cache.
+
+    latent: [T, R + P], latents and keys as projected, any stride between tokens.
+    kv: where they go; k is [NB, 1, BS, R + P].
+    norm: of the latents, weight [R]. cos_sin: float32 [positions, P]. The other arguments are those
+        of `ops.qk_norm_rope_store`.
+    """
+    scratch = {} if scratch is None else scratch
+    content, key = latent.split([len(norm.weight), cos_sin.shape[-1]], dim=1)
+    angles = cos_sin_of(cos_sin, positions, latent.dtype, scratch)
+    turned = rotate(key.unsqueeze(1), *angles, interleaved)
+    stored = torch.cat((rms_norm(content, *norm).unsqueeze(1), turned), dim=-1)
+    store_plan(slots, kv.k, scratch).store(stored, kv.k)
+
+
+def latent_queries(
+    q: Tensor,
+    weight: Tensor,
+    *,
+    positions: Tensor,
+    cos_sin: Tensor,
+    interleaved: bool,
+    scratch: Scratch | None = None,
+) -> Tensor:
+    """Returns queries of latents and shared keys, [T, Hq, R + P].
+
+    q: [T, Hq, N + P], the last P dimensions are rotated. weight: [Hq, N, R], the keys' part of the
+        projection from latents; strided. cos_sin: float32 [positions, P].
+    """
+    scratch = {} if scratch is None else scratch
+    content, turning = q.split([weight.shape[1], cos_sin.shape[-1]], dim=-1)
+    angles = cos_sin_of(cos_sin, positions, q.dtype, scratch)
+    absorbed = torch.bmm(content.transpose(0, 1), weight).transpose(0, 1)
+    return torch.cat((absorbed, rotate(turning, *angles, interleaved)), dim=-1)
+
+
+def latent_values(mean: Tensor, weight: Tensor) -> Tensor:
+    """Returns the values of heads side by side, [T, Hq * V].
+
+    mean: [T, Hq, R], of latents. weight: [Hq, V, R], the values' part of the projection; strided.
+    """
+    values = torch.bmm(mean.transpose(0, 1), weight.transpose(1, 2))
+    return values.transpose(0, 1).flatten(1)
+
+
+def latent_schedule(
+    query_start: Tensor,
+    seq_lens: Tensor,
+    *,
+    heads: int,
+    rank: int,
+    width: int,
+    dtype: torch.dtype,
+    tokens: int,
+    max_q_len: int,
+) -> Any:
+    """Returns how the work of `latent_attention` on a step's rows is shared out, as
+    `ops.attention_schedule` does. rank, width: R and R + P. Here it is None."""
+    return None
+
+
+def latent_attention(
+    q: Tensor,
+    kv: KVLayer,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    rank: int,
+    q_lens: Sequence[int],
+    max_q_len: int,
+    max_seq_len: int,
+    scale: float,
+    scratch: Scratch | None = None,
+) -> Tensor:
+    """Computes causal attention of each row's last tokens over the row's latents.
+
+    q: [T, Hq, R + P], see `latent_queries`. kv: what is stored, see `store_latent`. rank: R. The
+        other arguments are those of `ops.paged_attention`.
+    Returns the means of latents, [T, Hq, R]; undefined for padding tokens.
+    """
+    means = paged_attention(
+        q, kv, query_start, seq_lens, block_table, q_lens=q_lens, max_q_len=max_q_len,
+        max_seq_len=max_seq_len, scale=scale, scratch=scratch,
+    )  # fmt: skip
+    return means[..., :rank]

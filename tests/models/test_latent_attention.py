@@ -1,0 +1,155 @@
+"""Models with latent attention: what they keep of a token, their formats, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError, ModelError
+from quire.layers.latent_attention import LatentAttention, LatentAttentionSpec, LatentProjection
+from quire.models import build_model, spec_from_config
+from tests.models.checkpoints import greedy, make
+from tests.models.harness import Harness
+from tests.models.quantized_checkpoints import make_quantized
+from tests.models.test_families import load
+from tests.models.test_parallel import Ranked
+from tests.models.test_quantized_checkpoints import loaded, logits
+
+V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+    "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100, "kv_lora_rank": 32,
+    "q_lora_rank": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+V2 = {**V3, "architectures": ["DeepseekV2ForCausalLM"]}
+LITE = {**V3, "architectures": ["Glm4MoeLiteForCausalLM"], "n_group": 1, "topk_group": 1}
+KIMI_ROPE = {
+    "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096, "type": "yarn",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("deepseek")
+    return folder, make(folder, "deepseek-v3")
+
+
+def projection(model: Any, layer: int) -> torch.Tensor:
+    attention = model.layers[layer].attention
+    assert isinstance(attention, LatentAttention)
+    assert isinstance(attention.kv_b, LatentProjection)
+    return attention.kv_b.weight
+
+
+@pytest.mark.parametrize("case", ["fp8-blocks", "w4a16", "gptq-asym"])
+def test_quantized_checkpoints(case: str, tmp_path: Path) -> None:
+    exact = make_quantized(tmp_path, case, "deepseek-v3")
+    model = loaded(tmp_path)
+    wanted = exact["model.layers.1.self_attn.kv_b_proj.weight"]
+    whole = projection(model, 1)
+    np.testing.assert_allclose(whole.flatten(0, 1).double().numpy(), wanted, rtol=1e-6, atol=1e-7)
+    for rank in range(2):
+        own = projection(loaded(tmp_path, Ranked(rank, 2)), 1)
+        assert torch.equal(own, whole[3 * rank : 3 * rank + 3])
+    expected, given = logits(loaded(tmp_path / "exact")), logits(model)
+    error = (given - expected).norm() / expected.norm()
+    assert error < (0.5 if case == "fp8-blocks" else 1e-5)
+
+
+def test_rounding_leaves_the_projection_from_latents(deepseek: tuple[Path, Any]) -> None:
+    plain, rounded = load(deepseek[0]), loaded(deepseek[0], wanted="int4")
+    assert torch.equal(projection(plain, 2), projection(rounded, 2))
+    assert rounded.layers[2].attention.out.weight.format.bits == 4
+
+
+def test_every_rank_keeps_whole_latents(deepseek: tuple[Path, Any]) -> None:
+    spec = load(deepseek[0]).spec
+    sizes = [
+        build_model(spec, device="meta", group=Ranked(rank, world)).kv_groups(16)[0].block_bytes
+        for rank, world in ((0, 1), (0, 2), (1, 2))
+    ]
+    assert sizes == [3 * 16 * (24 + 8) * 4] * 3
+    with pytest.raises(ConfigError, match="6 attention heads cannot be shared out over 4 ranks"):
+        build_model(spec, device="meta", group=Ranked(0, 4))
+
+
+def test_an_engine_that_preempts_and_finds_prefixes(deepseek: tuple[Path, Any]) -> None:
+    folder, oracle = deepseek
+    prompts = [[5 + i, 17, 99, *range(3, 23 + i)] for i in range(4)]
+    expected = [greedy(oracle, prompt, 24) for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    llm = LLM(
+        model=str(folder), skip_tokenizer_init=True, device="cpu", num_kv_blocks=28, block_size=4,
+        max_model_len=100, max_num_batched_tokens=9,
+    )  # fmt: skip
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    for _ in range(2):
+        found = llm.generate(given, params, use_tqdm=False)
+        assert [list(each.outputs[0].token_ids) for each in found] == expected
+    longer = [*prompts[3], *expected[3][:13]]
+    (more,) = llm.generate([{"prompt_token_ids": longer}], params, use_tqdm=False)
+    assert list(more.outputs[0].token_ids) == greedy(oracle, longer, 24)
+    stats = llm.stats()
+    assert stats.preemptions > 0
+    assert stats.prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_dynamic", "int8"])
+def test_latents_in_8_bits_are_refused(kind: str, deepseek: tuple[Path, Any]) -> None:
+    with pytest.raises(ConfigError, match="latents are not stored in 8 bits"):
+        LLM(model=str(deepseek[0]), skip_tokenizer_init=True, device="cpu", kv_cache_dtype=kind)
+    with pytest.raises(ConfigError, match="not supported with latent attention"):
+        Harness(load(deepseek[0]), kv_cache_dtype="int8")
+
+
+def test_the_layer_that_drafts_is_skipped(deepseek: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = deepseek
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    more = {"model.layers.61.eh_proj.weight": torch.zeros(2)}
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    assert torch.equal(logits(load(tmp_path)), logits(load(folder)))
+    more = {"model.layers.5.eh_proj.weight": torch.zeros(2)}
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"unexpected tensor model.layers.5.eh_proj"):
+        load(tmp_path)
+
+
+def test_scores_of_extended_positions() -> None:
+    published = {**V3, "rope_scaling": KIMI_ROPE, "max_position_embeddings": 131072}
+    spec = spec_from_config(published)
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, LatentAttentionSpec)
+    assert mixer.scale == pytest.approx(192**-0.5 * 1.3465735902799727**2)
+    assert spec.max_positions == 131072
+    assert (mixer.width, mixer.query_dim, mixer.rope.interleaved) == (96, 192, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({**V3, "topk_method": "greedy"}, "topk_method='greedy' is not supported"),
+        ({**V3, "scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ({**V3, "moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
+        ({**V3, "n_group": 3}, "2 of 8 experts cannot be in 2 of 3 groups"),
+        (
+            {**V3, "q_lora_rank": None, "attention_bias": True},
+            "attention_bias=True is not supported without q_lora_rank",
+        ),
+        ({**V3, "qk_rope_head_dim": 7}, "cannot rotate 7 of 7 dimensions"),
+        ({**V3, "index_topk": 2048}, "index_topk=2048 is not supported"),
+        ({**V2, "topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy'"),
+        ({**V2, "norm_topk_prob": True}, "norm_topk_prob=True is not supported"),
+        ({**LITE, "mlp_layer_types": ["sparse"]}, "mlp_layer_types must give each of 2 layers"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        spec_from_config(config)
