@@ -61,15 +61,18 @@ class ApiArgs:
         None, "File with a Jinja chat template to use instead of the model's own."
     )
     tool_call_parser: Literal[
-        "auto", "none", "apertus", "command", "deepseek_v3", "deepseek_v31", "functionary", "glm45",
-        "granite", "hermes", "kimi_k2", "lfm2", "llama3_json", "minimax_m2", "mistral", "phi4_mini",
-        "pythonic", "qwen3_xml", "seed_oss",
+        "auto", "none", "apertus", "command", "deepseek_v3", "deepseek_v31", "functionary",
+        "functiongemma", "gemma4", "glm45", "gpt_oss", "granite", "hermes", "kimi_k2", "lfm2",
+        "llama3_json", "minimax_m2", "mistral", "phi4_mini", "pythonic", "qwen3_xml", "seed_oss",
     ] = _setting(
         "auto", "How the model writes tool calls. auto: as its chat template writes one."
     )  # fmt: skip
     reasoning_parser: Literal[
-        "auto", "none", "apertus", "command", "deepseek_r1", "mistral", "qwen3", "seed_oss"
-    ] = _setting("auto", "How the model sets its reasoning apart. auto: as its chat template says.")
+        "auto", "none", "apertus", "command", "deepseek_r1", "gemma4", "gpt_oss", "mistral",
+        "qwen3", "seed_oss",
+    ] = _setting(
+        "auto", "How the model sets its reasoning apart. auto: as its chat template says."
+    )  # fmt: skip
     trust_request_chat_template: bool = _setting(
         False, "Let requests bring a chat template of their own (chat_template)."
     )

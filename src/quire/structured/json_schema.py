@@ -35,7 +35,7 @@ _LATEST = re.compile(r"2020-12|json-schema\.org/schema")
 _MOST_ARRAYS = 2000
 """Arrays of distinct items that are listed one by one."""
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_ANNOTATIONS = frozenset(
+ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly",
      "writeOnly", "$comment", "discriminator",
      # OpenAPI's, editors' and generators'
@@ -117,7 +117,7 @@ class _Reader:
         out: dict[str, Json] = {}
         self.places[at] = out
         for name, value in schema.items():
-            if name in _ANNOTATIONS or (name.startswith("x-") and name != _X_GUIDANCE):
+            if name in ANNOTATIONS or (name.startswith("x-") and name != _X_GUIDANCE):
                 continue
             try:
                 read = _KEYWORDS.get(name, _Reader.unknown)
@@ -409,7 +409,7 @@ def _whole_numbers(value: Json) -> Json:
 def _distinct(items: Json, least: Json, most: Json) -> list[list[Json]] | None:
     """Returns the arrays of `least` to `most` distinct values of an enumeration, in every order;
     None where they cannot be listed, or are too many."""
-    if not isinstance(items, dict) or not items.keys() - _ANNOTATIONS <= {"enum", "type"}:
+    if not isinstance(items, dict) or not items.keys() - ANNOTATIONS <= {"enum", "type"}:
         return None
     values = items.get("enum")
     if not isinstance(values, list) or not isinstance(least, int | float):

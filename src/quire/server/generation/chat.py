@@ -84,7 +84,10 @@ class ChatGeneration:
         self._begins_open: bool | None = None
         if format.reasoning is not None:
             self._begins_open = format.reasoning.begins_open(prompt.text, prompt.continued)
-        read = bool(self._tools) or format.reasoning is not None
+        self._parser = format.tool_parser
+        if self._parser is not None and not (self._tools or self._parser.marks_text):
+            self._parser = None
+        read = self._parser is not None or format.reasoning is not None
         self.params = self._params()
         self._generation = TextGeneration(
             state,
@@ -154,11 +157,10 @@ class ChatGeneration:
 
     def _reader(self) -> ChoiceParser:
         format, dialogue = self._format, self.dialogue
-        think = tools = None
+        think = None
         if format.reasoning is not None:
             think = ThinkParser(format.reasoning, self._begins_open)
-        if self._tools and format.tool_parser is not None:
-            tools = format.tool_parser(self._tools)
+        tools = None if self._parser is None else self._parser(self._tools)
         return ChoiceParser(
             self._tokenizer,
             think,
