@@ -3,8 +3,10 @@
 # make test-all    the same, and the slow tests
 # make test-ops, test-one-rank, test-ranks   the tests of `make test` in parts
 # make lint    ruff, mypy, import rules and other checks
+# make lessons   the site of docs and lessons, in build/site
 # make core    counts the core and writes its table into ARCHITECTURE.md
 # make bench   what a step costs the scheduler, and the engine on the embedded model
+# make bench-gpu-scaling   models on one to eight GPUs, on a machine that has them
 # make bench-gpu   all targets of docs/performance.md, on a machine with a GPU (MODELS="folder ...")
 
 PYTHON ?= python3
@@ -24,7 +26,8 @@ PYTEST = OMP_NUM_THREADS=$(if $(filter 0 1,$(PYTEST_WORKERS)),$${OMP_NUM_THREADS
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-ops test-one-rank test-ranks lint core format bench bench-gpu clean
+.PHONY: help serve test test-all test-ops test-one-rank test-ranks lint lessons core format bench bench-gpu \
+	bench-gpu-scaling clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -60,6 +63,10 @@ lint: $(VENV)/.dev
 	$(BIN)/python tools/core_lines.py --check 8500
 	$(BIN)/python bench/report.py --check
 
+lessons: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "Open build/site/index.html, or lessons/README.html beside it."
+
 core: $(VENV)/.serve
 	$(BIN)/python tools/core_lines.py --markdown
 
@@ -74,6 +81,9 @@ bench: $(VENV)/.serve
 bench-gpu: $(VENV)/.dev
 	$(BIN)/python bench/gpu_table.py $(MODELS)
 
+bench-gpu-scaling: $(VENV)/.dev
+	$(BIN)/python bench/scaling.py
+
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
@@ -86,6 +96,11 @@ $(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: $(VENV)/.serve
 	@echo "Installing what tests and linters need into $(VENV)."
 	$(PIP) install --progress-bar on -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.serve
+	@echo "Installing what the site needs into $(VENV)."
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(BIN)/python:

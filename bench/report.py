@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import ladder_report
 import online_report
 from quire.bench import ablation, startup
 from quire.bench.record import BenchRecord, read_jsonl
@@ -30,7 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
 import budget
 
 ROOT = RESULTS.parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "bench" / "vs_vllm.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "WRITEUP.md",
+    ROOT / "docs" / "performance.md",
+    ROOT / "bench" / "vs_vllm.md",
+)
 """Pages with marked tables."""
 IMAGES = ROOT / "docs" / "images"
 
@@ -385,6 +391,7 @@ def contents(book: Book) -> dict[str, str]:
         "online": online_report.online(found, peers),
         "percentiles": online_report.percentiles(found, peers),
         "users": online_report.users(found),
+        "ladder": ladder_report.rungs(ladder_report.load()),
         "budget": budget.markdown([(t, *budget.evaluate(t)) for t in budget.TARGETS]),
     }
 

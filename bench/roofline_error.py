@@ -15,20 +15,23 @@ from quire.bench.record import BenchRecord, read_jsonl
 from quire.bench.roofline import Roofline
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
-from quire.errors import ConfigError
 
 HERE = Path(__file__).parent
-RECORDS = HERE / "results" / "h200_throughput.jsonl"
+RECORDS = (
+    HERE / "results" / "h200_throughput.jsonl",
+    HERE / "results" / "two_gpus" / "h200.jsonl",
+)
 _LEFT_OUT = ("nano-penalized", "nano-logprobs")
 """Cases whose sampling costs more than the model knows."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. `quantization`: "" in 16 bits."""
+    """One figure. `quantization`: "" in 16 bits. `ranks`: of tensor parallelism."""
 
     model: str
     quantization: str
+    ranks: int
     case: str
     measured: float
     predicted: float
@@ -39,32 +42,27 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """Yields one row for each case and metric of the newest record of its kind.
-
-    Models that `quire roofline` refuses (experts, recurrent layers) have none.
-    """
-    newest: dict[tuple[str, str, str], BenchRecord] = {}
-    for record in read_jsonl(RECORDS):
-        if record.case in _LEFT_OUT or record.settings.get("deterministic"):
+    """Yields one row for each case and metric of the newest record of its kind."""
+    newest: dict[tuple[str, str, int, str], BenchRecord] = {}
+    for record in (record for path in RECORDS for record in read_jsonl(path)):
+        settings = record.settings
+        if record.case in _LEFT_OUT or settings.get("deterministic"):
             continue
-        kind = record.model, str(record.settings.get("quantization") or ""), record.case
+        ranks = int(settings.get("tensor_parallel_size") or 1)
+        kind = record.model, str(settings.get("quantization") or ""), ranks, record.case
         newest[kind] = record
-    rooflines: dict[tuple[str, str], Roofline | None] = {}
-    for (model, quantization, name), record in sorted(newest.items()):
-        if (model, quantization) not in rooflines:
-            rooflines[model, quantization] = roofline(model, quantization)
-        predictor = rooflines[model, quantization]
-        if predictor is None:
-            continue
+    rooflines: dict[tuple[str, str, int], Roofline] = {}
+    for (model, quantization, ranks, name), record in sorted(newest.items()):
+        if (model, quantization, ranks) not in rooflines:
+            rooflines[model, quantization, ranks] = roofline(model, quantization, ranks)
         case = parse_case(name)
-        for found in predictor.case(case):
+        for found in rooflines[model, quantization, ranks].case(case):
             metric = f"{found.case.replace(' ', '_')}_ms" if case is TTFT else "output_tok_s"
             value = found.first_token_seconds * 1e3 if case is TTFT else found.output_tok_s
-            yield Row(model, quantization, found.case, record.metrics[metric], value)
+            yield Row(model, quantization, ranks, found.case, record.metrics[metric], value)
 
 
-def roofline(model: str, quantization: str) -> Roofline | None:
-    """Returns the model's roofline, or None where `quire roofline` refuses the model."""
+def roofline(model: str, quantization: str, ranks: int) -> Roofline:
     args = EngineArgs(
         model=str(HERE / "configs" / model),
         dtype="bfloat16",
@@ -72,14 +70,9 @@ def roofline(model: str, quantization: str) -> Roofline | None:
         load_format="dummy",
         skip_tokenizer_init=True,
         quantization=quantization or None,
+        tensor_parallel_size=ranks,
     )
-    config = resolve(args)
-    try:
-        return Roofline(config, "h200")
-    except ConfigError as error:
-        if error.param != "model":
-            raise
-        return None
+    return Roofline(resolve(args), "h200")
 
 
 def mean_error(found: list[Row]) -> float:
@@ -92,7 +85,7 @@ def main() -> None:
     print("| model | case | measured | predicted | error |")
     print("| --- | --- | --- | --- | --- |")
     for row in found:
-        name = f"{row.model} {row.quantization}".strip()
+        name = f"{row.model} {row.quantization}".strip() + f" x {row.ranks}" * (row.ranks > 1)
         print(
             f"| {name} | {row.case} | {row.measured:,.4g} | {row.predicted:,.4g} "
             f"| {row.percent:+.0f} % |"

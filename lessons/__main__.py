@@ -1,11 +1,12 @@
 """Runs a lesson by its number: python -m lessons 2 [options of the lesson].
 
-Without a number it lists the lessons.
+`all` runs one after the other; without a number it lists the lessons.
 """
 
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,12 +19,23 @@ def folders() -> dict[int, str]:
     return {int(name[:2]): name for name in found}
 
 
+def title(folder: str) -> str:
+    """Returns the heading of a lesson's page."""
+    return (HERE / folder / "README.md").read_text("utf-8").partition("\n")[0].lstrip("# ")
+
+
 def main(arguments: list[str]) -> None:
     found = folders()
+    if arguments == ["all"]:
+        for number, folder in found.items():
+            print(f"\n== {number}. {title(folder)}\n", flush=True)
+            # Each in a process of its own: what one leaves behind is no part of the next.
+            subprocess.run([sys.executable, "-m", f"lessons.{folder}.lesson"], check=True)
+        return
     if not arguments or not arguments[0].isdigit() or int(arguments[0]) not in found:
-        print("python -m lessons NUMBER [options]\n")
+        print("python -m lessons NUMBER [options], or python -m lessons all\n")
         for folder in found.values():
-            print(f"  {folder[:2]}  {(HERE / folder / 'README.md').open().readline()[2:].strip()}")
+            print(f"  {folder[:2]}  {title(folder)}")
         sys.exit(0 if not arguments else 2)
     folder = found[int(arguments[0])]
     importlib.import_module(f"lessons.{folder}.lesson").main(arguments[1:])

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SEARCHED = ("src/quire", "tests", "tools", "bench", "examples")
+SEARCHED = ("src/quire", "tests", "tools", "bench", "examples", "lessons")
 REFUSED = re.compile(
     r"\W*(what|of|as|those|who|whom|whose|where|which|it|its|they|their|how|nobody)\b",
     re.IGNORECASE,

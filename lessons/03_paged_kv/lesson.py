@@ -111,7 +111,7 @@ def booked_by_engine(model: Loaded, size: int) -> tuple[float, list[list[int]]]:
     params, added, held, booked = SamplingParams(temperature=0.0, ignore_eos=True), [], 0, 0
     for length in (20, 45, 70, 120, 160, 200):
         prompt = np.arange(100, 100 + length, dtype=np.int32)
-        added += core.add(str(length), prompt, params, max_total=length + 16)
+        added += core.add(str(length), prompt, params, max_total=length + 8)
     while core.has_work():
         core.step()
         held += sum(request.computed for request in core.scheduler.requests())

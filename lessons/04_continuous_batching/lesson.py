@@ -122,9 +122,9 @@ def main(arguments: list[str] | None = None) -> None:
     print()
 
     # Six requests generate; two long prompts come, one after the other.
-    first = [(str(i), 20, 80) for i in range(6)]
+    first = [(str(i), 20, 60) for i in range(6)]
     size = args.prompt
-    arrivals = {0: first, 10: [("x", size, size + 2)], 30: [("y", size, size + 2)]}
+    arrivals = {0: first, 5: [("x", size, size + 2)], 20: [("y", size, size + 2)]}
     found = {}
     for name, budget, chunked in (("whole", 2048, False), ("in chunks", args.budget, True)):
         steps, times, tokens = run(model, arrivals, budget, chunked)
@@ -141,8 +141,8 @@ def main(arguments: list[str] | None = None) -> None:
         chunks <= args.budget < whole, f"the others wait for {chunks:.0f} tokens, not {whole:.0f}"
     )
     check(found["whole"][2] == found["in chunks"][2], "and nobody's tokens change")
-    sizes = {name: [sum(step.values()) for step in each[1]][:60] for name, each in found.items()}
-    plots.lines(args.plot, range(60), sizes, ("step", "tokens"), log="y")
+    sizes = {name: [sum(step.values()) for step in each[1]][:40] for name, each in found.items()}
+    plots.lines(args.plot, range(40), sizes, ("step", "tokens"), log="y")
 
 
 if __name__ == "__main__":

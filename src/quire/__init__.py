@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.adapters import LoRARequest
+    from quire.engine.beam_search import BeamSearchParams
     from quire.llm import LLM
     from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
     from quire.pooling_params import PoolingParams
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "BeamSearchParams": "quire.engine.beam_search",
     "LLM": "quire.llm",
     "LoRARequest": "quire.adapters",
     "SamplingParams": "quire.sampling_params",
@@ -30,6 +32,7 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "LoRARequest",

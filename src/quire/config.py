@@ -35,7 +35,7 @@ QUANTIZATIONS = ("fp8", "int4", "int8", "w8a8")
 _COUNTS = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "max_queue",
     "max_queue_tokens", "steps_in_flight", "tensor_parallel_size", "structured_outputs_cache",
-    "max_loras", "max_lora_rank",
+    "max_loras", "max_lora_rank", "pipeline_parallel_size",
 )  # fmt: skip
 """Settings that are at least 1."""
 
@@ -146,6 +146,10 @@ class EngineArgs:
         (), f"Optimization to switch off, to measure its worth: {', '.join(OPTIMIZATIONS)}."
     )
     tensor_parallel_size: int = _setting(1, "GPUs that share each layer.")
+    pipeline_parallel_size: int = _setting(
+        1, "Stages of layers, each on tensor_parallel_size GPUs."
+    )
+    enable_expert_parallel: bool = _setting(False, "Ranks hold whole experts, not parts of all.")
     trace_dir: str | None = _setting(
         None, "Folder for a trace of every step, for Perfetto (256 MB at most; slows it a little)."
     )
@@ -204,6 +208,11 @@ class EngineArgs:
             )
         if self.disk_cache is not None and not self.disk_cache_gb:
             raise ConfigError("disk_cache needs disk_cache_gb > 0", "disk_cache_gb")
+
+    @property
+    def ranks(self) -> int:
+        """Returns how many devices the engine runs on."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def speculates(self) -> bool:

@@ -12,7 +12,7 @@ from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.engine.interrupts import interrupts_held
 from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
-from quire.engine.prompt_inputs import Prompt, as_conversations, as_list, one_each, read_prompt
+from quire.engine.prompt_inputs import Prompt, as_list, one_each, read_prompt
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import RequestError
@@ -24,6 +24,7 @@ from quire.scheduler import Progress, StepProgress
 
 if TYPE_CHECKING:
     from quire.adapters import LoRARequest
+    from quire.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from quire.engine.stats import EngineStats
 
 Message = Mapping[str, Any]
@@ -126,21 +127,26 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation (a list of {"role", "content"}), or many. The template is shown
         `tools` (in OpenAI's shape); calls are in the text, as the model writes them."""
-        tokenizer = self.get_tokenizer()
-        conversations = as_conversations(messages)
-        prompts = []
-        for conversation in conversations:
-            text = tokenizer.apply_chat_template(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                chat_template=chat_template,
-                **({"tools": tools} if tools else {}),
-                **(chat_template_kwargs or {}),
-            )
-            # The template has written the special tokens.
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        # Generation does not need what conversations do.
+        from quire.engine.conversations import chat_prompts
+
+        variables = {**({"tools": tools} if tools else {}), **(chat_template_kwargs or {})}
+        prompts = chat_prompts(
+            self.get_tokenizer(), messages, add_generation_prompt, chat_template, variables
+        )
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """Finds the likeliest sequences behind each prompt, in the order of the prompts.
+
+        Raises:
+            RequestError, KeyboardInterrupt, EngineDeadError: as `generate`.
+        """
+        from quire.engine.beam_search import beam_search
+
+        return beam_search(self, as_list(prompts), params)
 
     def embed(
         self,

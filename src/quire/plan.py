@@ -212,20 +212,6 @@ class StepPlan(msgspec.Struct):
         return int32(np.where(masked, np.cumsum(masked) - 1, -1))
 
 
-def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:
-    """Returns the draft tokens that a claim gives to a row, int32 [at most `most`].
-
-    ids: int32 [W], the claimed tokens from position `start` on, padded with -1. tokens: int32
-    [known], the tokens that the row knows.
-    """
-    covered = len(tokens) - start
-    if start < 0 or not 0 <= covered <= len(ids) or (ids[:covered] != tokens[start:]).any():
-        return int32([])
-    drafts = ids[covered:][: max(most, 0)]
-    ends = np.flatnonzero(drafts < 0)
-    return drafts[: ends[0]] if len(ends) else drafts
-
-
 class HeadInputs(msgspec.Struct):
     """Masks for the head of a step with GATED rows. mask: uint32 bits as int32 [mask lines,
     ceil(vocab / 32)], in the order of `StepPlan.mask_lines`; a set bit allows the token."""

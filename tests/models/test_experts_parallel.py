@@ -10,27 +10,45 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from quire.config import EngineArgs
+from quire.engine.builder import resolve
 from quire.errors import ConfigError
-from quire.models import build_model, load_config, load_weights, spec_from_config
+from quire.models import (
+    build_model,
+    load_config,
+    load_weights,
+    model_quantization,
+    spec_from_config,
+)
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.parallel.torch_group import TorchGroup
+from quire.runner import ModelRunner
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
+from tests.models.quantized_checkpoints import make_quantized
 from tests.models.test_parallel import PROMPTS, Ranked
 
-CASES = ["qwen3-moe"]
+CASES = ["qwen3-moe", "glm4-moe", "gpt-oss"]
+QUANTIZED = ["mxfp4"]
+"""Formats of qwen3-moe, whose nine experts two ranks do not share evenly; which weights ranks hold
+in others `test_quantized_experts.py` checks. Other cases have groups of experts, sigmoid scores, a
+shared expert, and biases."""
 
 
-def all_tokens(folders: list[Path], group: ProcessGroup) -> list[list[list[int]]]:
-    found = []
+def all_tokens(folders: list[Path], group: ProcessGroup) -> dict[str, list[list[int]]]:
+    found = {}
     for folder in folders:
-        spec = spec_from_config(load_config(folder))
-        for whole in (False, True):
+        config = load_config(folder)
+        spec = spec_from_config(config)
+        quantization = model_quantization(folder, config, spec, None)
+        for whole in (False, True) if folder.name == "qwen3-moe" else (True,):
             model = build_model(
-                spec, device="cpu", dtype=torch.float32, group=group, expert_parallel=whole
-            )
+                spec, device="cpu", dtype=torch.float32, group=group, quantization=quantization,
+                expert_parallel=whole,
+            )  # fmt: skip
             load_weights(model, folder)
-            found.append(Harness(model).generate(PROMPTS, 8, chunk=5))
+            name = f"{folder.name}, {'whole' if whole else 'cut'} experts"
+            found[name] = Harness(model).generate(PROMPTS, 8, chunk=5)
     return found
 
 
@@ -43,9 +61,12 @@ def _rank(rank: int, world: int, folders: list[Path], rendezvous: str, out: Any)
 
 
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
-    folders = [tmp_path / case for case in CASES]
-    for folder, case in zip(folders, CASES, strict=True):
-        make(folder, case)
+    folders = [tmp_path / case for case in CASES + QUANTIZED]
+    for folder in folders:
+        if folder.name in QUANTIZED:
+            make_quantized(folder, folder.name, "qwen3-moe")
+        else:
+            make(folder, folder.name)
     expected = all_tokens(folders, SingleGroup())
 
     context = multiprocessing.get_context("spawn")
@@ -61,7 +82,8 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     for process in ranks:
         process.join(timeout=60)
         assert process.exitcode == 0
-    assert found == {0: expected, 1: expected}
+    for name, tokens in expected.items():
+        assert found[0][name] == found[1][name] == tokens, name
 
 
 def test_ranks_hold_what_units_allow(tmp_path: Path) -> None:
@@ -76,6 +98,17 @@ def test_ranks_hold_what_units_allow(tmp_path: Path) -> None:
     assert sizes == [[(9 * 2 * 16, 48), (4 * 80, 48)], [(9 * 2 * 24, 48), (5 * 80, 48)]]
     with pytest.raises(ConfigError, match="cannot be shared out over 99 ranks"):
         spec.layers[0].ffn.layer(48, _build(Ranked(0, 99)))
+
+
+def test_the_setting_reaches_the_model(tmp_path: Path) -> None:
+    make(tmp_path, "qwen3-moe")
+    args = EngineArgs(
+        model=str(tmp_path), device="cpu", skip_tokenizer_init=True, num_kv_blocks=64,
+        tensor_parallel_size=2, enable_expert_parallel=True,
+    )  # fmt: skip
+    runner = ModelRunner(resolve(args), group=Ranked(1, 2))
+    runner.measure()
+    assert runner.model.layers[0].mlp.up.cut.experts == (4, 9)
 
 
 def _build(group: ProcessGroup) -> Any:

@@ -54,8 +54,9 @@ def loaded(folder: Path, group: ProcessGroup | None = None, **more: Any) -> Deco
     spec = spec_from_config(config)
     quantization = model_quantization(folder, config, spec, more.pop("wanted", None))
     model = build_model(
-        spec, device="cpu", dtype=torch.float32, group=group, quantization=quantization
-    )
+        spec, device="cpu", dtype=torch.float32, group=group, quantization=quantization,
+        expert_parallel=more.pop("expert_parallel", False),
+    )  # fmt: skip
     load_weights(model, folder, **more)
     return model
 

@@ -61,6 +61,10 @@ def test_weights_are_those_that_the_layout_stands_for(case: str, tmp_path: Path)
                 low, high = [(0, 16), (16, 40)][rank]
             own = exact[name][:, low:high] if "down" in name else exact[name][low:high]
             np.testing.assert_allclose(found.numpy(), own, rtol=1e-6, atol=1e-9)
+        whole = experts_of(loaded(tmp_path, Ranked(rank, 2), expert_parallel=True), 2)
+        assert len(whole) == 3 * [4, 5][rank]
+        for name, found in whole.items():
+            np.testing.assert_allclose(found.numpy(), exact[name], rtol=1e-6, atol=1e-9)
 
 
 def test_experts_quantized_in_different_ways_are_refused(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_blocks_of_heads(kernel_device: str) -> None:
         64,
     ]
     tuning = LatentTuning(short=Tiles(64, 16, 4, 1), long=Tiles(64, 16, 4, 1), programs=6)
-    Case(kernel_device, [(1, 30), (4, 9)], heads=128, rank=16, key=4).check(tuning=tuning)
+    Case(kernel_device, [(1, 20), (2, 9)], heads=128, rank=16, key=4).check(tuning=tuning)
 
 
 def test_the_sizes_of_published_models(kernel_device: str) -> None:

@@ -44,6 +44,7 @@ class FakeClient:
     encode: bool = False
     alive: bool = True
     responsive: bool = True
+    asleep: bool = False
     tokenizer: Any = None
     adapters: tuple[str, ...] = ()
     gate: asyncio.Event = field(default_factory=asyncio.Event)

@@ -14,8 +14,9 @@ from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
 from quire.server.anthropic.protocol import MessagesRequest
-from quire.server.openai.embeddings import EmbeddingRequest
+from quire.server.openai.embeddings import EmbeddingRequest, PoolingRequest
 from quire.server.openai.protocol import ChatRequest, CompletionRequest
+from quire.server.openai.scores import RerankRequest, ScoreRequest
 from quire.server.openai.tokenize import TokenizeRequest
 from quire.server.responses.protocol import CreateRequest
 
@@ -28,7 +29,7 @@ def fields_in(section: str) -> set[str]:
     body = re.split(rf"^## {section}$", text, flags=re.MULTILINE)[1]
     body = re.split(r"^## ", body, flags=re.MULTILINE)[0]
     cells = (line.split("|")[1] for line in body.splitlines() if line.startswith("| `"))
-    names = {name for cell in cells for name in re.findall(r"`\.?([a-z_.]+)`", cell)}
+    names = {name for cell in cells for name in re.findall(r"`\.?([a-z_.0-9]+)`", cell)}
     return names | {name.partition(".")[0] for name in names}
 
 
@@ -41,6 +42,9 @@ def fields_in(section: str) -> set[str]:
             (completion_create_params.CompletionCreateParamsStreaming,),
         ),
         ("Embeddings", EmbeddingRequest, (EmbeddingCreateParams,)),
+        ("Embeddings", PoolingRequest, ()),
+        ("Scores", ScoreRequest, ()),
+        ("Scores", RerankRequest, ()),
         ("Tokens", TokenizeRequest, ()),
         ("Responses", CreateRequest, (response_create_params.ResponseCreateParamsStreaming,)),
         (

@@ -94,10 +94,16 @@ def test_anthropics_shape_and_headers() -> None:
     assert "retry-after" in second.headers
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/generate", "/v1/responses", "/tokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/generate", "/v1/responses", "/tokenize", "/score"]
+)
 def test_all_that_costs_is_counted(path: str) -> None:
     engine = FakeClient(tokenizer=PlainTokenizer())
-    bodies = {"/v1/embeddings": {"input": [1]}, "/v1/responses": {"input": "a"}}
+    bodies: dict[str, Any] = {
+        "/v1/embeddings": {"input": [1]},
+        "/v1/responses": {"input": "a"},
+        "/score": {"text_1": "a", "text_2": "b"},
+    }
     body = bodies.get(path, {"prompt": "a"})
     first, second = requests(
         ServerArgs(requests_per_minute=1), *[("POST", path, body)] * 2, engine=engine

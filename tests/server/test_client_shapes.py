@@ -1,4 +1,5 @@
-"""What LangChain's `with_structured_output` and instructor's modes send for a pydantic model."""
+"""Requests for a pydantic model, as LangChain's `with_structured_output` and instructor's modes send
+them."""
 
 from __future__ import annotations
 

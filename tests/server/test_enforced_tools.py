@@ -117,7 +117,13 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("parser", ["hermes", "llama3_json", "mistral", "pythonic", "qwen3_xml"])
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("llama3_json", "mistral", "pythonic", "qwen3_xml")
+]
+
+
+@pytest.mark.parametrize("parser", ["hermes", *SLOW])
 def test_every_format_after_reasoning(
     launch: Callable[..., Server], tmp_path: Path, parser: str
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.stats import EngineStats
+from quire.engine.stats import EngineStats, RankStats
 from quire.engine.telemetry import Histogram, Telemetry
 from quire.offload.tier_stats import TierStats
 from quire.server.errors import ApiError
@@ -74,6 +74,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
         tiers=TierStats(),
         adapters=dict.fromkeys(ADAPTERS, 0.0),
         speculation=SpeculationStats(sources={"suffix": SourceStats(3, 6, 4, [3, 1])}),
+        ranks=[RankStats(1, 0.5, 2, 3)],
         histograms=Telemetry().histograms,
     )
     EngineMetrics(metrics, "a-model").update(stats, replicas=[True])
@@ -82,6 +83,8 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
     metrics.count_error(ApiError(400, "no"))
     metrics.count_http("/health", "GET", 200, 0.01)
     metrics.finished.labels("stop").inc()
+    metrics.batches_finished.labels("completed").inc()
+    metrics.batch_requests.labels("completed").inc()
     return metrics
 
 

@@ -10,9 +10,10 @@ import pytest
 from quire.arrays import int32
 from quire.bench.ceilings import Ceilings, ceilings
 from quire.bench.latency import Timeline, summary, timeline
+from quire.bench.model_work import model_work
 from quire.bench.throughput import step_metrics
 from quire.bench.trace import SeenStep, StepTotals, sum_up
-from quire.bench.work import ModelWork, attended
+from quire.bench.work import AttentionWork, ModelWork, attended
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
 from quire.models import load_config
@@ -26,9 +27,8 @@ WORK = ModelWork(
     body_flops=10,
     head_flops=7,
     embedding_bytes=2,
-    windows=((None, 1),),
-    kv_bytes=4,
-    pair_flops=3,
+    linear_layers=1,
+    attention=((AttentionWork(None, 4, 3), 1),),
 )
 GROUP = KVGroup(layers=(0,), tokens_per_block=4, block_bytes=16)
 
@@ -161,7 +161,7 @@ def test_ceilings() -> None:
 def test_work_of_a_model_follows_from_its_shapes() -> None:
     config = resolve(EngineArgs(device="cpu"))
     hf = load_config(config.model_path)
-    work = ModelWork.of(config)
+    work = model_work(config)
     vocab, hidden = hf["vocab_size"], hf["hidden_size"]
     heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
     assert work.head_flops == 2 * vocab * hidden
@@ -172,7 +172,9 @@ def test_work_of_a_model_follows_from_its_shapes() -> None:
     assert work.body_flops == 2 * layers * (qkv + heads * head_dim * hidden + mlp)
     # All in fp32, and beside the matrices only norms and biases.
     assert work.body_bytes == pytest.approx(2 * work.body_flops, rel=0.02)
-    assert work.windows == ((None, layers),)
+    kv_bytes = 2 * hf["num_key_value_heads"] * head_dim * 4
+    assert work.attention == ((AttentionWork(None, kv_bytes, 4 * heads * head_dim), layers),)
+    assert work.linear_layers == 4 * layers
     assert Path(config.model_path).name == "quire-tiny"
 
 

@@ -88,9 +88,13 @@ def test_experts_in_four_bits_count_as_the_weights_they_stand_for(
 def test_what_ranks_would_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 500_000}))
     info(EngineArgs(model=str(tmp_path), device="cpu", dtype="bfloat16"), as_json=True)
-    found = json.loads(capsys.readouterr().out)["tensor_parallel_size"]
+    found = json.loads(capsys.readouterr().out)["ranks"]
     assert found["1 rank"] == "0.06 GB of weights, 1.5 KB of KV a token"
     # Each KV head is held twice.
     assert found["2 ranks"] == "0.03 GB of weights, 0.8 KB of KV a token"
     assert found["4 ranks"] == "0.02 GB of weights, 0.8 KB of KV a token"
     assert found["8 ranks"] == "no: 4 attention heads cannot be shared out over 8 ranks"
+    # Both stages have the embeddings, as the head is tied to them.
+    assert found["2 stages of 1 rank"] == "0.06 GB of weights, 0.8 KB of KV a token"
+    assert found["2 stages of 2 ranks"] == "0.03 GB of weights, 0.4 KB of KV a token"
+    assert not any("whole experts" in name for name in found)

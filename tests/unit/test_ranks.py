@@ -43,6 +43,10 @@ def completions(ranks: int, **settings: Any) -> list[list[int]]:
         shared = "The gatherings of a book are sewn one to another, and so are pages. "
         prompts = [shared * (i % 3) + f"Page {i}:" for i in range(8)]
         outputs = llm.generate(prompts, [PARAMS[i % 4] for i in range(8)], use_tqdm=False)
+        stats, count = llm.stats().ranks, llm.config.args.ranks
+        assert len(stats) == (count if count > 1 else 0)
+        for rank in stats:
+            assert min(rank.steps, rank.device_seconds, rank.weight_bytes, rank.kv_bytes) > 0
         return [list(choice.token_ids) for output in outputs for choice in output.outputs]
     finally:
         llm.shutdown()
@@ -54,13 +58,16 @@ def completions(ranks: int, **settings: Any) -> list[list[int]]:
         (2, {"speculative": {"method": "suffix", "num_speculative_tokens": 3}}),
         (2, {"num_kv_blocks": 18, "quantization": "int8"}),
         (4, {"kv_cache_dtype": "int8"}),
+        (2, {"pipeline_parallel_size": 2, "num_kv_blocks": 18, "kv_cache_dtype": "int8"}),
     ],
-    ids=["2-drafts", "2-few-blocks-int8", "4-kv-int8"],
+    ids=["2-drafts", "2-few-blocks-int8", "4-kv-int8", "2-by-2-stages"],
 )
 def test_ranks_give_the_tokens_of_one(ranks: int, settings: dict[str, Any]) -> None:
     """Chunked prompts, prefix hits, preemption, a grammar, drafts; at 4 ranks, KV heads that two
-    ranks hold."""
-    assert completions(ranks, **settings) == completions(1, **settings)
+    ranks hold, and two stages of two ranks."""
+    found = completions(ranks, **settings)
+    settings.pop("pipeline_parallel_size", None)
+    assert found == completions(1, **settings)
 
 
 def refusal(folder: Path, **settings: Any) -> str:
@@ -99,7 +106,7 @@ def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     args = EngineArgs(model=str(model_folder(tmp_path, TINY)), device="cuda:1",
                       tensor_parallel_size=2, skip_tokenizer_init=True)  # fmt: skip
-    with pytest.raises(ConfigError, match=r"2 GPUs from cuda:1 on, .* sees 2 .*DEVICES=4,5"):
+    with pytest.raises(ConfigError, match=r"2 GPUs .* from cuda:1 on, .* sees 2 .*DEVICES=4,5"):
         resolve(args)
 
 
@@ -112,14 +119,15 @@ def test_ranks_have_neighbouring_devices(tmp_path: Path) -> None:
         assert config_of_rank(config, 1).device == expected
 
 
-def engine_of(folder: Path, ranks: int, timeout: float | None = None) -> TinyEngine:
-    return TinyEngine(folder, depth=2, budget=64, world=ranks, timeout=timeout)
+def engine_of(folder: Path, ranks: int, timeout: float | None = None, **more: Any) -> TinyEngine:
+    return TinyEngine(folder, depth=2, budget=64, world=ranks, timeout=timeout, **more)
 
 
-@pytest.mark.parametrize("lost", [1, 2])
-def test_a_rank_that_is_killed(tmp_path: Path, lost: int) -> None:
-    """The error names the rank, and the other ranks' processes end."""
-    engine = engine_of(model_folder(tmp_path, TINY), 4)
+@pytest.mark.parametrize(("lost", "stages"), [(1, 1), (3, 2)])
+def test_a_rank_that_is_killed(tmp_path: Path, lost: int, stages: int) -> None:
+    """The error names the rank, and the other ranks' processes end. Of two stages rank 3 is in the
+    first."""
+    engine = engine_of(model_folder(tmp_path, TINY), 4, stages=stages)
     executor = engine.executor
     assert isinstance(executor, WorkerExecutor)
     others = executor.workers

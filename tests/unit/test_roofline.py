@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import roofline_error
+from quire.arrays import int32
 from quire.bench import roofline as module
 from quire.bench.cases import parse_case
 from quire.bench.roofline import Roofline, schedule
@@ -37,7 +38,8 @@ def command(*arguments: str) -> tuple[int, dict[str, object]]:
 def test_mean_error_over_the_records() -> None:
     found = list(roofline_error.rows())
     plain = [row for row in found if not row.quantization]
-    assert len(plain) >= 26
+    assert len(plain) >= 36
+    assert {row.ranks for row in found} == {1, 2}
     assert {row.quantization for row in found} == {"", "int8", "fp8", "int4"}
     assert roofline_error.mean_error(plain) < 6.0
     assert max(abs(row.percent) for row in found) < 20.0
@@ -115,17 +117,24 @@ def test_refused_dtypes_and_lengths() -> None:
         Roofline(config(), "h200").case(parse_case("1x100000x1"))
 
 
-def test_refused_models(tmp_path: Path) -> None:
-    shape = json.loads((CONFIGS / "qwen3-0.6b" / "config.json").read_text())
-    shape |= {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [],
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    args = EngineArgs(model=str(tmp_path), dtype="bfloat16", device="cpu")
-    with pytest.raises(ConfigError, match="only dense models"):
-        Roofline(resolve(args), "h200")
+def test_experts_are_read_as_far_as_tokens_take_them() -> None:
+    work = Roofline(config("qwen3-30b-a3b"), "h200").work
+    assert work.experts.bytes == 48 * 128 * 3 * 2048 * 768 * 2
+    assert work.experts.flops == 48 * 8 * 2 * 3 * 2048 * 768
+    assert work.experts.touched(1) == pytest.approx(work.experts.bytes * 8 / 128)
+    assert work.experts.touched(1000) == pytest.approx(work.experts.bytes)
+    parts = work.parts_of_step(int32([5]), int32([1]), 1)
+    assert set(parts) == {"projections", "attention", "experts", "embedding", "head"}
+
+
+def test_states_do_not_grow() -> None:
+    line = Roofline(config("qwen3.5-27b"), "h200")
+    assert line.work.state_layers == 3 * line.work.attention_layers == 48
+    short, long = (line.work.parts_of_step(int32([n]), int32([1]), 1) for n in (10, 10000))
+    assert short["states"] == long["states"] == (2 * line.work.state_bytes, line.work.state_flops)
+    # fp32 [48 heads, 128, 128] and the last 3 inputs of the convolution, in bf16.
+    assert line.work.state_bytes == 48 * (48 * 128 * 128 * 4 + 3 * 10240 * 2)
+    assert long["attention"][0] > short["attention"][0]
 
 
 def test_command() -> None:

@@ -149,8 +149,8 @@ def test_replicas_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("count", "settings", "reason"),
     [
-        (5, {}, "needs 5 GPUs, but 4 are visible"),
-        (3, {"tensor_parallel_size": 2}, "tensor_parallel_size=2 needs 6 GPUs"),
+        (5, {}, "need 5, but 4 are visible"),
+        (3, {"tensor_parallel_size": 2}, "on 2 GPUs each need 6"),
         (2, {"device": "cuda:1"}, "not 'cuda:1' alone"),
         (2, {"host_cache_gb": 1.0, "disk_cache": "/x"}, "disk_cache is for one engine"),
     ],

@@ -20,6 +20,22 @@ from tests.unit.test_drafts import PARAMS, Answers, answers
 from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
 
 DRAFT_SHAPE = {**TINY, "hidden_size": 16, "num_hidden_layers": 2, "num_key_value_heads": 1}
+MTP_SHAPE = {
+    **TINY,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "num_nextn_predict_layers": 1,
+}
+EAGLE_SHAPE = {
+    **TINY,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 100,
+    "eagle_aux_hidden_state_layer_ids": [2, 1, 3],
+}
 EMBEDDED_DRAFT = str(Path(quire.__file__).parent / "embedded" / "quire-tiny-draft")
 
 
@@ -67,6 +83,24 @@ def test_tokens_and_logprobs_are_the_same(
     assert (drafts > 0) == (way != "off")
     if settings.get("blocks") == 34:
         assert engine.scheduler.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_draft_heads_change_nothing(
+    folder: Path, plain: Answers, tmp_path: Path, method: str
+) -> None:
+    """Their weights are random, so their drafts are wrong."""
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    expected, settings = plain, {"depth": 3, "blocks": 30, "budget": 48}
+    if method == "mtp":
+        folder = model_folder(tmp_path, MTP_SHAPE)
+        expected = answers(TinyEngine(folder, dtype="float64"))
+    else:
+        speculative["model"] = str(model_folder(tmp_path, EAGLE_SHAPE))
+    engine = TinyEngine(folder, dtype="float64", speculative=speculative, **settings)
+    assert answers(engine) == expected
+    assert any((plan.q_len[(plan.flags & 1) == 0] > 1).any() for plan in engine.plans)
+    assert engine.scheduler.stats().preemptions > 0
 
 
 def many(seed: int) -> list[Job]:
@@ -265,8 +299,8 @@ def test_a_vocabulary_that_differs_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "eagle3"}, "eagle3"),
-        ({"method": "mtp"}, "mtp"),
+        ({"method": "eagle"}, "must be one of"),
+        ({"method": "mtp", "model": "x"}, "no model"),
         ({"method": "draught"}, "must be one of"),
         ({"methods": "draft"}, "no key 'methods'"),
         ({"num_speculative_tokens": 17}, "0 to 16 or auto"),

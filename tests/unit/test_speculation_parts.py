@@ -78,7 +78,7 @@ def costs(verify: dict[int, float], draft: float = 0.0) -> StepCosts:
             "decode": dict(verify),
             "verify": dict(verify),
             "draft": {1: draft, 64: draft},
-            "catch_up": {2: draft, 128: draft},
+            "first": {1: draft, 64: draft},
         }
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ class TinyEngine:
         policy: str = "fcfs",
         hooks: Sequence[Hook] = (),
         world: int = 1,
+        stages: int = 1,
         timeout: float | None = None,
         features: Sequence[Feature] = (),
         dtype: str = "float32",
@@ -101,12 +102,14 @@ class TinyEngine:
         enforce_eager: bool = False,
         complete: bool = True,
         speculative: dict[str, Any] | None = None,
+        make_executor: Callable[[EngineConfig, Sequence[Hook]], Any] | None = None,
     ) -> None:
         scheduler = SchedulerConfig(
             max_num_seqs=lanes,
             max_num_batched_tokens=budget,
             max_model_len=MAX_LEN,
             steps_in_flight=depth,
+            lag=stages,
             enable_prefix_caching=prefix_caching,
             policy=policy,  # type: ignore[arg-type]
         )
@@ -118,6 +121,7 @@ class TinyEngine:
                 deterministic=deterministic,
                 enforce_eager=enforce_eager,
                 speculative=speculative,
+                pipeline_parallel_size=stages,
             ),
             model_path=str(folder),
             tokenizer_path=None,
@@ -132,8 +136,10 @@ class TinyEngine:
         self.depth = depth
         entries = features_at_start(config, complete=complete)
         hooks = [*hooks_of(entries, config), *hooks]
-        self.executor: ModelRunner | WorkerExecutor
-        if world == 1:
+        self.executor: Any
+        if make_executor is not None:
+            self.executor = make_executor(config, hooks)
+        elif world == 1:
             self.executor = self.runner = ModelRunner(config, hooks=hooks)
         else:
             self.executor = WorkerExecutor(config, hooks=hooks, world=world, timeout=timeout)

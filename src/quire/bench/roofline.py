@@ -16,7 +16,6 @@ import numpy as np
 from quire.arrays import Int32
 from quire.bench.cases import TTFT, TTFT_LENGTHS, Case
 from quire.bench.ceilings import Ceilings, ceilings
-from quire.bench.work import ModelWork
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 
@@ -33,14 +32,16 @@ _HOST = 1.3e-3
 """Seconds of the host before the first step of requests that come at once."""
 _STEP = 30e-6
 """Seconds of a step in which none of the kernels below runs."""
-_ATTENTION = 0.55
-"""Share of the rate of products that attention reaches over a prompt."""
+_RATES = {"attention": 0.55, "experts": 0.28, "states": 0.058}
+"""Shares of the rate of products that kinds of kernels reach over a prompt."""
 _FEW_BITS = ((12.0, 1.0), (6.0, 0.80), (0.0, 0.50))
 """(bits of a weight, share of the bandwidth that products reach above as many bits)."""
-_LINK = 450e9
-"""Bytes/s that a GPU sends over NVLink (data sheet of H100 and H200)."""
-_LAUNCHES = {"projections": 4, "attention": 2, "norms": 2}
-"""Kernels of a layer."""
+_EXPERTS = ((12.0, 0.85), (6.0, 0.45), (0.0, 0.22))
+"""Likewise, of experts."""
+_STATES = 0.62
+"""Share of the bandwidth at which recurrent states are read and written."""
+_LINK = 320e9
+"""Bytes/s that a GPU sends over NVLink in a sum over two H200, in sums of 2048 rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +122,7 @@ class Roofline:
     """One model on cards of one kind.
 
     Raises:
-        ConfigError: the card is unknown or has no link to others, or the model has experts,
-            recurrent states or attention of several shapes.
+        ConfigError: the card is unknown or has no link to others.
     """
 
     def __init__(self, config: EngineConfig, card: str) -> None:
@@ -137,33 +137,45 @@ class Roofline:
             raise ConfigError(
                 f"no ceilings are known of {self.card.name} in {config.dtype}", "dtype"
             )
+        from quire.bench.model_work import model_work
+
         self.limits: Ceilings = found
         self._read_spec(config)
-        self.work = ModelWork.of(config)
-        bits = 8 * 2 * self.work.body_bytes / self.work.body_flops
-        self.bandwidth_share = next(share for least, share in _FEW_BITS if bits > least)
+        self.work = model_work(config)
+        experts = self.work.experts
+        self.bandwidth_shares = {
+            "projections": _share(_FEW_BITS, self.work.body_bytes, self.work.body_flops),
+            "states": _STATES,
+        }
+        if experts.layers:
+            flops = experts.flops / experts.share
+            self.bandwidth_shares["experts"] = _share(_EXPERTS, experts.bytes, flops)
+        self.launches = {
+            "projections": self.work.linear_layers,
+            "attention": 2 * self.work.attention_layers,
+            "norms": 2 * self.layers,
+            "experts": 3 * experts.layers,
+            "states": 3 * self.work.state_layers,
+        }
 
     def _read_spec(self, config: EngineConfig) -> None:
         import torch
 
-        from quire.layers.mlp import MlpSpec
         from quire.models import load_config, spec_from_config
 
         itemsize = getattr(torch, config.dtype).itemsize
         spec = spec_from_config(load_config(config.model_path))
-        shapes = {(mixer.heads, mixer.kv_heads, mixer.head_dim) for mixer in spec.attention}
-        dense = all(isinstance(layer.ffn, MlpSpec) for layer in spec.layers)
-        if not dense or len(spec.attention) < len(spec.layers) or len(shapes) > 1:
-            raise ConfigError(
-                f"{config.model_name}: only dense models with attention of one shape in every "
-                "layer can be predicted",
-                "model",
-            )
         self.layers = len(spec.layers)
         self.vocab = spec.vocab_size
         rows = spec.vocab_size // self.world
         self.embedding_bytes = 0 if spec.tied_head else rows * spec.hidden_size * itemsize
         self.max_positions = spec.max_positions
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a rank's weights."""
+        work = self.work
+        return work.body_bytes + work.experts.bytes + work.head_bytes + self.embedding_bytes
 
     def case(self, case: Case) -> list[Prediction]:
         """Returns the case's prediction; of `ttft`, one for each length of prompt.
@@ -203,8 +215,8 @@ class Roofline:
             output_tok_s=sum(outputs) / now,
             decode_seconds=float(np.mean(decode)) if decode else None,
             first_token_seconds=last_first,
-            weight_bytes=self.work.body_bytes + self.work.head_bytes + self.embedding_bytes,
-            kv_bytes=held * self.work.kv_bytes * self.layers,
+            weight_bytes=self.weight_bytes,
+            kv_bytes=self.work.held_bytes(held, len(prompts)),
             kinds=kinds,
         )
 
@@ -217,15 +229,12 @@ class Roofline:
         parts["norms"] = (2 * self.layers * 3 * hidden, 0.0)
         seconds = kinds.setdefault("between steps", KindTime()).add(0.0, 0.0, _STEP)
         for name, (bytes_, flops) in parts.items():
-            launch, bandwidth, rate = _LAUNCH, self.limits.memory, self.limits.matmul
-            if name == "projections":
-                bandwidth *= self.bandwidth_share
-            if name == "attention":
-                rate *= _ATTENTION
+            launch, launches = _LAUNCH, self.launches.get(name, 1)
+            bandwidth = self.limits.memory * self.bandwidth_shares.get(name, 1.0)
+            rate = self.limits.matmul * _RATES.get(name, 1.0)
             rows = step.logit_rows if name == "head" else tokens
-            if name in ("projections", "head") and rows > _FEW_ROWS:
+            if name in ("projections", "head", "experts") and rows > _FEW_ROWS:
                 launch += _WIDE_LAUNCH
-            launches = _LAUNCHES.get(name, 0) * self.layers or 1
             kind = kinds.setdefault(name, KindTime())
             seconds += kind.add(bytes_ / bandwidth, flops / rate, launches * launch)
         if self.world > 1:
@@ -234,6 +243,12 @@ class Roofline:
             kind = kinds.setdefault("collectives", KindTime())
             seconds += kind.add(sent / _LINK, 0.0, 2 * self.layers * 2 * _LAUNCH)
         return seconds
+
+
+def _share(shares: Sequence[tuple[float, float]], bytes_: float, flops: float) -> float:
+    """Returns the share of the bandwidth that products with weights of so many bytes reach."""
+    bits = 8 * 2 * bytes_ / flops
+    return next(share for least, share in shares if bits > least)
 
 
 @dataclass(frozen=True, slots=True)

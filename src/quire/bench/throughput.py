@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from quire.bench.cases import TTFT, TTFT_LENGTHS, Case, Workload, random_prompt, scaled
 from quire.bench.ceilings import Ceilings
 from quire.bench.trace import StepRecorder, StepTotals, sum_up, watch
-from quire.bench.work import ModelWork, percent_of
+from quire.bench.work import percent_of
 from quire.config import EngineConfig
 from quire.plan import KVGroup
 from quire.sampling_params import SamplingParams
@@ -43,13 +43,15 @@ class QuireEngine:
     """An `LLM`, its steps watched."""
 
     def __init__(self, llm: LLM, limits: Ceilings | None) -> None:
+        from quire.bench.model_work import model_work
+
         self.llm = llm
         self.config: EngineConfig = llm.config
         self.vocab_size = self.config.vocab_size
         self.max_model_len = self.config.scheduler.max_model_len
         self.trace: StepRecorder = watch(llm)
         self._limits = limits
-        self._work = ModelWork.of(self.config)
+        self._work = model_work(self.config)
         self._groups: Sequence[KVGroup] = llm._core.capacity.groups
 
     def prepare(self, work: Workload) -> Callable[[], object]:

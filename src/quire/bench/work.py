@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from quire.arrays import Int32
-from quire.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """Least work of one attention layer. window: in tokens, or None. kv_bytes: of one token.
+    pair_flops: of one query attending to one key, over all heads."""
+
+    window: int | None
+    kv_bytes: int
+    pair_flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWork:
+    """Least work of the experts of all layers. bytes: all experts' weights. share: of the experts
+    that one token takes. flops: per token."""
+
+    layers: int = 0
+    bytes: int = 0
+    share: float = 0.0
+    flops: float = 0.0
+
+    def touched(self, tokens: int) -> float:
+        """Returns the bytes of the experts that some token takes, if all are as likely."""
+        return self.bytes * float(1.0 - (1.0 - self.share) ** tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
     """Least traffic and arithmetic. Weights are read once a step; activations stay in caches.
 
-    body_bytes, head_bytes: weights of all layers, and of the head. body_flops: of the linear
-    layers, per token. head_flops: per row of logits. embedding_bytes: read per token.
-    windows: (window or None, layers with it). kv_bytes: of one token in one layer. pair_flops: of
-    one query attending to one key, over all heads of one layer.
+    body_bytes, head_bytes: weights of all layers but their experts, and of the head. body_flops: of
+    the `linear_layers`, per token. head_flops: per row of logits. embedding_bytes: read per token.
+    attention: each kind of layer, and how many there are. state_bytes: recurrent states of one
+    request, over all `state_layers`; state_flops: per token.
     """
 
     body_bytes: int
@@ -27,50 +50,16 @@ class ModelWork:
     body_flops: int
     head_flops: int
     embedding_bytes: int
-    windows: tuple[tuple[int | None, int], ...]
-    kv_bytes: int
-    pair_flops: int
+    linear_layers: int
+    attention: tuple[tuple[AttentionWork, int], ...]
+    experts: ExpertsWork = ExpertsWork()
+    state_layers: int = 0
+    state_bytes: int = 0
+    state_flops: int = 0
 
-    @classmethod
-    def of(cls, config: EngineConfig) -> ModelWork:
-        """From a model without weights. With several ranks, the work of one of them."""
-        import torch
-
-        from quire.engine.ranks import model_of_rank
-        from quire.layers.linear import Linear
-        from quire.models import load_config, model_quantization, spec_from_config
-
-        hf_config = load_config(config.model_path)
-        spec = spec_from_config(hf_config)
-        dtype = getattr(torch, config.dtype)
-        quantization = model_quantization(
-            config.model_path, hf_config, spec, config.args.quantization
-        )
-        world = config.args.tensor_parallel_size
-        model = model_of_rank(spec, quantization, world, dtype)
-        head = spec.vocab_size * spec.hidden_size // world
-        outside = {"embedding", "positions", "head"}
-        body_bytes = sum(
-            parameter.numel() * parameter.dtype.itemsize
-            for name, parameter in model.named_parameters()
-            if name.partition(".")[0] not in outside
-        )
-        products = sum(
-            (module.columns[1] - module.columns[0]) * sum(module.sizes)
-            for module in model.layers.modules()
-            if isinstance(module, Linear)
-        )
-        attention = spec.attention[0]
-        return cls(
-            body_bytes=body_bytes,
-            head_bytes=head * dtype.itemsize,
-            body_flops=2 * products,
-            head_flops=2 * head,
-            embedding_bytes=spec.hidden_size * dtype.itemsize,
-            windows=tuple(Counter(map(spec.window, spec.attention)).items()),
-            kv_bytes=2 * max(1, attention.kv_heads // world) * attention.head_dim * dtype.itemsize,
-            pair_flops=4 * attention.heads * attention.head_dim // world,
-        )
+    @property
+    def attention_layers(self) -> int:
+        return sum(layers for _, layers in self.attention)
 
     def of_step(self, first: Int32, count: Int32, logit_rows: int) -> tuple[float, float]:
         """(bytes, FLOPs) of a step; its rows compute `count` positions from `first`, int32 [R]."""
@@ -80,19 +69,34 @@ class ModelWork:
     def parts_of_step(
         self, first: Int32, count: Int32, logit_rows: int
     ) -> dict[str, tuple[float, float]]:
-        """Returns (bytes, FLOPs) of a step by kind of kernel."""
+        """Returns (bytes, FLOPs) of a step by kind of kernel; only kinds that the model has."""
         tokens = int(count.sum())
         bytes_ = flops = 0.0
-        for window, layers in self.windows:
-            seen, pairs = attended(first, count, window)
-            bytes_ += layers * (seen + tokens) * self.kv_bytes
-            flops += layers * pairs * self.pair_flops
-        return {
+        for work, layers in self.attention:
+            seen, pairs = attended(first, count, work.window)
+            bytes_ += layers * (seen + tokens) * work.kv_bytes
+            flops += layers * pairs * work.pair_flops
+        parts = {
             "projections": (self.body_bytes, tokens * self.body_flops),
             "attention": (bytes_, flops),
+            "experts": (self.experts.touched(tokens), tokens * self.experts.flops),
+            # A state is read and written once a step.
+            "states": (2 * len(count) * self.state_bytes, tokens * self.state_flops),
             "embedding": (tokens * self.embedding_bytes, 0.0),
             "head": (self.head_bytes if logit_rows else 0, logit_rows * self.head_flops),
         }
+        present = {
+            "attention": self.attention_layers,
+            "experts": self.experts.layers,
+            "states": self.state_layers,
+        }
+        return {name: part for name, part in parts.items() if present.get(name, 1)}
+
+    def held_bytes(self, tokens: int, requests: int) -> int:
+        """Returns the bytes of KV and states of requests that hold so many tokens, without what
+        windows let go."""
+        kept = sum(layers * work.kv_bytes for work, layers in self.attention)
+        return tokens * kept + requests * self.state_bytes
 
 
 def attended(first: Int32, count: Int32, window: int | None) -> tuple[int, int]:

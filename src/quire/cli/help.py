@@ -52,6 +52,7 @@ SUBJECTS = (
             "ignore_reasoning_effort", "max_body_mb",
             "request_timeout",
             "response_store_size", "response_store_mb", "response_store_hours",
+            "batch_dir", "batch_dir_gb", "batch_file_mb", "batch_days",
             "structured_outputs_timeout", "structured_outputs_cache",
         ),
     ),
@@ -59,8 +60,9 @@ SUBJECTS = (
         "Device and memory",
         ("device", "gpu_memory_utilization", "kv_cache_gb", "kv_cache_dtype"),
         (
-            "tensor_parallel_size", "num_kv_blocks", "block_size", "enable_prefix_caching",
-            "host_cache_gb", "disk_cache", "disk_cache_gb",
+            "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel",
+            "num_kv_blocks", "block_size", "enable_prefix_caching", "host_cache_gb", "disk_cache",
+            "disk_cache_gb",
         ),
     ),
     Subject(

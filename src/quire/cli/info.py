@@ -16,6 +16,7 @@ from quire.config import EngineArgs
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.models.spec import LayerSpec
     from quire.plan import KVGroup
 
 Section = dict[str, Any]
@@ -29,7 +30,7 @@ def info(engine: EngineArgs, *, as_json: bool) -> None:
         "versions": versions(),
         "devices": devices(),
         "model": model_section(config),
-        "tensor_parallel_size": ranks_section(config),
+        "ranks": ranks_section(config),
         "settings": settings_section(config),
         "chosen": choices_section(config),
         "architectures": architectures(),
@@ -111,12 +112,7 @@ def model_section(config: EngineConfig) -> Section:
         "architecture": spec.architecture,
         "layers": len(spec.layers),
         "hidden_size": spec.hidden_size,
-        "attention": "; ".join(
-            dict.fromkeys(
-                f"{mixer.heads} heads, {mixer.kv_heads} KV heads of {mixer.head_dim}"
-                for mixer in spec.attention
-            )
-        ),
+        "attention": "; ".join(dict.fromkeys(filter(None, map(_attention, spec.layers)))),
         "vocab_size": spec.vocab_size,
         "parameters": parameters,
         "weight_bytes": weight_bytes,
@@ -126,6 +122,16 @@ def model_section(config: EngineConfig) -> Section:
         "state_bytes_per_request": states,
         "kv_tokens_estimate": None if capacity is None else int(capacity // per_token),
     }
+
+
+def _attention(layer: LayerSpec) -> str:
+    """Returns what a layer's attention reads, nothing for a layer without."""
+    mixer: Any = layer.mixer
+    if hasattr(mixer, "kv_heads"):
+        return f"{mixer.heads} heads, {mixer.kv_heads} KV heads of {mixer.head_dim}"
+    if hasattr(mixer, "rank"):
+        return f"{mixer.heads} heads on latents of {mixer.rank} + {mixer.width - mixer.rank}"
+    return ""
 
 
 def _token_bytes(group: KVGroup) -> int:

@@ -27,32 +27,28 @@ def resolve(args: EngineArgs) -> EngineConfig:
         ModelError: there is no such model, or its architecture is unknown.
         ConfigError: a setting contradicts the model or the machine.
     """
-    from quire.models import (
-        load_config,
-        model_quantization,
-        resolve_model_path,
-        spec_from_config,
-    )
+    from quire import models
 
-    path = resolve_model_path(args.model, args.revision)
-    hf_config = load_config(path)
-    spec = spec_from_config(hf_config)
+    path = models.resolve_model_path(args.model, args.revision)
+    hf_config = models.load_config(path)
+    spec = models.spec_from_config(hf_config)
     # Both refuse before workers start.
-    quantization = model_quantization(path, hf_config, spec, args.quantization)
+    quantization = models.model_quantization(path, hf_config, spec, args.quantization)
     if args.speculates:
         # Few engines do.
         from quire.speculation.settings import check_settings
 
         check_settings(args, spec)
     device = _device(args.device)
-    if args.tensor_parallel_size > 1:
+    if args.ranks > 1 or args.enable_expert_parallel:
         from quire.engine.ranks import check_ranks
 
         check_ranks(args, device, spec, quantization)
     tokenizer = path
     if args.tokenizer is not None:
-        tokenizer = resolve_model_path(args.tokenizer, None)
-    defaults = _CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS
+        tokenizer = models.resolve_model_path(args.tokenizer, None)
+    defaults = dict(_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)
+    defaults["steps_in_flight"] += args.pipeline_parallel_size - 1
     picked = {name: _or(getattr(args, name), default) for name, default in defaults.items()}
     if "overlap" in args.disable:
         picked["steps_in_flight"] = 1
@@ -64,6 +60,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
         )
     scheduler = SchedulerConfig(
         **picked,
+        lag=args.pipeline_parallel_size,
         max_model_len=_max_model_len(args.max_model_len, spec.max_positions),
         enable_prefix_caching=args.enable_prefix_caching,
         enable_chunked_prefill=args.enable_chunked_prefill,
@@ -106,7 +103,7 @@ def build_core(
     tenants: requests may name tenants, who share the engine fairly.
     """
     entries = features_at_start(config, complete=complete)
-    hooks, ranks = hooks_of(entries, config), config.args.tensor_parallel_size
+    hooks, ranks = hooks_of(entries, config), config.args.ranks
     loop_features = [entry.open(config) for entry in entries]
     order = _order(config.scheduler, tenants)
     if ranks > 1:

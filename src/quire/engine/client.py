@@ -53,6 +53,9 @@ class EngineClient:
 
     Made by `launch`, or by `attach` where another process has launched the engine. Belongs to the
     event loop that made it.
+
+    Attributes:
+        asleep: between `sleep` and `wake`; requests fail.
     """
 
     config: EngineConfig
@@ -61,6 +64,7 @@ class EngineClient:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._compiler: Compiler | None = None
+        self.asleep = False
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -121,6 +125,17 @@ class EngineClient:
         Requests fail when the engine dies, and are taken again when it has been started again.
         """
         return self._replicas.alive
+
+    async def sleep(self) -> None:
+        """Ends the engine's process; its devices are free then. Running requests fail."""
+        self.asleep = True
+        await asyncio.gather(*(engine.sleep() for engine in self.replicas))
+
+    async def wake(self) -> None:
+        """Starts the engine again, and waits until it takes requests. Raises QuireError where it
+        cannot start."""
+        await asyncio.gather(*(engine.wake() for engine in self.replicas))
+        self.asleep = False
 
     @property
     def responsive(self) -> bool:

@@ -55,6 +55,10 @@ FEATURES = (
         _imported("quire.speculation.hook:open_hook"),
         wanted=lambda config: config.args.speculates,
     ),
+    FeatureEntry(
+        _imported("quire.engine.rank_stats:RankStatistics"),
+        wanted=lambda config: config.args.ranks > 1,
+    ),
     # After drafts: masks of their positions need what others have written.
     FeatureEntry(
         _imported("quire.structured:open_grammars"),
@@ -81,7 +85,7 @@ def features_at_start(config: EngineConfig, *, complete: bool) -> list[FeatureEn
         that has several ranks, always begins with these.
     """
     captured = config.device != "cpu" and not config.eager
-    ready = complete or captured or config.args.tensor_parallel_size > 1
+    ready = complete or captured or config.args.ranks > 1
     return [
         entry for entry in FEATURES if entry.wanted(config) or (ready and entry.asked is not None)
     ]

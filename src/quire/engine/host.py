@@ -56,6 +56,7 @@ class EngineHost:
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.TimerHandle | None = None
         self._closing = False
+        self._resting = False
         self._exited = asyncio.Event()
 
     def start(self, on_death: Callable[[int], None]) -> None:
@@ -87,7 +88,7 @@ class EngineHost:
 
     def _died(self, status: int) -> None:
         self._exited.set()
-        if self._closing:
+        if self._closing or self._resting:
             return
         self.deaths += 1
         if time.monotonic() - self._began > _HEALTHY:
@@ -107,6 +108,20 @@ class EngineHost:
         if self._closing:
             return
         self._closing = True
+        await self._end(ask)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def rest(self, ask: Callable[[], None]) -> None:
+        """Ends the process as `stop` does, and waits until it is gone; `wake` starts another."""
+        self._resting = True
+        await self._end(ask)
+        await self._exited.wait()
+
+    def wake(self) -> None:
+        self._resting = False
+        self._launch()
+
+    async def _end(self, ask: Callable[[], None]) -> None:
         if self._again is not None:
             self._again.cancel()
         if self.process.poll() is None:
@@ -115,7 +130,6 @@ class EngineHost:
                 await asyncio.wait_for(self._exited.wait(), _STOP_SECONDS)
             if self.process.poll() is None:
                 self.process.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _private_folder() -> Path:

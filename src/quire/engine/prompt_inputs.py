@@ -34,21 +34,6 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return many
 
 
-def as_conversations(messages: object) -> list[Sequence[Mapping[str, Any]]]:
-    """Returns one conversation or several as a list. Raises RequestError where they are neither."""
-    if _all(Mapping, messages):
-        return [messages]  # type: ignore[list-item]
-    if isinstance(messages, list | tuple) and all(_all(Mapping, each) for each in messages):
-        return list(messages)
-    raise RequestError("a conversation is a list of dicts with role and content", "messages")
-
-
-def _all(kind: type, items: object) -> bool:
-    return (
-        isinstance(items, list | tuple) and bool(items) and all(isinstance(i, kind) for i in items)
-    )
-
-
 def read_prompt(prompt: Prompt) -> tuple[str | None, str | Sequence[int]]:
     """Returns (the prompt's text, what to tokenize or run).
 

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
+from quire.executor import OnProgress
+from quire.layers.experts import ExpertsSpec
 from quire.models import Decoder, ModelSpec, build_model
+from quire.models.stages import stage_layers
 from quire.parallel import SingleGroup
+from quire.parallel.pipeline import Pipeline, stage_of
 from quire.parallel.torch_group import TorchGroup, join_group
 from quire.quantization import Quantization
+from quire.runner import Hook, ModelRunner
 
 _SIZES = (2, 3, 4, 5, 6, 8, 16)
-_PARAM = "tensor_parallel_size"
+_PARAM, _STAGES = "tensor_parallel_size", "pipeline_parallel_size"
 
 
 class _Ranked(SingleGroup):
     """Stands for one of several ranks where only shapes are asked for."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
         self.world = world
 
 
@@ -33,18 +40,45 @@ def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
     return replace(config, device=f"cuda:{first + rank}")
 
 
-def group_of_ranks(
-    config: EngineConfig, folder: str, rank: int, world: int, timeout: float
-) -> TorchGroup:
-    """Meets the other ranks, see `join_group`. config: with the rank's own device."""
-    device = torch.device(config.device)
-    group = join_group(device, folder, rank, world, timeout)
-    if device.type == "cpu" or "symmetric" in config.args.disable:
-        return group
-    # A CPU has no kernels for it.
-    from quire.parallel.symmetric_memory import symmetric_group
+def open_worker(
+    config: EngineConfig,
+    folder: str,
+    rank: int,
+    world: int,
+    timeout: float,
+    progress: OnProgress | None = None,
+    hooks: Sequence[Hook] = (),
+) -> tuple[TorchGroup, ModelRunner]:
+    """Meets the other ranks (see `join_group`), and makes this one's worker. config: with the
+    rank's own device. hooks: of a worker that draws tokens (`draws_tokens`).
 
-    return symmetric_group(device, getattr(torch, config.dtype))
+    Returns the group of those who share the worker's layers, and the worker.
+    """
+    device, stages = torch.device(config.device), config.args.pipeline_parallel_size
+    group = join_group(device, folder, rank, world, timeout)
+    pipeline = None
+    if stages > 1:
+        pipeline = Pipeline(stages, timeout)
+        group = pipeline.group
+    if device.type == "cuda" and group.world > 1 and "symmetric" not in config.args.disable:
+        # A CPU has no kernels for it.
+        from quire.parallel.symmetric_memory import symmetric_group
+
+        group = symmetric_group(device, getattr(torch, config.dtype), group.handle)
+    if pipeline is None:
+        return group, ModelRunner(config, progress, hooks, group)
+    # Few engines are pipelines.
+    from quire.runner.stages import EarlierStage, LastStage
+
+    if pipeline.stage < stages - 1:
+        return group, EarlierStage(config, pipeline, group)
+    return group, LastStage(config, pipeline, group, progress, hooks)
+
+
+def draws_tokens(config: EngineConfig, rank: int, world: int) -> bool:
+    """Whether a rank is in the last stage, where hooks take part."""
+    stages = config.args.pipeline_parallel_size
+    return stage_of(rank, world, stages) == stages - 1
 
 
 def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Quantization) -> None:
@@ -54,55 +88,99 @@ def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Qu
         ConfigError: names what is in the way, and for a model the sizes that it allows.
     """
     world = args.tensor_parallel_size
-    for name in ("deterministic", "host_cache_gb"):
-        if getattr(args, name):
-            raise ConfigError(
-                f"{name} is not supported with {_PARAM}={world}: " + _REASONS[name], name
-            )
+    _check_settings(args)
+    if args.enable_expert_parallel and (world == 1 or not has_experts(spec)):
+        lack = f"{_PARAM} of at least 2" if world == 1 else "a model with experts"
+        raise ConfigError(f"enable_expert_parallel needs {lack}", "enable_expert_parallel")
     if device != "cpu":
-        _check_devices(device, world)
-    reason = obstacle(spec, quantization, world)
+        _check_devices(device, args)
+    whole = args.enable_expert_parallel
+    reason = obstacle(spec, quantization, world, whole)
     if reason is not None:
-        sizes = [str(size) for size in _SIZES if obstacle(spec, quantization, size) is None]
+        sizes = [str(size) for size in _SIZES if obstacle(spec, quantization, size, whole) is None]
         allowed = f"it can be shared out over {', '.join(sizes)}" if sizes else "it takes one"
         raise ConfigError(f"{_PARAM}={world}: {reason}; {allowed}", _PARAM)
+    if args.pipeline_parallel_size > 1:
+        stage_layers(spec, args.pipeline_parallel_size, quantization)
 
 
+_ADAPTERS = "adapters are loaded into all layers at once"
+_DRAFTS = "drafts would have to be drawn in the first stage, and verified in the last"
+_BLOCKS = "KV blocks are moved to the host by one rank only"
 _REASONS = {
-    "deterministic": "sums over ranks round otherwise than those of one rank",
-    "host_cache_gb": "KV blocks are moved to the host by one rank only",
+    _PARAM: {
+        "deterministic": "sums over ranks round otherwise than those of one rank",
+        "host_cache_gb": _BLOCKS,
+    },
+    _STAGES: {
+        "speculative": _DRAFTS,
+        "speculative_model": _DRAFTS,
+        "enable_lora": _ADAPTERS,
+        "lora": _ADAPTERS,
+        "lora_dir": _ADAPTERS,
+        "host_cache_gb": _BLOCKS,
+    },
 }
+"""Settings that do not go with several ranks, or stages, and why."""
 
 
-def obstacle(spec: ModelSpec, quantization: Quantization, world: int) -> str | None:
+def _check_settings(args: EngineArgs) -> None:
+    for size, reasons in _REASONS.items():
+        count = getattr(args, size)
+        for name, reason in reasons.items():
+            if count > 1 and getattr(args, name):
+                raise ConfigError(f"{name} is not supported with {size}={count}: {reason}", name)
+    stages, depth = args.pipeline_parallel_size, args.steps_in_flight
+    if 1 < stages < (depth or 0) - 1:
+        raise ConfigError(
+            f"steps_in_flight={depth} is more than {_STAGES}={stages} can use, which is "
+            f"{stages + 1}",
+            "steps_in_flight",
+        )
+
+
+def has_experts(spec: ModelSpec) -> bool:
+    return any(isinstance(layer.ffn, ExpertsSpec) for layer in spec.layers)
+
+
+def obstacle(
+    spec: ModelSpec, quantization: Quantization, world: int, expert_parallel: bool
+) -> str | None:
     """Returns what keeps a model's layers from being shared out over so many ranks, or None."""
     try:
-        model_of_rank(spec, quantization, world)
+        model_of_rank(spec, quantization, world, expert_parallel=expert_parallel)
     except ConfigError as error:
         return str(error)
     return None
 
 
 def model_of_rank(
-    spec: ModelSpec, quantization: Quantization, world: int, dtype: torch.dtype | None = None
-) -> Decoder:
-    """Returns one rank's share of a model, without content.
+    spec: ModelSpec, quantization: Quantization, world: int, dtype: torch.dtype | None = None,
+    *, rank: int = 0, expert_parallel: bool = False,
+) -> Decoder:  # fmt: skip
+    """Returns a rank's share of a model, without content. The first rank has the least of what does
+    not divide evenly, and the last one the most.
 
     Raises:
         ConfigError: the model cannot be shared out over so many ranks.
     """
-    group = _Ranked(world)
-    return build_model(spec, device="meta", dtype=dtype, group=group, quantization=quantization)
+    group = _Ranked(rank, world)
+    return build_model(
+        spec, device="meta", dtype=dtype, group=group, quantization=quantization,
+        expert_parallel=expert_parallel,
+    )  # fmt: skip
 
 
-def _check_devices(device: str, world: int) -> None:
+def _check_devices(device: str, args: EngineArgs) -> None:
     first, count = torch.device(device).index or 0, torch.cuda.device_count()
-    if first + world <= count:
+    if first + args.ranks <= count:
         return
+    sizes = ((name, getattr(args, name)) for name in (_PARAM, _STAGES))
+    given = " and ".join(f"{name}={size}" for name, size in sizes if size > 1)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     limited = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     raise ConfigError(
-        f"{_PARAM}={world} needs {world} GPUs from cuda:{first} on, but this process sees {count}"
+        f"{given}: {args.ranks} GPUs are needed from cuda:{first} on, but this process sees {count}"
         + limited,
-        _PARAM,
+        _PARAM if args.tensor_parallel_size > 1 else _STAGES,
     )

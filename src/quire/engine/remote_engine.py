@@ -105,6 +105,29 @@ class RemoteEngine:
             await self.host.stop(self.host.process.kill if loading else self._ask_to_stop)
         self._link.close()
 
+    async def sleep(self) -> None:
+        """Ends the engine's process, which this client has started, and with it all that it holds
+        of its devices. Running requests fail."""
+        if self.host is None:
+            raise QuireError("the engine is another process's child")
+        self._fail_all(EngineDeadError("the engine sleeps"))
+        self._on_progress = None
+        await self.host.rest(self._ask_to_stop)
+
+    async def wake(self) -> None:
+        """Starts the engine again, and waits until it takes requests.
+
+        Raises:
+            QuireError: it could not start; the host goes on trying.
+        """
+        if self.host is None:
+            raise QuireError("the engine is another process's child")
+        self._ready = asyncio.get_running_loop().create_future()
+        self.host.wake()
+        await self.loaded()
+        self._heartbeat.heard()
+        self.alive = True
+
     def _ask_to_stop(self) -> None:
         with contextlib.suppress(EngineDeadError):
             self._link.send(Shutdown())

@@ -159,11 +159,11 @@ def environments(args: EngineArgs, count: int) -> list[dict[str, str]]:
     names = list(map(str, range(torch.cuda.device_count())))
     if visible is not None:
         names = [name.strip() for name in visible.split(",")][: len(names)]
-    each = args.tensor_parallel_size
+    each = args.ranks
     if count * each > len(names):
         raise ConfigError(
-            f"{_PARAM}={count} with tensor_parallel_size={each} needs {count * each} GPUs, but "
-            f"{len(names)} are visible",
+            f"{_PARAM}={count} engines on {each} GPUs each need {count * each}, but {len(names)} "
+            "are visible",
             _PARAM,
         )
     return [

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.config import EngineConfig
-from quire.runner import Hook
+from quire.engine.stats import RankStats
+from quire.runner import Hook, ModelRunner
 from quire.runner.model_runner import limits_of
 
 _NEVER = -1
@@ -33,19 +34,39 @@ def share(hooks: Sequence[Hook], config: EngineConfig, folder: str, *, create: b
 
 
 class FlightRecorder:
-    """Holds the last step that each rank has launched, and the last that it has read."""
+    """Holds the last step that each rank has launched, the last that it has read, and counts."""
 
     def __init__(self, folder: str, world: int, *, create: bool = False) -> None:
         path, mode = os.path.join(folder, "steps"), "w+" if create else "r+"
         self._steps = np.memmap(path, dtype=np.int64, mode=mode, shape=(world, 2))  # type: ignore[call-overload]
+        path, fields = os.path.join(folder, "counts"), len(RankStats.__struct_fields__)
+        self._counts = np.memmap(path, dtype=np.float64, mode=mode, shape=(world, fields))  # type: ignore[call-overload]
         if create:
             self._steps[:] = _NEVER
 
     def launched(self, rank: int, step_id: int) -> None:
         self._steps[rank, 0] = step_id
 
-    def read(self, rank: int, step_id: int) -> None:
+    def read(self, rank: int, step_id: int, device_us: float) -> None:
         self._steps[rank, 1] = step_id
+        self._counts[rank, :2] += 1, device_us * 1e-6
+
+    def holds(self, rank: int, worker: ModelRunner) -> None:
+        """Takes down what a worker that has started holds."""
+        parameters = (each for each in worker.model.parameters() if not each.is_meta)
+        cache = worker.cache
+        blocks = (cache.block_tensors(index) for index in range(len(cache.groups)))
+        self._counts[rank, 2:] = (
+            sum(parameter.nbytes for parameter in parameters),
+            sum(tensor.nbytes for tensors in blocks for tensor in tensors),
+        )
+
+    def stats(self) -> list[RankStats]:
+        """Returns the counts of all ranks, in order."""
+        return [
+            RankStats(int(steps), seconds, int(weights), int(kv))
+            for steps, seconds, weights, kv in self._counts.tolist()
+        ]
 
     def lines(self) -> list[tuple[int, int]]:
         """Returns each rank's last steps, launched and read; -1: none."""

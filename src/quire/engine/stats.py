@@ -9,6 +9,16 @@ from quire.offload.tier_stats import TierStats
 from quire.speculation.source_stats import SpeculationStats
 
 
+class RankStats(msgspec.Struct):
+    """One of several ranks. steps: that it has read. device_seconds: the device's time that these
+    took, waits for other ranks included. weight_bytes, kv_bytes: what it holds."""
+
+    steps: int = 0
+    device_seconds: float = 0.0
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+
+
 class EngineStats(msgspec.Struct):
     """Block counts are per KV group; counters count since the start.
 
@@ -17,8 +27,8 @@ class EngineStats(msgspec.Struct):
     broken_logits: completions that ended as their logits were not numbers.
     evicted_blocks: evicted from the device's cache. copied_blocks: shared only in part.
     swapped: preemptions after which blocks were to be brought back rather than computed again.
-    tiers, speculation: None without any. adapters: see `AdapterFeature.stats`. histograms: see
-        `Telemetry`.
+    tiers, speculation: None without any. adapters: see `AdapterFeature.stats`. ranks: empty where
+        there is one. histograms: see `Telemetry`.
     """
 
     running: int = 0
@@ -41,4 +51,5 @@ class EngineStats(msgspec.Struct):
     tiers: TierStats | None = None
     adapters: dict[str, float] = {}
     speculation: SpeculationStats | None = None
+    ranks: list[RankStats] = []
     histograms: dict[str, Histogram] = {}

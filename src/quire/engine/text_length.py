@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sized
 
 from quire.errors import RequestError
-
-if TYPE_CHECKING:
-    from quire.engine.tokenizer import Tokenizer
 
 _CHARS = 6
 """Characters for each token that is allowed, in the part of a long text that is tokenized first."""
 _MARGIN = 1.25
-"""Where a text is cut, its tokens may be others than in the whole."""
+"""Factor on the tokens that are allowed: at a cut, a text's tokens may be others than in the whole."""
 
 
-def check_length(tokenizer: Tokenizer, text: str, most: int) -> None:
+def check_length(text: str, most: int, longest: int, encode: Callable[[str], Sized]) -> None:
     """Refuses a text that has more than `most` tokens, unless all of it is needed to tell.
+
+    Args:
+        longest: upper bound of a token's characters.
+        encode: returns a text's tokens.
 
     Raises:
         RequestError: the text is longer than so many of the longest tokens, or its beginning alone
             has a quarter more tokens.
     """
-    if len(text) > most * tokenizer.longest:
+    if len(text) > most * longest:
         raise _too_long(text, most)
     part = most * _CHARS
-    if len(text) > 2 * part and len(tokenizer.encode(text[:part])) > most * _MARGIN:
+    if len(text) > 2 * part and len(encode(text[:part])) > most * _MARGIN:
         raise _too_long(text, most)
 
 

@@ -104,7 +104,7 @@ class Tokenizer:
             # Few texts are as long.
             from quire.engine.text_length import check_length
 
-            check_length(self, text, most)
+            check_length(text, most, self.longest, self.encode)
         try:
             # `encode` would hold the interpreter's lock all the while.
             (found,) = self.hub.encode_batch_fast([text], add_special_tokens=add_special_tokens)

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 from quire.engine.features import features_at_start, hooks_of
 from quire.engine.messages import Failure
-from quire.engine.ranks import group_of_ranks
+from quire.engine.ranks import draws_tokens, open_worker
 from quire.engine.shared_memory import FlightRecorder, share
 from quire.engine.worker_messages import (
     Allocate,
@@ -34,7 +34,7 @@ from quire.engine.worker_messages import (
 )
 from quire.errors import QuireError
 from quire.parallel.torch_group import leave_group
-from quire.runner import ModelRunner
+from quire.runner import Hook
 
 
 def serve(pipe: Connection) -> None:
@@ -43,11 +43,12 @@ def serve(pipe: Connection) -> None:
     if not isinstance(setup, Setup):
         raise QuireError("a worker is made before anything else")
     config, rank, world = setup.config, setup.rank, setup.world
-    hooks = hooks_of(features_at_start(config, complete=True), config)
-    share(hooks, config, setup.folder, create=False)
+    hooks: list[Hook] = []
+    if draws_tokens(config, rank, world):
+        hooks = hooks_of(features_at_start(config, complete=True), config)
+        share(hooks, config, setup.folder, create=False)
     recorder = FlightRecorder(setup.folder, world)
-    group = group_of_ranks(config, setup.folder, rank, world, setup.timeout)
-    worker = ModelRunner(config, None, hooks, group)
+    group, worker = open_worker(config, setup.folder, rank, world, setup.timeout, hooks=hooks)
     launched: deque[int] = deque()
     while True:
         match decode_to_worker(pipe.recv_bytes()):
@@ -56,9 +57,9 @@ def serve(pipe: Connection) -> None:
                 launched.append(plan.step_id)
                 worker.submit(plan)
             case Collect():
-                worker.collect()
+                result = worker.collect()
                 step_id = launched.popleft()
-                recorder.read(rank, step_id)
+                recorder.read(rank, step_id, result.gpu_us)
                 group.check(step_id)
             case Measure():
                 pipe.send_bytes(encode(Done(worker.measure())))
@@ -67,6 +68,7 @@ def serve(pipe: Connection) -> None:
                 pipe.send_bytes(encode(Done()))
             case Capture():
                 worker.capture()
+                recorder.holds(rank, worker)
                 if config.device != "cpu" and not config.eager:
                     group.started()
                 # What stands now stands for good: the collector need not walk it again and again.

@@ -12,8 +12,9 @@ from typing import Any
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
+from quire.engine.rank_stats import ASK
 from quire.engine.rank_watch import RankWatch
-from quire.engine.ranks import config_of_rank, group_of_ranks
+from quire.engine.ranks import config_of_rank, open_worker
 from quire.engine.remote_worker import RemoteWorker
 from quire.engine.shared_memory import FlightRecorder, share
 from quire.engine.worker_messages import (
@@ -31,7 +32,7 @@ from quire.errors import EngineDeadError
 from quire.executor import Capacity, OnProgress
 from quire.parallel.torch_group import abort_group, leave_group
 from quire.plan import HeadInputs, StepPlan, StepResult
-from quire.runner import Hook, ModelRunner
+from quire.runner import Hook
 
 _MEMORY = "/dev/shm"
 _STEP_SECONDS = 60.0
@@ -43,7 +44,8 @@ _LEAVE_SECONDS = 5.0
 class WorkerExecutor:
     """Fans plans out to the workers of all ranks.
 
-    world: ranks. All of them sample; the first's results are the engine's.
+    world: ranks. Those of a pipeline's last stage sample, or all; the first's results are the
+        engine's.
     timeout: seconds that a step may take; None: chosen here.
     local: the first rank's worker. workers: those of the others, in order.
     """
@@ -74,8 +76,9 @@ class WorkerExecutor:
                 self.workers.append(RemoteWorker(setup))
             self._watch = RankWatch(self.workers, self._recorder, abort_group, timeout)
             with self._watch.waiting(limited=False):
-                self._group = group_of_ranks(own, folder, 0, world, timeout)
-            self.local = ModelRunner(own, progress, hooks, self._group)
+                self._group, self.local = open_worker(
+                    own, folder, 0, world, timeout, progress, hooks
+                )
         except BaseException:
             self.shutdown()
             raise
@@ -103,6 +106,7 @@ class WorkerExecutor:
             self._await()
             self._call(Capture())
             capacity = self.local.capture()
+            self._recorder.holds(0, self.local)
             self._await()
             if self._captured:
                 self._group.started()
@@ -141,12 +145,12 @@ class WorkerExecutor:
             self._call(Collect())
             result = self.local.collect()
             step_id = self._launched.popleft()
-            self._recorder.read(0, step_id)
+            self._recorder.read(0, step_id, result.gpu_us)
             self._group.check(step_id)
         return result
 
     def control(self, message: dict[str, Any]) -> Any:
-        return self.local.control(message)
+        return self._recorder.stats() if message == ASK else self.local.control(message)
 
     def shutdown(self) -> None:
         broken = self._watch is not None and self._watch.error is not None

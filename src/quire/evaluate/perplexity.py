@@ -148,8 +148,9 @@ def _mean(scores: Tensor) -> float:
 
 
 def _resolve(args: EngineArgs) -> EngineConfig:
-    if args.tensor_parallel_size > 1:
-        raise ConfigError("perplexity is measured on one rank", "tensor_parallel_size")
+    if args.ranks > 1:
+        name = "tensor" if args.tensor_parallel_size > 1 else "pipeline"
+        raise ConfigError("perplexity is measured on one rank", f"{name}_parallel_size")
     # A window is computed whole, without what an earlier one left behind.
     return resolve(replace(args, enable_prefix_caching=False, enforce_eager=True))
 

@@ -160,7 +160,7 @@ class LatentAttention(nn.Module):
         """Returns x + attention(norm(x)), [T, hidden]."""
         spec = self.spec
         inputs: Tensor = self.inputs(x.total(), norm=norm)
-        q, latent = inputs.split(self.inputs.sizes, dim=1)
+        q, latent = torch.split(inputs, self.inputs.sizes, dim=1)
         if self.q_b is not None:
             q = self.q_b(q, norm=self.q_norm)
         turns: dict[str, Any] = {
@@ -176,8 +176,8 @@ class LatentAttention(nn.Module):
             slots=group.slots,
             **turns,
         )
-        keys, values = self.kv_b.weight.split([spec.key_dim, spec.value_dim], dim=1)
-        heads = q.unflatten(1, (-1, spec.query_dim))
+        keys, values = torch.split(self.kv_b.weight, [spec.key_dim, spec.value_dim], dim=1)
+        heads = q.view(len(q), -1, spec.query_dim)
         means = latent_ops.latent_attention(
             latent_ops.latent_queries(heads, keys, **turns),
             kv,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -45,8 +44,14 @@ class Block(nn.Module):
         return max(mixer, mlp)
 
 
-class Decoder(nn.Module):
-    """Token ids to hidden states to logits. Weights are empty until `load_weights`."""
+class DecoderLayers(nn.Module):
+    """The layers of a model, and what they keep of tokens.
+
+    own: the layers that are computed, and whose KV is given: all, unless it is a stage of a
+        pipeline (`stages.py`). gives_logits: whether the head is here, as it is in the last stage.
+    """
+
+    gives_logits = True
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__()
@@ -54,16 +59,8 @@ class Decoder(nn.Module):
         self.group = build.group
         self.device = build.device
         self.dtype = build.dtype
-        self.embedding = VocabEmbedding(
-            spec.vocab_size, spec.hidden_size, build.within("embedding")
-        )
-        self.positions: PositionEmbedding | None = None
-        if spec.learned_positions is not None:
-            self.positions = PositionEmbedding(
-                spec.learned_positions, spec.hidden_size, build.within("positions")
-            )
         ropes = dict.fromkeys(rope for rope in map(_rope, spec.layers) if rope is not None)
-        tables = {
+        tables: dict[RopeSpec | None, RotaryTable] = {
             rope: RotaryTable(rope, spec.max_positions, device=build.device) for rope in ropes
         }
         self.rotary = nn.ModuleList(tables.values())
@@ -72,15 +69,8 @@ class Decoder(nn.Module):
             for index, layer in enumerate(spec.layers)
         ]
         self.layers = nn.ModuleList(blocks)
-        self.norm = spec.norm.layer(spec.hidden_size, build.within("norm"))
-        # Published models round it.
-        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
-        self.head = LMHead(
-            spec.hidden_size,
-            spec.vocab_size,
-            build.within("head"),
-            tied=self.embedding if spec.tied_head else None,
-        )
+        self.own = range(len(blocks))
+        self._shallow = 1 + max(map(spec.layers.index, set(spec.layers)))
         self._workspace: dict[Any, Any] = {}
         # Layers of one layout have what they keep booked together.
         layouts: list[MixerLayout] = [block.attention.layout for block in blocks]
@@ -90,7 +80,6 @@ class Decoder(nn.Module):
             dict.fromkeys(sorted(layouts, key=lambda layout: order.index(layout.kind)))
         )
         self._layer_groups = [self.kv_layouts.index(layout) for layout in layouts]
-        self._shallow = 1 + max(map(spec.layers.index, set(spec.layers)))
 
     def kv_groups(
         self, block_size: int, kv_format: ops.KVFormat | None = None, first: int = 0
@@ -124,6 +113,46 @@ class Decoder(nn.Module):
         widest: int = max(cast(Block, block).workspace_bytes(tokens) for block in blocks)
         return hidden + widest
 
+    def run(self, hidden: Tensor, batch: ForwardBatch, kv: Sequence[Any], shallow: bool) -> Tensor:
+        """Returns the stream [T, hidden] behind the layers, each of which stores its KV. See
+        `Decoder.forward`."""
+        stored = next((own.format for own in kv if isinstance(own, ops.KVLayer)), None)
+        for group_batch, layout in zip(batch.groups, self.kv_layouts, strict=True):
+            group_batch.scratch.setdefault("workspace", self._workspace)
+            if stored is not None:
+                group_batch.scratch["schedule"] = layout.schedule(batch, self.dtype, stored)
+        x = Residual(hidden)
+        depth = self._shallow if shallow else len(self.own)
+        for index, cache in zip(self.own[:depth], kv, strict=False):
+            x = self.layers[index](x, batch, batch.groups[self._layer_groups[index]], cache)
+        return x.total()
+
+    def finish(self) -> None:
+        """Ends loading."""
+        for module in self.modules():
+            if module is not self and callable(finish := getattr(module, "finish", None)):
+                finish()
+
+
+class Decoder(DecoderLayers):
+    """Token ids to hidden states to logits. Weights are empty until `load_weights`."""
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        super().__init__(spec, build)
+        self.embedding = VocabEmbedding(
+            spec.vocab_size, spec.hidden_size, build.within("embedding")
+        )
+        self.positions: PositionEmbedding | None = None
+        if spec.learned_positions is not None:
+            self.positions = PositionEmbedding(
+                spec.learned_positions, spec.hidden_size, build.within("positions")
+            )
+        self.norm = spec.norm.layer(spec.hidden_size, build.within("norm"))
+        # Published models round it.
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
+        tied = self.embedding if spec.tied_head else None
+        self.head = LMHead(spec.hidden_size, spec.vocab_size, build.within("head"), tied)
+
     def forward(self, batch: ForwardBatch, kv: Sequence[Any], *, shallow: bool = False) -> Tensor:
         """Computes the batch's tokens and stores their KV.
 
@@ -131,22 +160,20 @@ class Decoder(nn.Module):
         compile for all.
         Returns the final normed hidden states [T, hidden] in the model's dtype.
         """
-        for group_batch, layout in zip(batch.groups, self.kv_layouts, strict=True):
-            group_batch.scratch.setdefault("workspace", self._workspace)
-            stored = kv[self._layer_groups.index(0)].format
-            group_batch.scratch["schedule"] = layout.schedule(batch, self.dtype, stored)
-        embedded = self.embedding(batch.input_ids)
+        return self.leave(self.run(self.enter(batch), batch, kv, shallow))
+
+    def enter(self, batch: ForwardBatch) -> Tensor:
+        """Returns the hidden states [T, hidden] that the first of the layers takes."""
+        embedded: Tensor = self.embedding(batch.input_ids)
         if self._embedding_scale != 1.0:
             embedded = embedded.mul_(self._embedding_scale)
         if self.positions is not None:
             embedded = embedded.add_(self.positions(batch.positions))
-        x = Residual(embedded)
-        depth = self._shallow if shallow else len(self.layers)
-        layers = zip(self.layers, kv, self._layer_groups, strict=True)
-        for layer, cache, group in itertools.islice(layers, depth):
-            x = layer(x, batch, batch.groups[group], cache)
-        hidden: Tensor = self.norm(x.total())
-        return hidden
+        return embedded
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """Returns what `forward` returns, from the hidden states behind the last of the layers."""
+        return self.norm(hidden)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns logits [N, vocab] of hidden states [N, hidden], in the model's dtype, gathered
@@ -155,12 +182,6 @@ class Decoder(nn.Module):
         if self.spec.logit_scale != 1.0:
             logits = logits.mul_(self.spec.logit_scale)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-    def finish(self) -> None:
-        """Ends loading."""
-        for module in self.modules():
-            if module is not self and callable(finish := getattr(module, "finish", None)):
-                finish()
 
 
 def _rope(layer: LayerSpec) -> RopeSpec | None:

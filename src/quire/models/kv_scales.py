@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.models.decoder import Decoder
+from quire.models.decoder import DecoderLayers
 from quire.models.files import open_file, weight_files
 from quire.sharding import ShardSpec
 
@@ -33,7 +33,7 @@ def is_scale(name: str) -> bool:
     return bool(_STORED.search(name) or _OTHER.search(name))
 
 
-def head_scales(model: Decoder, path: Path, load_format: str) -> Tensor:
+def head_scales(model: DecoderLayers, path: Path, load_format: str) -> Tensor:
     """float32 [layers, 2, KV heads of this rank] on the model's device: what stored keys and values
     are to be multiplied by. 1 where the checkpoint has none.
 
@@ -65,7 +65,7 @@ def head_scales(model: Decoder, path: Path, load_format: str) -> Tensor:
     return scales[:, :, low:high].contiguous().to(model.device)
 
 
-def all_head_scales(models: Sequence[Decoder], path: Path, load_format: str) -> list[Tensor]:
+def all_head_scales(models: Sequence[DecoderLayers], path: Path, load_format: str) -> list[Tensor]:
     """Returns the scales of all models' layers, float32 [2, KV heads] each: those of the first
     model from its checkpoint in `path`, 1 for the others."""
     scales = list(head_scales(models[0], path, load_format))

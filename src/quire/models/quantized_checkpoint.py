@@ -19,10 +19,14 @@ from quire.quantization.settings import settings_of
 
 
 def checkpoint_quantization(
-    folder: Path, config: Mapping[str, Any], spec: ModelSpec, wanted: str | None
+    folder: Path,
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    wanted: str | None,
+    family: Family | None = None,
 ) -> Quantization | None:
     """Returns the checkpoint's own quantization, None if its weights are not quantized. See
-    `model_quantization`."""
+    `model_quantization`. family: of the layers to quantize, by default the model's."""
     settings = settings_of(folder, config)
     if settings is None:
         return None
@@ -33,7 +37,7 @@ def checkpoint_quantization(
             f"{settings['quant_method']}; leave it out",
             "quantization",
         )
-    family = _family(spec)
+    family = family or _family(spec)
     tensors: dict[str, TensorInfo] = {}
     # A folder without weights serves for random ones, and for sizes.
     files = weight_files(folder) if any(folder.glob("*.safetensors")) else []
@@ -44,7 +48,7 @@ def checkpoint_quantization(
                 view = opened.get_slice(name)
                 info = TensorInfo(DTYPES.get(view.get_dtype()), tuple(view.get_shape()))
                 tensors[family.canonical(name)] = info
-    return Checkpoint(method, _module_of(spec), tensors)
+    return Checkpoint(method, _module_of(spec, family), tensors)
 
 
 def read_quantization(
@@ -52,7 +56,7 @@ def read_quantization(
 ) -> Quantization:
     """Returns the quantization that settings with a `quant_method` describe. tensors: of the
     checkpoint, by canonical name."""
-    return Checkpoint(method_of(settings), _module_of(spec), tensors)
+    return Checkpoint(method_of(settings), _module_of(spec, _family(spec)), tensors)
 
 
 def _family(spec: ModelSpec) -> Family:
@@ -62,9 +66,8 @@ def _family(spec: ModelSpec) -> Family:
     return family
 
 
-def _module_of(spec: ModelSpec) -> Callable[[str], str]:
+def _module_of(spec: ModelSpec, family: Family) -> Callable[[str], str]:
     """Returns what gives the checkpoint's name of a projection."""
-    family = _family(spec)
 
     def module_of(projection: str) -> str:
         source = family.source(spec, f"{projection}.weight")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.layers.parameter_slice import ParameterSlice, named_slices
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, DecoderLayers
 from quire.models.families.family import Family, Source
 from quire.models.files import DTYPES, open_file, some, weight_files
 from quire.models.registry import family_named
@@ -33,14 +33,16 @@ _CHUNK = 32 << 20
 
 
 def load_weights(
-    model: Decoder,
+    model: DecoderLayers,
     path: str | Path,
     load_format: str = "auto",
     seed: int = 0,
     progress: Progress | None = None,
+    family: Family | None = None,
 ) -> None:
     """Fills `model` from the safetensors files of the folder `path`, or with random weights if
-    `load_format` is "dummy". `progress` is told bytes done and bytes in all.
+    `load_format` is "dummy". `progress` is told bytes done and bytes in all. family: says where
+    weights lie, by default the model's.
 
     Raises ModelError if a tensor is missing, unexpected, misshapen or of a wrong dtype, naming it.
     """
@@ -51,7 +53,7 @@ def load_weights(
         fill_dummy(model, seed)
         model.finish()
         return
-    family = family_named(model.spec.family)
+    family = family or family_named(model.spec.family)
     if family is None:
         raise ModelError(f"there is no family {model.spec.family!r}")
     places = _places(model, family)
@@ -70,7 +72,7 @@ def load_weights(
                 done += entry.nbytes
                 if progress is not None:
                     progress(done, total)
-        if family.head in found and family.head not in places:
+        if isinstance(model, Decoder) and family.head in found and family.head not in places:
             _check_tied(found[family.head], model, family.head)
     model.finish()
     if any("scales" in name for name, _ in model.named_parameters()):
@@ -94,7 +96,7 @@ class _Entry:
     nbytes: int
 
 
-def _places(model: Decoder, family: Family) -> dict[str, list[_Place]]:
+def _places(model: DecoderLayers, family: Family) -> dict[str, list[_Place]]:
     places: dict[str, list[_Place]] = {}
     for name, part in named_slices(model):
         source = family.source(model.spec, name)
@@ -161,6 +163,8 @@ def _stored_shape(places: list[_Place]) -> tuple[int, ...]:
 @torch.inference_mode()
 def _fill(entry: _Entry, places: Sequence[_Place]) -> None:
     for place in places:
+        if place.slice.device.type == "meta":
+            continue  # another stage of a pipeline holds it
         try:
             _copy(_share(entry, place), place.slice)
         except ModelError as error:

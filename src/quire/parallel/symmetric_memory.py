@@ -36,8 +36,8 @@ class SymmetricGroup(TorchGroup):
         for; `choose` measures them.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device, handle: dist.ProcessGroup | None = None) -> None:
+        super().__init__(handle)
         world = self.world
         one_tiles = ONE_SHOT_WORDS // kernels.ONE_SHOT_TILE
         two_tiles = TWO_SHOT_WORDS // kernels.TWO_SHOT_TILE
@@ -52,7 +52,7 @@ class SymmetricGroup(TorchGroup):
         # Held as long as kernels may use it.
         self._memory = symmetric_memory.empty(starts[-1], dtype=torch.uint8, device=device)
         self._handle = symmetric_memory.rendezvous(
-            self._memory, dist.distributed_c10d._get_default_group()
+            self._memory, handle or dist.distributed_c10d._get_default_group()
         )
         self._memory.zero_()
 
@@ -75,7 +75,7 @@ class SymmetricGroup(TorchGroup):
         self.limits = (ONE_SHOT_WORDS, TWO_SHOT_WORDS)
         # Nobody writes into a buffer that is not zero yet.
         torch.cuda.synchronize(device)
-        dist.barrier()
+        dist.barrier(handle)
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
         words = kernels.words_of(x)
@@ -112,7 +112,7 @@ class SymmetricGroup(TorchGroup):
                 for way, most in ways
             ]
             found = torch.tensor(times, device=self._memory.device)
-            dist.all_reduce(found)
+            dist.all_reduce(found, group=self.handle)
             best[words] = int(found.argmin())
             words *= 2
         one = _last(best, lambda way: way == 0)
@@ -167,33 +167,35 @@ def _last(best: dict[int, int], wanted: Callable[[int], bool]) -> int:
     return max((words for words, way in best.items() if wanted(way)), default=0)
 
 
-def symmetric_group(device: torch.device, dtype: torch.dtype) -> TorchGroup:
-    """Returns the group of all ranks, which must be joined: one that writes into peers' memory
-    where all of them can, else one that leaves all to NCCL.
+def symmetric_group(
+    device: torch.device, dtype: torch.dtype, handle: dist.ProcessGroup | None = None
+) -> TorchGroup:
+    """Returns the group of some ranks, by default all, which must be joined: one that writes into
+    peers' memory where all of them can, else one that leaves all to NCCL.
 
     dtype: of the tensors to be summed.
     """
-    plain = TorchGroup()
+    plain = TorchGroup(handle)
     own = device.index or 0
     # Ranks have neighbouring devices.
     others = [own + rank - plain.rank for rank in range(plain.world) if rank != plain.rank]
     fine = all(torch.cuda.can_device_access_peer(own, other) for other in others)
-    if not _all_agree(fine, device):
+    if not _all_agree(fine, device, handle):
         logger.warning("GPUs have no access to each other's memory: NCCL does all sums")
         return plain
     group = None
     try:
-        group = SymmetricGroup(device)
+        group = SymmetricGroup(device, handle)
     except RuntimeError as error:
         logger.warning("symmetric memory cannot be had (%s): NCCL does all sums", error)
-    if not _all_agree(group is not None, device) or group is None:
+    if not _all_agree(group is not None, device, handle) or group is None:
         return plain
     group.choose(dtype)
     group.check(0)
     return group
 
 
-def _all_agree(fine: bool, device: torch.device) -> bool:
+def _all_agree(fine: bool, device: torch.device, handle: dist.ProcessGroup | None) -> bool:
     count = torch.tensor(int(fine), device=device)
-    dist.all_reduce(count, op=dist.ReduceOp.MIN)
+    dist.all_reduce(count, op=dist.ReduceOp.MIN, group=handle)
     return bool(count.item())

@@ -76,11 +76,25 @@ def join_group(
     return TorchGroup()
 
 
+def sum_over_all(x: Tensor) -> Tensor:
+    """Returns the sum of every rank's `x`, those of all stages; overwrites x. Without ranks it is x
+    itself."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
 def abort_group() -> None:
-    """Ends the group's collectives, also those that a device waits in; from any thread. Gloo's end
-    by their own time limit."""
+    """Ends the collectives of all groups, also those that a device waits in; from any thread.
+    Gloo's end by their own time limit."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
-        dist.distributed_c10d._get_default_group().abort()
+        device = torch.device("cuda")
+        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
+        # As one, since the end of one communicator may wait for another.
+        backend._group_start()
+        for group in reversed(list(dist.distributed_c10d._world.pg_map)):
+            group.abort()
+        backend._group_end()
 
 
 def leave_group(broken: bool = False) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from quire.executor import FULL_STEP
 from quire.ops.launches import compiling
+from quire.parallel.torch_group import sum_over_all
 from quire.runner.hooks.hook import Hook, Level
 from quire.runner.program import BodyShape, HeadShape, StepProgram
 from quire.runner.state import Limits
@@ -162,12 +163,11 @@ class Graphs:
         self.capture(program_works(program, self._buckets, more), progress)
         for hook in hooks:
             hook.capture({name: functools.partial(self.replay, name) for name in hook.programs()})
-        group = program.model.group
 
         def seconds(tokens: int) -> float:
             # The sum over ranks, so that all of them replay the same bodies next.
             taken = torch.tensor(self.seconds(self._buckets.few(tokens)), device=self._device)
-            return float(group.all_reduce(taken))
+            return float(sum_over_all(taken))
 
         return full_step(seconds, self._limits.tokens)
 
@@ -231,7 +231,7 @@ def program_works(
         works[body] = functools.partial(_run_body, program, body)
     for name, run in more.items():
         works[name] = functools.partial(_run_other, run)
-    for head in buckets.heads():
+    for head in buckets.heads() if program.model.gives_logits else ():
         works[head] = functools.partial(_run_head, program, head)
     return works
 

@@ -47,7 +47,7 @@ class KVCache:
         self._tensors: list[list[Tensor]] = []
         by_layer: dict[int, Any] = {}
         for group, blocks, layout in zip(groups, num_blocks, layouts, strict=True):
-            parts = layout.parts(group.tokens_per_block, kv_format)
+            parts = layout.parts(group.tokens_per_block, kv_format) if group.layers else []
             shape = blocks, len(group.layers)
             tensors = [_zeros((*shape, *part), dtype, device) for part, dtype in parts]
             self._tensors.append(tensors)

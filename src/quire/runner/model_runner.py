@@ -16,18 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from quire import ops
+from quire import models, ops
 from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.executor import FULL_STEP, Capacity, Measurement, OnProgress, StepSeconds
-from quire.models import (
-    build_model,
-    load_config,
-    load_weights,
-    model_quantization,
-    spec_from_config,
-)
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.plan import Admit, HeadInputs, KVGroup, RowFlag, StepPlan, StepResult, Transfer
 from quire.runner import memory
@@ -176,17 +169,14 @@ class ModelRunner:
 
     def _load(self) -> None:
         path = Path(self.config.model_path)
-        config = load_config(path)
-        spec = spec_from_config(config)
-        quantization = model_quantization(path, config, spec, self.config.args.quantization)
-        self.model = build_model(
-            spec,
-            device=self.device,
-            dtype=self.dtype,
-            group=self.group,
-            quantization=quantization,
-        )
-        load_weights(
+        config = models.load_config(path)
+        spec = models.spec_from_config(config)
+        quantization = models.model_quantization(path, config, spec, self.config.args.quantization)
+        self.model = self._build(
+            spec, device=self.device, dtype=self.dtype, group=self.group,
+            quantization=quantization, expert_parallel=self.config.args.enable_expert_parallel,
+        )  # fmt: skip
+        models.load_weights(
             self.model,
             path,
             load_format=self.config.args.load_format,
@@ -196,17 +186,16 @@ class ModelRunner:
         for hook in self._features:
             hook.attach(self.model)
 
+    def _build(self, spec: models.ModelSpec, **how: Any) -> models.Decoder:
+        """Returns the model that this worker runs. how: see `build_model`."""
+        return models.build_model(spec, **how)
+
     def _prepare(self, groups: Sequence[KVGroup]) -> None:
         """Makes the batch state, and the program over it."""
         config = self.config
         penalties = Penalties(config.vocab_size)
         acceptance = Acceptance(config.eos_token_ids, penalties)
-        self.hooks: tuple[Hook, ...] = (
-            penalties,
-            *self._features,
-            Sampling(),
-            acceptance,
-        )
+        self.hooks: tuple[Hook, ...] = penalties, *self._features, Sampling(), acceptance
         columns = [column for hook in self.hooks for column in hook.columns(self.limits)]
         columns += [ColumnSpec(f"num_{name}", fill=-1) for name in _LATE_HOOKS]
         self.state = BatchState(self.limits, groups, self.device, columns)

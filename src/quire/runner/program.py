@@ -63,14 +63,16 @@ class ModelLanes:
     """A model over the lanes of a state; a second model may run over the same lanes.
 
     layers: its KV, by layer. groups: which of the state's KV groups are the model's.
-    position: int32 [lanes], where the model stands in each lane.
+    position: int32 [lanes], where the model stands in each lane. ahead: how far behind a position
+    the token stands that it is fed there.
     """
 
-    model: Decoder
+    model: Any
     state: BatchState
     layers: Sequence[Any]
     groups: range
     position: Tensor
+    ahead: int = 0
 
     def forward(
         self,
@@ -79,19 +81,18 @@ class ModelLanes:
         shape: BodyShape,
         *,
         drafts: Drafts | None = None,
-        shallow: bool = False,
+        **inputs: Any,
     ) -> Tensor:
         """Computes the rows' tokens, and fills in `logit_rows`. Returns hidden states [T, width].
 
-        drafts: after `place_drafts`, where rows may have some. shallow: only the first layers, up
-        to one of each kind.
+        drafts: after `place_drafts`, where rows may have some. inputs: what else the model takes.
         """
         state = self.state
         groups = [(state.groups[i], state.tables[i]) for i in self.groups]
         expanded = ops.expand_rows(
             rows,
             self.position,
-            state.tokens,
+            state.tokens[:, self.ahead :],
             [(table, group.tokens_per_block) for group, table in groups if group.kind != "state"],
             logit_rows,
             num_tokens=shape.tokens,
@@ -111,7 +112,7 @@ class ModelLanes:
             max_q_len=shape.longest,
             max_seq_len=expanded.max_seq_len,
         )
-        hidden: Tensor = self.model(batch, self.layers, shallow=shallow)
+        hidden: Tensor = self.model(batch, self.layers, **inputs)
         return hidden
 
 
@@ -126,15 +127,15 @@ class StepProgram:
     def __init__(
         self, lanes: ModelLanes, hooks: Sequence[Hook], drafts: Drafts | None = None
     ) -> None:
-        self.model, self._state = lanes.model, lanes.state
+        self.model: Decoder = lanes.model
+        self._state = state = lanes.state
         self.lanes = lanes
         self.hooks = tuple(hooks)
         self._drafts = drafts
-        model, state = lanes.model, lanes.state
-        limits, width = state.limits, model.spec.hidden_size
-        options = {"dtype": model.dtype, "device": state.device}
-        self.hidden = torch.zeros(limits.tokens, width, **options)  # type: ignore[call-overload]
-        self.last = torch.zeros(limits.logit_rows, width, **options)  # type: ignore[call-overload]
+        limits, width = state.limits, self.model.spec.hidden_size
+        options = {"dtype": self.model.dtype, "device": state.device}
+        self.hidden = torch.zeros(limits.tokens, width, **options)
+        self.last = torch.zeros(limits.logit_rows, width, **options)
 
     def body(self, shape: BodyShape, *, shallow: bool = False) -> None:
         """Computes the step's tokens. shallow: only the first layers, up to one of each kind."""

@@ -99,12 +99,3 @@ def logit_starts(plan: StepPlan) -> Int32:
     starts = np.zeros(plan.num_rows + 1, dtype=np.int32)
     np.cumsum(np.where(prompt, samples, plan.n_logits), out=starts[1:])
     return starts
-
-
-def in_head(plan: StepPlan) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Returns which of the plan's logit rows, `n_logits` of each row, are the head's."""
-    prompt = (plan.flags & RowFlag.PROMPT) != 0
-    samples = (plan.flags & RowFlag.SAMPLE) != 0
-    mine = np.repeat(~prompt, plan.n_logits)
-    mine[np.cumsum(plan.n_logits)[prompt & samples] - 1] = True
-    return mine

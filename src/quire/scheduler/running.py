@@ -102,7 +102,8 @@ class RunningSet:
 
     def rows(self, step_id: int, idle: bool, with_drafts: bool) -> Rows:
         """Returns the rows of generating requests that the step computes: all, or (where the token
-        budget is smaller) the first in policy order. idle: no step is in flight."""
+        budget is smaller) the first in policy order. Where `lag` steps take turns, each gets its
+        share of them, those first that have waited longest. idle: no step is in flight."""
         rows, lanes = self.generating, self.lanes
         if not rows.requests:
             return rows
@@ -115,10 +116,13 @@ class RunningSet:
             eligible &= members
         if not eligible.all():
             rows, room = rows.select(np.nonzero(eligible)[0]), room[eligible]
-        budget = self._config.max_num_batched_tokens
+        turns = min(self._config.lag, self._config.steps_in_flight)
+        share = -(-len(self.generating.requests) // turns)
+        budget = min(self._config.max_num_batched_tokens, share)
         if len(rows.requests) > budget:
-            by_policy = sorted(range(len(room)), key=lambda i: self._order.key(rows.requests[i]))
-            first = np.array(sorted(by_policy[:budget]))
+            waits = lanes.ready_step[rows.lanes] * (turns > 1)
+            order = [(waits[i], *self._order.key(r), i) for i, r in enumerate(rows.requests)]
+            first = np.array(sorted(i for *_, i in sorted(order)[:budget]))
             rows, room = rows.select(first), room[first]
         if self._lookahead is not None and with_drafts and rows.requests:
             rows = self._with_drafts(rows, room)
@@ -201,7 +205,7 @@ class RunningSet:
             lanes.drafted[generating] -= q_len - 1
         if self._config.lag > 1:
             ready = lanes.ready_step[step.lanes] == step.step_id + self._config.lag
-            lanes.ready_step[step.lanes[ready]] = 0
+            lanes.ready_step[step.lanes[ready]] = step.step_id
         whole = computed - self._blocks.inserted[generating] >= self._blocks.block_size
         if whole.any():
             self._blocks.insert(generating[whole], lanes.tokens, computed[whole])

@@ -18,6 +18,8 @@ from quire.errors import QuireError
 from quire.server import management
 from quire.server.anthropic.routes import count_tokens, create_message
 from quire.server.args import ServerArgs
+from quire.server.batch.service import BatchService
+from quire.server.batch.store import BatchStore
 from quire.server.middleware.api_keys import ApiKey
 from quire.server.middleware.auth import AuthMiddleware
 from quire.server.middleware.context_middleware import EXPOSED_HEADERS, RequestContextMiddleware
@@ -25,11 +27,20 @@ from quire.server.middleware.error_handler import handle_error
 from quire.server.middleware.rate_limits import RateLimiter
 from quire.server.middleware.request_context import context_of
 from quire.server.openai.adapters import load_adapter, unload_adapter
+from quire.server.openai.batches import cancel_batch, create_batch, list_batches, show_batch
 from quire.server.openai.chat import chat_completions
 from quire.server.openai.completions import completions, generate
 from quire.server.openai.convert import model_defaults
-from quire.server.openai.embeddings import embeddings
+from quire.server.openai.embeddings import embeddings, pooling
+from quire.server.openai.files import (
+    delete_file,
+    file_content,
+    list_files,
+    show_file,
+    upload_file,
+)
 from quire.server.openai.objects import ModelCard, ModelList
+from quire.server.openai.scores import RERANK_PATHS, SCORE_PATHS, rerank, score
 from quire.server.openai.stored_chats import (
     ChatStore,
     delete_chat,
@@ -62,11 +73,18 @@ if TYPE_CHECKING:
 _SCRAPE_TIMEOUT = 5.0
 
 
-def build_app(client: EngineClient, args: ServerArgs, limits_file: Path | None = None) -> FastAPI:
+def build_app(
+    client: EngineClient,
+    args: ServerArgs,
+    limits_file: Path | None = None,
+    batch_store: BatchStore | None = None,
+) -> FastAPI:
     """Returns an application that serves a launched engine, whose life it does not own.
 
     Args:
         limits_file: shared by processes that serve together, for their keys' limits.
+        batch_store: where files and batches are kept, which whoever serves the application starts
+            and stops (`app.state.batches`); None: nowhere.
     """
     # Bodies are read by `read_body`, FastAPI cannot describe them: `openapi.py` does.
     app = _App(title="Quire", version=__version__, redirect_slashes=False, openapi_url=None)
@@ -87,6 +105,9 @@ def build_app(client: EngineClient, args: ServerArgs, limits_file: Path | None =
     )
     app.state.response_store = ResponseStore(*limits)
     app.state.chat_store = ChatStore(*limits)
+    app.state.batches = None
+    if batch_store is not None:
+        app.state.batches = BatchService(app, state, batch_store)
     _add_routes(app)
     if args.playground:
         app.state.live_snapshots = LiveSnapshots(client, args.live_prompts)
@@ -139,6 +160,20 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/v1/messages", create_message, methods=["POST"])
     app.add_api_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     app.add_api_route("/v1/embeddings", embeddings, methods=["POST"])
+    app.add_api_route("/pooling", pooling, methods=["POST"])
+    for path in SCORE_PATHS:
+        app.add_api_route(path, score, methods=["POST"])
+    for path in RERANK_PATHS:
+        app.add_api_route(path, rerank, methods=["POST"])
+    app.add_api_route("/v1/files", upload_file, methods=["POST"])
+    app.add_api_route("/v1/files", list_files, methods=["GET"])
+    app.add_api_route("/v1/files/{file_id}", show_file, methods=["GET"])
+    app.add_api_route("/v1/files/{file_id}", delete_file, methods=["DELETE"])
+    app.add_api_route("/v1/files/{file_id}/content", file_content, methods=["GET"])
+    app.add_api_route("/v1/batches", create_batch, methods=["POST"])
+    app.add_api_route("/v1/batches", list_batches, methods=["GET"])
+    app.add_api_route("/v1/batches/{batch_id}", show_batch, methods=["GET"])
+    app.add_api_route("/v1/batches/{batch_id}/cancel", cancel_batch, methods=["POST"])
     app.add_api_route("/tokenize", tokenize, methods=["POST"])
     app.add_api_route("/detokenize", detokenize, methods=["POST"])
     app.add_api_route("/apply-template", apply_template, methods=["POST"])
@@ -155,6 +190,9 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/load", management.load, methods=["GET"])
     app.add_api_route("/server_info", management.server_info, methods=["GET"])
     app.add_api_route("/reset_prefix_cache", management.reset_prefix_cache, methods=["POST"])
+    app.add_api_route("/sleep", management.sleep, methods=["POST"])
+    app.add_api_route("/wake_up", management.wake_up, methods=["POST"])
+    app.add_api_route("/is_sleeping", management.is_sleeping, methods=["GET"])
     app.add_api_route("/metrics", metrics, methods=["GET"])
 
 
@@ -183,8 +221,8 @@ def _shown(state: ServerState, key: ApiKey, name: str) -> bool:
 
 
 async def health(request: Request) -> Response:
-    """Answers 200 while the engine lives, else 503."""
-    state_of(request).check_alive()
+    """Answers 200 while the engine lives or sleeps, else 503."""
+    state_of(request).check_health()
     return json_response({"status": "ok"})
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
+from quire.extras import installing
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -33,7 +34,7 @@ def check_endpoint(endpoint: str) -> None:
     for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
         if not _is_installed(package):
             raise ConfigError(
-                f"otlp_endpoint needs the package {package}: pip install 'quire[otel]'",
+                f"otlp_endpoint needs the package {package}; {installing('otel')}",
                 "otlp_endpoint",
             )
 
@@ -166,6 +167,14 @@ class ServerArgs(ApiArgs):
     )
     response_store_mb: float = _setting(256.0, "Memory for them, in MB, for each of both.")
     response_store_hours: float = _setting(24.0, "Hours after which they are gone.")
+    batch_dir: str | None = _setting(
+        None,
+        "Folder of /v1/files and /v1/batches, which go on after a restart. Default: the server has "
+        "neither.",
+    )
+    batch_dir_gb: float = _setting(10.0, "Room for files in it, in GB.")
+    batch_file_mb: float = _setting(200.0, "Largest uploaded file, in MB.")
+    batch_days: float = _setting(30.0, "Days after which files and batches that ended are gone.")
     playground: bool = _setting(
         True, "Serve a page at / to chat with the model, and /engine/live to watch the engine."
     )
@@ -209,6 +218,7 @@ class ServerArgs(ApiArgs):
                 "response_store_size",
             )
         self._positive("drain_timeout", "response_store_mb", "response_store_hours")
+        self._positive("batch_dir_gb", "batch_file_mb", "batch_days")
         for name, least, most in (
             ("engine_restarts", 0, 1000),
             ("api_workers", 1, 64),
@@ -219,6 +229,8 @@ class ServerArgs(ApiArgs):
                     f"{name} must be in [{least}, {most}], got {getattr(self, name)}", name
                 )
         if self.api_workers > 1:
+            if self.batch_dir is not None:
+                raise ConfigError("batch_dir needs api_workers=1", "batch_dir")
             object.__setattr__(self, "response_store_size", 0)
         self._one_of("log_level")
         for name in ("requests_per_minute", "tokens_per_minute"):

@@ -102,6 +102,15 @@ def stopping() -> ApiError:
     return ApiError(503, "The server is stopping.", code="stopping", retry_after=_RESTART_SECONDS)
 
 
+def asleep() -> ApiError:
+    return ApiError(
+        503,
+        "The engine sleeps until POST /wake_up.",
+        code="asleep",
+        retry_after=_RESTART_SECONDS,
+    )
+
+
 def overloaded() -> ApiError:
     return ApiError(
         503,

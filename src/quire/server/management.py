@@ -1,8 +1,12 @@
-"""Routes for who runs the server: its version, its load, its settings and its cache."""
+"""Routes for who runs the server: its version, its load, its settings, its cache and its sleep."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 from starlette.requests import Request
@@ -12,6 +16,7 @@ from quire import __version__
 from quire.config import EngineConfig
 from quire.server.errors import ApiError
 from quire.server.middleware.request_context import context_of
+from quire.server.query import Query
 from quire.server.sse import json_response
 from quire.server.state import ServerState, state_of
 
@@ -45,18 +50,26 @@ class CacheResetAnswer(msgspec.Struct):
     reset: bool
 
 
+class SleepState(msgspec.Struct):
+    """level: 1 or 2 while it sleeps, else 0."""
+
+    is_sleeping: bool
+    level: int
+
+
 async def version(request: Request) -> Response:
     return json_response(ServerVersion(__version__))
 
 
 async def ping(request: Request) -> Response:
     """Answers as `/health` does, with an empty body."""
-    state_of(request).check_alive()
+    state_of(request).check_health()
     return Response(media_type="text/plain")
 
 
 async def load(request: Request) -> Response:
     state = state_of(request)
+    state.check_alive()
     try:
         async with asyncio.timeout(_TIMEOUT):
             stats = await state.client.stats()
@@ -79,6 +92,88 @@ async def reset_prefix_cache(request: Request) -> Response:
             return json_response(CacheResetAnswer(await state.client.reset_prefix_cache()))
     except TimeoutError:
         raise _stuck() from None
+
+
+async def sleep(request: Request) -> Response:
+    """Ends the engine's process, so that its devices are free for others.
+
+    Raises:
+        ApiError: 409, requests run, or another call is at it.
+    """
+    state = _for_admins(request)
+    level = Query(request, "level").integer("level", 1, 1, 2)
+    with _alone(state):
+        if not state.client.asleep:
+            await _fall_asleep(state)
+        state.sleep_level = level
+        await asyncio.to_thread(_advise, state.client.config, keep=level == 1)
+    state.metrics.asleep.set(1)
+    return json_response(SleepState(True, level))
+
+
+async def _fall_asleep(state: ServerState) -> None:
+    client = state.client
+    client.asleep = True  # what comes from here on is refused
+    try:
+        async with asyncio.timeout(_TIMEOUT):
+            stats = await client.stats()
+        running = stats.running + stats.waiting + len(state.generations)
+        if running:
+            raise ApiError(409, f"{running} requests run or wait.", code="requests_running")
+    except BaseException as error:
+        client.asleep = False
+        if isinstance(error, TimeoutError):
+            raise _stuck() from None
+        raise
+    await client.sleep()
+
+
+async def wake_up(request: Request) -> Response:
+    """Starts the engine again, and answers when it takes requests."""
+    state = _for_admins(request)
+    Query(request)
+    with _alone(state):
+        if state.client.asleep:
+            try:
+                await state.client.wake()
+            except BaseException:
+                # The host goes on trying, as after a death.
+                state.client.asleep = False
+                raise
+            finally:
+                state.sleep_level = 0
+                state.metrics.asleep.set(0)
+    return json_response(SleepState(False, 0))
+
+
+async def is_sleeping(request: Request) -> Response:
+    state = state_of(request)
+    return json_response(SleepState(state.client.asleep, state.sleep_level))
+
+
+@contextlib.contextmanager
+def _alone(state: ServerState) -> Iterator[None]:
+    """Keeps other calls that change the sleep out."""
+    if any(engine.host is None for engine in state.client.replicas):
+        raise ApiError(
+            400, "With several API processes (--api-workers) the engine cannot sleep.",
+            code="unsupported",
+        )  # fmt: skip
+    if state.changing_sleep:
+        raise ApiError(409, "The engine is falling asleep or waking up.", code="sleep_changing")
+    state.changing_sleep = True
+    try:
+        yield
+    finally:
+        state.changing_sleep = False
+
+
+def _advise(config: EngineConfig, *, keep: bool) -> None:
+    """Asks the system to keep the files of weights in memory, or to let go of them."""
+    advice = os.POSIX_FADV_WILLNEED if keep else os.POSIX_FADV_DONTNEED
+    for path in Path(config.model_path).glob("*.safetensors"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, advice)
 
 
 def _for_admins(request: Request) -> ServerState:

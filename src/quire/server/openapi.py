@@ -19,14 +19,30 @@ from quire.server import management
 from quire.server.anthropic import objects as anthropic
 from quire.server.anthropic.errors import AnthropicErrorBody
 from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from quire.server.batch.objects import BatchObject, FileObject
 from quire.server.errors import ErrorBody
 from quire.server.middleware.auth import PUBLIC_PATHS
 from quire.server.middleware.error_handler import is_anthropic
 from quire.server.openai import objects as openai
 from quire.server.openai import stored_chats
 from quire.server.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from quire.server.openai.embeddings import EmbeddingList, EmbeddingRequest
+from quire.server.openai.batches import BatchList, CreateBatchRequest
+from quire.server.openai.embeddings import (
+    EmbeddingList,
+    EmbeddingRequest,
+    PoolingList,
+    PoolingRequest,
+)
+from quire.server.openai.files import MAX_LISTED, DeletedFile, FileList, UploadRequest
 from quire.server.openai.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from quire.server.openai.scores import (
+    RERANK_PATHS,
+    SCORE_PATHS,
+    RerankAnswer,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from quire.server.openai.tokenize import (
     AppliedTemplate,
     ApplyTemplateRequest,
@@ -55,6 +71,7 @@ class Route:
         answer: a type, or a media type for answers that are no JSON.
         stream: media type of the answer with `stream`.
         query: schemas of the query parameters.
+        media: media type of the body.
     """
 
     method: str
@@ -64,6 +81,7 @@ class Route:
     answer: Any = None
     stream: str | None = None
     query: Mapping[str, Schema] = field(default_factory=dict)
+    media: str = "application/json"
 
 
 _EVENTS = "text/event-stream"
@@ -80,6 +98,7 @@ _PAGING: Schema = {
 }
 _ONE = "/v1/responses/{response_id}"
 _CHAT = "/v1/chat/completions/{completion_id}"
+_FILE = "/v1/files/{file_id}"
 _CHAT_ANSWER = openai.CompletionObject[openai.ChatChoice]
 
 ROUTES = (
@@ -96,6 +115,10 @@ ROUTES = (
     Route("get", f"{_CHAT}/messages", "What it answered", None, stored_chats.MessageList,
           query=_PAGING),
     Route("post", "/v1/embeddings", "Turn texts into vectors", EmbeddingRequest, EmbeddingList),
+    Route("post", "/pooling", "The same, with a choice of pooling", PoolingRequest, PoolingList),
+    *(Route("post", path, "Score pairs of texts", ScoreRequest, ScoreList) for path in SCORE_PATHS),
+    *(Route("post", path, "Order documents by relevance", RerankRequest, RerankAnswer)
+      for path in RERANK_PATHS),
     Route("post", "/v1/responses", "Create a response", CreateRequest, responses.Response, _EVENTS),
     Route("post", "/v1/responses/input_tokens", "Count the tokens of a response's prompt",
           PromptFields, responses.InputTokens),
@@ -116,6 +139,19 @@ ROUTES = (
           "text/plain"),
     Route("post", "/v1/unload_lora_adapter", "Forget a LoRA adapter", UnloadAdapterRequest,
           "text/plain"),
+    Route("post", "/v1/files", "Upload the input of a batch", UploadRequest, FileObject,
+          media="multipart/form-data"),
+    Route("get", "/v1/files", "Files", None, FileList,
+          query=_PAGING | {"purpose": {"type": "string"},
+                           "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED}}),
+    Route("get", _FILE, "A file's name and size", None, FileObject),
+    Route("delete", _FILE, "Delete a file", None, DeletedFile),
+    Route("get", f"{_FILE}/content", "A file's bytes", None, "application/octet-stream"),
+    Route("post", "/v1/batches", "Answer a file of requests", CreateBatchRequest, BatchObject),
+    Route("get", "/v1/batches", "Batches", None, BatchList,
+          query={name: _PAGING[name] for name in ("after", "limit")}),
+    Route("get", "/v1/batches/{batch_id}", "A batch as it stands", None, BatchObject),
+    Route("post", "/v1/batches/{batch_id}/cancel", "End a batch", None, BatchObject),
     Route("post", "/tokenize", "Text or a conversation to tokens", TokenizeRequest, Tokenized),
     Route("post", "/detokenize", "Tokens to text", DetokenizeRequest, Detokenized),
     Route("post", "/apply-template", "A conversation to its prompt", ApplyTemplateRequest,
@@ -136,6 +172,10 @@ ROUTES = (
           management.ServerInfo),
     Route("post", "/reset_prefix_cache", "Forget cached prefixes, for admins", None,
           management.CacheResetAnswer),
+    Route("post", "/sleep", "Free the engine's devices, for admins", None, management.SleepState,
+          query={"level": {"type": "integer", "minimum": 1, "maximum": 2}}),
+    Route("post", "/wake_up", "Start the engine again, for admins", None, management.SleepState),
+    Route("get", "/is_sleeping", "Whether the engine sleeps", None, management.SleepState),
     Route("get", "/metrics", "Prometheus metrics", None, "text/plain"),
     Route("get", "/openapi.json", "This document", None, dict[str, Any]),
 )  # fmt: skip
@@ -220,7 +260,7 @@ def _operation(
         },
     }
     if route.body is not None:
-        body = {"application/json": {"schema": asked[route.body]}}
+        body = {route.media: {"schema": asked[route.body]}}
         operation["requestBody"] = {"required": True, "content": body}
     parameters = [
         {"name": name.strip("{}"), "in": "path", "required": True, "schema": {"type": "string"}}

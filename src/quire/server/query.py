@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from starlette.requests import Request
 
 from quire.server.errors import ApiError
 from quire.server.strict_model import INT32_MAX
+
+T = TypeVar("T")
+
+PAGING = ("after", "limit", "order")
+"""The parameters that `page_of` reads."""
 
 
 class Query:
@@ -52,6 +59,33 @@ class Query:
         if not low <= int(value) <= high:
             raise _invalid(name, f"it must be in [{low}, {high}]")
         return int(value)
+
+
+def page_of(
+    query: Query,
+    items: list[T],
+    ids: list[str],
+    *,
+    order: tuple[str, str] = ("asc", "desc"),
+    limit: int = 20,
+    most: int = 100,
+) -> tuple[list[T], bool]:
+    """Returns the items that `after`, `limit` and `order` ask for, and whether there are more.
+
+    Args:
+        items: oldest first.
+        order: the two orders, the default first.
+        limit: default of `limit`, which may be up to `most`.
+    """
+    if query.choice("order", order) == "desc":
+        items, ids = items[::-1], ids[::-1]
+    after = query.text("after")
+    if after is not None:
+        if after not in ids:
+            raise ApiError(400, f"'after': there is no '{after[:200]}'.", param="after")
+        items = items[ids.index(after) + 1 :]
+    count = query.integer("limit", limit, 1, most)
+    return items[:count], len(items) > count
 
 
 def _invalid(name: str, reason: str) -> ApiError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import msgspec
@@ -37,35 +39,50 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
         raise ApiError(
             415, "The body must be JSON, sent with the header 'Content-Type: application/json'."
         )
-    remaining = context_of(request).remaining
-    try:
-        async with asyncio.timeout(remaining), asyncio.timeout(BODY_SECONDS) as timeout:
-            data = await _read(request, limit, timeout)
-    except TimeoutError:
-        raise ApiError(408, "The body did not arrive in time.", code="timeout") from None
+    async with body_time(request) as timeout:
+        data = b"".join([chunk async for chunk in body_chunks(request, limit, timeout)])
     if len(data) <= _OFF_LOOP_BYTES:
         return parse(data, model)
     loop, thread = asyncio.get_running_loop(), state_of(request).parse_thread
     return await loop.run_in_executor(thread, _parse_large, data, model)
 
 
-async def _read(request: Request, limit: int, timeout: asyncio.Timeout) -> bytes:
-    """Reads a body. Every byte moves the end of the time that it has."""
+@contextlib.asynccontextmanager
+async def body_time(request: Request) -> AsyncIterator[asyncio.Timeout]:
+    """Bounds the time in which a body must come; `body_chunks` moves its end.
+
+    Raises ApiError, 408, when it is over.
+    """
+    remaining = context_of(request).remaining
+    try:
+        async with asyncio.timeout(remaining), asyncio.timeout(BODY_SECONDS) as timeout:
+            yield timeout
+    except TimeoutError:
+        raise ApiError(408, "The body did not arrive in time.", code="timeout") from None
+
+
+async def body_chunks(
+    request: Request, limit: int, timeout: asyncio.Timeout
+) -> AsyncIterator[bytes]:
+    """Yields a body as it comes. Every byte moves the end of the time that it has.
+
+    Raises:
+        ApiError: 413, it has more than `limit` bytes; 400, the client has left.
+    """
     too_large = ApiError(413, f"The body is larger than {limit} bytes.", code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:18]) > limit:
         raise too_large
-    chunks, size, began = [], 0, asyncio.get_running_loop().time()
+    size, began = 0, asyncio.get_running_loop().time()
     try:
         async for chunk in request.stream():
             size += len(chunk)
             if size > limit:
                 raise too_large
-            chunks.append(chunk)
             timeout.reschedule(began + BODY_SECONDS + size / BODY_BYTES_PER_SECOND)
+            yield chunk
     except ClientDisconnect:
         raise ApiError(400, "The client left before its request was read.") from None
-    return b"".join(chunks)
 
 
 def _parse_large(data: bytes, model: type[Model]) -> Model:

@@ -19,7 +19,7 @@ from quire import __version__
 from quire.adapters.registry import folder_of, names_in
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.server.args import ServerArgs
-from quire.server.errors import ApiError, overloaded, stopping
+from quire.server.errors import ApiError, asleep, overloaded, stopping
 from quire.server.generation.chat_format import ChatFormat
 from quire.server.middleware.api_keys import ApiKeys
 from quire.server.middleware.rate_limits import RateLimiter
@@ -51,6 +51,7 @@ class ServerState:
 
     Attributes:
         defaults: the model's own sampling settings.
+        sleep_level: 0 while the engine is awake. changing_sleep: it falls asleep or wakes up.
         parse_thread: parses large bodies. One thread, as parsers hold the interpreter's lock:
             several would keep the event loop waiting for each.
         count_threads: tokenize what is not run, of any length: answers do not wait for it.
@@ -73,10 +74,12 @@ class ServerState:
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="count")
     )
     draining: bool = False
+    sleep_level: int = 0
+    changing_sleep: bool = False
     generations: set[Stoppable] = field(default_factory=set)
     """Running generations."""
     _full_until: dict[str, float] = field(default_factory=dict)
-    """By the name of a key."""
+    """By the name of a tenant."""
 
     def __post_init__(self) -> None:
         """Sets up the parts. `fingerprint` identifies all that decides about an answer besides the
@@ -128,8 +131,16 @@ class ServerState:
         return await asyncio.get_running_loop().run_in_executor(self.count_threads, work)
 
     def check_alive(self) -> None:
+        """Raises ApiError, 503, or EngineDeadError unless there is an engine."""
+        if self.client.asleep:
+            raise asleep()
         if not self.client.alive:
             raise EngineDeadError("the engine has stopped")
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError where the engine should live and does not."""
+        if not self.client.asleep:
+            self.check_alive()
 
     def check_ready(self) -> None:
         """Raises ApiError, 503, unless requests would be answered now."""
@@ -144,16 +155,16 @@ class ServerState:
         for generation in list(self.generations):
             generation.fail(stopping())
 
-    def note_full(self, key: str) -> None:
-        """Notes that the engine has just refused a key's request because too many wait."""
-        self._full_until[key] = time.monotonic() + _FULL_SECONDS
+    def note_full(self, tenant: str) -> None:
+        """Notes that the engine has just refused a tenant's request because too many wait."""
+        self._full_until[tenant] = time.monotonic() + _FULL_SECONDS
 
-    def check_room(self, key: str) -> None:
-        """Raises ApiError, 503, shortly after the engine refused a request of the key.
+    def check_room(self, tenant: str) -> None:
+        """Raises ApiError, 503, shortly after the engine refused a request of the tenant.
 
         The next request is not even read then, so that refusing many costs little.
         """
-        if time.monotonic() < self._full_until.get(key, 0.0):
+        if time.monotonic() < self._full_until.get(tenant, 0.0):
             raise overloaded()
 
     @property

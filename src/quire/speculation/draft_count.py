@@ -33,7 +33,7 @@ class StepCosts:
         self._decode = _Table(seconds.get("decode", {}))
         self._verify = _Table(seconds.get("verify", {}))
         self._draft = _Table(seconds.get("draft", {}))
-        self._catch_up = _Table(seconds.get("catch_up", {}))
+        self._first = _Table(seconds.get("first", {}))
 
     def decode(self, rows: int) -> float:
         """Returns the seconds of a step of so many rows without drafts."""
@@ -45,9 +45,9 @@ class StepCosts:
         return self._verify(tokens)
 
     def draft(self, rows: int, depths: Any) -> Floats:
-        """Returns the seconds in which a model drafts so many tokens for each of the rows, float64
-        [n]. depths: int [n]."""
-        first = self._catch_up(np.array([2 * rows]), 0.0)[0]
+        """Returns the seconds in which so many tokens are drafted on the device for each of the
+        rows, float64 [n]. depths: int [n]."""
+        first = self._first(np.array([rows]), 0.0)[0]
         each = self._draft(np.array([rows]), 0.0)[0]
         found: Floats = np.where(depths > 0, first + (depths - 1) * each, 0.0) * (rows > 0)
         return found

@@ -19,25 +19,22 @@ from quire.loop_feature import LoopFeature
 from quire.plan import DRAFT_IDS, DRAFT_START, RowFlag, claim_width
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
+from quire.speculation.device_source import DeviceSource, DraftHeadSource, DraftModelSource
 from quire.speculation.draft_count import AcceptanceRates, StepCosts, choose, may_pay
-from quire.speculation.hook import DRAFT_CHUNKS, DRAFT_ROWS
 from quire.speculation.lookup import RecentTexts, TextIndex, TextMatch
 from quire.speculation.settings import SpeculationSettings, read_settings
 from quire.speculation.source_stats import SourceStats, SpeculationStats
 
-NONE, MODEL, LOOKUP = 0, 1, 2
-"""Kinds of drafts. Those of a lookup have a kind for each class of lengths of their match."""
+NONE, DEVICE, LOOKUP = 0, 1, 2
+"""Kinds of drafts: none; those of the source on the device; those of a lookup, which have a kind
+for each class of lengths of their match."""
 _CLASSES = int32([2, 3, 4, 6, 8, 12, 16, 24])
 """The least length of each class but the first."""
 _KINDS = LOOKUP + len(_CLASSES) + 1
-_SHORT_ROW = 8
-"""Tokens of the longest row that kernels for short rows take."""
 _BUSY = 256
 """Prompt tokens of a step beside which nothing is drafted: it takes long, whoever rides along."""
 _LOOKUPS = 64
 """Rows whose texts are searched in a step."""
-_CHUNK = 256
-"""Tokens of a text that the model has fallen behind of, computed in a step."""
 _RECENT = 1 << 20
 """Tokens of ended requests that are searched, by namespace."""
 _NAMESPACES = 64
@@ -46,6 +43,15 @@ _NAMESPACES = 64
 def open_speculation(config: EngineConfig) -> LoopFeature:
     """Returns the feature for an engine."""
     return SpeculationFeature(config, read_settings(config.args))
+
+
+def _device_source(config: EngineConfig, settings: SpeculationSettings) -> DeviceSource | None:
+    lanes = config.scheduler.max_num_seqs
+    if settings.source is None:
+        return None
+    if settings.source == "draft":
+        return DraftModelSource(lanes, config.scheduler.max_num_batched_tokens)
+    return DraftHeadSource(lanes)
 
 
 class _Text:
@@ -71,24 +77,19 @@ class _Text:
 class SpeculationFeature(Feature, LoopFeature):
     """Belongs to the engine's thread, like the scheduler that calls it.
 
-    Per lane: `wanted`, whether its request is to have drafts; `modelled`, whether of the model,
-    which is not so under a grammar, as masks are made for drafts that the host knows; `least_lag`
-    and `most_lag`, bounds of the tokens that the model has fallen behind of; `behind`, whether they
-    are too many for a first pass, and its drafts are wanted.
+    Per lane: `wanted`, whether its request is to have drafts; `follows`, whether of the source on
+    the device, which is not so under a grammar, as masks are made for drafts that the host knows.
     """
 
     def __init__(self, config: EngineConfig, settings: SpeculationSettings) -> None:
         self._settings = settings
-        self._budget = config.scheduler.max_num_batched_tokens
         lanes = config.scheduler.max_num_seqs
         self._requests: list[Request | None] = [None] * lanes
         self._texts: list[_Text | None] = [None] * lanes
         self._recent: dict[tuple[int, str], RecentTexts] = {}
         self._wanted = np.zeros(lanes, dtype=bool)
-        self._modelled = np.zeros(lanes, dtype=bool)
-        self._least_lag = np.zeros(lanes, dtype=np.int32)
-        self._most_lag = np.zeros(lanes, dtype=np.int32)
-        self._behind = np.zeros(lanes, dtype=bool)
+        self._follows = np.zeros(lanes, dtype=bool)
+        self._device = _device_source(config, settings)
         self._kinds = np.zeros(lanes, dtype=np.int32)
         self._acceptance = AcceptanceRates(_KINDS, lanes)
         self._in_flight: deque[Int32] = deque()
@@ -110,7 +111,6 @@ class SpeculationFeature(Feature, LoopFeature):
     def lookahead(self, lanes: Int32, room: Int32) -> Int32:
         none = np.zeros_like(lanes)
         self._kinds[lanes] = NONE
-        self._behind[lanes] = False
         self._acceptance.fade()
         chances = self._acceptance.of_kinds()
         most = int(room.max(initial=0))
@@ -123,15 +123,13 @@ class SpeculationFeature(Feature, LoopFeature):
             kinds = self._look_up(lanes)
             found = kinds != NONE
             chance[found] = self._acceptance.of(kinds[found], lanes[found])
-        if self._settings.has_model:
-            own = self._acceptance.of(np.full_like(lanes, MODEL), lanes)
-            better = self._modelled[lanes] & (own > chance)
-            ready = self._most_lag[lanes] < _SHORT_ROW
-            self._behind[lanes] = better & ~ready
-            better &= ready
-            kinds[better], chance[better] = MODEL, own[better]
+        if self._device is not None:
+            own = self._acceptance.of(np.full_like(lanes, DEVICE), lanes)
+            better = self._follows[lanes] & (own > chance)
+            better &= self._device.ready(lanes, better)
+            kinds[better], chance[better] = DEVICE, own[better]
         room = np.where(kinds == NONE, 0, np.minimum(room, self._most))
-        choice = choose(self._costs, chance, kinds == MODEL, int32(room))
+        choice = choose(self._costs, chance, kinds == DEVICE, int32(room))
         self._kinds[lanes] = np.where(choice.counts > 0, kinds, NONE)
         self._stats.gain = choice.gain
         return choice.counts
@@ -185,21 +183,25 @@ class SpeculationFeature(Feature, LoopFeature):
             self._claim(builder, lanes[drafted & (kinds[lanes] >= LOOKUP)])
         if len(lanes):
             self._stats.drafts_per_row = float((q_len - 1).mean())
-        if self._settings.has_model:
-            self._run_model(builder, prompt, lanes, q_len)
+        if self._device is not None:
+            drafting = ~prompt & (builder.q_len > 1) & (self._kinds[builder.lanes] == DEVICE)
+            chance = float(self._acceptance.of_kinds()[DEVICE])
+            pays = may_pay(self._costs, len(builder.lanes), chance, self._most)
+            self._device.plan(builder, drafting, self._follows, pays)
 
     def _admit(self, builder: PlanBuilder) -> None:
         """Begins to follow requests that get a lane."""
         owners = {request.lane: request for request in builder.requests}
         lanes = int32([admit.lane for admit in builder.admits])
         self._acceptance.forget(lanes)
-        self._least_lag[lanes] = self._most_lag[lanes] = 0
+        if self._device is not None:
+            self._device.admit(lanes)
         for admit in builder.admits:
             request = self._requests[admit.lane] = owners[admit.lane]
             params = request.params
             wanted = params.speculative != "off" and request.pooling is None
             self._wanted[admit.lane] = wanted
-            self._modelled[admit.lane] = wanted and not params.masked
+            self._follows[admit.lane] = wanted and not params.masked
 
     def _claim(self, builder: PlanBuilder, lanes: Int32) -> None:
         """Writes what was found for rows."""
@@ -221,52 +223,21 @@ class SpeculationFeature(Feature, LoopFeature):
         builder.write(DRAFT_IDS, lanes, ids)
         builder.write(DRAFT_START, lanes, starts)
 
-    def _run_model(
-        self, builder: PlanBuilder, prompt: np.ndarray[Any, Any], lanes: Int32, q_len: Int32
-    ) -> None:
-        """Adds the model's part to the step: drafts, and chunks of prompts and of texts."""
-        least, most = self._least_lag, self._most_lag
-        by_model = (q_len > 1) & (self._kinds[lanes] == MODEL)
-        drafting = lanes[by_model]
-        if len(drafting):
-            first = np.maximum(most[drafting] + 1, 2)
-            values = np.stack([first, q_len[by_model] - 1], axis=1)
-            builder.write(DRAFT_ROWS, drafting, values)
-        least[drafting], most[drafting] = 0, 1
-        others, lengths = lanes[~by_model], q_len[~by_model]
-        chunk_lanes = [builder.lanes[prompt & self._modelled[builder.lanes]]]
-        chunk_lengths = [builder.q_len[prompt & self._modelled[builder.lanes]]]
-        # Where the model runs at all, others will want its drafts, too.
-        soon = self._modelled[others] & (least[others] >= _SHORT_ROW // 2) & (len(drafting) > 0)
-        behind = others[(soon | self._behind[others]) & (least[others] > 0)]
-        if len(behind):
-            left = min(self._budget - int(chunk_lengths[0].sum()), _CHUNK)
-            behind = behind[np.cumsum(np.minimum(least[behind], _CHUNK)) <= left]
-            chunk = np.minimum(least[behind], _CHUNK)
-            chunk_lanes.append(behind)
-            chunk_lengths.append(chunk)
-            least[behind] -= chunk
-            most[behind] -= chunk
-        least[others] += 1
-        most[others] += lengths
-        chunks = np.concatenate(chunk_lanes)
-        if len(chunks):
-            builder.write(DRAFT_CHUNKS, chunks, np.concatenate(chunk_lengths))
-
     # -- results -------------------------------------------------------------------------------
 
     def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
         kinds = self._in_flight.popleft()[lanes]
-        other = kinds != MODEL
-        self._least_lag[lanes[other]] += np.maximum(accepted[other] - 1, 0)
-        self._most_lag[lanes[other]] -= drafts[other] + 1 - np.maximum(accepted[other], 1)
+        if self._device is not None:
+            other = kinds != DEVICE
+            self._device.verified(lanes[other], drafts[other], accepted[other])
         rows = np.flatnonzero(drafts > 0)
         if not len(rows):
             return
         kinds, lanes, drafts = kinds[rows], lanes[rows], drafts[rows]
         held = np.clip(accepted[rows] - 1, 0, drafts)
         self._acceptance.add(kinds, lanes, drafts, int32(held))
-        for name, own in (("draft", kinds == MODEL), ("suffix", kinds >= LOOKUP)):
+        source = self._settings.source or ""
+        for name, own in ((source, kinds == DEVICE), ("suffix", kinds >= LOOKUP)):
             if own.any():
                 self._count(name, drafts[own], held[own])
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quire.config import QUANTIZATIONS, EngineArgs
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelError
+from quire.layers.gated_delta import GatedDeltaSpec
 from quire.models import ModelSpec, load_config, resolve_model_path, spec_from_config
 
-METHODS = ("auto", "draft", "suffix")
+METHODS = ("auto", "draft", "eagle3", "mtp", "suffix")
 MOST_DRAFTS = 16
 AUTO_DRAFTS = 7
 """A row of eight tokens is the longest that the kernels for short rows take."""
@@ -20,7 +21,8 @@ _KEYS = (
     "method", "model", "num_speculative_tokens", "lookup_min", "lookup_max", "quantization",
     "simulate_acceptance",
 )  # fmt: skip
-_NOT_BUILT = ("eagle", "eagle3", "mtp", "medusa", "ngram")
+Source = Literal["draft", "eagle3", "mtp"]
+"""What makes drafts on the device: a model, or a draft head."""
 _LOOKUP = 2, 16
 _LONGEST_LOOKUP = 64
 _EMBEDDED_DRAFT = "quire-tiny-draft"
@@ -30,13 +32,15 @@ _EMBEDDED_DRAFT = "quire-tiny-draft"
 class SpeculationSettings:
     """Settings that are checked.
 
-    model: the draft model's folder, None: no draft model. lookup: whether texts are searched.
+    source: what makes drafts on the device, None: nothing. model: the folder of the draft model, or
+        of the EAGLE-3 head. lookup: whether texts are searched.
     most: drafts of a row. lookup_min, lookup_max: tokens that must agree before a text is taken for
         a continuation, and those that are compared. quantization: of the draft model.
     simulated: the probability with which drafts are accepted, whatever the model says; None: as it
         says. For benchmarks of random weights.
     """
 
+    source: Source | None
     model: Path | None
     lookup: bool
     most: int = AUTO_DRAFTS
@@ -44,10 +48,6 @@ class SpeculationSettings:
     lookup_max: int = _LOOKUP[1]
     quantization: str | None = None
     simulated: float | None = None
-
-    @property
-    def has_model(self) -> bool:
-        return self.model is not None and self.most > 0
 
 
 def read_settings(args: EngineArgs) -> SpeculationSettings:
@@ -66,27 +66,26 @@ def read_settings(args: EngineArgs) -> SpeculationSettings:
             raise ConfigError("speculative names another model", "speculative_model")
         given["model"] = args.speculative_model
     method = given.get("method", "auto")
-    if method in _NOT_BUILT:
-        raise _wrong(f"method {method!r} is not supported; methods are: {', '.join(METHODS)}")
     if method not in METHODS:
         raise _wrong(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     name = given.get("model")
     if name is not None and (not isinstance(name, str) or not name):
         raise _wrong(f"model must be a folder or hub id, got {name!r}")
-    if method == "suffix" and name is not None:
-        raise _wrong("method suffix takes no model")
+    if method in ("suffix", "mtp") and name is not None:
+        raise _wrong(f"method {method} takes no model")
     low = _integer(given, "lookup_min", _LOOKUP[0], 1, _LONGEST_LOOKUP)
     high = _integer(given, "lookup_max", max(low, _LOOKUP[1]), low, _LONGEST_LOOKUP)
     quantization = given.get("quantization")
     if quantization is not None and quantization not in QUANTIZATIONS:
         names = ", ".join(QUANTIZATIONS)
         raise _wrong(f"quantization must be one of {names}, got {quantization!r}")
-    model = _model(args, method, name)
-    if quantization is not None and model is None:
+    source, model = _source(args, method, name)
+    if quantization is not None and source != "draft":
         raise _wrong("quantization is that of a draft model, and there is none")
     return SpeculationSettings(
+        source=source,
         model=model,
-        lookup=method != "draft",
+        lookup=method in ("auto", "suffix"),
         most=_drafts(given),
         lookup_min=low,
         lookup_max=high,
@@ -99,25 +98,40 @@ def check_settings(args: EngineArgs, target: ModelSpec) -> None:
     """Refuses settings that do not fit the model whose tokens are drafted.
 
     Raises:
-        ConfigError, ModelError: as `read_settings`; the draft model has another vocabulary, or
-            fewer positions; either has recurrent layers.
+        ConfigError, ModelError: as `read_settings`; the draft model has another vocabulary, fewer
+            positions, or recurrent layers; the model has recurrent layers; the draft head is not
+            there, or of another model.
     """
     settings = read_settings(args)
     if not settings.most:
         return
-    if len(target.attention) < len(target.layers):
+    if _recurrent(target):
         raise _wrong("models with recurrent layers are not supported: drafts would advance them")
-    if settings.model is None:
-        return
-    draft = spec_from_config(load_config(settings.model))
-    if len(draft.attention) < len(draft.layers):
+    longest = args.max_model_len or target.max_positions
+    if settings.source == "mtp":
+        from quire.models.draft_heads.mtp import check_mtp
+
+        check_mtp(resolve_model_path(args.model, args.revision), target, args.load_format)
+    elif settings.source == "eagle3" and settings.model is not None:
+        from quire.models.draft_heads.eagle3 import eagle3_spec
+
+        eagle3_spec(load_config(settings.model), target)
+    elif settings.source == "draft" and settings.model is not None:
+        _check_draft(spec_from_config(load_config(settings.model)), target, longest)
+
+
+def _recurrent(spec: ModelSpec) -> bool:
+    return any(isinstance(layer.mixer, GatedDeltaSpec) for layer in spec.layers)
+
+
+def _check_draft(draft: ModelSpec, target: ModelSpec, longest: int) -> None:
+    if _recurrent(draft):
         raise _wrong("a draft model with recurrent layers is not supported")
     if draft.vocab_size != target.vocab_size:
         raise _wrong(
             f"the draft model's vocabulary has {draft.vocab_size} tokens, the model's "
             f"{target.vocab_size}: they must be the same"
         )
-    longest = args.max_model_len or target.max_positions
     if draft.max_positions < longest:
         raise _wrong(
             f"the draft model was made for {draft.max_positions} positions, but max_model_len is "
@@ -125,17 +139,46 @@ def check_settings(args: EngineArgs, target: ModelSpec) -> None:
         )
 
 
-def _model(args: EngineArgs, method: str, name: str | None) -> Path | None:
+def _source(args: EngineArgs, method: str, name: str | None) -> tuple[Source | None, Path | None]:
+    """Returns what makes drafts on the device, and its folder. Without a method that says so, it is
+    what the model's folder is, or else the target's own layer, if it has one."""
     if method == "suffix":
-        return None
+        return None, None
+    if method == "mtp":
+        return "mtp", None
     if name is not None:
-        return resolve_model_path(name)
+        path = resolve_model_path(name)
+        return ("eagle3" if method == "eagle3" or _is_eagle3(path) else "draft"), path
+    if method == "eagle3":
+        raise _wrong("method eagle3 needs a model, the folder or hub id of the head")
     embedded = resolve_model_path(None)
     if args.model is None:
-        return embedded.parent / _EMBEDDED_DRAFT
+        return "draft", embedded.parent / _EMBEDDED_DRAFT
     if method == "draft":
         raise _wrong("method draft needs a model")
-    return None
+    return ("mtp" if _has_mtp(args) else None), None
+
+
+def _is_eagle3(folder: Path) -> bool:
+    from quire.models.draft_heads.eagle3 import is_eagle3
+
+    return is_eagle3(load_config(folder))
+
+
+def _has_mtp(args: EngineArgs) -> bool:
+    """Whether the target brings a layer along that drafts."""
+    from quire.models.draft_heads.mtp import check_mtp, mtp_layers
+
+    folder = resolve_model_path(args.model, args.revision)
+    config = load_config(folder)
+    target = spec_from_config(config)
+    if not mtp_layers(config, target):
+        return False
+    try:
+        check_mtp(folder, target, args.load_format)
+    except ModelError:
+        return False
+    return True
 
 
 def _drafts(given: Mapping[str, Any]) -> int:

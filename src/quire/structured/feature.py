@@ -27,10 +27,11 @@ from quire.config import EngineConfig
 from quire.errors import GrammarError, QuireError, RequestError
 from quire.executor import Capacity, Executor
 from quire.loop_feature import Failure, LoopFeature
-from quire.plan import DRAFT_IDS, DRAFT_START, HeadInputs, RowFlag, claimed_drafts
+from quire.plan import DRAFT_IDS, DRAFT_START, HeadInputs, RowFlag
 from quire.request import Request
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler import Feature, PlanBuilder
+from quire.structured.claimed_drafts import claimed_drafts
 from quire.structured.compiler import Compiler, build_compiler
 from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
 from quire.token_rules import TokenRules

@@ -39,7 +39,7 @@ def store_latent(
         of `ops.qk_norm_rope_store`.
     """
     scratch = {} if scratch is None else scratch
-    content, key = latent.split([len(norm.weight), cos_sin.shape[-1]], dim=1)
+    content, key = torch.split(latent, [len(norm.weight), cos_sin.shape[-1]], dim=1)
     angles = cos_sin_of(cos_sin, positions, latent.dtype, scratch)
     turned = rotate(key.unsqueeze(1), *angles, interleaved)
     stored = torch.cat((rms_norm(content, *norm).unsqueeze(1), turned), dim=-1)
@@ -61,7 +61,7 @@ def latent_queries(
         projection from latents; strided. cos_sin: float32 [positions, P].
     """
     scratch = {} if scratch is None else scratch
-    content, turning = q.split([weight.shape[1], cos_sin.shape[-1]], dim=-1)
+    content, turning = torch.split(q, [weight.shape[1], cos_sin.shape[-1]], dim=-1)
     angles = cos_sin_of(cos_sin, positions, q.dtype, scratch)
     absorbed = torch.bmm(content.transpose(0, 1), weight).transpose(0, 1)
     return torch.cat((absorbed, rotate(turning, *angles, interleaved)), dim=-1)

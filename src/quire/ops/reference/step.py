@@ -111,8 +111,8 @@ def expand_rows(
     own = lane[row]
     positions = first[row] + offset
     real = offset < _computed(rows, live, lane, drafts)[row]
-    max_len = tokens.shape[1]
-    ids = torch.where(real, tokens.view(-1)[own * max_len + positions], -1)
+    inside = positions.clamp(max=tokens.shape[1] - 1)
+    ids = torch.where(real, tokens[own, inside], -1)
     places = torch.where(real, positions, 0)
     padding = num_tokens - len(row)
     _fill_logit_rows(rows, logit_rows, first, q_lens, live, lane, drafts)

@@ -1,4 +1,4 @@
-"""What stands before and behind attention over latents: their norm, rotation and store, and the
+"""Kernels before and behind attention over latents: their norm, rotation and store, and the
 products of heads with the projection from latents."""
 
 from __future__ import annotations

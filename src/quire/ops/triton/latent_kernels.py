@@ -17,11 +17,11 @@ from quire.ops.triton.attention_kernels import row_of_tile
 def _attend_range(
     acc, peak, total, q, q_key, limit, start, end, kv_ptr, table_ptr, qk_scale, stride_b, stride_t,
     RANK: tl.constexpr, R_PAD: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over tiles [start, end) of latents; see `attention_tiles.attend_range`. q,
-    q_key: queries of latents [BM, R_PAD] and of shared keys [BM, KEY_PAD]."""
+    q_key: queries of latents [BM, R_PAD] and of shared keys [BM, KEY_PAD]. Every tile is masked: a
+    loop of its own for those that need no mask would not fit the registers."""
     dims = tl.arange(0, R_PAD)
     key_dims = tl.arange(0, KEY_PAD)
     # Block ids are fetched a tile ahead, else each tile's loads would wait for them.
@@ -34,11 +34,9 @@ def _attend_range(
         block = tl.load(table_ptr + ahead // BLOCK_TOKENS, mask=ahead < end, other=0)
         at = kv_ptr + rows[:, None] + dims[None, :]
         key_at = kv_ptr + RANK + rows[:, None] + key_dims[None, :]
-        inside = dims[None, :] < RANK
-        key_inside = key_dims[None, :] < KEY
-        if MASKED:
-            inside = inside & (positions < end)[:, None]
-            key_inside = key_inside & (positions < end)[:, None]
+        stored = (positions < end)[:, None]
+        inside = stored & (dims[None, :] < RANK)
+        key_inside = stored & (key_dims[None, :] < KEY)
         latent = tl.load(at, mask=inside, other=0.0)
         key = tl.load(key_at, mask=key_inside, other=0.0)
         if UPCAST:
@@ -46,12 +44,9 @@ def _attend_range(
             key = key.to(tl.float32)
         scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
         scores = tl.dot(q_key, tl.trans(key), scores, input_precision=PRECISION)
-        if MASKED:
-            scores = tl.where(positions[None, :] <= limit[:, None], scores, float("-inf"))
+        scores = tl.where(positions[None, :] <= limit[:, None], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1) * qk_scale)
-        base = higher
-        if MASKED:
-            base = tl.where(higher == float("-inf"), 0.0, higher)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores * qk_scale - base[:, None])
         decay = tl.exp2(peak - base)
         total = total * decay + tl.sum(weights, 1)
@@ -113,7 +108,7 @@ def latent_short(
     acc, peak, total = tiles.nothing(BM, R_PAD, 0)
     acc, peak, total = _attend_range(
         acc, peak, total, q, q_key, limit, start, end, kv_ptr, table_ptr, qk_scale, stride_b,
-        stride_t, RANK, R_PAD, KEY, KEY_PAD, BLOCK_TOKENS, BN, True, UPCAST, PRECISION,
+        stride_t, RANK, R_PAD, KEY, KEY_PAD, BLOCK_TOKENS, BN, UPCAST, PRECISION,
     )  # fmt: skip
     total = tl.where(total > 0.0, total, 1.0)
     result = acc / total[:, None]
@@ -135,11 +130,11 @@ def latent_long(
     q_stride_t, q_stride_h, out_stride_t, out_stride_h, stride_b, stride_t, table_stride,
     GROUP: tl.constexpr, RANK: tl.constexpr, R_PAD: tl.constexpr, KEY: tl.constexpr,
     KEY_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SHORTEST: tl.constexpr, ONE_LOOP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr, PARTS: tl.constexpr,
+    SHORTEST: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Rows of at least SHORTEST queries. Grid (blocks of heads, tiles), with PARTS (blocks of
-    heads, items), see `LongSchedule`. ONE_LOOP: every tile of latents takes the masked road."""
+    heads, items), see `LongSchedule`."""
     head = tl.program_id(0)
     part = 0
     per = 0
@@ -172,24 +167,15 @@ def latent_long(
         q_ptr, head, local, q_start, q_len, seq_len - q_len, q_stride_t, q_stride_h,
         GROUP, RANK, R_PAD, KEY, KEY_PAD, BM, UPCAST,
     )  # fmt: skip
-    first = seq_len - q_len + local * BM // GROUP
     end = seq_len - q_len + tl.minimum((local * BM + BM - 1) // GROUP, q_len - 1) + 1
     lo = 0
     if PARTS:
         lo = part * per * BN
         end = tl.minimum(end, lo + per * BN)
     acc, peak, total = tiles.nothing(BM, R_PAD, 0)
-    # Tiles that every query sees whole come before those that must be masked.
-    whole_to = lo
-    if not ONE_LOOP:
-        whole_to = tl.maximum(tl.minimum((first + 1) // BN * BN, end), lo)
-        acc, peak, total = _attend_range(
-            acc, peak, total, q, q_key, limit, lo, whole_to, kv_ptr, table_ptr, qk_scale, stride_b,
-            stride_t, RANK, R_PAD, KEY, KEY_PAD, BLOCK_TOKENS, BN, False, UPCAST, PRECISION,
-        )  # fmt: skip
     acc, peak, total = _attend_range(
-        acc, peak, total, q, q_key, limit, whole_to, end, kv_ptr, table_ptr, qk_scale, stride_b,
-        stride_t, RANK, R_PAD, KEY, KEY_PAD, BLOCK_TOKENS, BN, True, UPCAST, PRECISION,
+        acc, peak, total, q, q_key, limit, lo, end, kv_ptr, table_ptr, qk_scale, stride_b,
+        stride_t, RANK, R_PAD, KEY, KEY_PAD, BLOCK_TOKENS, BN, UPCAST, PRECISION,
     )  # fmt: skip
     total = tl.where(total > 0.0, total, 1.0)
     result = acc / total[:, None]

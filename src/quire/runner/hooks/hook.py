@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.arrays import Int32
 from quire.executor import StepSeconds
-from quire.models import Decoder
+from quire.models.decoder import Decoder, DecoderLayers
 from quire.ops import LogitRows, StepRows
 from quire.plan import Admit, HeadInputs, StepPlan
 from quire.runner.kv_cache import KVCache
@@ -86,7 +86,7 @@ class Hook:
     def share(self, memory: SharedMemory) -> None:
         """Takes memory that all ranks map, before `bind`. Not called where there is one rank."""
 
-    def models(self) -> Sequence[Decoder]:
+    def models(self) -> Sequence[DecoderLayers]:
         """Loads further models, whose KV groups stand behind the target's. Called once, first."""
         return ()
 

@@ -8,10 +8,9 @@ from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.ops import op
 from quire.ops.reference import mask as twins
-from quire.plan import HeadInputs, StepPlan
+from quire.plan import HeadInputs, RowFlag, StepPlan
 from quire.runner.hooks.hook import HeadContext, Hook, Level, SharedMemory
 from quire.runner.mask_ring import MaskRing
-from quire.runner.readback import in_head
 from quire.runner.state import BatchState, Limits
 
 _mask_logits = op(twins.mask_logits)
@@ -51,7 +50,7 @@ class Mask(Hook):
         if self.ring is None or not plan.gated:
             return
         *_, lines, gate = self._state.split_inputs(inputs)
-        wanted = plan.mask_lines[in_head(plan)]
+        wanted = plan.mask_lines[_in_head(plan)]
         first = self.ring.first_line(plan.step_id)
         lines[: len(wanted)] = np.where(wanted >= 0, wanted + first, -1)
         gate[:] = self.ring.gate(plan.step_id)
@@ -78,3 +77,12 @@ class Mask(Hook):
     def close(self) -> None:
         if self.ring is not None:
             self.ring.open()
+
+
+def _in_head(plan: StepPlan) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Returns which of the plan's logit rows, `n_logits` of each row, are the head's."""
+    prompt = (plan.flags & RowFlag.PROMPT) != 0
+    samples = (plan.flags & RowFlag.SAMPLE) != 0
+    mine = np.repeat(~prompt, plan.n_logits)
+    mine[np.cumsum(plan.n_logits)[prompt & samples] - 1] = True
+    return mine

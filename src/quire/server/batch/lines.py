@@ -12,7 +12,14 @@ import msgspec
 from quire.errors import ConfigError
 from quire.server.state import new_id
 
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+ROUTES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/score",
+    "/v1/rerank",
+)
 MAX_ID = 512
 
 _AROUND = 8192

@@ -67,6 +67,9 @@ class OutcomeFile:
     def write(self, outcome: BatchOutcome) -> None:
         self._file.write(msgspec.json.encode(outcome) + b"\n")
 
+    def close(self) -> None:
+        self._file.close()
+
     def __enter__(self) -> OutcomeFile:
         return self
 
@@ -76,7 +79,7 @@ class OutcomeFile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
+        self.close()
 
 
 def _key(outcome: BatchOutcome) -> OutcomeKey:

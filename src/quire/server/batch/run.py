@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,19 @@ class Counts:
 _ENGINE_DEAD = b'"engine_dead"'
 """Code of the error that a stopped engine gives, as it stands in a body."""
 
+_RETRY_AFTER = b"retry-after-ms"
+
+
+@dataclass(frozen=True, slots=True)
+class AppAnswer:
+    """The application's answer. retry_after: seconds, where it asks for the request again."""
+
+    status: int
+    body: bytes
+    retry_after: float | None = None
+
+
+Ask = Callable[[BatchRequest], Awaitable[AppAnswer]]
 OnCount = Callable[[Counts], None]
 """Called after each line."""
 
@@ -87,7 +101,7 @@ class Batch:
             errors = target
             if self.errors is not None:
                 errors = stack.enter_context(OutcomeFile(self.errors))
-            runner = _Runner(app, target, errors, on_count)
+            runner = BatchRunner(functools.partial(call, app), target, errors, on_count)
             runner.counts.total = sum(1 for _ in self._lines())
             await runner.run(self._lines(), self.concurrency)
             return runner.counts
@@ -96,11 +110,17 @@ class Batch:
         return read_lines(self.source, self.max_body)
 
 
-class _Runner:
+class BatchRunner:
+    """Runs the lines that have no outcome yet.
+
+    Attributes:
+        known: keys of the lines that have one.
+    """
+
     def __init__(
-        self, app: ASGIApp, target: OutcomeFile, errors: OutcomeFile, on_count: OnCount
+        self, ask: Ask, target: OutcomeFile, errors: OutcomeFile, on_count: OnCount
     ) -> None:
-        self.app = app
+        self.ask = ask
         self.target = target
         self.errors = errors
         self.on_count = on_count
@@ -110,6 +130,7 @@ class _Runner:
             self.counts.failed += errors.failed
 
     async def run(self, lines: Iterator[BatchLine], concurrency: int) -> None:
+        """Raises EngineDeadError when an answer says that the engine has stopped."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(concurrency):
@@ -122,26 +143,28 @@ class _Runner:
             if line.key in self.known:
                 self.counts.before += 1
             else:
-                self._write(await self._outcome(line))
+                self.write(line, await self._outcome(line))
             self.counts.done += 1
             self.on_count(self.counts)
 
     async def _outcome(self, line: BatchLine) -> BatchOutcome:
         if line.error is not None or line.request is None:
             return refused(line)
-        status, body = await call(self.app, line.request)
-        if status == 503 and _ENGINE_DEAD in body:
+        answer = await self.ask(line.request)
+        if answer.status == 503 and _ENGINE_DEAD in answer.body:
             raise EngineDeadError("the engine has stopped; run the same command again to go on")
-        response = BatchResponse(status, new_id("req", "_"), msgspec.Raw(body))
+        response = BatchResponse(answer.status, new_id("req", "_"), msgspec.Raw(answer.body))
         return BatchOutcome(new_id("batch_req", "_"), line.custom_id, response, None)
 
-    def _write(self, outcome: BatchOutcome) -> None:
+    def write(self, line: BatchLine, outcome: BatchOutcome) -> None:
+        """Writes a line's outcome to the file where it belongs."""
+        self.known.add(line.key)
         self.counts.failed += outcome.failed
         (self.errors if outcome.failed else self.target).write(outcome)
 
 
-async def call(app: ASGIApp, request: BatchRequest) -> tuple[int, bytes]:
-    """Returns the status and body of the application's answer."""
+async def call(app: ASGIApp, request: BatchRequest, **extra: Any) -> AppAnswer:
+    """Returns the application's answer. extra: further entries of the scope."""
     data = bytes(request.body)
     scope = {
         "type": "http",
@@ -156,9 +179,10 @@ async def call(app: ASGIApp, request: BatchRequest) -> tuple[int, bytes]:
         "headers": [(b"content-type", b"application/json")],
         "client": None,
         "server": None,
+        **extra,
     }
     messages = iter([{"type": "http.request", "body": data, "more_body": False}])
-    status, parts = 500, []
+    status, parts, retry_after = 500, [], None
 
     async def receive() -> Any:
         message = next(messages, None)
@@ -167,9 +191,12 @@ async def call(app: ASGIApp, request: BatchRequest) -> tuple[int, bytes]:
         return await asyncio.Event().wait()  # this client stays
 
     async def send(message: Any) -> None:
-        nonlocal status
+        nonlocal status, retry_after
         if message["type"] == "http.response.start":
             status = message["status"]
+            for name, value in message["headers"]:
+                if name.lower() == _RETRY_AFTER:
+                    retry_after = int(value) / 1000
         else:
             parts.append(message.get("body", b""))
 
@@ -178,4 +205,4 @@ async def call(app: ASGIApp, request: BatchRequest) -> tuple[int, bytes]:
     except Exception:
         if not parts:  # the application answers errors, then raises them for its server's log
             raise
-    return status, b"".join(parts)
+    return AppAnswer(status, b"".join(parts), retry_after)

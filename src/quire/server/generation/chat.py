@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
+from quire.server.errors import ApiError
+from quire.server.generation.beams import BeamGeneration
 from quire.server.generation.choice_parser import ChoiceParser, plain_events
 from quire.server.generation.dialogue import ChatAnswer, Dialogue, Event
 from quire.server.generation.prompt import RenderedPrompt, render_prompt
@@ -89,7 +92,16 @@ class ChatGeneration:
             self._parser = None
         read = self._parser is not None or format.reasoning is not None
         self.params = self._params()
-        self._generation = TextGeneration(
+        beams = dialogue.beams
+        if beams is not None and self.params.structured_outputs is not None:
+            raise ApiError(
+                400,
+                "'use_beam_search' is not available where calls must be made or checked.",
+                param="use_beam_search",
+                code="invalid_value",
+            )
+        kind = TextGeneration if beams is None else functools.partial(BeamGeneration, beams)
+        self._generation = kind(
             state,
             context,
             [prompt.token_ids],

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quire.engine.beam_search import BeamSearchParams
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 
@@ -47,6 +48,7 @@ class Dialogue:
         add_special_tokens: adds the tokenizer's own special tokens to what the template wrote.
         most_prompt_tokens: the last tokens of the prompt to keep; None keeps all.
         include_reasoning: False leaves reasoning out of the events (it is still generated).
+        beams: searches for the likeliest answers instead of sampling them.
         with_tokens: give tokens without text (the end of sequence, say) an event too. Set it where
             token ids or log-probabilities are passed on.
     """
@@ -64,6 +66,7 @@ class Dialogue:
     add_special_tokens: bool = False
     most_prompt_tokens: int | None = None
     include_reasoning: bool = True
+    beams: BeamSearchParams | None = None
     with_tokens: bool = False
     request_id: str
     priority: int = 0

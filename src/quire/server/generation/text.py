@@ -176,20 +176,7 @@ class TextGeneration:
 
     async def _run(self, index: int, prompt: Prompt) -> None:
         clock, reason = RequestTimer(self.metrics, self.params.n), "abort"
-        updates = cast(
-            "AsyncGenerator[StreamUpdate, None]",
-            self.state.client.generate(
-                prompt,
-                self.params,
-                request_id=f"{self.request_id}-{index}",
-                priority=self.priority,
-                cache_salt=self.cache_salt,
-                keep_special=self.keep_special,
-                tenant=self.context.key.name,
-                share=self.context.key.share,
-                adapter=self.context.adapter,
-            ),
-        )
+        updates = self._updates(index, prompt)
         self.metrics.open.inc()
         try:
             async with contextlib.aclosing(updates):
@@ -199,7 +186,7 @@ class TextGeneration:
                     self._take(index, update)
         except Exception as error:  # handed to whoever reads `batches`
             if isinstance(error, OverloadedError):
-                self.state.note_full(self.context.key.name)
+                self.state.note_full(self.context.tenant)
             self.context.end = reason = "error"
             self._error = self._error or error
         except asyncio.CancelledError:
@@ -213,6 +200,28 @@ class TextGeneration:
             self.metrics.open.dec()
             self._running -= 1
             self._changed.set()
+
+    def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[StreamUpdate, None]:
+        """Returns the updates of a prompt's completions."""
+        return self._ask(prompt, self.params, f"{self.request_id}-{index}")
+
+    def _ask(
+        self, prompt: Prompt, params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[StreamUpdate, None]:
+        return cast(
+            "AsyncGenerator[StreamUpdate, None]",
+            self.state.client.generate(
+                prompt,
+                params,
+                request_id=request_id,
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+                keep_special=self.keep_special,
+                tenant=self.context.tenant,
+                share=self.context.share,
+                adapter=self.context.adapter,
+            ),
+        )
 
     def _take(self, index: int, update: StreamUpdate) -> None:
         if update.prompt_token_ids is not None:

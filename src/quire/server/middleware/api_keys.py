@@ -103,6 +103,13 @@ class ApiKeys:
         key = self._by_tag.get(self._tag(digest), self.anonymous)
         return key if hmac.compare_digest(digest, key.digest) else None
 
+    def with_digest(self, digest: bytes) -> ApiKey | None:
+        """Returns the key of a secret's digest, which must come from here; None: there is no such
+        key any more."""
+        if not self.required:
+            return self.anonymous if digest == self.anonymous.digest else None
+        return self._by_tag.get(self._tag(digest))
+
     def _tag(self, digest: bytes) -> bytes:
         return hmac.digest(self._salt, digest, "sha256")
 

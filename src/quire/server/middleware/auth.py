@@ -19,6 +19,12 @@ COUNTED_PATHS = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/embeddings",
+        "/pooling",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/responses",
@@ -27,6 +33,8 @@ COUNTED_PATHS = frozenset(
         "/tokenize",
         "/detokenize",
         "/apply-template",
+        "/v1/files",
+        "/v1/batches",
     }
 )
 """Routes whose POST requests count against their key's limit."""
@@ -38,6 +46,8 @@ _UNQUEUED_PATHS = frozenset(
         "/apply-template",
         "/v1/messages/count_tokens",
         "/v1/responses/input_tokens",
+        "/v1/files",
+        "/v1/batches",
     }
 )
 """Counted routes that do not use the engine."""
@@ -73,20 +83,21 @@ class AuthMiddleware:
 
     def _authorize(self, scope: Scope) -> None:
         """Raises ApiError: 401, 403, 429, or 503 while the queue is full or the server stops."""
-        self.hosts.check(scope)
         path, context = route_of(scope), context_in(scope)
-        if path in self.public:
-            return
-        key = self._key(scope)
-        if key is None:
-            raise ApiError(401, "Incorrect or missing API key.", code="invalid_api_key")
-        context.key = key
+        if not context.batch:
+            self.hosts.check(scope)
+            if path in self.public:
+                return
+            key = self._key(scope)
+            if key is None:
+                raise ApiError(401, "Incorrect or missing API key.", code="invalid_api_key")
+            context.key = key
         if scope["method"] == "POST" and path in COUNTED_PATHS:
             if self.state.draining:  # on a connection that was open before
                 raise stopping()
             context.take_request()
             if path not in _UNQUEUED_PATHS:
-                self.state.check_room(key.name)
+                self.state.check_room(context.tenant)
         else:
             context.read_limits()
 

@@ -14,9 +14,16 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import stopping
+from quire.server.middleware.api_keys import ApiKey
 from quire.server.middleware.error_handler import error_response, is_anthropic, route_of
 from quire.server.middleware.rate_limits import LimitStatus
-from quire.server.middleware.request_context import SCOPE_KEY, RequestContext, duration, is_id
+from quire.server.middleware.request_context import (
+    BATCH_KEY,
+    SCOPE_KEY,
+    RequestContext,
+    duration,
+    is_id,
+)
 from quire.server.state import ServerState, new_id
 
 access = logging.getLogger("quire.access")
@@ -86,13 +93,17 @@ class RequestContextMiddleware:
 
     def _context(self, scope: Scope) -> RequestContext:
         timeout, tracing = self.state.args.request_timeout, self.state.tracing
+        batch_key: ApiKey | None = scope.get(BATCH_KEY)
+        if batch_key is not None:
+            timeout = None  # batches have a time limit of their own
         trace = None if tracing is None else tracing.begin(route_of(scope), scope)
         on_end = None
         if tracing is not None and trace is not None:
             on_end = functools.partial(tracing.export, trace)
         return RequestContext(
             id=_given_id(scope) or new_id("req", "_"),
-            key=self.state.keys.anonymous,
+            key=batch_key or self.state.keys.anonymous,
+            batch=batch_key is not None,
             rate_limiter=self.state.rate_limiter,
             deadline=None if timeout is None else time.monotonic() + timeout,
             trace=trace,

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from quire.engine.output import StreamUpdate
 
 SCOPE_KEY = "quire.request_context"
+BATCH_KEY = "quire.batch_key"
+"""Scope entry of a batch's requests, which this process makes itself: their `ApiKey`."""
+
+_BATCH_SHARE = 0.01
+"""Weight of a key's batches in the engine's fair scheduling, beside that of its requests."""
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
 
@@ -37,6 +42,7 @@ class RequestContext:
         prompts: texts for the log, where prompts are logged.
         on_end: called once, when the request is over.
         adapter: the LoRA adapter that the request chose as its model, "" for none.
+        batch: the request is a batch's, so others go first.
     """
 
     id: str
@@ -53,10 +59,20 @@ class RequestContext:
     first_token: float | None = None
     prompts: list[str] = field(default_factory=list)
     adapter: str = ""
+    batch: bool = False
     trace: RequestTrace | None = None
     on_end: Callable[[RequestContext], None] | None = None
     _taken: int = 0
     _holders: int = 1
+
+    @property
+    def tenant(self) -> str:
+        """The name under which the engine schedules the request; a key's name has no slash."""
+        return f"{self.key.name}/batch" if self.batch else self.key.name
+
+    @property
+    def share(self) -> float:
+        return self.key.share * _BATCH_SHARE if self.batch else self.key.share
 
     # -- limits --------------------------------------------------------------------------------
 

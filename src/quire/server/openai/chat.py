@@ -26,6 +26,7 @@ from quire.server.generation.dialogue import (
 from quire.server.generation.thinking import known_effort
 from quire.server.middleware.request_context import context_of, owner_of
 from quire.server.openai import functions
+from quire.server.openai.beams import beams_of
 from quire.server.openai.chunks import ChunkWriter
 from quire.server.openai.convert import check_fan_out, sampling_params
 from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -60,7 +61,7 @@ async def chat_completions(request: Request) -> Response:
     state.check_alive()
     state.check_model(body.model, context_of(request))
     tokenizer = state.tokenizer("messages")
-    check_fan_out(1, body.n)
+    check_fan_out(1, max(body.n or 1, body.beam_width or 1))
     _check(body)
     functions.check(body)
     if body.chat_template is not None and not state.args.trust_request_chat_template:
@@ -109,9 +110,11 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
     effort = body.reasoning_effort
     if body.chat_template is None:
         effort = known_effort(state, effort, bool(body.tools))
+    params = _params(state, body)
     return Dialogue(
         messages=template_messages(body.messages),
-        params=_params(state, body),
+        params=params,
+        beams=beams_of(body, params, body.n or 1, None),
         tools=[tool.shape for tool in body.tools or ()] or functions.tools_of(body),
         tool_choice=body.tool_choice or functions.choice_of(body),
         parallel_tool_calls=body.parallel_tool_calls is not False and not body.functions,

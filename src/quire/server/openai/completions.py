@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from typing import Any
 
@@ -12,9 +13,11 @@ from starlette.responses import Response
 
 from quire.sampling_params import SamplingParams
 from quire.server.errors import ApiError
+from quire.server.generation.beams import BeamGeneration
 from quire.server.generation.structured import check_structured
 from quire.server.generation.text import Prompt, TextGeneration, TextPiece, collect
 from quire.server.middleware.request_context import RequestContext, context_of
+from quire.server.openai.beams import beams_of
 from quire.server.openai.chunks import ChunkWriter
 from quire.server.openai.convert import (
     check_fan_out,
@@ -54,14 +57,16 @@ async def completions(request: Request) -> Response:
     state.check_alive()
     state.check_model(body.model, context_of(request))
     prompts = prompts_of(body.prompt)
-    check_fan_out(len(prompts), max(body.n or 1, body.best_of or 1))
+    check_fan_out(len(prompts), max(body.n or 1, body.best_of or 1, body.beam_width or 1))
     _check(state, body, prompts)
     params = _params(state, body)
     await check_structured(state, params, structured_field(body))
     inputs = await _inputs(state, body, prompts)
     context = context_of(request)
     charge(state, context, inputs, params)
-    generation = TextGeneration(
+    beams = beams_of(body, params, body.n or 1, body.best_of)
+    kind = TextGeneration if beams is None else functools.partial(BeamGeneration, beams)
+    generation = kind(
         state,
         context,
         inputs,
@@ -73,8 +78,8 @@ async def completions(request: Request) -> Response:
     writer = CompletionWriter(state, body, prompts, generation)
     if not body.stream:
         pieces = await unless_disconnected(request.receive, collect(generation))
-        if body.best_of is not None and body.best_of > (body.n or 1):
-            pieces = best_completions(pieces, body.best_of, body.n or 1)
+        if _ranks(body):
+            pieces = best_completions(pieces, body.best_of or 1, body.n or 1)
         choices = [writer.choice(piece) for piece in pieces]
         return json_response(writer.envelope(choices, usage=writer.usage))
     await start_stream(request, generation)
@@ -138,6 +143,11 @@ def _mean_logprob(piece: TextPiece) -> float:
     return sum(values) / max(1, len(values))
 
 
+def _ranks(body: CompletionRequest) -> bool:
+    """Tells whether more completions are sampled than returned. A beam search ranks by itself."""
+    return not body.use_beam_search and (body.best_of or 1) > (body.n or 1)
+
+
 def _check(state: ServerState, body: CompletionRequest, prompts: list[Prompt]) -> None:
     if any(isinstance(prompt, str) for prompt in prompts):
         state.tokenizer("prompt")
@@ -186,12 +196,12 @@ def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:
     if body.echo and body.logprobs is not None:
         both = body.logprobs, body.prompt_logprobs or 0
         body.prompt_logprobs = -1 if -1 in both else max(both)
-    ranked = body.best_of is not None and body.best_of > (body.n or 1)
+    ranked = _ranks(body)
     return sampling_params(
         body,
         state,
         max_tokens=_max_tokens(body) or 1,
-        n=max(body.n or 1, body.best_of or 1),
+        n=(body.best_of if ranked else body.n) or 1,
         logprobs=0 if ranked and body.logprobs is None else body.logprobs,
         detokenize=state.client.tokenizer is not None,
     )

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from quire.errors import RequestError
 from quire.server.generation.dialogue import ToolChoice
+from quire.server.openai.beams import BeamFields
 from quire.server.openai.messages import (
     ChatMessageParam,
     ChatToolParam,
@@ -141,7 +142,7 @@ class SamplingFields(StructuredFields):
         return self
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(SamplingFields, BeamFields):
     """Body of `/v1/completions`.
 
     `prompt` is a string, token ids, or a list of either. An empty `suffix` is none, as at OpenAI.
@@ -166,7 +167,7 @@ class GenerateRequest(SamplingFields):
     max_tokens: Count | None = None
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, BeamFields):
     """Body of `/v1/chat/completions`.
 
     `metadata` comes back with the answer. `prompt_cache_key` is an identifier, as `user` is: the

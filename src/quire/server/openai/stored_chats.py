@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -13,16 +13,12 @@ from starlette.responses import Response
 from quire.server.errors import ApiError
 from quire.server.middleware.request_context import owner_of
 from quire.server.openai.objects import ChatChoice, CompletionObject
-from quire.server.query import Query
+from quire.server.query import PAGING, Query, page_of
 from quire.server.request_body import read_body
 from quire.server.sse import json_response
 from quire.server.state import state_of
 from quire.server.store import BoundedStore
 from quire.server.strict_model import Metadata, StrictModel
-
-T = TypeVar("T")
-
-_PAGING = ("after", "limit", "order")
 
 
 @dataclass(slots=True)
@@ -133,7 +129,7 @@ async def list_chats(request: Request) -> Response:
         for name in request.query_params
         if name.startswith("metadata[") and name.endswith("]")
     }
-    query = Query(request, *_PAGING, "model", *wanted.values())
+    query = Query(request, *PAGING, "model", *wanted.values())
     model = query.text("model")
     found = [
         chat.completion
@@ -144,7 +140,7 @@ async def list_chats(request: Request) -> Response:
             for key, name in wanted.items()
         )
     ]
-    page, more = _page(query, found, [completion.id for completion in found])
+    page, more = page_of(query, found, [completion.id for completion in found])
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return json_response(ChatList(page, first, last, more))
 
@@ -168,7 +164,7 @@ async def delete_chat(request: Request) -> Response:
 
 
 async def list_messages(request: Request) -> Response:
-    query = Query(request, *_PAGING)
+    query = Query(request, *PAGING)
     chat = _stored(request)
     messages = [
         StoredMessage(
@@ -182,23 +178,10 @@ async def list_messages(request: Request) -> Response:
         )
         for place, message in enumerate(chat.messages)
     ]
-    page, more = _page(query, messages, [message.id for message in messages])
+    page, more = page_of(query, messages, [message.id for message in messages])
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return json_response(MessageList(page, first, last, more))
 
 
 def _stored(request: Request) -> StoredChat:
     return chat_store(request).get(request.path_params["completion_id"], owner_of(request))
-
-
-def _page(query: Query, items: list[T], ids: list[str]) -> tuple[list[T], bool]:
-    """Returns the items that `after`, `limit` and `order` ask for, and whether there are more."""
-    if query.choice("order", ("asc", "desc")) == "desc":
-        items, ids = items[::-1], ids[::-1]
-    after = query.text("after")
-    if after is not None:
-        if after not in ids:
-            raise ApiError(400, f"'after': there is no '{after[:200]}'.", param="after")
-        items = items[ids.index(after) + 1 :]
-    limit = query.integer("limit", 20, 1, 100)
-    return items[:limit], len(items) > limit

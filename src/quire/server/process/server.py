@@ -11,6 +11,8 @@ from collections.abc import Callable
 from quire.config import EngineArgs
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
+from quire.server.batch.service import open_store
+from quire.server.batch.store import BatchStore
 from quire.server.process.listen import bind, closing, tls_context, url_of, warn_if_open
 from quire.server.process.uvicorn_server import serve
 
@@ -43,8 +45,9 @@ def run_server(
         # Two servers that shared a port by mistake would each get half of the requests.
         sock.close()
         sock = bind(server_args, shared=True)
+    store = open_store(server_args)
     with closing(sock, server_args), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(engine_args, server_args, sock, tls, on_ready, on_progress))
+        runner.run(_serve(engine_args, server_args, sock, tls, store, on_ready, on_progress))
 
 
 async def _serve(
@@ -52,6 +55,7 @@ async def _serve(
     server_args: ServerArgs,
     sock: socket.socket,
     tls: ssl.SSLContext | None,
+    batch_store: BatchStore | None,
     on_ready: OnReady | None,
     on_progress: Callable[..., None] | None,
 ) -> None:
@@ -73,7 +77,7 @@ async def _serve(
     except asyncio.CancelledError:
         return
     try:
-        app = build_app(client, server_args)
+        app = build_app(client, server_args, batch_store=batch_store)
         warn_if_open(server_args)
 
         def ready() -> None:

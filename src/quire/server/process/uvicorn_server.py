@@ -59,6 +59,8 @@ async def serve(
     try:
         await server.serve(sockets=[sock])
     finally:
+        if app.state.batches is not None:
+            await app.state.batches.close()
         if app.state.server.tracing is not None:
             await asyncio.to_thread(app.state.server.tracing.close)
 
@@ -88,6 +90,8 @@ class _Server(uvicorn.Server):
         # need not walk it again and again.
         gc.collect()
         gc.freeze()
+        if self._app_state.batches is not None:
+            self._app_state.batches.start()
         self._on_started()
 
     @contextlib.contextmanager
@@ -96,6 +100,8 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         state = self._app_state.server
+        if self._app_state.batches is not None:
+            self._app_state.batches.stop()
         if not state.draining:
             state.draining = True
             asyncio.get_running_loop().call_later(self._drain_timeout, state.stop_generations)

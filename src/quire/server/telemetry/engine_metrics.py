@@ -21,7 +21,7 @@ from quire import __version__
 from quire.server.telemetry.metrics import ServerMetrics
 
 if TYPE_CHECKING:
-    from quire.engine.stats import EngineStats
+    from quire.engine.stats import EngineStats, RankStats
     from quire.offload.tier_stats import TierStats
     from quire.speculation.source_stats import SpeculationStats
 
@@ -132,6 +132,8 @@ class EngineMetrics(Collector):
                 yield from _tiers(self._stats.tiers)
             if self._stats.speculation is not None:
                 yield from _speculation(self._stats.speculation)
+            if self._stats.ranks:
+                yield from _ranks(self._stats.ranks)
 
 
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
@@ -194,6 +196,22 @@ def _speculation(found: SpeculationStats) -> Iterator[Metric]:
         for position, count in enumerate(counts.accepted_at):
             places.add_metric([source, str(position)], count)
     yield places
+
+
+def _ranks(ranks: Sequence[RankStats]) -> Iterator[Metric]:
+    held = _gauge("rank_bytes", "Device memory, by what it is for.", labels=("rank", "kind"))
+    steps = CounterMetricFamily("quire_rank_steps", "Steps read.", labels=("rank",))
+    seconds = CounterMetricFamily(
+        "quire_rank_step_seconds",
+        "The device's time that they took, waits for other ranks included.",
+        labels=("rank",),
+    )
+    for rank, stats in enumerate(ranks):
+        held.add_metric([str(rank), "weights"], stats.weight_bytes)
+        held.add_metric([str(rank), "kv"], stats.kv_bytes)
+        steps.add_metric([str(rank)], stats.steps)
+        seconds.add_metric([str(rank)], stats.device_seconds)
+    yield from (held, steps, seconds)
 
 
 def _counters(stats: object, names: dict[str, tuple[str, str]]) -> Iterator[Metric]:

@@ -65,6 +65,20 @@ class ServerMetrics:
         self.http_seconds = self._histogram(
             "http_request_seconds", "First byte in to last byte out.", labels=["route", "method"]
         )
+        self.batches_finished = self._counter(
+            "batches_finished",
+            "Batches that ended, by their status: completed, failed, expired or cancelled.",
+            ["status"],
+        )
+        self.batch_requests = self._counter(
+            "batch_requests", "Requests of batches that were answered or failed.", ["outcome"]
+        )
+        self.asleep = Gauge(
+            "quire_engine_asleep",
+            "1 between /sleep and /wake_up.",
+            registry=self.registry,
+            multiprocess_mode="max",
+        )
         self.open = Gauge(
             "quire_open_requests",
             "Prompts handed to the engine.",

@@ -22,6 +22,12 @@ _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/generate": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/pooling": "embeddings",
+    "/score": "embeddings",
+    "/v1/score": "embeddings",
+    "/rerank": "embeddings",
+    "/v1/rerank": "embeddings",
+    "/v2/rerank": "embeddings",
 }
 """Maps traced routes to the GenAI conventions' names of their operations."""
 

@@ -1,0 +1,352 @@
+"""The ladder from a loop that recomputes everything to the whole engine, one rung at a time.
+
+    python bench/ladder.py                                       # quire-tiny, on this machine's CPU
+    python bench/ladder.py bench/configs/gpt2 bench/configs/qwen3-0.6b bench/configs/qwen2.5-1.5b \\
+        --device cuda --out bench/results/h200_ladder.jsonl --plot ladder.png     # a GPU
+    python bench/ladder.py bench/configs/gpt2 --device cuda --tables              # GPT-2's tables
+
+Every rung serves the same requests: prompts with a common beginning, of different lengths, which
+arrive one after the other. The first rungs are `bench/baselines`, the others the engine with ever
+more of its switches on. A rung's tokens are compared with the first one's; some rungs may change
+them. Rungs that need a GPU are skipped by name elsewhere. On a CPU only ratios are recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.arrays import int32
+from quire.bench.record import BenchRecord, append_jsonl, format_table, make_record
+from quire.config import EngineArgs
+from quire.engine.builder import build_core, resolve
+from quire.models import (
+    build_model,
+    load_config,
+    load_weights,
+    resolve_model_path,
+    spec_from_config,
+)
+from quire.sampling_params import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent / "baselines"))
+from batching import Clock, Job, cached, continuous, naive, static
+from plain_model import PlainModel
+
+BLOCK = 16
+Runner = Callable[[PlainModel, Sequence[Job], Clock], None]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A way to serve the requests: a baseline, or the engine with settings added to those of the
+    rungs before. published: a figure that somebody else has published of such a step.
+
+    on: optimizations that are no longer disabled. gpu: the rung says nothing without one. exact:
+    whether the tokens must stay the same.
+    """
+
+    name: str
+    baseline: Runner | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    on: tuple[str, ...] = ()
+    gpu: bool = False
+    exact: bool = True
+    published: str = ""
+
+
+def rungs(slots: int, budget: int, draft: str | None) -> list[Rung]:
+    """slots: rows of a batch. budget: tokens of a step where prompts are cut."""
+    speculative = {"method": "suffix"} if draft is None else {"model": draft}
+    return [
+        Rung("naive recompute", naive),
+        Rung("KV cache", cached, published="2.2x at 1000 tokens (GPT-2, A100)"),
+        Rung(
+            "static batch",
+            lambda model, jobs, clock: static(model, jobs, clock, size=slots),
+            published="118x at batch 512 (GPT-2, A100)",
+        ),
+        Rung(
+            "time-window batch",
+            lambda model, jobs, clock: static(model, jobs, clock, size=slots, window=0.05),
+        ),
+        Rung(
+            "continuous, contiguous KV",
+            lambda model, jobs, clock: continuous(model, jobs, clock, slots=slots),
+        ),
+        Rung(
+            "paged",
+            published="15x over one at a time at batch 8 (T4); 8.7x less memory at 256, 9x at 512, "
+            "11.1x at 64 users (GPT-2, A100)",
+        ),
+        Rung(
+            "chunked prefill",
+            settings={"enable_chunked_prefill": True, "max_num_batched_tokens": budget},
+        ),
+        Rung("graphs", on=("graphs",), gpu=True),
+        Rung("kernels", on=("fusions", "skinny", "pdl"), gpu=True),
+        Rung("overlap", settings={"steps_in_flight": 2}, on=("overlap",)),
+        Rung(
+            "prefix cache",
+            settings={"enable_prefix_caching": True},
+            published="2.56x time to the first token (Qwen2.5-1.5B, H200)",
+        ),
+        Rung("8-bit KV", settings={"kv_cache_dtype": "int8"}, exact=False),
+        Rung("quantized", settings={"quantization": "int8"}, exact=False),
+        Rung(
+            "speculation",
+            settings={"speculative": speculative},
+            exact=False,
+            published="1.7x to 2.2x on chat (Llama-7B)",
+        ),
+    ]
+
+
+def requests(
+    count: int, shared: int, own: tuple[int, int], length: tuple[int, int], span: float, vocab: int
+) -> list[Job]:
+    """Prompts that begin alike, which arrive evenly over `span` seconds."""
+    draw = random.Random(0)
+
+    def ids(size: int) -> list[int]:
+        return [draw.randint(10, min(10_000, vocab - 1)) for _ in range(size)]
+
+    beginning = ids(shared)
+    return [
+        Job([*beginning, *ids(draw.randint(*own))], draw.randint(*length), span * i / count)
+        for i in range(count)
+    ]
+
+
+def serve(settings: dict[str, Any], jobs: Sequence[Job], device: torch.device) -> Clock:
+    """Runs the engine over the requests, after two small ones to warm up. Returns its clock."""
+    core = build_core(resolve(EngineArgs(**settings)))
+    warm = [Job(job.prompt, 3) for job in jobs[:2]]
+    clock = Clock(device)
+    try:
+        for work in (warm, jobs):
+            clock = Clock(device)
+            # No run may find what another one left.
+            core.scheduler.reset_prefix_cache()
+            _drive(core, work, clock)
+    finally:
+        core.shutdown()
+    return clock
+
+
+def _drive(core: Any, jobs: Sequence[Job], clock: Clock) -> None:
+    left, running = list(enumerate(jobs)), {}
+    while left or running:
+        if not running:
+            clock.wait_until(left[0][1].arrival)
+        while left and left[0][1].arrival <= clock.now:
+            number, job = left.pop(0)
+            params = SamplingParams(temperature=0.0, max_tokens=job.length, ignore_eos=True)
+            core.add(str(number), int32(job.prompt), params, max_total=job.total)
+            running[f"{number}/0"] = job
+        for item in clock.run(core.step) or ():
+            job = running[item.request.request_id]
+            job.output += item.new_tokens.tolist()
+            job.times += [clock.now] * len(item.new_tokens)
+            if item.finished:
+                del running[item.request.request_id]
+
+
+def figures(jobs: Sequence[Job], clock: Clock) -> dict[str, float]:
+    first = [job.times[0] - job.arrival for job in jobs]
+    gaps = sorted(b - a for job in jobs for a, b in zip(job.times, job.times[1:], strict=False))
+    found = {
+        "output_tok_s": sum(len(job.output) for job in jobs) / clock.now,
+        "ttft_p50_ms": 1e3 * statistics.median(first),
+        "itl_p99_ms": 1e3 * gaps[int(0.99 * (len(gaps) - 1))],
+    }
+    if torch.cuda.is_available():
+        found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return found
+
+
+def load_plain(path: Path, args: argparse.Namespace) -> PlainModel:
+    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+    decoder = build_model(spec_from_config(load_config(path)), device=args.device, dtype=dtype)
+    load_weights(decoder, path, _format(path))
+    return PlainModel(decoder)
+
+
+def _format(path: Path) -> str:
+    return "auto" if any(path.glob("*.safetensors")) else "dummy"
+
+
+def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
+    """Yields the record of each rung that runs here."""
+    spec, device = spec_from_config(load_config(path)), torch.device(args.device)
+    jobs = requests(args.requests, args.shared, args.own, args.length, args.span, spec.vocab_size)
+    settings: dict[str, Any] = {
+        "model": str(path), "load_format": _format(path), "device": args.device,
+        "skip_tokenizer_init": True, "max_num_seqs": args.slots,
+        "max_model_len": max(job.total for job in jobs), "steps_in_flight": 1,
+        "max_num_batched_tokens": max(args.budget, *(job.total for job in jobs)),
+        "num_kv_blocks": sum(-(-job.total // BLOCK) + 1 for job in jobs), "block_size": BLOCK,
+        "enable_prefix_caching": False, "enable_chunked_prefill": False,
+    }  # fmt: skip
+    off = {"graphs", "overlap", "fusions", "skinny", "pdl"}
+    plain: PlainModel | None = load_plain(path, args)
+    reference: list[list[int]] = []
+    speeds: list[float] = []
+    for rung in rungs(args.slots, args.budget, args.draft):
+        settings |= rung.settings
+        off -= set(rung.on)
+        if rung.gpu and device.type == "cpu":
+            print(f"{rung.name}: skipped, needs a GPU", flush=True)
+            continue
+        if rung.baseline is None and plain is not None:
+            plain = None
+            gc.collect()
+        best: dict[str, float] = {}
+        for _ in range(args.repeats):
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            own = [replace(job, output=[], times=[]) for job in jobs]
+            if rung.baseline is not None and plain is not None:
+                clock = Clock(device)
+                rung.baseline(plain, own, clock)
+            else:
+                clock = serve({**settings, "disable": tuple(sorted(off))}, own, device)
+            found = figures(own, clock)
+            if not best or found["output_tok_s"] > best["output_tok_s"]:
+                best = found
+        outputs = [job.output for job in own]
+        reference = reference or outputs
+        speeds.append(best["output_tok_s"])
+        same = sum(a == b for a, b in zip(outputs, reference, strict=True)) / len(jobs)
+        if rung.exact and device.type == "cpu" and same < 1.0:
+            raise SystemExit(f"{rung.name}: {same:.0%} of the texts are those of the first rung")
+        ratios = {
+            "to_naive": speeds[-1] / speeds[0],
+            "to_before": speeds[-1] / speeds[max(0, len(speeds) - 2)],
+            "same_texts": same,
+        }
+        yield make_record(
+            f"ladder:{rung.name}",
+            ratios if device.type == "cpu" else {**best, **ratios},
+            model=path.name,
+            device=args.device,
+            settings={
+                "requests": args.requests, "shared": args.shared, "own": args.own,
+                "length": args.length, "span": args.span, "slots": args.slots,
+                "budget": args.budget, "published": rung.published,
+            },
+        )  # fmt: skip
+
+
+def tables(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
+    """Yields the comparisons that GPT-2 engines publish: the cache by lengths, batches by size."""
+    plain, device = load_plain(path, args), torch.device(args.device)
+    vocab, longest = plain.decoder.spec.vocab_size, plain.decoder.spec.max_positions
+
+    def measure(run: Runner, count: int, prompt: int, length: int) -> dict[str, float]:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        jobs, clock = (
+            requests(count, 0, (prompt, prompt), (length, length), 0.0, vocab),
+            Clock(device),
+        )
+        run(plain, jobs, clock)
+        return figures(jobs, clock)
+
+    measure(cached, 1, 8, 4)
+    lengths = [(16, out) for out in (200, 500, 1000)] + [(size, 48) for size in (64, 256, 512)]
+    for prompt, length in lengths:
+        if prompt + length > longest:
+            continue
+        recompute, cache = (
+            measure(run, 1, prompt, length)["output_tok_s"] for run in (naive, cached)
+        )
+        metrics = {"recompute_tok_s": recompute, "cache_tok_s": cache, "ratio": cache / recompute}
+        case = f"cache:{prompt}+{length}"
+        yield make_record(case, metrics, model=path.name, device=args.device)
+    alone = 0.0
+    for size in (1, 8, 128, 512):
+        found = measure(lambda *work, n=size: static(*work, size=n), size, 16, 48)
+        alone = alone or found["output_tok_s"]
+        metrics = {**found, "to_one": found["output_tok_s"] / alone}
+        yield make_record(f"static:{size}", metrics, model=path.name, device=args.device)
+
+
+def plot(records: Sequence[BenchRecord], path: Path) -> None:
+    """Draws each model's rungs as bars, times the first one's speed."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(record.case.partition(":")[2] for record in records))
+    models = list(dict.fromkeys(record.model for record in records))
+    figure = Figure(figsize=(8, 0.35 * len(names) * max(1, len(models)) + 1), layout="constrained")
+    panel = figure.subplots()
+    for place, model in enumerate(models):
+        own = {r.case.partition(":")[2]: r.metrics["to_naive"] for r in records if r.model == model}
+        rows = [names.index(name) + 0.8 * (place + 0.5) / len(models) - 0.4 for name in own]
+        bars = panel.barh(rows, list(own.values()), 0.8 / len(models), label=model)
+        panel.bar_label(bars, [f"{value:.3g}x" for value in own.values()], padding=2, fontsize=8)
+    panel.set_yticks(range(len(names)), names)
+    panel.invert_yaxis()
+    panel.set_xscale("log")
+    panel.set_xlabel(f"output tokens per second, times naive recompute ({records[0].card})")
+    panel.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _pair(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    return int(low), int(high or low)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", help="folders; a config.json alone: random weights")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--requests", type=int, help="default: 8 on a CPU, 32 on a GPU")
+    parser.add_argument("--slots", type=int, help="rows of a batch; default: 4, and 16 on a GPU")
+    parser.add_argument("--shared", type=int, help="tokens that all prompts begin with")
+    parser.add_argument("--own", type=_pair, metavar="LOW-HIGH", help="tokens of their own")
+    parser.add_argument("--length", type=_pair, metavar="LOW-HIGH", help="tokens of an answer")
+    parser.add_argument("--budget", type=int, help="tokens of a step where prompts are cut")
+    parser.add_argument("--span", type=float, default=0.5, help="seconds in which all arrive")
+    parser.add_argument("--draft", help="a draft model; without one, drafts are looked up")
+    parser.add_argument("--repeats", type=int, default=1, help="the best counts")
+    parser.add_argument("--tables", action="store_true", help="the cache and batches by size")
+    parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="needs matplotlib")
+    args = parser.parse_args(arguments)
+    small = args.device == "cpu"
+    for name, on_cpu, on_gpu in (
+        ("requests", 8, 32), ("slots", 4, 16), ("shared", 32, 256), ("own", (8, 32), (64, 256)),
+        ("length", (8, 24), (32, 160)), ("budget", 64, 512),
+    ):  # fmt: skip
+        if getattr(args, name) is None:
+            setattr(args, name, on_cpu if small else on_gpu)
+    records = []
+    for model in args.models or [None]:
+        path = resolve_model_path(model)
+        for record in (tables if args.tables else climb)(path, args):
+            records.append(record)
+            print(format_table([record]).splitlines()[-1], flush=True)
+    print(format_table(records))
+    if args.out is not None:
+        append_jsonl(args.out, records)
+    if args.plot is not None and not args.tables:
+        plot(records, args.plot)
+
+
+if __name__ == "__main__":
+    main()

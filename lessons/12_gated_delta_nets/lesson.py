@@ -1,0 +1,150 @@
+"""A memory of fixed size in place of keys and values: the gated delta rule, and what serves it.
+
+    python -m lessons.12_gated_delta_nets.lesson
+    python -m lessons.12_gated_delta_nets.lesson --model Qwen/Qwen3.5-27B  # its bytes
+
+1. The rule in four lines, as a memory that is written and overwritten; without the delta it blurs.
+2. A prompt a token at a time and in chunks of 64: the same state, 64 times fewer steps.
+3. Bytes of a request by its length: a state, and keys and values.
+4. The engine with a small hybrid of random weights: prompts in chunks, prefixes from checkpoints.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lessons.common import Loaded, check, load, parser, table
+from quire import LLM, SamplingParams
+from quire.arrays import int32
+from quire.config import EngineArgs
+from quire.engine.builder import build_core, resolve
+from quire.models import build_model
+from quire.ops.reference.gated_delta import CHUNK, chunked
+
+HYBRID = Path(__file__).with_name("hybrid")
+SETTINGS: dict[str, Any] = {
+    "model": str(HYBRID), "load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu",
+    "max_model_len": 512, "max_num_seqs": 2, "kv_cache_gb": 0.2,
+}  # fmt: skip
+
+
+def step(state: Tensor, k: Tensor, v: Tensor, decay: float, strength: float) -> Tensor:
+    """Writes one token. state: [keys, values]; k: [keys], of unit length; v: [values].
+
+    What the state has for the key is taken out as far as `strength` says, and v put in its place:
+    a step of gradient descent on |state^T k - v|^2. `decay` lets all of it fade first.
+    """
+    return decay * state + strength * torch.outer(k, v - decay * state.T @ k)
+
+
+def memory() -> None:
+    """Writes pairs, then one of them anew, and reads what is there."""
+    rng = torch.Generator().manual_seed(0)
+    keys = torch.linalg.qr(torch.randn(16, 16, generator=rng)).Q[:8]
+    old, new = torch.randn(8, 16, generator=rng), torch.randn(16, generator=rng)
+    delta = blurred = torch.zeros(16, 16)
+    for k, v in [*zip(keys, old, strict=True), (keys[3], new)]:
+        delta = step(delta, k, v, decay=1.0, strength=1.0)
+        blurred = blurred + torch.outer(k, v)  # linear attention: adds, never takes out
+
+    def distance(state: Tensor, key: int, wanted: Tensor) -> float:
+        return float((state.T @ keys[key] - wanted).norm() / wanted.norm())
+
+    rows = [
+        ["delta rule", distance(delta, 5, old[5]), distance(delta, 3, new)],
+        ["sum of products", distance(blurred, 5, old[5]), distance(blurred, 3, new)],
+    ]
+    check(distance(delta, 3, new) < 1e-5, "the delta rule replaces what a key had")
+    check(distance(blurred, 3, new) > 0.5, "a sum of products gives the old value and the new one")
+    print(table(["memory", "error of a value", "of one that was overwritten"], rows))
+
+
+def chunks(length: int = 200) -> None:
+    """Computes a sequence both ways, four heads at once in the shipped form of chunks."""
+    rng = torch.Generator().manual_seed(1)
+    q, k = (F.normalize(torch.randn(length, 4, 32, generator=rng), dim=-1) for _ in range(2))
+    v = torch.randn(length, 4, 32, generator=rng)
+    decay = -torch.rand(length, 4, generator=rng) * 0.2
+    strength = torch.rand(length, 4, generator=rng)
+    outputs, states = chunked(q, k, v, decay, strength, torch.zeros(4, 32, 32))
+    worst = 0.0
+    for head in range(4):
+        state = torch.zeros(32, 32)
+        for t in range(length):
+            fade, share = float(decay[t, head].exp()), float(strength[t, head])
+            state = step(state, k[t, head], v[t, head], fade, share)
+            worst = max(worst, float((state.T @ q[t, head] - outputs[t, head]).abs().max()))
+        worst = max(worst, float((state - states[head]).abs().max()))
+    check(worst < 1e-4, f"both forms agree: the largest difference is {worst:.0e}")
+    rows = [["a token at a time", length], [f"chunks of {CHUNK}", -(-length // CHUNK)]]
+    print(table(["form", "steps that wait for each other"], rows))
+
+
+def sizes(hybrid: Loaded) -> None:
+    """Adds up the bytes of a request, from the layouts of the model's layers."""
+    layers, full = len(hybrid.spec.layers), len(hybrid.spec.attention)
+    groups = build_model(hybrid.spec, device="meta").kv_groups(1)
+    state = sum(group.block_bytes for group in groups if group.kind == "state")
+    token = sum(group.block_bytes for group in groups if group.kind != "state")
+    every = token * layers // full  # if all layers were attention
+    rows = [[n, state / 1e6, token * n / 1e6, every * n / 1e6] for n in (16, 256, 4096, 65536)]
+    check(state > 0, f"{layers - full} of {layers} layers have states")
+    check(every > token, f"they are as large as the KV of {state / (every - token):,.0f} tokens")
+    headers = ["tokens", "states, MB", "KV of its attention, MB", "KV of attention alone, MB"]
+    print(table(headers, rows))
+
+
+def held() -> None:
+    """Has the engine compute prompts, and looks at the blocks that they hold."""
+    core = build_core(resolve(EngineArgs(**SETTINGS, enable_prefix_caching=False)))
+    rows = []
+    for length in (16, 128, 400):
+        core.add(str(length), int32([1] * length), SamplingParams(), max_total=length + 9)
+        core.step()
+        rows.append([length, *core.stats().blocks_used])
+        core.abort(str(length))
+    core.shutdown()
+    check([row[2] for row in rows] == [1, 1, 1], "a request holds one state, however long it is")
+    print(table(["tokens", "blocks", "states"], rows))
+
+
+def engine(length: int) -> None:
+    """Runs the hybrid: cut prompts, then a prompt that begins as another one did."""
+    prompt = torch.randint(1, 1000, (length,), generator=torch.Generator().manual_seed(2)).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    longer = [*prompt[: length - 5], 7, 8, 9]
+    found, rows = [], list[list[Any]]()
+    alone: dict[str, Any] = {"enable_prefix_caching": False}
+    for name, settings in (
+        ("whole prompts, nothing kept", alone),
+        ("chunks of 48, nothing kept", {**alone, "max_num_batched_tokens": 48}),
+        ("checkpoints kept", {}),
+    ):
+        llm = LLM(**SETTINGS, **settings)
+        outputs = [llm.generate(each, params, use_tqdm=False)[0] for each in (prompt, longer)]
+        llm.shutdown()
+        found.append([output.outputs[0].token_ids for output in outputs])
+        rows.append([name, len(longer), outputs[1].num_cached_tokens])
+    check(found[0] == found[1] == found[2], "the same tokens, however prompts are cut or resumed")
+    check(rows[2][2] > length / 2, f"{rows[2][2]} of {len(longer)} tokens came from a checkpoint")
+    print(table(["engine", "tokens of the second prompt", "of them from the cache"], rows))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parser(__doc__ or "").parse_args(arguments)
+    memory()
+    chunks()
+    held()
+    sizes(load(args) if args.model else Loaded(HYBRID))
+    engine(200)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,154 @@
+"""Workers of a pipeline's stages.
+
+All of them get the same plans. The last one draws tokens, and sends each step's results to the
+others, which take them in before the next step that has a row of one of the same lanes: that is so
+many steps later as there are stages, unless the engine has read the results before. So tokens go
+from step to step without the host, as they do on one device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.arrays import Int32, int32
+from quire.config import EngineConfig
+from quire.executor import OnProgress
+from quire.models.decoder import Decoder
+from quire.models.spec import ModelSpec
+from quire.models.stages import build_stage
+from quire.ops.reference.step import ENDED, FIRST_TOKEN
+from quire.parallel import ProcessGroup
+from quire.parallel.pipeline import Pipeline
+from quire.plan import KVGroup, RowFlag, StepPlan
+from quire.runner.hooks import Hook
+from quire.runner.model_runner import ModelRunner
+from quire.runner.program import ModelLanes, StepProgram
+from quire.runner.readback import Step, logit_starts
+from quire.runner.state import BatchState
+from quire.runner.upload import PinnedRing, Upload
+
+
+class StageRunner(ModelRunner):
+    """Runs one stage of a model. group: the ranks that share its layers."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pipeline: Pipeline,
+        group: ProcessGroup,
+        progress: OnProgress | None = None,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        super().__init__(config, progress, hooks, group)
+        self._pipeline = pipeline
+
+    def _build(self, spec: ModelSpec, **how: Any) -> Decoder:
+        pipeline = self._pipeline
+        return build_stage(spec, pipeline.stage, pipeline.stages, pipeline, **how)
+
+
+class LastStage(StageRunner):
+    """Draws tokens."""
+
+    def _launch_head(self, step: Step, *, wait: bool) -> None:
+        super()._launch_head(step, wait=wait)
+        if step.logit_start[-1] and not step.waits:
+            # The next step overwrites them.
+            self._pipeline.send_results(self.state.results[: step.plan.num_rows].clone())
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """A step whose tokens have not been taken in. Arrays are int32 [rows]."""
+
+    step_id: int
+    lanes: Int32
+    epochs: Int32
+    flags: Int32
+
+
+class EarlierStage(StageRunner):
+    """Runs a stage before the last: no head, and no hooks, as what they change comes behind it."""
+
+    def __init__(self, config: EngineConfig, pipeline: Pipeline, group: ProcessGroup) -> None:
+        super().__init__(config, pipeline, group)
+        lanes = config.scheduler.max_num_seqs
+        self._sampled: deque[_Sampled] = deque()
+        self._epochs = np.zeros(lanes, dtype=np.int32)
+        # The last step in which each lane's request was given a token.
+        self._last_step = np.full(lanes, -1, dtype=np.int64)
+        self._taken = PinnedRing(self.device, config.scheduler.steps_in_flight + 1)
+
+    def _prepare(self, groups: Sequence[KVGroup]) -> None:
+        self._late = []
+        self.hooks = (Hook(),)
+        self.state = state = BatchState(self.limits, groups, self.device)
+        own = range(len(groups))
+        lanes = ModelLanes(self.model, state, self.cache.layers, own, state.position)
+        self.program = StepProgram(lanes, self.hooks)
+
+    def _check(self, plan: StepPlan) -> None:
+        """The last stage refuses what must be."""
+
+    def _launch_body(self, plan: StepPlan) -> Step:
+        self._take_results(plan)
+        for admit in plan.admits:
+            self._epochs[admit.lane] = admit.lane_epoch
+            self._last_step[admit.lane] = -1
+        if logit_starts(plan)[-1]:
+            epochs = self._epochs[plan.lanes]
+            self._sampled.append(_Sampled(plan.step_id, plan.lanes, epochs, plan.flags))
+            self._last_step[plan.lanes] = plan.step_id
+        return super()._launch_body(plan)
+
+    def _launch_head(self, step: Step, *, wait: bool) -> None:
+        step.launched()
+
+    def _take_results(self, plan: StepPlan) -> None:
+        """Takes in the results that the plan's rows need, and those of steps so long ago that they
+        have surely been read: nothing waits for a step that is still to come."""
+        generating = (plan.flags & RowFlag.PROMPT) == 0
+        needed = int(self._last_step[plan.lanes[generating]].max(initial=-1))
+        needed = max(needed, plan.step_id - self.config.scheduler.steps_in_flight)
+        while self._sampled and self._sampled[0].step_id <= needed:
+            self._take(self._sampled.popleft())
+
+    def _take(self, step: _Sampled) -> None:
+        shape = len(step.lanes), FIRST_TOKEN + 1
+        results = torch.empty(shape, dtype=torch.int32, device=self.device)
+        self._pipeline.receive_results(results)
+        # Lanes may have gone to other requests since.
+        rows = np.flatnonzero(step.epochs == self._epochs[step.lanes])
+        if not len(rows):
+            return
+        upload = Upload(self._taken, self.state.memory)
+        prompt = (step.flags[rows] & RowFlag.PROMPT) != 0
+        which = upload.add(int32(np.stack([rows, step.lanes[rows], prompt])))
+        upload.send()
+        row, lane, known = upload[which].view(3, -1).long()
+        accept_results(results[row], lane, known, self.state.position, self.state.tokens)
+
+
+def accept_results(
+    results: Tensor, lanes: Tensor, known: Tensor, position: Tensor, tokens: Tensor
+) -> None:
+    """Does for lanes what `finish_rows` does in another stage, where rows have no drafts.
+
+    results: int32 [N, 3], of rows whose lanes are not others'. lanes: int64 [N], all different.
+    known: int64 [N], 1 where the row was of a prompt, whose lane stands behind it already.
+    position: int32 [M]. tokens: int32 [M, max_len].
+    """
+    given, reason, token = results[:, :1].flatten() > 0, results[:, 1], results[:, FIRST_TOKEN]
+    before = position[lanes]
+    length = before + 1 - known.int()
+    at = length.long().clamp(0, tokens.shape[1] - 1)
+    tokens[lanes, at] = torch.where(given, token, tokens[lanes, at])
+    moved = torch.where(reason > 0, ENDED, length)
+    position[lanes] = torch.where(given, moved, before)

@@ -1,0 +1,131 @@
+"""What plans tell the source of drafts on the device: the rows to draft for, and what it computes
+to be able to."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from quire.arrays import Int32, int32
+from quire.scheduler import PlanBuilder
+from quire.speculation.draft_head import DRAFT_PAIRS
+from quire.speculation.draft_model import DRAFT_CHUNKS
+from quire.speculation.drafter import DRAFT_ROWS
+
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+_SHORT_ROW = 8
+"""Tokens of the longest row that kernels for short rows take."""
+_CHUNK = 256
+"""Tokens of a text that a draft model has fallen behind of, computed in a step."""
+
+
+class DeviceSource(Protocol):
+    """Follows what the source has computed, by lane."""
+
+    def admit(self, lanes: Int32) -> None:
+        """Begins anew for lanes that got another request."""
+        ...
+
+    def ready(self, lanes: Int32, wanted: Flags) -> Flags:
+        """Returns for which rows it can draft in the next step, bool [n]. wanted: for which its
+        drafts would be taken, so that it gets ready for them."""
+        ...
+
+    def plan(self, builder: PlanBuilder, drafting: Flags, follows: Flags, pays: bool) -> None:
+        """Adds its part to a step. drafting: the rows that verify its drafts, bool [R]. follows:
+        lanes whose texts it is to follow, bool [lanes]. pays: whether drafts could."""
+        ...
+
+    def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
+        """Receives the results of rows that verified drafts of others, or none; see
+        `Feature.verified`."""
+        ...
+
+
+class DraftModelSource:
+    """A draft model, which may fall behind of a text, and catches up.
+
+    least_lag, most_lag: by lane, bounds of the tokens that it has fallen behind of. behind: whether
+    they are too many for a first pass, and its drafts are wanted.
+    """
+
+    def __init__(self, lanes: int, budget: int) -> None:
+        self._budget = budget
+        self._least_lag = np.zeros(lanes, dtype=np.int32)
+        self._most_lag = np.zeros(lanes, dtype=np.int32)
+        self._behind = np.zeros(lanes, dtype=bool)
+
+    def admit(self, lanes: Int32) -> None:
+        self._least_lag[lanes] = self._most_lag[lanes] = 0
+
+    def ready(self, lanes: Int32, wanted: Flags) -> Flags:
+        found: Flags = self._most_lag[lanes] < _SHORT_ROW
+        self._behind[lanes] = wanted & ~found
+        return found
+
+    def plan(self, builder: PlanBuilder, drafting: Flags, follows: Flags, pays: bool) -> None:
+        least, most = self._least_lag, self._most_lag
+        prompt = (builder.flags & 1) != 0
+        lanes, q_len = builder.lanes, builder.q_len
+        own = lanes[drafting]
+        if len(own):
+            first = np.maximum(most[own] + 1, 2)
+            builder.write(DRAFT_ROWS, own, np.stack([first, q_len[drafting] - 1], axis=1))
+        least[own], most[own] = 0, 1
+        fed = prompt & follows[lanes]
+        chunk_lanes, chunk_lengths = [lanes[fed]], [q_len[fed]]
+        others = lanes[~prompt & ~drafting]
+        # Where the model runs at all, others will want its drafts, too.
+        soon = follows[others] & (least[others] >= _SHORT_ROW // 2) & (len(own) > 0)
+        behind = others[(soon | self._behind[others]) & (least[others] > 0)]
+        if len(behind):
+            left = min(self._budget - int(chunk_lengths[0].sum()), _CHUNK)
+            behind = behind[np.cumsum(np.minimum(least[behind], _CHUNK)) <= left]
+            chunk = np.minimum(least[behind], _CHUNK)
+            chunk_lanes.append(behind)
+            chunk_lengths.append(chunk)
+            least[behind] -= chunk
+            most[behind] -= chunk
+        self._behind[:] = False
+        least[others] += 1
+        most[others] += q_len[~prompt & ~drafting]
+        chunks = np.concatenate(chunk_lanes)
+        if len(chunks):
+            builder.write(DRAFT_CHUNKS, chunks, np.concatenate(chunk_lengths))
+
+    def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
+        self._least_lag[lanes] += np.maximum(accepted - 1, 0)
+        self._most_lag[lanes] -= drafts + 1 - np.maximum(accepted, 1)
+
+
+class DraftHeadSource:
+    """A draft head, which computes its pairs next to the target or never.
+
+    whole: by lane, whether it has all pairs of the text so far.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        self._whole = np.zeros(lanes, dtype=bool)
+
+    def admit(self, lanes: Int32) -> None:
+        self._whole[lanes] = True
+
+    def ready(self, lanes: Int32, wanted: Flags) -> Flags:
+        found: Flags = self._whole[lanes]
+        return found
+
+    def plan(self, builder: PlanBuilder, drafting: Flags, follows: Flags, pays: bool) -> None:
+        lanes = builder.lanes[drafting]
+        if len(lanes):
+            drafts = builder.q_len[drafting] - 1
+            builder.write(DRAFT_ROWS, lanes, np.stack([np.ones_like(drafts), drafts], axis=1))
+        kept = follows[builder.lanes] & self._whole[builder.lanes]
+        if len(lanes) or (pays and kept.any()):
+            builder.write(DRAFT_PAIRS, int32([0]), int32([1]))
+        else:
+            self._whole[builder.lanes] = False
+
+    def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
+        pass

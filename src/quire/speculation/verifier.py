@@ -1,0 +1,51 @@
+"""Rows verify drafts, whoever brings them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from quire.executor import StepSeconds
+from quire.runner import Hook
+from quire.runner.hooks.hook import HeadContext
+from quire.runner.program import CapturedPrograms, StepProgram
+from quire.runner.state import BatchState
+from quire.speculation.settings import SpeculationSettings
+from quire.speculation.step_times import measure_steps
+
+_SHARES = 1 << 16
+
+
+class Verifier(Hook):
+    """Lets rows verify drafts, which the host or another hook brings."""
+
+    def __init__(self, settings: SpeculationSettings) -> None:
+        self.drafts = settings.most
+        self._simulated = settings.simulated
+
+    def bind(self, state: BatchState) -> None:
+        self._state = state
+
+    def passes(self) -> Mapping[str, Mapping[int, Callable[[], None]]]:
+        """Returns what makes drafts on the device, by name and size, to be measured."""
+        return {}
+
+    def seconds(self, program: StepProgram, graphs: CapturedPrograms | None) -> StepSeconds:
+        return measure_steps(program, graphs, self.passes()) if self.drafts else {}
+
+    def tokens(self, ctx: HeadContext) -> None:
+        """Replaces what was drawn by the row's draft as often as `simulated` says, and never gives
+        it otherwise. For benchmarks only: such tokens are not the model's."""
+        drawn = ctx.tokens
+        if self._simulated is None or drawn is None or not self._state.limits.drafts:
+            return
+        rows, state = ctx.logit_rows, self._state
+        lanes = rows.lanes.clamp(min=0).long()
+        draft = state.tokens[lanes, rows.lengths.clamp(0, state.tokens.shape[1] - 1).long()]
+        drafted = rows.ahead < state.columns["drafts_used"][lanes]
+        mixed = (rows.lengths.long() * 2654435761 + lanes * 40503) & 0xFFFFFFFF
+        share = ((mixed ^ (mixed >> 15)) * 2246822519 >> 13) % _SHARES
+        other = torch.where(drawn == draft, (draft + 1) % ctx.logits.shape[-1], drawn)
+        chosen = torch.where(share < int(self._simulated * _SHARES), draft, other)
+        ctx.tokens = torch.where(drafted & (drawn >= 0), chosen, drawn).int()

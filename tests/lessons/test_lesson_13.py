@@ -1,0 +1,56 @@
+"""Lesson 13: its script, and the answers to its exercises."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def test_claims_hold(lesson: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    lesson.main([])
+    assert "| the shipped one | " in capsys.readouterr().out
+
+
+def test_the_small_server_is_small(lesson: ModuleType) -> None:
+    file = Path(lesson.__file__ or "").with_name("small_server.py")
+    assert len(file.read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_events(answers: ModuleType, size: int) -> None:
+    data = b': hello\n\ndata: {"text": "\xc3\xa4"}\n\ndata: 7\n\ndata: [DONE]\n\ndata: 8\n\n'
+    chunks = [data[i : i + size] for i in range(0, len(data), size)]
+    assert list(answers.events(chunks)) == [{"text": "ä"}, 7]
+
+
+def test_at_most(answers: ModuleType) -> None:
+    async def work(event: asyncio.Event) -> int:
+        await event.wait()
+        return 5
+
+    async def run() -> None:
+        slots, event = asyncio.Semaphore(1), asyncio.Event()
+        first = asyncio.create_task(answers.at_most(slots, work(event), 60))
+        await asyncio.sleep(0)
+        assert await answers.at_most(slots, work(event), 60) == (503, None)
+        event.set()
+        assert await first == (200, 5)
+        assert await answers.at_most(slots, work(asyncio.Event()), 0.01) == (504, None)
+        assert await answers.at_most(slots, work(event), 60) == (200, 5)
+
+    asyncio.run(run())
+
+
+def test_whole_characters(answers: ModuleType) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (b"a\xe2", b"\x82", b"\xac", b"", b"b\xf0\x9f"):
+            yield piece
+
+    async def run() -> list[str]:
+        return [text async for text in answers.whole_characters(pieces())]
+
+    assert asyncio.run(run()) == ["a", "€", "b", "\ufffd"]
