@@ -1,5 +1,4 @@
-"""Requests for a pydantic model, as LangChain's `with_structured_output` and instructor's modes send
-them."""
+"""Requests for a pydantic model, as LangChain and instructor send them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from quire.errors import RequestError
 _CHARS = 6
 """Characters for each token that is allowed, in the part of a long text that is tokenized first."""
 _MARGIN = 1.25
-"""Factor on the tokens that are allowed: at a cut, a text's tokens may be others than in the whole."""
+"""Factor on the tokens that are allowed, as at a cut a text's tokens may be others."""
 
 
 def check_length(text: str, most: int, longest: int, encode: Callable[[str], Sized]) -> None:
