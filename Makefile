@@ -65,7 +65,7 @@ lint: $(VENV)/.dev
 
 lessons: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
-	@echo "Open build/site/index.html, or lessons/README.html beside it."
+	@echo "Open build/site/index.html; search needs a server: python3 -m http.server -d build/site"
 
 core: $(VENV)/.serve
 	$(BIN)/python tools/core_lines.py --markdown

@@ -13,10 +13,8 @@ RESULTS/CARD_throughput.jsonl, _startup.jsonl, _ablation.jsonl and _breakdown.js
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +33,8 @@ _DUMMY = ("--load-format", "dummy", "--skip-tokenizer-init")
 
 @dataclass(frozen=True)
 class Part:
-    """One run of `quire bench`, or of a profile. file: what its records' file is called after the
-    card. config: the folder of which a checkpoint must be there, made of random weights if need
+    """One run of `quire bench` or `quire profile`. file: what its records' file is called after
+    the card. config: the folder of which a checkpoint must be there, made of random weights if need
     be."""
 
     name: str
@@ -62,7 +60,9 @@ def parts_of(folder: Path, scratch: Path | None = None) -> list[Part]:
     ]
     decided = (*path, "--deterministic", *_each("--case", steady))
     parts.append(Part(f"{model}:deterministic", ("throughput", *decided), "throughput"))
-    parts.append(Part(f"{model}:profile", (str(folder),), PROFILE))
+    steps = ("--rows", "1", "--rows", "64", "--prompt-tokens", "512", "--steps", "200")
+    profile = (*path, "--no-enable-prefix-caching", *steps)
+    parts.append(Part(f"{model}:profile", profile, PROFILE))
     if scratch is not None:
         files = (str(scratch / model), "--skip-tokenizer-init")
         parts.append(Part(f"{model}:files", ("startup", *files), "startup", folder))
@@ -86,26 +86,12 @@ def run(part: Part, results: Path, card: str) -> bool:
 
             write(part.config, checkpoint)
     try:
-        if part.file == PROFILE:
-            return profile(part, file)
-        command = ["-m", "quire", "bench", *part.arguments, "--output", str(file)]
+        words = ("profile",) if part.file == PROFILE else ("bench",)
+        command = ["-m", "quire", *words, *part.arguments, "--output", str(file)]
         return subprocess.run([sys.executable, *command], timeout=LIMIT).returncode == 0
     except subprocess.TimeoutExpired:
         print(f"{part.name} took more than {LIMIT} seconds", file=sys.stderr)
         return False
-
-
-def profile(part: Part, file: Path) -> bool:
-    """Runs the script that profiles, and takes over the records it leaves."""
-    script = HERE / "kernel_breakdown.py"
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(script), *part.arguments]
-        environment = {**os.environ, "OUT": folder}
-        code = subprocess.run(command, timeout=LIMIT, env=environment).returncode
-        for left in Path(folder).glob("*.jsonl"):
-            with file.open("ab") as kept:
-                kept.write(left.read_bytes())
-    return code == 0
 
 
 def card_name() -> str:

@@ -8,7 +8,8 @@
 Every rung serves the same requests: prompts with a common beginning, of different lengths, which
 arrive one after the other. The first rungs are `bench/baselines`, the others the engine with ever
 more of its switches on. A rung's tokens are compared with the first one's; some rungs may change
-them. Rungs that need a GPU are skipped by name elsewhere. On a CPU only ratios are recorded.
+them. Rungs that need a GPU are skipped by name elsewhere. On a CPU only ratios are recorded. Random
+weights soon repeat themselves, so drafts that are looked up gain more from them than from text.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from quire.arrays import int32
@@ -42,14 +44,17 @@ sys.path.insert(0, str(Path(__file__).parent / "baselines"))
 from batching import Clock, Job, cached, continuous, naive, static
 from plain_model import PlainModel
 
+import ladder_report
+
 BLOCK = 16
+RATIOS = ("to_naive", "to_before", "same_texts", "ratio", "to_one", "longest_percent")
 Runner = Callable[[PlainModel, Sequence[Job], Clock], None]
 
 
 @dataclass(frozen=True)
 class Rung:
     """A way to serve the requests: a baseline, or the engine with settings added to those of the
-    rungs before. published: a figure that somebody else has published of such a step.
+    rungs before.
 
     on: optimizations that are no longer disabled. gpu: the rung says nothing without one. exact:
     whether the tokens must stay the same.
@@ -61,7 +66,6 @@ class Rung:
     on: tuple[str, ...] = ()
     gpu: bool = False
     exact: bool = True
-    published: str = ""
 
 
 def rungs(slots: int, budget: int, draft: str | None) -> list[Rung]:
@@ -69,12 +73,8 @@ def rungs(slots: int, budget: int, draft: str | None) -> list[Rung]:
     speculative = {"method": "suffix"} if draft is None else {"model": draft}
     return [
         Rung("naive recompute", naive),
-        Rung("KV cache", cached, published="2.2x at 1000 tokens (GPT-2, A100)"),
-        Rung(
-            "static batch",
-            lambda model, jobs, clock: static(model, jobs, clock, size=slots),
-            published="118x at batch 512 (GPT-2, A100)",
-        ),
+        Rung("KV cache", cached),
+        Rung("static batch", lambda model, jobs, clock: static(model, jobs, clock, size=slots)),
         Rung(
             "time-window batch",
             lambda model, jobs, clock: static(model, jobs, clock, size=slots, window=0.05),
@@ -83,11 +83,7 @@ def rungs(slots: int, budget: int, draft: str | None) -> list[Rung]:
             "continuous, contiguous KV",
             lambda model, jobs, clock: continuous(model, jobs, clock, slots=slots),
         ),
-        Rung(
-            "paged",
-            published="15x over one at a time at batch 8 (T4); 8.7x less memory at 256, 9x at 512, "
-            "11.1x at 64 users (GPT-2, A100)",
-        ),
+        Rung("paged"),
         Rung(
             "chunked prefill",
             settings={"enable_chunked_prefill": True, "max_num_batched_tokens": budget},
@@ -95,19 +91,10 @@ def rungs(slots: int, budget: int, draft: str | None) -> list[Rung]:
         Rung("graphs", on=("graphs",), gpu=True),
         Rung("kernels", on=("fusions", "skinny", "pdl"), gpu=True),
         Rung("overlap", settings={"steps_in_flight": 2}, on=("overlap",)),
-        Rung(
-            "prefix cache",
-            settings={"enable_prefix_caching": True},
-            published="2.56x time to the first token (Qwen2.5-1.5B, H200)",
-        ),
+        Rung("prefix cache", settings={"enable_prefix_caching": True}),
         Rung("8-bit KV", settings={"kv_cache_dtype": "int8"}, exact=False),
         Rung("quantized", settings={"quantization": "int8"}, exact=False),
-        Rung(
-            "speculation",
-            settings={"speculative": speculative},
-            exact=False,
-            published="1.7x to 2.2x on chat (Llama-7B)",
-        ),
+        Rung("speculation", settings={"speculative": speculative}, exact=False),
     ]
 
 
@@ -185,11 +172,9 @@ def _format(path: Path) -> str:
     return "auto" if any(path.glob("*.safetensors")) else "dummy"
 
 
-def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
-    """Yields the record of each rung that runs here."""
-    spec, device = spec_from_config(load_config(path)), torch.device(args.device)
-    jobs = requests(args.requests, args.shared, args.own, args.length, args.span, spec.vocab_size)
-    settings: dict[str, Any] = {
+def plain_settings(path: Path, args: argparse.Namespace, jobs: Sequence[Job]) -> dict[str, Any]:
+    """Returns the settings of an engine with just enough room, and little switched on."""
+    return {
         "model": str(path), "load_format": _format(path), "device": args.device,
         "skip_tokenizer_init": True, "max_num_seqs": args.slots,
         "max_model_len": max(job.total for job in jobs), "steps_in_flight": 1,
@@ -197,6 +182,13 @@ def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
         "num_kv_blocks": sum(-(-job.total // BLOCK) + 1 for job in jobs), "block_size": BLOCK,
         "enable_prefix_caching": False, "enable_chunked_prefill": False,
     }  # fmt: skip
+
+
+def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
+    """Yields the record of each rung that runs here."""
+    spec, device = spec_from_config(load_config(path)), torch.device(args.device)
+    jobs = requests(args.requests, args.shared, args.own, args.length, args.span, spec.vocab_size)
+    settings = plain_settings(path, args, jobs)
     off = {"graphs", "overlap", "fusions", "skinny", "pdl"}
     plain: PlainModel | None = load_plain(path, args)
     reference: list[list[int]] = []
@@ -211,7 +203,7 @@ def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
             plain = None
             gc.collect()
         best: dict[str, float] = {}
-        for _ in range(args.repeats):
+        for _ in range(args.repeats if rung.baseline is None else 1):
             if device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
@@ -237,13 +229,13 @@ def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
         }
         yield make_record(
             f"ladder:{rung.name}",
-            ratios if device.type == "cpu" else {**best, **ratios},
+            {**best, **ratios},
             model=path.name,
             device=args.device,
             settings={
                 "requests": args.requests, "shared": args.shared, "own": args.own,
                 "length": args.length, "span": args.span, "slots": args.slots,
-                "budget": args.budget, "published": rung.published,
+                "budget": args.budget,
             },
         )  # fmt: skip
 
@@ -281,27 +273,47 @@ def tables(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
         alone = alone or found["output_tok_s"]
         metrics = {**found, "to_one": found["output_tok_s"] / alone}
         yield make_record(f"static:{size}", metrics, model=path.name, device=args.device)
+    for prompt in (16, 64, 256):
+        alone = measure(cached, 8, prompt, 48)["output_tok_s"]
+        jobs = requests(64, 0, (prompt, prompt), (48, 48), 0.0, vocab)
+        on = {"enable_chunked_prefill": True, "steps_in_flight": 2, "max_num_seqs": 64}
+        together = figures(jobs, serve({**plain_settings(path, args, jobs), **on}, jobs, device))
+        metrics = {**together, "to_one": together["output_tok_s"] / alone}
+        yield make_record(f"users-64:{prompt}", metrics, model=path.name, device=args.device)
+    for name, run in (("recompute", naive), ("cache", cached)):
+        yield _profiled(f"kernels:{name}", lambda run=run: measure(run, 1, 16, 64), path, device)
 
 
-def plot(records: Sequence[BenchRecord], path: Path) -> None:
-    """Draws each model's rungs as bars, times the first one's speed."""
-    from matplotlib.figure import Figure
+def _profiled(case: str, work: Callable[[], Any], path: Path, device: torch.device) -> BenchRecord:
+    """Returns the time that kernels took on the device, the longest ones by name: products of
+    matrices become products with a vector once keys and values are kept."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        work()
+    name = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
+    own = "CPU" if device.type == "cpu" else "CUDA"
+    spent = {
+        event.key: float(getattr(event, name))
+        for event in profile.key_averages()
+        # What launches a kernel is charged for it as well.
+        if event.device_type.name == own
+    }
+    longest = sorted(spent, key=lambda key: -spent[key])[:3]
+    total = sum(spent.values())
+    metrics = {"kernels_ms": total / 1e3, "longest_percent": 100 * spent[longest[0]] / total}
+    settings = {"longest": longest}
+    return make_record(case, metrics, model=path.name, device=str(device), settings=settings)
 
-    names = list(dict.fromkeys(record.case.partition(":")[2] for record in records))
-    models = list(dict.fromkeys(record.model for record in records))
-    figure = Figure(figsize=(8, 0.35 * len(names) * max(1, len(models)) + 1), layout="constrained")
-    panel = figure.subplots()
-    for place, model in enumerate(models):
-        own = {r.case.partition(":")[2]: r.metrics["to_naive"] for r in records if r.model == model}
-        rows = [names.index(name) + 0.8 * (place + 0.5) / len(models) - 0.4 for name in own]
-        bars = panel.barh(rows, list(own.values()), 0.8 / len(models), label=model)
-        panel.bar_label(bars, [f"{value:.3g}x" for value in own.values()], padding=2, fontsize=8)
-    panel.set_yticks(range(len(names)), names)
-    panel.invert_yaxis()
-    panel.set_xscale("log")
-    panel.set_xlabel(f"output tokens per second, times naive recompute ({records[0].card})")
-    panel.legend()
-    figure.savefig(path, dpi=150)
+
+def recorded(record: BenchRecord, device: str) -> BenchRecord:
+    """Returns what is worth keeping of a record: of a CPU only ratios, as speeds say nothing
+    elsewhere."""
+    if device != "cpu":
+        return record
+    kept = {name: value for name, value in record.metrics.items() if name in RATIOS}
+    return msgspec.structs.replace(record, metrics=kept)
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -315,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("models", nargs="*", help="folders; a config.json alone: random weights")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--requests", type=int, help="default: 8 on a CPU, 32 on a GPU")
+    parser.add_argument("--requests", type=int, help="default: 8, and 24 on a GPU")
     parser.add_argument("--slots", type=int, help="rows of a batch; default: 4, and 16 on a GPU")
     parser.add_argument("--shared", type=int, help="tokens that all prompts begin with")
     parser.add_argument("--own", type=_pair, metavar="LOW-HIGH", help="tokens of their own")
@@ -323,15 +335,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, help="tokens of a step where prompts are cut")
     parser.add_argument("--span", type=float, default=0.5, help="seconds in which all arrive")
     parser.add_argument("--draft", help="a draft model; without one, drafts are looked up")
-    parser.add_argument("--repeats", type=int, default=1, help="the best counts")
+    parser.add_argument("--repeats", type=int, help="runs of the engine, of which the best counts")
     parser.add_argument("--tables", action="store_true", help="the cache and batches by size")
     parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="needs matplotlib")
     args = parser.parse_args(arguments)
     small = args.device == "cpu"
     for name, on_cpu, on_gpu in (
-        ("requests", 8, 32), ("slots", 4, 16), ("shared", 32, 256), ("own", (8, 32), (64, 256)),
-        ("length", (8, 24), (32, 160)), ("budget", 64, 512),
+        ("requests", 8, 24), ("slots", 4, 16), ("shared", 32, 256), ("own", (8, 32), (64, 256)),
+        ("length", (8, 24), (32, 128)), ("budget", 64, 512), ("repeats", 1, 2),
     ):  # fmt: skip
         if getattr(args, name) is None:
             setattr(args, name, on_cpu if small else on_gpu)
@@ -340,12 +352,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = resolve_model_path(model)
         for record in (tables if args.tables else climb)(path, args):
             records.append(record)
-            print(format_table([record]).splitlines()[-1], flush=True)
+            print(
+                format_table([record]).splitlines()[-1],
+                *record.settings.get("longest", ()),
+                flush=True,
+            )
     print(format_table(records))
     if args.out is not None:
-        append_jsonl(args.out, records)
+        append_jsonl(args.out, [recorded(record, args.device) for record in records])
     if args.plot is not None and not args.tables:
-        plot(records, args.plot)
+        ladder_report.plot(records, args.plot)
 
 
 if __name__ == "__main__":

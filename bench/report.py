@@ -426,6 +426,7 @@ def draw(book: Book) -> None:
         if (record := online_report.load().get((model, f"serve-{streams}")))
     ]
     plots.beside(served, ("vLLM 0.26.0", "Quire"), IMAGES / "serving.png")
+    ladder_report.plot(ladder_report.load(), IMAGES / "ladder.png")
     for model, records in book.switches.items():
         if ablation.lines(records):
             plots.switches(records, IMAGES / picture(model))

@@ -19,7 +19,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "quire"
 
-PACKAGES = ("structured", "offload", "pooling", "adapters", "speculation", "disagg")
+PACKAGES = (
+    "structured", "offload", "pooling", "adapters", "speculation", "disagg", "samplers"
+)  # fmt: skip
 WORDS = (
     "adapter", "speculat", "ngram", "eagle", "medusa", "grammar", "guidance", "json_schema",
     "vision", "multimodal", "pooler", "gate", "mask", "tenant", "transfer", "disk",

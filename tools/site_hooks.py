@@ -20,8 +20,10 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
 PROJECT = ("WRITEUP.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 USE = (
     "deploy", "operations", "api", "models", "adapters", "quantization", "speculation", "kv-cache",
-    "structured-output", "tools-and-reasoning", "parallel", "playground", "verify",
+    "structured-output", "tools-and-reasoning", "parallel",
 )  # fmt: skip
+"""Documents that come first among those for users, in this order."""
+INSIDE = ("adding-a-model", "design-decisions", "performance", "roofline")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -29,12 +31,14 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     numbered = [{f"{int(name[:2])} {_title(f'lessons/{name}/README.md')}":
                  f"lessons/{name}/README.md"} for name in lessons]  # fmt: skip
     docs = sorted(path.stem for path in ROOT.glob("docs/*.md"))
+    inside = [name for name in INSIDE if name in docs]
     use = [name for name in USE if name in docs]
+    use += [name for name in docs if name not in (*use, *inside)]
     config.nav = [
         {"Quire": "README.md"},
         {"Lessons": ["lessons/README.md", *numbered]},
         {"Use": [f"docs/{name}.md" for name in use]},
-        {"Inside": [f"docs/{name}.md" for name in docs if name not in use]},
+        {"Inside": [f"docs/{name}.md" for name in inside]},
         {"Project": [name for name in PROJECT if (ROOT / name).exists()]},
     ]
     return config

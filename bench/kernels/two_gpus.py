@@ -3,6 +3,7 @@
     python bench/kernels/two_gpus.py                  # checks, then Qwen3-8B with random weights
     python bench/kernels/two_gpus.py --only checks    # or cases
     python bench/kernels/two_gpus.py --ranks 2 --case b1 --case ttft   # no run on one GPU
+    python bench/kernels/two_gpus.py --only cases --way pipeline --case 128x512x256
 
 Checks compare small models in fp32, replayed as graphs, with mixed sampling, penalties, prefix
 hits, preemption and a grammar. A close choice may turn, as sums over ranks round otherwise, so nine
@@ -29,8 +30,8 @@ LIMIT = 400
 """Seconds that one engine's cases may take."""
 
 
-def completions(folder: Path | None, ranks: int, settings: dict[str, Any]) -> list[list[int]]:
-    """Returns the tokens of the same requests, from an engine of so many ranks."""
+def completions(folder: Path | None, settings: dict[str, Any]) -> list[list[int]]:
+    """Returns the tokens of the same requests, from an engine of these settings."""
     from quire import LLM, SamplingParams
     from tests.gpu.test_graphs import COSTLY, PARAMS
 
@@ -41,7 +42,6 @@ def completions(folder: Path | None, ranks: int, settings: dict[str, Any]) -> li
         "max_num_seqs": 20,
         "max_num_batched_tokens": 300,
         "num_kv_blocks": 400,
-        "tensor_parallel_size": ranks,
         **settings,
     }
     if folder is None:
@@ -71,26 +71,33 @@ def completions(folder: Path | None, ranks: int, settings: dict[str, Any]) -> li
 
 def checks() -> bool:
     """Prints how many completions are equal on one and two GPUs; returns whether enough are."""
-    from tests.unit.tiny_engine import TINY, TINY_WINDOW, model_folder
+    from tests.unit.tiny_engine import TINY, TINY_EXPERTS, TINY_WINDOW, model_folder
 
+    tensor, whole = {"tensor_parallel_size": 2}, {"enable_expert_parallel": True}
+    stages = {"pipeline_parallel_size": 2}
     fine = True
     with tempfile.TemporaryDirectory() as scratch:
         tiny = model_folder(Path(scratch) / "tiny", TINY)
         window = model_folder(Path(scratch) / "window", TINY_WINDOW)
         uneven = model_folder(Path(scratch) / "uneven", {**TINY, "vocab_size": 131})
-        for name, folder, settings in (
-            ("embedded model, grammar", None, {}),
-            ("qwen3", tiny, {}),
-            ("qwen3, few blocks", tiny, {"num_kv_blocks": 60}),
-            ("qwen3, eager", tiny, {"enforce_eager": True}),
-            ("qwen3, int8", tiny, {"quantization": "int8"}),
-            ("qwen3, KV in fp8", tiny, {"kv_cache_dtype": "fp8_dynamic"}),
-            ("qwen3, vocabulary of 131", uneven, {}),
-            ("mistral, window", window, {"steps_in_flight": 3}),
+        experts = model_folder(Path(scratch) / "experts", TINY_EXPERTS)
+        for name, folder, settings, two_gpus in (
+            ("embedded model, grammar", None, {}, tensor),
+            ("qwen3", tiny, {}, tensor),
+            ("qwen3, few blocks", tiny, {"num_kv_blocks": 60}, tensor),
+            ("qwen3, eager", tiny, {"enforce_eager": True}, tensor),
+            ("qwen3, int8", tiny, {"quantization": "int8"}, tensor),
+            ("qwen3, KV in fp8", tiny, {"kv_cache_dtype": "fp8_dynamic"}, tensor),
+            ("qwen3, vocabulary of 131", uneven, {}, tensor),
+            ("mistral, window", window, {"steps_in_flight": 3}, tensor),
+            ("experts, whole", experts, {}, tensor | whole),
+            ("stages, grammar", None, {}, stages),
+            ("stages, few blocks", tiny, {"num_kv_blocks": 60}, stages),
+            ("stages, eager, window", window, {"enforce_eager": True}, stages),
         ):
             began = time.monotonic()
             try:
-                one, two = (completions(folder, ranks, settings) for ranks in (1, 2))
+                one, two = (completions(folder, settings | more) for more in ({}, two_gpus))
             except Exception as error:
                 fine = False
                 print(f"{name:28} failed: {type(error).__name__}: {error}", flush=True)
@@ -102,14 +109,14 @@ def checks() -> bool:
     return fine
 
 
-def cases(ranks: int, names: list[str], more: list[str]) -> dict[str, dict[str, float]]:
+def cases(ranks: int, way: str, names: list[str], more: list[str]) -> dict[str, dict[str, float]]:
     """Returns the metrics of a model's cases by name, from an engine in a process of its own."""
     with tempfile.TemporaryDirectory() as scratch:
         records = Path(scratch) / "records.jsonl"
         command = [
             sys.executable, "-m", "quire", "bench", "throughput", str(MODEL),
             "--load-format", "dummy", "--skip-tokenizer-init", "--output", str(records),
-            "--tensor-parallel-size", str(ranks), *(f"--case={name}" for name in names), *more,
+            f"--{way}-parallel-size", str(ranks), *(f"--case={name}" for name in names), *more,
         ]  # fmt: skip
         began = time.monotonic()
         try:
@@ -126,13 +133,16 @@ def main() -> int:
     parser.add_argument("--only", choices=("checks", "cases"))
     parser.add_argument("--case", action="append", help=f"default: {', '.join(CASES)}")
     parser.add_argument("--ranks", type=int, action="append", help="default: 1 and 2")
+    parser.add_argument("--way", choices=("tensor", "pipeline"), default="tensor")
     arguments, more = parser.parse_known_args()
     fine = True
     if arguments.only != "cases":
         fine = checks()
     if arguments.only != "checks":
         names = arguments.case or list(CASES)
-        found = {ranks: cases(ranks, names, more) for ranks in arguments.ranks or (1, 2)}
+        found = {
+            ranks: cases(ranks, arguments.way, names, more) for ranks in arguments.ranks or (1, 2)
+        }
         rows = sorted({(case, name) for by in found.values() for case in by for name in by[case]})
         print("case   metric                          " + "".join(f"{r:>12}" for r in found))
         for case, name in rows:

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from lessons import plots
 from lessons.common import check, load, parser, table
 from quire import LLM, SamplingParams
 
@@ -85,10 +86,11 @@ def run(model: Path, draft: str, drafts: int, length: int) -> tuple[list[list[in
     speculative = {"method": "draft", "model": draft, "num_speculative_tokens": drafts}
     # The engine drafts as far as its clock says that it pays, which on a CPU is not far. Without
     # measurements a pass costs the same for one token and for eight, as it does on a GPU.
-    with mock.patch("quire.speculation.hook.measure_steps", return_value={}):
+    with mock.patch("quire.speculation.verifier.measure_steps", return_value={}):
         llm = LLM(
             str(model), max_model_len=256, max_num_seqs=len(PROMPTS), kv_cache_gb=0.25,
             speculative=speculative if drafts else None,
+            deterministic=torch.cuda.is_available(),  # elsewhere texts are equal anyway
         )  # fmt: skip
     params = [
         SamplingParams(temperature=0.7, max_tokens=length, seed=seed, ignore_eos=True)
@@ -102,7 +104,7 @@ def run(model: Path, draft: str, drafts: int, length: int) -> tuple[list[list[in
     return tokens, counts.drafted if counts else 0, counts.accepted if counts else 0
 
 
-def engine(model: Path, draft: str, counts: Sequence[int], length: int) -> None:
+def engine(model: Path, draft: str, counts: Sequence[int], length: int, plot: Path | None) -> None:
     """Predicts the passes of each draft count from the acceptance of single drafts."""
     plain, _, _ = run(model, draft, 0, length)
     single, drafted, accepted = run(model, draft, 1, length)
@@ -118,6 +120,8 @@ def engine(model: Path, draft: str, counts: Sequence[int], length: int) -> None:
         rows.append([count, total, total - accepted, measured, predicted])
         error = abs(predicted / measured - 1)
         check(error < 0.1, f"{count} drafts: tokens per pass predicted within {error:.1%}")
+    series = {"measured": [row[3] for row in rows], "predicted": [row[4] for row in rows]}
+    plots.lines(plot, counts, series, ("drafts a pass", "tokens a pass"))
     print(f"\nof single drafts {acceptance:.1%} were accepted")
     print(table(["drafts", "tokens", "target passes", "tokens per pass", "predicted"], rows))
 
@@ -127,12 +131,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--draft", help="a draft model of the same vocabulary")
     options.add_argument("--counts", type=int, nargs="+", default=[4], help="drafts a pass")
     options.add_argument("--length", type=int, default=40, help="tokens of a text")
+    plots.add_option(options)
     args = options.parse_args(arguments)
     if args.model and not args.draft:
         options.error("--model needs --draft, a smaller model of the same vocabulary")
     toy()
     model = load(args).path
-    engine(model, args.draft or str(model.parent / "quire-tiny-draft"), args.counts, args.length)
+    draft = args.draft or str(model.parent / "quire-tiny-draft")
+    engine(model, draft, args.counts, args.length, args.plot)
 
 
 if __name__ == "__main__":

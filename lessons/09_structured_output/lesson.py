@@ -31,7 +31,7 @@ REGEX = r'\{"name": "[a-z]{1,8}", "age": [1-9][0-9]?\}'
 NAME, AGE = {"type": "string", "maxLength": 8}, {"type": "integer", "minimum": 1, "maximum": 99}
 SCHEMA = {"type": "object", "properties": {"name": NAME, "age": AGE}, "required": ["name", "age"]}
 PROMPT, EXAMPLE = "The child as JSON: ", '{"name": "lily", "age": 7}'
-DEAD, TEXTS = -1, 3
+DEAD, TEXTS = -1, 2
 Choose = Callable[..., list[int]]
 
 

@@ -29,7 +29,8 @@ from quire.server.app import build_app
 from quire.server.args import ServerArgs
 
 PROMPTS = ("Once upon a time", "The little dog", "One day, a girl", "Tom and his friend")
-LENGTH = 16
+LENGTH = 12
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kv_cache_gb": 0.2}
 SmallServer = importlib.import_module("lessons.13_server.small_server").SmallServer
 
 
@@ -67,7 +68,7 @@ def body(prompt: str) -> dict[str, Any]:
 
 def expected(loaded: Loaded) -> list[str]:
     """Returns the texts of the engine without a server."""
-    llm = LLM(str(loaded.path), max_model_len=256, kv_cache_gb=0.2)
+    llm = LLM(str(loaded.path), **SETTINGS)
     params = SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     llm.shutdown()
@@ -76,7 +77,7 @@ def expected(loaded: Loaded) -> list[str]:
 
 async def small(loaded: Loaded, texts: list[str]) -> list[list[Any]]:
     """Serves from this process: four clients at once, then one that leaves."""
-    config = resolve(EngineArgs(model=str(loaded.path), max_model_len=256, kv_cache_gb=0.2))
+    config = resolve(EngineArgs(model=str(loaded.path), **SETTINGS))
     core = build_core(config)
     server = SmallServer(core, loaded.tokenizer)
     driver = asyncio.create_task(server.drive())
@@ -101,7 +102,7 @@ async def small(loaded: Loaded, texts: list[str]) -> list[list[Any]]:
 @contextlib.asynccontextmanager
 async def shipped(loaded: Loaded) -> AsyncIterator[int]:
     """Serves with the engine in a process of its own; gives the port."""
-    settings = EngineArgs(model=str(loaded.path), max_model_len=256, kv_cache_gb=0.2)
+    settings = EngineArgs(model=str(loaded.path), **SETTINGS)
     client = await EngineClient.launch(settings)
     config = uvicorn.Config(
         build_app(client, ServerArgs()), port=0, log_level="error", lifespan="off"

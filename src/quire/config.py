@@ -35,7 +35,7 @@ QUANTIZATIONS = ("fp8", "int4", "int8", "w8a8")
 _COUNTS = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "max_queue",
     "max_queue_tokens", "steps_in_flight", "tensor_parallel_size", "structured_outputs_cache",
-    "max_loras", "max_lora_rank", "pipeline_parallel_size",
+    "max_loras", "max_lora_rank", "pipeline_parallel_size", "nnodes",
 )  # fmt: skip
 """Settings that are at least 1."""
 
@@ -93,6 +93,7 @@ class EngineArgs:
         None, "Folder for KV blocks that the host has no room to keep; survives restarts."
     )
     disk_cache_gb: float = _setting(32.0, "Most that the disk cache's folder may hold, in GB.")
+    kv_peers: Mapping[str, Any] | None = _setting(None, "See `DisaggSettings`.", internal=True)
     enable_lora: bool = _setting(False, "Take LoRA adapters; so do lora and lora_dir.")
     lora: tuple[str, ...] = _setting((), "LoRA adapter to serve, NAME=PATH (may be repeated).")
     lora_dir: str | None = _setting(None, "Folder of LoRA adapters, named by their own folders.")
@@ -106,7 +107,7 @@ class EngineArgs:
         None, "Speculative decoding, as JSON: see docs/speculation.md for its keys."
     )
     speculative_model: str | None = _setting(
-        None, "Draft model, a folder or hub id: short for speculative's key model."
+        None, "Draft model or EAGLE-3 head, folder or hub id: short for speculative's key model."
     )
     scheduling_policy: Literal["fcfs", "priority"] = _setting(
         "fcfs", "Queue order: arrival, or priority with ageing (lower runs first)."
@@ -149,6 +150,10 @@ class EngineArgs:
     pipeline_parallel_size: int = _setting(
         1, "Stages of layers, each on tensor_parallel_size GPUs."
     )
+    nnodes: int = _setting(1, "Machines, each with as many whole stages.")
+    node_rank: int = _setting(0, "This machine's number; on 0 the engine runs, others wait for it.")
+    master_addr: str = _setting("127.0.0.1", "Address of machine 0.")
+    master_port: int = _setting(29600, "Port there for other machines; the next one is used, too.")
     enable_expert_parallel: bool = _setting(False, "Ranks hold whole experts, not parts of all.")
     trace_dir: str | None = _setting(
         None, "Folder for a trace of every step, for Perfetto (256 MB at most; slows it a little)."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -146,7 +148,8 @@ class LLM:
         """
         from quire.engine.beam_search import beam_search
 
-        return beam_search(self, as_list(prompts), params)
+        run = functools.partial(self.generate, use_tqdm=False)
+        return beam_search(run, self.config, self._tokenizer, as_list(prompts), params)
 
     def embed(
         self,
@@ -162,21 +165,15 @@ class LLM:
             KeyboardInterrupt, EngineDeadError: as `generate`.
         """
         # Generation does not need what embeddings do.
-        from quire.engine.embedding import NO_TOKENS, embeddings
+        from quire.engine.embedding import embed_all
 
         many = as_list(prompts)
-        params = one_each(pooling_params, len(many), PoolingParams())
-        given = [read_prompt(prompt)[1] for prompt in many]
-        ids = [prompt_ids(prompt, NO_TOKENS, self.config, self._tokenizer) for prompt in given]
-        names = [str(self._count + place) for place in range(1, len(many) + 1)]
+        wanted = {str(self._count + place): each for place, each in enumerate(many, 1)}
         self._count += len(many)
-        wanted = dict(zip(names, zip(ids, params, strict=True), strict=True))
-        found: dict[str, EmbeddingRequestOutput] = {}
-        with self._requests(names) as let_interrupt, _progress_bar(len(many), use_tqdm) as advance:
-            for output in embeddings(self._core, wanted, let_interrupt):
-                found[output.request_id] = output
-                advance()
-        return [found[name] for name in names]
+        with self._requests([*wanted]) as let_interrupt, _progress_bar(len(many), use_tqdm) as done:
+            return embed_all(
+                self._core, self._tokenizer, wanted, pooling_params, let_interrupt, done
+            )
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises RequestError with skip_tokenizer_init."""
@@ -324,17 +321,13 @@ def _add(output: CompletionOutput, update: StreamUpdate) -> None:
     output.stop_reason = update.stop_reason
 
 
-@contextlib.contextmanager
-def _progress_bar(total: int, wanted: bool) -> Iterator[Callable[[], None]]:
+def _progress_bar(
+    total: int, wanted: bool
+) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """A function to call for each request that is done."""
-    if not wanted:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+    if not (wanted and sys.stderr.isatty()):
+        return contextlib.nullcontext(lambda: None)
+    # Few runs are watched.
+    from quire.engine.request_bar import request_bar
 
-    console = Console(stderr=True)
-    columns = "Requests", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
+    return request_bar(total)

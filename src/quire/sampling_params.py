@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sized
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from quire.checks import between, flag, integer, wrong_type
 from quire.errors import RequestError
 
 MAX_LOGPROBS = 100
 MAX_N = 128
-MAX_STOP_STRINGS = 64
-MAX_STOP_LENGTH = 1024
-MAX_STOP_TOKENS = 256
-MAX_BIAS_ENTRIES = 1024
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures are greedy: logits divided by them might pass the range of float32."""
 
 _INT32_MAX = 2**31 - 1
+_LISTS = (
+    "stop", "stop_token_ids", "allowed_token_ids", "bad_token_ids", "dry_breaker_ids",
+    "logits_processors",
+)  # fmt: skip
+_RANGES = {
+    "temperature": (0.0, 100.0), "min_p": (0.0, 1.0), "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0), "xtc_probability": (0.0, 1.0), "xtc_threshold": (0.0, 1.0),
+    "dry_multiplier": (0.0, 100.0), "dry_base": (1.0, 16.0),
+}  # fmt: skip
+_ABOVE_0 = {"top_p": 1.0, "repetition_penalty": 100.0, "typical_p": 1.0}
+_INTEGERS = {
+    "n": (1, MAX_N), "top_k": (-1, _INT32_MAX), "min_tokens": (0, _INT32_MAX),
+    "dry_allowed_length": (1, _INT32_MAX), "dry_penalty_last_n": (-1, _INT32_MAX),
+}  # fmt: skip
 _FLAGS = (
     "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
     "spaces_between_special_tokens", "detokenize",
@@ -60,11 +69,11 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
         for name in ("json", "regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise _wrong_type(name, "a string", value)
-        _flag("json_object", self.json_object)
+                raise wrong_type(name, "a string", value)
+        flag("json_object", self.json_object)
         choice: object = self.choice
         if not isinstance(choice, list | tuple) or not all(isinstance(c, str) for c in choice):
-            raise _wrong_type("choice", "a list of strings", choice)
+            raise wrong_type("choice", "a list of strings", choice)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -94,6 +103,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         allowed_token_ids: all other tokens are never sampled; none given: all are allowed.
         bad_token_ids: sequences of tokens whose last token is not sampled behind the others. Only
             generated tokens count.
+        typical_p: keeps the tokens whose surprise is closest to the expected one, up to this much
+            probability (Meister et al., 2023); 1 keeps all.
+        xtc_probability: how often all tokens but the least likely of those of `xtc_threshold` and
+            more are left out ("exclude top choices"); 0: never.
+        xtc_threshold: above 0.5 there is never a choice to leave out.
+        dry_multiplier: weight of the penalty on tokens that would repeat a sequence of the text
+            ("don't repeat yourself"); 0: none. The penalty is `dry_base` to the power of what the
+            sequence is longer than `dry_allowed_length`, times this.
+        dry_penalty_last_n: the last tokens that are looked at; -1: all.
+        dry_breaker_ids: tokens over which no sequence goes on.
+        logits_processors: functions of the generated tokens (a list) and the logits (float32
+            [vocab]) that return logits; in the caller's process only. They cost a wait for the
+            device at every step.
         skip_special_tokens, spaces_between_special_tokens: detokenization.
         detokenize: False leaves `text` empty; stop strings are then refused.
         structured_outputs: what the text must match; a dict becomes `StructuredOutputsParams`.
@@ -120,6 +142,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_breaker_ids: tuple[int, ...] = ()
+    logits_processors: tuple[Any, ...] = ()
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
@@ -129,49 +160,47 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         self._normalize()
         self._check_ranges()
-        self._check_stops()
-        self._check_bias()
-        if self.allowed_token_ids or self.bad_token_ids:
-            from quire.token_rules import check_token_rules
+        if any(getattr(self, name) for name in _LISTS) or self.logit_bias is not None:
+            from quire.sampling_checks import check_lists
 
-            check_token_rules(self.allowed_token_ids, self.bad_token_ids)
+            check_lists(self)
 
     def _normalize(self) -> None:
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_token_ids"):
+        for name in _LISTS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, list | tuple | set | frozenset):
-                raise _wrong_type(name, "a list", value)
+                raise wrong_type(name, "a list", value)
             if not isinstance(value, tuple):
                 msgspec.structs.force_setattr(self, name, tuple(value or ()))
         for name in _FLAGS:
-            _flag(name, getattr(self, name))
+            flag(name, getattr(self, name))
         if self.speculative not in ("auto", "off"):
-            raise _wrong_type("speculative", "auto or off", self.speculative)
+            raise wrong_type("speculative", "auto or off", self.speculative)
         given: object = self.structured_outputs
         if isinstance(given, dict):
-            params = _structured_outputs(given)
+            from quire.sampling_checks import check_structured
+
+            check_structured(given, StructuredOutputsParams.__struct_fields__)
+            params = StructuredOutputsParams(**given)
             msgspec.structs.force_setattr(self, "structured_outputs", params)
         elif given is not None and not isinstance(given, StructuredOutputsParams):
-            raise _wrong_type("structured_outputs", "StructuredOutputsParams or a dict", given)
+            raise wrong_type("structured_outputs", "StructuredOutputsParams or a dict", given)
 
     def _check_ranges(self) -> None:
-        _integer("n", self.n, 1, MAX_N)
-        _between("temperature", self.temperature, 0.0, 100.0)
+        for name, (low, high) in _RANGES.items():
+            between(name, getattr(self, name), low, high)
+        for name, high in _ABOVE_0.items():
+            between(name, getattr(self, name), 0.0, high, open_low=True)
+        for name, (least, most) in _INTEGERS.items():
+            integer(name, getattr(self, name), least, most)
         if self.temperature < MIN_TEMPERATURE:
             msgspec.structs.force_setattr(self, "temperature", 0.0)
-        _between("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, -1, _INT32_MAX)
-        _between("min_p", self.min_p, 0.0, 1.0)
-        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+            integer("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
+            integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
                     f"min_tokens ({self.min_tokens}) is greater than max_tokens "
@@ -180,31 +209,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
-
-    def _check_stops(self) -> None:
-        _at_most("stop", self.stop, MAX_STOP_STRINGS)
-        for text in self.stop:
-            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
-                raise RequestError(
-                    f"a stop string must be a string of 1 to {MAX_STOP_LENGTH} characters",
-                    param="stop",
-                )
-        if self.stop and not self.detokenize:
-            raise RequestError("stop strings need detokenize=True", param="stop")
-        _at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, _INT32_MAX)
-
-    def _check_bias(self) -> None:
-        if self.logit_bias is None:
-            return
-        if not isinstance(self.logit_bias, dict):
-            raise _wrong_type("logit_bias", "a dict of token ids and numbers", self.logit_bias)
-        _at_most("logit_bias", self.logit_bias, MAX_BIAS_ENTRIES)
-        for token, bias in self.logit_bias.items():
-            _integer("logit_bias", token, 0, _INT32_MAX)
-            _between("logit_bias", bias, -100.0, 100.0)
+                integer(name, getattr(self, name), 0, MAX_LOGPROBS)
 
     @property
     def greedy(self) -> bool:
@@ -216,48 +221,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
+    def reshapes(self) -> bool:
+        """Whether the distribution is changed by what no graph holds."""
+        extra = self.typical_p < 1.0, self.xtc_probability, self.dry_multiplier
+        return any(extra) or bool(self.logits_processors)
+
+    @property
     def masked(self) -> bool:
         """Whether the host says which tokens may come next."""
         rules = self.allowed_token_ids or self.bad_token_ids
         return self.structured_outputs is not None or bool(rules)
-
-
-def _structured_outputs(given: dict[object, object]) -> StructuredOutputsParams:
-    for name in given:
-        if name not in StructuredOutputsParams.__struct_fields__:
-            raise RequestError(
-                f"structured_outputs has no field {name!r}; known are: "
-                f"{', '.join(StructuredOutputsParams.__struct_fields__)}",
-                param="structured_outputs",
-            )
-    return StructuredOutputsParams(**given)  # type: ignore[arg-type]
-
-
-def _wrong_type(name: str, wanted: str, value: object) -> RequestError:
-    return RequestError(f"{name} must be {wanted}, got {value!r}", param=name)
-
-
-def _at_most(name: str, values: Sized, most: int) -> None:
-    if len(values) > most:
-        raise RequestError(f"{name} has {len(values)} entries, at most {most} are allowed", name)
-
-
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise _wrong_type(name, "true or false", value)
-
-
-def _between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # An int is finite, however large; asking a very large one would overflow a float.
-    if not number or (isinstance(value, float) and not math.isfinite(value)):
-        raise RequestError(f"{name} must be a finite number, got {value!r}", param=name)
-    if not (low < value <= high if open_low else low <= value <= high):
-        bracket = "(" if open_low else "["
-        raise RequestError(f"{name} must be in {bracket}{low}, {high}], got {value}", param=name)
-
-
-def _integer(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
-    _between(name, value, low, high)

@@ -43,6 +43,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Exaone4": {},
     "Gemma2": {"head_dim": 256, "query_pre_attn_scalar": 224},
     "Gemma3": {"head_dim": 128, "num_hidden_layers": 6},
+    "Gemma4": {
+        "head_dim": 128,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 0,
+        "num_hidden_layers": 6,
+    },
     "Glm4": {"sliding_window": None},
     "Granite": {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 4.0},
     "Ministral3": {

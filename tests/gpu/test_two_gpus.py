@@ -15,7 +15,7 @@ from quire import LLM, SamplingParams
 from quire.engine.workers import WorkerExecutor
 from quire.errors import EngineDeadError
 from tests.gpu.test_graphs import COSTLY, PARAMS, run
-from tests.unit.tiny_engine import TINY, TINY_WINDOW
+from tests.unit.tiny_engine import TINY, TINY_EXPERTS, TINY_WINDOW
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
@@ -31,11 +31,33 @@ def test_tokens_of_one_gpu(tmp_path: Path, config: dict[str, object]) -> None:
         assert same >= 0.9 * len(one), settings
 
 
-def test_a_killed_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [TINY, TINY_WINDOW], ids=["full", "window"])
+def test_two_stages(tmp_path: Path, config: dict[str, object]) -> None:
+    """Hidden states pass within captured bodies, or, eagerly, between launches."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    one = run(tmp_path, PARAMS + COSTLY)
+    for settings in ({}, {"num_kv_blocks": 60}, {"enforce_eager": True}):
+        two = run(tmp_path, PARAMS + COSTLY, pipeline_parallel_size=2, **settings)
+        same = sum(a == b for a, b in zip(one, two, strict=True))
+        # Steps of fewer rows round differently.
+        assert same >= 0.9 * len(one), settings
+
+
+def test_whole_experts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_EXPERTS))
+    one = run(tmp_path, PARAMS + COSTLY)
+    settings = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    two = run(tmp_path, PARAMS + COSTLY, **settings)
+    assert sum(a == b for a, b in zip(one, two, strict=True)) >= 0.9 * len(one)
+
+
+@pytest.mark.parametrize("way", ["tensor", "pipeline"])
+def test_a_killed_rank(tmp_path: Path, way: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     llm = LLM(
         str(tmp_path), device="cuda", load_format="dummy", skip_tokenizer_init=True,
-        num_kv_blocks=100, max_num_seqs=8, max_num_batched_tokens=256, tensor_parallel_size=2,
+        num_kv_blocks=100, max_num_seqs=8, max_num_batched_tokens=256,
+        **{f"{way}_parallel_size": 2},
     )  # fmt: skip
     executor = llm._core._executor
     assert isinstance(executor, WorkerExecutor)

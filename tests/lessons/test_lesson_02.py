@@ -8,8 +8,8 @@ import pytest
 
 
 def test_claims_hold(lesson: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    lesson.main(["--tokens", "320"])
-    assert "320 tokens take 1/" in capsys.readouterr().out
+    lesson.main(["--tokens", "256"])
+    assert "256 tokens take 1/" in capsys.readouterr().out
 
 
 def test_cache_bytes(answers: ModuleType) -> None:

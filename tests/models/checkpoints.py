@@ -69,7 +69,16 @@ MINISTRAL3 = {
 FOUR = {"num_hidden_layers": 4}
 GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
 
-EMBEDDINGS = {"Gemma2": 0.15, "Gemma3Text": 0.15, "Granite": 0.3}
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "sliding_window": 9,
+}
+
+EMBEDDINGS = {"Gemma2": 0.15, "Gemma3Text": 0.15, "Gemma4Text": 0.15, "Granite": 0.3}
 """Scales of embeddings that the models multiply by more."""
 
 HYBRID = {
@@ -246,6 +255,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **GEMMA,
         },
     ),
+    "gemma4": ("Gemma4Text", {**GEMMA4, "final_logit_softcapping": 20.0}),
+    "gemma4-moe": (
+        "Gemma4Text",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
     "glm": ("Glm", {"head_dim": 16, "attention_bias": True}),
     "glm4": ("Glm4", {"head_dim": 16}),
     "granite": (
@@ -301,7 +323,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-KINDS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+KINDS = {
+    "GPT2": "GPT2LMHeadModel",
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "Gemma4Text": "Gemma4ForCausalLM",
+}
 
 
 def make(folder: Path, case: str, **save: Any) -> Any:
@@ -339,6 +365,8 @@ def redraw(model: Any, embeddings: float = 1.0) -> None:
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
+            elif key.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.2)
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:

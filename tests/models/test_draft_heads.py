@@ -18,7 +18,7 @@ from torch import Tensor
 from quire import LLM, SamplingParams
 from quire.arrays import int32
 from quire.errors import ConfigError, ModelError
-from quire.models.families import deepseek_v3, glm4_moe
+from quire.models.families import deepseek_v3, glm4_moe, qwen3_5, qwen3_next
 from tests.models import checkpoints
 from tests.unit.test_speculation import free_of_charge
 
@@ -111,22 +111,43 @@ NEXTN = {
     "embedding": "embed_tokens",
     "head": "shared_head.head",
 }
-MTP = {"deepseek-v3": (deepseek_v3, 2), "glm4-moe": (glm4_moe, 2)}
-"""Families by case, and the layers that are left to the model."""
+QWEN = {
+    "fc": "fc",
+    "embedding_norm": "pre_fc_norm_embedding",
+    "hidden_norm": "pre_fc_norm_hidden",
+    "norm": "norm",
+}
+HYBRID = {
+    **checkpoints.HYBRID,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+}
+MTP = {
+    "deepseek-v3": deepseek_v3,
+    "glm4-moe": glm4_moe,
+    "qwen3.5-mtp": qwen3_5,
+    "qwen3-next-mtp": qwen3_next,
+}
+"""Families by case."""
+CASES = {
+    "qwen3.5-mtp": ("Qwen3_5", HYBRID),
+    "qwen3-next-mtp": ("Qwen3Next", {**HYBRID, **checkpoints.SHARED}),
+}
 
 
 @pytest.fixture(scope="module", params=MTP)
 def mtp(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, Twin]]:
-    case = request.param
-    module, layers = MTP[case]
-    block = f"model.layers.{layers}."
-    # The published models are deeper, and the family knows by how much.
-    ignored = re.compile("^" + re.escape(block))
-    names = {part: block + name for part, name in NEXTN.items()}
+    case, module = request.param, MTP[request.param]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "FAMILY", replace(module.FAMILY, ignored=ignored))
+        if case in CASES:
+            patch.setitem(checkpoints.CASES, case, CASES[case])
+            block, names = "mtp.layers.0.", {part: f"mtp.{name}" for part, name in QWEN.items()}
+        else:
+            # The published models are deeper, and the family knows by how much.
+            block = "model.layers.2."
+            patch.setattr(module, "FAMILY", replace(module.FAMILY, ignored=re.compile(block)))
+            names = {part: block + name for part, name in NEXTN.items()}
         yield with_mtp(tmp_path_factory.mktemp(case), case, block, names)
 
 
@@ -363,11 +384,11 @@ def test_models_without_the_layer(target: tuple[Path, Any], mtp: tuple[Path, Twi
     with pytest.raises(ModelError, match="Qwen3ForCausalLM"):
         LLM(str(target[0]), speculative={"method": "mtp"}, skip_tokenizer_init=True)
     tensors = load_file(mtp[0] / "model.safetensors")
+    name = next(name for name in tensors if name.endswith((".eh_proj.weight", "mtp.fc.weight")))
+    del tensors[name]
     folder = mtp[0].parent / "without"
     folder.mkdir()
     (folder / "config.json").write_text((mtp[0] / "config.json").read_text())
-    save_file(
-        {n: t for n, t in tensors.items() if "eh_proj" not in n}, folder / "model.safetensors"
-    )
-    with pytest.raises(ModelError, match=r"missing tensor .*layers\.2\.eh_proj\.weight"):
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=f"missing tensor {re.escape(name)}"):
         LLM(str(folder), speculative={"method": "mtp"}, skip_tokenizer_init=True)

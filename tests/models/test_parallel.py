@@ -22,9 +22,9 @@ from tests.models.harness import Harness
 PROMPTS = [[5, 17, 99, 3, 42, 7, 7, 150, 23], [11]]
 CASES = ["qwen3-tied-bias", "llama-mqa-tied", "gpt2", "qwen3-window"]
 FURTHER = [
-    "cohere2-bias", "deepseek-v3", "exaone4", "gemma2", "gemma3-linear", "glm", "glm4", "granite",
-    "ministral", "ministral3", "olmo2", "olmo2-mqa", "olmo3", "phi3", "phi3-short", "qwen3-next",
-    "qwen3.5", "seed-oss", "smollm3-window",
+    "cohere2-bias", "deepseek-v3", "exaone4", "gemma2", "gemma3-linear", "gemma4-moe", "glm",
+    "glm4", "granite", "ministral", "ministral3", "olmo2", "olmo2-mqa", "olmo3", "phi3",
+    "phi3-short", "qwen3-next", "qwen3.5", "seed-oss", "smollm3-window",
 ]  # fmt: skip
 """A checkpoint of each other family."""
 """Two KV heads over two ranks, one KV head that both hold, LayerNorm and biases, two KV groups; a

@@ -18,6 +18,17 @@ DEFAULTS = {
     "Exaone4": {},
     "Gemma2": {},
     "Gemma3Text": {"architectures": ["Gemma3ForCausalLM"]},
+    "Gemma4Text": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "hidden_size_per_layer_input": 0,
+        "num_attention_heads": 16,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
     "Glm": {},
     "Glm4": {},
     "Granite": {},
@@ -66,7 +77,8 @@ def test_parameters_as_transformers_counts_them(name: str) -> None:
     spec = spec_from_config(published)
     model = build_model(spec, device="meta")
     found = sum(parameter.numel() for parameter in model.parameters())
-    assert found == sum(parameter.numel() for parameter in oracle.parameters())
+    scalars = [key for key, _ in oracle.named_buffers() if key.endswith("layer_scalar")]
+    assert found == sum(parameter.numel() for parameter in oracle.parameters()) + len(scalars)
     # A window of a published config counts.
     assert {m.window for m in spec.attention} <= {None, config.to_dict().get("sliding_window")}
 
@@ -141,6 +153,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu'"),
     ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("Gemma3", {"num_experts": 4}, "num_experts"),
+    ("Gemma4", {}, "hidden_size_per_layer_input=256 is not supported: embeddings for each layer"),
+    (
+        "Gemma4",
+        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 1},
+        "num_kv_shared_layers=1 is not supported: layers that share keys and values",
+    ),
+    (
+        "Gemma4",
+        {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "all"},
+        "use_bidirectional_attention='all' is not supported",
+    ),
     ("Glm4", {"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic'"),
     ("Granite", {"num_local_experts": 8}, "num_local_experts"),
     ("Olmo2", {"clip_qkv": 8.0}, "clip_qkv"),

@@ -21,7 +21,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 from quire.errors import ConfigError
 from quire.ops.arguments import RmsScale
 from quire.ops.choose import Policy, use_policy
-from quire.ops.experts import SILU, ExpertWeights, Routing, Swiglu
+from quire.ops.experts import GELU_TANH, SILU, ExpertWeights, Routing, Swiglu
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
 from quire.ops.triton.experts import experts_mlp, run_experts
@@ -170,6 +170,14 @@ def test_products(plan: ExpertsPlan, dtype: torch.dtype) -> None:
     check(plan, None, dtype, 1)
     check(plan, None, dtype, 6, residual=False)
     check(plan, None, dtype, 6, act=GPT_OSS, bias=True)
+    check(plan, None, dtype, 2, act=GELU_TANH)
+
+
+def test_the_gated_gelu() -> None:
+    x = 3 * noise(20, 16).double()
+    gate, up = x.chunk(2, 1)
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(twins.swiglu(x, GELU_TANH), expected)
 
 
 QUICK = ("uint4-g32-zeros", "float8_e4m3fn", "e2m1")

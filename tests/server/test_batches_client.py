@@ -351,6 +351,13 @@ def test_refusals(tmp_path: Path) -> None:
             assert_error(await http.get("/v1/files"), 404, None, "no_batch_dir")
         async with serving(tmp_path, Recorder(), batch_file_mb=0.01) as http:
             await _refuses_uploads(http)
+            store = http._transport.app.state.batches.store  # type: ignore[attr-defined]
+            store.max_bytes = 3
+            answer = await http.post(
+                "/v1/files", files={"file": ("a", b"four")}, data={"purpose": "batch"}
+            )
+            assert_error(answer, 413, None, "store_full")
+            store.max_bytes = 1_000_000
             id = await upload(http, line("a"))
             body = {"input_file_id": id, "endpoint": URL, "completion_window": "24h"}
             for change, param, status in (
@@ -393,7 +400,7 @@ async def _refuses_uploads(http: httpx.AsyncClient) -> None:
 # -- forms -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     content=st.binary(max_size=200) | st.sampled_from([b"\r\n--b", b"\r\n--", b"--bound", b"\r"]),
     size=st.integers(1, 40),

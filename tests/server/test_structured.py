@@ -189,3 +189,38 @@ def test_a_schema_keeps_the_order_of_its_properties() -> None:
     assert post("/v1/completions", {**PROMPT, "guided_json": schema}, client).status_code == 200
     assert json.loads(client.seen[0][1].structured_outputs.json) == schema
     assert list(json.loads(client.seen[0][1].structured_outputs.json)["properties"]) == ["z", "a"]
+
+
+def test_json_objects_with_a_schema(client: openai.OpenAI) -> None:
+    answer = chat(client, response_format={"type": "json_object", "schema": SCHEMA})
+    assert Pet.model_validate_json(answer.choices[0].message.content)
+
+
+def test_structural_tags(client: openai.OpenAI) -> None:
+    tags = {
+        "type": "structural_tag",
+        "structures": [{"begin": "a", "schema": {"enum": ["cat"]}, "end": "!"}],
+        "triggers": ["a"],
+    }
+    answer = chat(client, response_format=tags, seed=2, temperature=2.0, n=8)
+    texts = [choice.message.content.split("a", 1) for choice in answer.choices]
+    assert any(len(text) == 2 for text in texts)
+    assert all(rest.startswith('"cat"!') for _, *rests in texts for rest in rests)
+    wrong = {**tags, "triggers": ["b"]}
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, response_format=wrong)
+    assert caught.value.param == "response_format.structures[0].begin"
+
+
+@pytest.mark.parametrize(
+    ("format", "param", "code"),
+    [
+        ({"type": "text", "schema": {}}, "response_format.schema", "invalid_value"),
+        ({"type": "structural_tag", "triggers": ["a"]}, "response_format.structures",
+         "missing_required_parameter"),
+        ({"type": "json_object", "triggers": ["a"]}, "response_format.triggers", "invalid_value"),
+        ({"type": "structural_tag", "format": {}}, "response_format.format", "unknown_parameter"),
+    ],
+)  # fmt: skip
+def test_formats_that_do_not_fit(format: dict[str, Any], param: str, code: str) -> None:
+    assert_error(post("/v1/completions", {**PROMPT, "response_format": format}), 400, param, code)

@@ -151,3 +151,39 @@ def test_echo_in_chat(client: openai.OpenAI) -> None:
     kept = json.loads(client.chat.completions.with_raw_response.retrieve(id).text)
     assert kept["choices"][0]["message"]["content"] == f"I am{rest}"
     assert refused(chat, client, {"echo": True}) == "echo"
+
+
+def test_samplers(client: openai.OpenAI) -> None:
+    loop = "The cat sat. The cat sat. The cat sat. The cat"
+    few = {"max_tokens": 6}
+    greedy = complete(client, {}, prompt=loop, **few).choices[0].text
+    dry = {"dry_multiplier": 30.0, "dry_allowed_length": 1, "dry_sequence_breakers": []}
+    assert complete(client, dry, prompt=loop, **few).choices[0].text != greedy
+    drawn = {"seed": 5, "temperature": 1.0, **few}
+    plain = complete(client, {}, **drawn).choices[0].text
+    assert (
+        complete(client, {"xtc_probability": 0.0, "typical_p": 1.0}, **drawn).choices[0].text
+        == plain
+    )
+    xtc = {"xtc_probability": 1.0, "xtc_threshold": 0.02}
+    assert complete(client, xtc, **drawn).choices[0].text != plain
+    assert chat(client, {"typical_p": 0.5, **xtc}, **drawn).choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"typical_p": 0.0}, "typical_p"),
+        ({"xtc_probability": 2.0}, "xtc_probability"),
+        ({"xtc_threshold": "x"}, "xtc_threshold"),
+        ({"dry_multiplier": -1.0}, "dry_multiplier"),
+        ({"dry_base": 0.1}, "dry_base"),
+        ({"dry_allowed_length": 0}, "dry_allowed_length"),
+        ({"dry_penalty_last_n": -2}, "dry_penalty_last_n"),
+        ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers[0]"),
+        ({"dry_sequence_breakers": ["a"] * 65}, "dry_sequence_breakers"),
+        ({"logits_processors": []}, "logits_processors"),
+    ],
+)
+def test_samplers_are_checked(client: openai.OpenAI, extra: dict[str, Any], param: str) -> None:
+    assert refused(complete, client, extra) == param

@@ -249,7 +249,8 @@ def test_parts_of_the_table() -> None:
     assert (start.name, cold.name) == ("qwen2.5-1.5b:start", "qwen2.5-1.5b:cold")
     assert switches.arguments.count("--case") == decided.arguments.count("--case") == 3
     assert "--deterministic" in decided.arguments
-    assert profile.arguments == (str(folder),)
+    assert (profile.file, profile.arguments[0]) == (gpu_table.PROFILE, str(folder))
+    assert profile.arguments.count("--rows") == 2
     unknown = gpu_table.parts_of(Path("/x/some-model"))[0]
     assert [w for w in unknown.arguments if w in gpu_table.OTHERS] == list(gpu_table.OTHERS)
     with pytest.raises(SystemExit, match=r"no such part: zzz; there are qwen2.5-1.5b:cases"):

@@ -121,10 +121,16 @@ Answers = tuple[list[list[int]], list[str | None], dict[str, list[tuple[object, 
 
 
 def answers(engine: TinyEngine) -> Answers:
+    return with_texts(engine)[0]
+
+
+def with_texts(engine: TinyEngine) -> tuple[Answers, dict[str, list[int]]]:
+    """Returns answers, and all tokens of each request."""
     requests = [r for i, job in enumerate(jobs()) for r in engine.add(str(i), job)]
     engine.drain()
     ends = [None if r.finish_reason is None else str(r.finish_reason) for r in requests]
-    return [r.output.tolist() for r in requests], ends, told(engine)
+    texts = {r.request_id: r.tokens.view().tolist() for r in requests}
+    return ([r.output.tolist() for r in requests], ends, told(engine)), texts
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +141,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> tuple[Answers, dict[str, list[int]]]:
     """The answers without drafts, and all tokens of each request."""
-    engine = TinyEngine(folder, dtype="float64")
-    requests = [r for i, job in enumerate(jobs()) for r in engine.add(str(i), job)]
-    engine.drain()
-    ends = [None if r.finish_reason is None else str(r.finish_reason) for r in requests]
-    texts = {r.request_id: r.tokens.view().tolist() for r in requests}
-    return ([r.output.tolist() for r in requests], ends, told(engine)), texts
+    return with_texts(TinyEngine(folder, dtype="float64"))
 
 
 @pytest.mark.parametrize("kind", ["right", "wrong", "partly", "late", "none", "mixed"])

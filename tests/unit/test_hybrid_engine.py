@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
+from tests.unit.test_drafts import Answers, Script, Verifier, answers, with_texts
 from tests.unit.tiny_engine import MAX_LEN, VOCAB, Job, TinyEngine, model_folder, random_prompts
 
 HYBRID: dict[str, object] = {
@@ -118,11 +118,47 @@ def test_penalties_and_logprobs(folder: Path) -> None:
     assert TinyEngine(folder, depth=2, budget=16).run(jobs) == alone(folder, jobs)
 
 
-def test_deterministic_and_drafts_are_refused(folder: Path) -> None:
-    from quire.runner import Hook
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("right", {"depth": 1, "budget": 11}),
+        ("mixed", {"depth": 2, "budget": 48}),
+        ("partly", {"depth": 3, "blocks": 34}),
+    ],
+)
+def test_drafts_change_nothing(
+    folder: Path, kind: str, settings: dict[str, int], without: tuple[Answers, dict[str, list[int]]]
+) -> None:
+    """States go on from any draft, in the next step or from a checkpoint."""
+    expected, texts = without
+    engine = TinyEngine(
+        folder, hooks=[Verifier()], features=[Script(texts, kind)], dtype="float64",
+        **settings,  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert answers(engine) == expected
+    assert max(n for step in engine.progress for n in step.n_tokens.tolist()) > 1
+    if "blocks" in settings:
+        assert engine.scheduler.stats().preemptions > 0
 
-    class Drafting(Hook):
-        drafts = 2
 
-    with pytest.raises(ConfigError, match="recurrent"):
-        TinyEngine(folder, hooks=[Drafting()])
+@pytest.fixture(scope="module")
+def without(folder: Path) -> tuple[Answers, dict[str, list[int]]]:
+    """The answers without drafts, and all tokens of each request."""
+    return with_texts(TinyEngine(folder, dtype="float64"))
+
+
+def test_requests_that_end_behind_drafts_leave_a_state(folder: Path) -> None:
+    """The next turn goes on from what the last row's drafts have left."""
+    prompt = random_prompts(1, 50, seed=9)[0]
+    params = SamplingParams(temperature=1.0, max_tokens=80)
+    for seed in range(2):
+        job = Job(prompt, params, seed=seed)
+        out = TinyEngine(folder, dtype="float64").run([job])[0]
+        script = Script({"0-0": [*prompt, *out]}, "right", seed)
+        engine = TinyEngine(folder, hooks=[Verifier()], features=[script], dtype="float64", depth=2)
+        assert engine.run([job]) == [out]
+        script.kind = "none"
+        longer = Job([*prompt, *out, 20, 21], greedy(6))
+        assert engine.run([longer]) == TinyEngine(folder, dtype="float64").run([longer])
+        hit = engine.scheduler.stats().prefix_hit_tokens
+        assert hit == len(prompt) + len(out) - 1

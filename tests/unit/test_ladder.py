@@ -90,3 +90,19 @@ def test_static_batches_wait_for_their_last_request() -> None:
     assert batches(size=3) == ([3, 1], [2, 2, 2, 3])
     assert batches(size=3, window=1.5) == ([2, 2], [1, 1, 3, 3])
     assert batches(size=1) == ([1, 1, 1, 1], [0, 1, 2, 3])
+
+
+def test_the_table_has_all_rungs_in_their_order() -> None:
+    def record(model: str, rung: str, ratio: float) -> ladder.BenchRecord:
+        return ladder.BenchRecord(
+            case=f"ladder:{rung}", model=model, card="card", metrics={"to_naive": ratio}
+        )
+
+    small = [record("a", "naive", 1.0), record("a", "paged", 2.0), record("a", "overlap", 4.0)]
+    whole = [record("b", name, 3.0) for name in ("naive", "paged", "graphs", "overlap")]
+    text = ladder.ladder_report.rungs([*small, *whole, record("a", "paged", 2.5)])
+    assert [line.split(" | ")[0] for line in text.splitlines()[2:]] == [
+        "| naive", "| paged", "| graphs", "| overlap",
+    ]  # fmt: skip
+    assert "| paged | 2.5 × | 3 × | 15 × " in text
+    assert "| graphs | – | 3 × |" in text

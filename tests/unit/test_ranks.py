@@ -43,8 +43,8 @@ def completions(ranks: int, **settings: Any) -> list[list[int]]:
         shared = "The gatherings of a book are sewn one to another, and so are pages. "
         prompts = [shared * (i % 3) + f"Page {i}:" for i in range(8)]
         outputs = llm.generate(prompts, [PARAMS[i % 4] for i in range(8)], use_tqdm=False)
-        stats, count = llm.stats().ranks, llm.config.args.ranks
-        assert len(stats) == (count if count > 1 else 0)
+        stats, args = llm.stats().ranks, llm.config.args
+        assert len(stats) == (args.ranks // args.nnodes if args.ranks > 1 else 0)
         for rank in stats:
             assert min(rank.steps, rank.device_seconds, rank.weight_bytes, rank.kv_bytes) > 0
         return [list(choice.token_ids) for output in outputs for choice in output.outputs]

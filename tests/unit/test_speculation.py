@@ -89,7 +89,7 @@ def test_tokens_and_logprobs_are_the_same(
 def test_draft_heads_change_nothing(
     folder: Path, plain: Answers, tmp_path: Path, method: str
 ) -> None:
-    """Their weights are random, so their drafts are wrong."""
+    """Heads of random weights, whose drafts are wrong."""
     speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     expected, settings = plain, {"depth": 3, "blocks": 30, "budget": 48}
     if method == "mtp":
@@ -268,13 +268,15 @@ def test_drafts_stay_within_a_salt() -> None:
     params = SamplingParams(temperature=0.9, max_tokens=24, seed=1, ignore_eos=True)
 
     def accepted(salt: str) -> int:
-        before = core.stats().speculation.sources.get("suffix")  # type: ignore[union-attr]
-        count = 0 if before is None else before.accepted
+        def count() -> int:
+            sources = core.stats().speculation.sources  # type: ignore[union-attr]
+            return sum(source.accepted for source in sources.values())
+
+        before = count()
         core.add("x", prompt, params, max_total=28, cache_salt=salt)
         while core.has_work():
             core.step()
-        after = core.stats().speculation.sources.get("suffix")  # type: ignore[union-attr]
-        return (0 if after is None else after.accepted) - count
+        return count() - before
 
     from quire.speculation.draft_count import StepCosts
 
@@ -284,6 +286,25 @@ def test_drafts_stay_within_a_salt() -> None:
     assert accepted("b") == first
     assert accepted("a") > first + 10
     core.shutdown()
+
+
+def test_texts_of_running_requests_are_followed(folder: Path) -> None:
+    """One that asks the same as another gets its drafts from the blocks that the other has
+    filled."""
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    job = Job(random_prompts(1, seed=4)[0], params)
+    expected = TinyEngine(folder, dtype="float64").run([job])[0]
+    engine = TinyEngine(folder, dtype="float64", speculative={"method": "suffix"})
+    (first,) = engine.add("first", job)
+    while first.num_output_tokens < 40:
+        engine.step()
+    steps = len(engine.plans)
+    (second,) = engine.add("second", job)
+    while second.num_output_tokens < 30:
+        engine.step()
+    assert len(engine.plans) - steps < 12
+    engine.drain()
+    assert first.output.tolist() == second.output.tolist() == expected
 
 
 def test_a_vocabulary_that_differs_is_refused(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_every_step_within_limits_has_shapes_that_are_captured(data: st.DataObje
         elif own.drafts and longest <= SHORT_ROW and tokens <= own.logit_rows:
             assert body.longest == SHORT_ROW
         count = data.draw(st.integers(1, min(tokens, own.logit_rows)))
-        level = data.draw(st.sampled_from(list(Level)))
+        level = data.draw(st.sampled_from([Level.PLAIN, Level.MASKED, Level.FULL]))
         head = buckets.head(count, level)
         assert head in heads
         assert head is not None

@@ -44,6 +44,16 @@ TINY = {
     "torch_dtype": "float32",
 }
 
+TINY_EXPERTS = {
+    **TINY,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 7,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+
 TINY_WINDOW = {
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",

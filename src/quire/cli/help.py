@@ -60,7 +60,8 @@ SUBJECTS = (
         "Device and memory",
         ("device", "gpu_memory_utilization", "kv_cache_gb", "kv_cache_dtype"),
         (
-            "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel",
+            "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "nnodes",
+            "node_rank", "master_addr", "master_port",
             "num_kv_blocks", "block_size", "enable_prefix_caching", "host_cache_gb", "disk_cache",
             "disk_cache_gb",
         ),
@@ -79,6 +80,14 @@ SUBJECTS = (
         "Processes",
         (),
         ("data_parallel_size", "api_workers", "engine_restarts", "drain_timeout"),
+    ),
+    Subject(
+        "Prefill and decode apart",
+        (),
+        (
+            "role", "peer", "peer_key", "kv_transfer", "transport", "lease_timeout", "kv_port",
+            "remote_prefill_tokens",
+        ),
     ),
     Subject(
         "Watching",

@@ -64,6 +64,64 @@ def serve(*, engine: EngineArgs, server: ServerArgs) -> None:
     run(engine, server)
 
 
+@app.command()
+def route(
+    replicas: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[URL]...", help="Servers of one model, as in http://10.0.0.1:8000."
+        ),
+    ] = None,
+    *,
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Who takes a request. prefix: the replica with least to compute, by the prompts "
+            "it was sent and by load. Else least-loaded, or round-robin."
+        ),
+    ] = "prefix",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="QUIRE_REPLICA_KEY", help="Key of the replicas, for their health and load."
+        ),
+    ] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="QUIRE_ADMIN_API_KEY",
+            help="Key for POST and DELETE of /replicas. Default: the fleet cannot be changed.",
+        ),
+    ] = None,
+    check_seconds: Annotated[
+        float, typer.Option(min=0.01, help="From one look at a replica to the next.")
+    ] = 1.0,
+    check_timeout: Annotated[
+        float, typer.Option(min=0.1, help="A replica that answers later is taken for lost.")
+    ] = 5.0,
+    connect_timeout: Annotated[
+        float, typer.Option(min=0.01, help="Longest wait for a connection to a replica.")
+    ] = 2.0,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0.0, help="Time that requests have when the router stops.")
+    ] = 30.0,
+    leave_timeout: Annotated[
+        float, typer.Option(min=0.0, help="Time that requests have when a replica leaves.")
+    ] = 120.0,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request body.")] = 16.0,
+) -> None:
+    """Spread requests over several servers of one model."""
+    from quire.cli.route import route as run
+
+    run(
+        replicas or [], policy=policy, host=host, port=port, key=api_key, admin_key=admin_api_key,
+        check_seconds=check_seconds, check_timeout=check_timeout, connect_timeout=connect_timeout,
+        drain_timeout=drain_timeout, leave_timeout=leave_timeout, max_body_mb=max_body_mb,
+    )  # fmt: skip
+
+
 @app.command(cls=SettingsCommand)
 @with_settings(EngineArgs, SamplingArgs)
 def chat(
@@ -286,6 +344,52 @@ def info(
     from quire.cli.info import info as run
 
     run(engine, as_json=json)
+
+
+@app.command(cls=SettingsCommand)
+@with_settings(EngineArgs)
+def profile(
+    *,
+    engine: EngineArgs,
+    rows: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            show_default=False,
+            help="Profile decode steps of so many requests (repeatable). Default: 1 and 8, unless "
+            "there are cases.",
+        ),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Random tokens before those.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps to profile.")] = 50,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            show_default=False,
+            help="Profile a whole case of quire bench throughput, prompts included (repeatable).",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the profile for https://ui.perfetto.dev, too."),
+    ] = None,
+    nvtx: Annotated[
+        bool,
+        typer.Option("--nvtx", help="Only name steps and layers, for nsys to profile the command."),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Append records to this file, one JSON object a line."),
+    ] = None,
+) -> None:
+    """Profile a workload: time by kernel, gaps, and how much of the device it uses."""
+    from quire.cli.profile import profile as run
+
+    run(
+        engine, rows=rows or ([] if case else [1, 8]), prompt_tokens=prompt_tokens, steps=steps,
+        cases=case or [], trace=trace, nvtx=nvtx, as_json=json, output=output,
+    )  # fmt: skip
 
 
 @app.command(cls=SettingsCommand)

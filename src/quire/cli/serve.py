@@ -17,13 +17,20 @@ from quire.server.telemetry import logs
 
 
 def serve(engine: EngineArgs, server: ServerArgs) -> None:
-    """Runs the server; once it is ready, prints its address and how to try it.
+    """Runs the server; once it is ready, prints its address and how to try it. On a machine that is
+    not the first, runs its workers instead.
 
     Raises:
         ModelError: before the port is taken, if the model is a folder that cannot be served.
         ConfigError: the address is taken, or a setting is wrong.
     """
     logs.configure(server)
+    if engine.node_rank:
+        # Few servers run on several machines.
+        from quire.engine.nodes import run_node
+
+        run_node(engine)
+        return
     check_folder(engine)
 
     def on_ready(url: str, model: str) -> None:

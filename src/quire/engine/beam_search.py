@@ -8,22 +8,19 @@ transformers with `early_stopping=False`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.output import CompletionReader
+from quire.engine.prompt_inputs import Prompt, read_prompt
 from quire.engine.tokenizer import Tokenizer
+from quire.engine.validate import prompt_ids
 from quire.errors import RequestError
-from quire.outputs import Logprob
+from quire.outputs import Logprob, RequestOutput
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams
-
-if TYPE_CHECKING:
-    from quire.engine.prompt_inputs import Prompt
-    from quire.llm import LLM
 
 MAX_WIDTH = 64
 
@@ -208,20 +205,24 @@ class BeamSearch:
 
 
 def beam_search(
-    llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams
+    generate: Callable[[list[list[int]], list[SamplingParams]], list[RequestOutput]],
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+    prompts: Sequence[Prompt],
+    params: BeamSearchParams,
 ) -> list[BeamSearchOutput]:
-    """Searches for all prompts at once, in the caller's thread. Raises as `LLM.generate`."""
-    from quire.engine.prompt_inputs import read_prompt
-    from quire.engine.validate import prompt_ids
+    """Searches for all prompts at once, in the caller's thread.
 
-    tokenizer = None if llm.config.tokenizer_path is None else llm.get_tokenizer()
+    Args:
+        generate: completes prompts. Raises as that does.
+    """
     shown = SamplingParams(stop_token_ids=params.stop_token_ids, detokenize=tokenizer is not None)
-    given = [prompt_ids(read_prompt(p)[1], shown, llm.config, tokenizer).tolist() for p in prompts]
-    searches = [BeamSearch(params, llm.config, len(prompt)) for prompt in given]
+    given = [prompt_ids(read_prompt(p)[1], shown, config, tokenizer).tolist() for p in prompts]
+    searches = [BeamSearch(params, config, len(prompt)) for prompt in given]
     while going := [pair for pair in zip(given, searches, strict=True) if not pair[1].over]:
         asked = [[*prompt, *tokens] for prompt, search in going for tokens in search.beams]
         step_params = [search.step_params for _, search in going for _ in search.beams]
-        outputs = iter(llm.generate(asked, step_params, use_tqdm=False))
+        outputs = iter(generate(asked, step_params))
         for _, search in going:
             answers = [next(outputs).outputs[0].logprobs for _ in search.beams]
             search.advance([(each or [{}])[0] for each in answers])

@@ -40,7 +40,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
 
         check_settings(args, spec)
     device = _device(args.device)
-    if args.ranks > 1 or args.enable_expert_parallel:
+    if max(args.ranks, args.nnodes, args.node_rank + 1) > 1 or args.enable_expert_parallel:
         from quire.engine.ranks import check_ranks
 
         check_ranks(args, device, spec, quantization)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar
 
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
+from quire.disagg.facts import KVFacts
+from quire.disagg.messages import Grant, PromptRequest, Welcome
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
 from quire.engine.messages import (
@@ -16,6 +19,9 @@ from quire.engine.messages import (
     ChangeAdapters,
     Failure,
     GetSnapshot,
+    GrantPrompt,
+    PeerReply,
+    ShakeHands,
 )
 from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.remote_engine import RemoteEngine
@@ -40,6 +46,8 @@ from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.structured import Compiler, build_compiler
 
 __all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
+
+Wanted = TypeVar("Wanted", Welcome, Grant)
 
 _LONG_TEXT = 2000
 """Characters of a prompt above which it is tokenized off the event loop."""
@@ -379,6 +387,29 @@ class EngineClient:
         """
         return await self._replicas.reset_prefix_cache()
 
+    async def shake_hands(self, facts: KVFacts) -> Welcome:
+        """Compares another engine's facts with those of this one.
+
+        Raises:
+            PeerMismatchError: they differ.
+            RequestError: this engine computes no prompts for others.
+            EngineDeadError: the engine is gone.
+        """
+        engine = self._replicas.first_alive
+        reply: PeerReply = await engine.ask(lambda call: ShakeHands(call, facts))
+        return _wanted(reply, reply.welcome)
+
+    async def grant(self, asked: PromptRequest, *, tenant: str, share: float) -> Grant:
+        """Has a prompt computed for another engine, which then fetches its KV.
+
+        Raises:
+            PeerMismatchError: the engine is not the one that was meant.
+            RequestError, OverloadedError, EngineDeadError: as `generate`.
+        """
+        engine = self._replicas.first_alive
+        reply: PeerReply = await engine.ask(lambda call: GrantPrompt(call, asked, tenant, share))
+        return _wanted(reply, reply.grant)
+
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the adapters that all engines which are alive have told of."""
@@ -422,3 +453,10 @@ class EngineClient:
         engine = self._replicas.first_alive
         snapshot: Snapshot = await engine.ask(lambda call: GetSnapshot(call, tokens))
         return snapshot
+
+
+def _wanted(reply: PeerReply, found: Wanted | None) -> Wanted:
+    """Returns what a reply has. Raises its failure."""
+    if found is None:
+        raise QuireError("no answer") if reply.failure is None else reply.failure.error()
+    return found

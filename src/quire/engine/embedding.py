@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,9 @@ import numpy as np
 from quire.arrays import Float32, Int32
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
+from quire.engine.prompt_inputs import Prompt, one_each, read_prompt
+from quire.engine.tokenizer import Tokenizer
+from quire.engine.validate import prompt_ids
 from quire.errors import BrokenLogitsError, RequestError
 from quire.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from quire.pooling_params import Pooling, PoolingParams
@@ -61,6 +64,35 @@ def _check_dimensions(wanted: int | None, config: EngineConfig) -> None:
             f"this model's embeddings have {size} dimensions at most, not {wanted}",
             param="dimensions",
         )
+
+
+def embed_all(
+    core: EngineCore,
+    tokenizer: Tokenizer | None,
+    prompts: Mapping[str, Prompt],
+    params: PoolingParams | Sequence[PoolingParams] | None,
+    let_interrupt: Callable[[], None],
+    done: Callable[[], None],
+) -> list[EmbeddingRequestOutput]:
+    """Runs prompts by request id, in the caller's thread; returns their vectors in order.
+
+    Args:
+        params: for all prompts, or one each; None: the defaults.
+        let_interrupt: called before each step.
+        done: called with each vector that is complete.
+
+    Raises:
+        RequestError: a request is invalid. Nothing has run then.
+    """
+    each = one_each(params, len(prompts), PoolingParams())
+    given = [read_prompt(prompt)[1] for prompt in prompts.values()]
+    ids = [prompt_ids(prompt, NO_TOKENS, core.config, tokenizer) for prompt in given]
+    wanted = dict(zip(prompts, zip(ids, each, strict=True), strict=True))
+    found = {}
+    for output in embeddings(core, wanted, let_interrupt):
+        found[output.request_id] = output
+        done()
+    return [found[name] for name in prompts]
 
 
 def embeddings(

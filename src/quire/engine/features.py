@@ -51,6 +51,10 @@ FEATURES = (
         wanted=lambda config: config.args.host_cache_gb > 0.0,
     ),
     FeatureEntry(
+        _imported("quire.disagg.loop:DisaggLoop"),
+        wanted=lambda config: config.args.kv_peers is not None,
+    ),
+    FeatureEntry(
         _imported("quire.speculation:open_speculation"),
         _imported("quire.speculation.hook:open_hook"),
         wanted=lambda config: config.args.speculates,
@@ -64,6 +68,12 @@ FEATURES = (
         _imported("quire.structured:open_grammars"),
         _imported("quire.runner.hooks.mask:Mask"),
         asked=lambda params, options: params.masked,
+    ),
+    # After masks: it draws the tokens of its rows.
+    FeatureEntry(
+        _imported("quire.samplers:open_samplers"),
+        _imported("quire.samplers.hook:open_hook"),
+        asked=lambda params, options: params.reshapes,
     ),
     # The last: what others refuse is never bound to an adapter.
     FeatureEntry(

@@ -89,7 +89,7 @@ class RankWatch:
         poller = select.poll()
         poller.register(self._closing, select.POLLIN)
         for descriptor in self._workers:
-            poller.register(descriptor, 0)  # a hang-up is always told
+            poller.register(descriptor, select.POLLRDHUP)
         while True:
             events = poller.poll(_GLANCE_MS)
             gone = [self._workers[fd] for fd, _ in events if fd in self._workers]

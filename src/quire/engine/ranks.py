@@ -11,7 +11,6 @@ import torch
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
 from quire.executor import OnProgress
-from quire.layers.experts import ExpertsSpec
 from quire.models import Decoder, ModelSpec, build_model
 from quire.models.stages import stage_layers
 from quire.parallel import SingleGroup
@@ -33,16 +32,23 @@ class _Ranked(SingleGroup):
 
 
 def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
-    """Returns the settings with the rank's device: ranks have neighbouring GPUs, in order."""
+    """Returns the settings with the rank's device: a machine's ranks have neighbouring GPUs, in
+    order."""
     if config.device == "cpu":
         return config
-    first = torch.device(config.device).index or 0
-    return replace(config, device=f"cuda:{first + rank}")
+    first, nodes = torch.device(config.device).index or 0, config.args.nnodes
+    index = rank if nodes == 1 else rank % ranks_of_node(config, config.args.ranks)
+    return replace(config, device=f"cuda:{first + index}")
+
+
+def ranks_of_node(config: EngineConfig, world: int) -> int:
+    """Returns how many of the ranks each machine has."""
+    return world // config.args.nnodes
 
 
 def open_worker(
     config: EngineConfig,
-    folder: str,
+    rendezvous: str,
     rank: int,
     world: int,
     timeout: float,
@@ -55,7 +61,7 @@ def open_worker(
     Returns the group of those who share the worker's layers, and the worker.
     """
     device, stages = torch.device(config.device), config.args.pipeline_parallel_size
-    group = join_group(device, folder, rank, world, timeout)
+    group = join_group(device, rendezvous, rank, world, timeout)
     pipeline = None
     if stages > 1:
         pipeline = Pipeline(stages, timeout)
@@ -130,6 +136,7 @@ def _check_settings(args: EngineArgs) -> None:
         for name, reason in reasons.items():
             if count > 1 and getattr(args, name):
                 raise ConfigError(f"{name} is not supported with {size}={count}: {reason}", name)
+    _check_nodes(args)
     stages, depth = args.pipeline_parallel_size, args.steps_in_flight
     if 1 < stages < (depth or 0) - 1:
         raise ConfigError(
@@ -139,8 +146,28 @@ def _check_settings(args: EngineArgs) -> None:
         )
 
 
+def _check_nodes(args: EngineArgs) -> None:
+    nodes, stages = args.nnodes, args.pipeline_parallel_size
+    if stages % nodes:
+        raise ConfigError(
+            f"nnodes={nodes}: machines hold whole stages, as many each, and {_STAGES} is {stages}",
+            "nnodes",
+        )
+    if not 0 <= args.node_rank < nodes:
+        raise ConfigError(
+            f"node_rank={args.node_rank} must be in [0, {nodes}), as nnodes says", "node_rank"
+        )
+    if args.node_rank:
+        raise ConfigError(
+            f"node_rank={args.node_rank}: the engine runs on machine 0; others run quire serve",
+            "node_rank",
+        )
+    if not 1 <= args.master_port < 65535:
+        raise ConfigError(f"master_port={args.master_port} must be in [1, 65535)", "master_port")
+
+
 def has_experts(spec: ModelSpec) -> bool:
-    return any(isinstance(layer.ffn, ExpertsSpec) for layer in spec.layers)
+    return any(getattr(layer.ffn, "experts", 0) for layer in spec.layers)
 
 
 def obstacle(
@@ -173,14 +200,15 @@ def model_of_rank(
 
 def _check_devices(device: str, args: EngineArgs) -> None:
     first, count = torch.device(device).index or 0, torch.cuda.device_count()
-    if first + args.ranks <= count:
+    needed = args.ranks // args.nnodes
+    if first + needed <= count:
         return
     sizes = ((name, getattr(args, name)) for name in (_PARAM, _STAGES))
     given = " and ".join(f"{name}={size}" for name, size in sizes if size > 1)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     limited = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     raise ConfigError(
-        f"{given}: {args.ranks} GPUs are needed from cuda:{first} on, but this process sees {count}"
+        f"{given}: {needed} GPUs are needed from cuda:{first} on, but this process sees {count}"
         + limited,
         _PARAM if args.tensor_parallel_size > 1 else _STAGES,
     )

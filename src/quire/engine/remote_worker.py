@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 
 from quire.engine.threads import thread_variables
 from quire.engine.worker_messages import Broken, Done, Setup, ToWorker, decode_from_worker, encode
@@ -15,20 +15,22 @@ from quire.errors import EngineDeadError
 _STOP_SECONDS = 5.0
 
 
-class RemoteWorker:
-    """A rank in a process of its own, which ends when its pipe does."""
+def start_process(descriptor: int) -> subprocess.Popen[bytes]:
+    """Starts a worker's process, whose end of its pipe has this descriptor."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "quire.engine.worker_process", str(descriptor)],
+        pass_fds=[descriptor],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **thread_variables(os.environ)},
+    )
 
-    def __init__(self, setup: Setup) -> None:
+
+class RemoteWorker:
+    """A rank in another process, which ends when its pipe does."""
+
+    def __init__(self, setup: Setup, pipe: Connection) -> None:
         self.rank = setup.rank
-        self._pipe, theirs = Pipe()
-        command = [sys.executable, "-m", "quire.engine.worker_process", str(theirs.fileno())]
-        self.process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **thread_variables(os.environ)},
-        )
-        theirs.close()
+        self._pipe = pipe
         self.send(setup)
 
     def fileno(self) -> int:
@@ -61,10 +63,29 @@ class RemoteWorker:
             raise self.ended() from error
         if isinstance(message, Broken):
             raise message.failure.error()
+        if not isinstance(message, Done):
+            raise EngineDeadError(f"the worker of rank {self.rank} does not answer")
         return message
 
     def ended(self) -> EngineDeadError:
         """Returns the error that tells of the process's end."""
+        return EngineDeadError(f"the worker of rank {self.rank}, on another machine, has ended")
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Ends the process. Idempotent."""
+        self._pipe.close()
+
+
+class LocalWorker(RemoteWorker):
+    """A rank in a process that was started here."""
+
+    def __init__(self, setup: Setup) -> None:
+        pipe, theirs = Pipe()
+        self.process = start_process(theirs.fileno())
+        theirs.close()
+        super().__init__(setup, pipe)
+
+    def ended(self) -> EngineDeadError:
         try:
             status = self.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
@@ -75,8 +96,7 @@ class RemoteWorker:
         return EngineDeadError(f"the worker of rank {self.rank} has ended ({how})")
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Ends the process. Idempotent."""
-        self._pipe.close()
+        super().stop()
         if at_once:
             self.process.kill()
         try:

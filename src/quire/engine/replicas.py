@@ -145,6 +145,8 @@ def environments(args: EngineArgs, count: int) -> list[dict[str, str]]:
     """
     if count == 1:
         return [{}]
+    if args.nnodes > 1:
+        raise ConfigError(f"nnodes is for one engine, not {_PARAM}={count}", "nnodes")
     if args.disk_cache is not None:
         raise ConfigError(f"disk_cache is for one engine, not {_PARAM}={count}", "disk_cache")
     import torch

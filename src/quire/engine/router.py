@@ -10,7 +10,7 @@ so many for each request that it runs.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from quire.arrays import Int32
 from quire.cache.block_hash import next_hash, root_hash
@@ -35,12 +35,14 @@ def keys_of(tokens: Int32, namespace: str) -> list[bytes]:
 class Replica:
     """Estimates what one replica holds and does.
 
-    running: requests. waiting: tokens of prompts that were not answered yet.
+    running: requests. waiting: tokens of prompts that were not answered yet. others: requests that
+    came from elsewhere.
     """
 
     def __init__(self) -> None:
         self.running = 0
         self.waiting = 0
+        self.others = 0
         self._held: OrderedDict[bytes, None] = OrderedDict()
         self._most = _UNKNOWN_TOKENS // PIECE
 
@@ -94,6 +96,24 @@ class Placement:
             self._replica.running -= 1
 
 
+def cheapest(
+    able: Mapping[int, Replica], keys: Sequence[bytes], tokens: int, turn: int
+) -> Placement:
+    """Places a prompt at the replica that has least to compute before it answers. able: by number,
+    at least one. turn: decides between equals where a prompt has no keys."""
+    # Routers that know nothing of each other send equal beginnings to the same replica.
+    first = int.from_bytes(keys[0][:8]) if keys else turn
+    around = max(able) + 1
+    costs = {}
+    for index, replica in able.items():
+        lacks = max(0, tokens - replica.held(keys))
+        load = replica.waiting / 2 + _RUNNING_TOKENS * (replica.running + replica.others)
+        costs[index] = (lacks + load, (index - first) % around, lacks)
+    chosen = min(costs, key=lambda index: costs[index])
+    able[chosen].take(keys)
+    return Placement(able[chosen], chosen, costs[chosen][2])
+
+
 class ReplicaRouter:
     """Places requests at replicas, which are numbered from 0."""
 
@@ -103,16 +123,6 @@ class ReplicaRouter:
 
     def place(self, tokens: Int32, namespace: str, able: Sequence[int]) -> Placement:
         """Chooses one of the replicas that are able to take a request."""
-        keys = keys_of(tokens, namespace)
-        # Routers that know nothing of each other send equal beginnings to the same replica.
         self._turn += 1
-        first = int.from_bytes(keys[0][:8]) if keys else self._turn
-        costs = {}
-        for index in able:
-            replica = self.replicas[index]
-            lacks = len(tokens) - replica.held(keys)
-            load = replica.waiting / 2 + _RUNNING_TOKENS * replica.running
-            costs[index] = (lacks + load, (index - first) % len(self.replicas), lacks)
-        chosen = min(costs, key=lambda index: costs[index])
-        self.replicas[chosen].take(keys)
-        return Placement(self.replicas[chosen], chosen, costs[chosen][2])
+        found = {index: self.replicas[index] for index in able}
+        return cheapest(found, keys_of(tokens, namespace), len(tokens), self._turn)

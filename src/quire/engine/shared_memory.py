@@ -34,13 +34,18 @@ def share(hooks: Sequence[Hook], config: EngineConfig, folder: str, *, create: b
 
 
 class FlightRecorder:
-    """Holds the last step that each rank has launched, the last that it has read, and counts."""
+    """Holds the last step that each rank of a machine has launched, the last that it has read, and
+    counts. folder: shared by them; None: what is written here nobody else sees."""
 
-    def __init__(self, folder: str, world: int, *, create: bool = False) -> None:
-        path, mode = os.path.join(folder, "steps"), "w+" if create else "r+"
-        self._steps = np.memmap(path, dtype=np.int64, mode=mode, shape=(world, 2))  # type: ignore[call-overload]
-        path, fields = os.path.join(folder, "counts"), len(RankStats.__struct_fields__)
-        self._counts = np.memmap(path, dtype=np.float64, mode=mode, shape=(world, fields))  # type: ignore[call-overload]
+    def __init__(self, folder: str | None, world: int, *, create: bool = False) -> None:
+        shape = world, len(RankStats.__struct_fields__)
+        if folder is None:
+            self._steps, self._counts = np.zeros((world, 2), np.int64), np.zeros(shape)
+        else:
+            path, mode = os.path.join(folder, "steps"), "w+" if create else "r+"
+            self._steps = np.memmap(path, dtype=np.int64, mode=mode, shape=(world, 2))  # type: ignore[call-overload]
+            path = os.path.join(folder, "counts")
+            self._counts = np.memmap(path, dtype=np.float64, mode=mode, shape=shape)  # type: ignore[call-overload]
         if create:
             self._steps[:] = _NEVER
 

@@ -15,6 +15,8 @@ from tokenizers import Tokenizer as HubTokenizer
 from quire.arrays import Int32
 from quire.engine.template_files import load_templates
 from quire.errors import ModelError, RequestError
+from quire.tokenization import tokenizer_files
+from quire.tokenization.byte_level import BYTE_OF
 
 if TYPE_CHECKING:
     from quire.engine.chat_template import ChatTemplate, TemplateTraits
@@ -27,7 +29,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 class Tokenizer:
     """A model's tokenizer, special tokens and chat templates.
 
-    They come from `tokenizer.json` and `tokenizer_config.json` in the model's folder.
+    They come from the files of the model's folder, see `tokenizer_files`.
     """
 
     def __init__(
@@ -57,22 +59,16 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: str | Path) -> Tokenizer:
-        """Loads a folder's tokenizer. Raises ModelError where there is no readable
-        tokenizer.json."""
+        """Loads a folder's tokenizer. Raises ModelError where there is none that can be read."""
         folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise ModelError(
-                f"{folder} has no tokenizer.json. Name another folder with --tokenizer, or serve "
-                "token ids only with --skip-tokenizer-init."
-            )
         try:
-            hub = HubTokenizer.from_file(str(file))
-            config_file = folder / "tokenizer_config.json"
-            config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
+            text, config = tokenizer_files(folder)
+            hub = HubTokenizer.from_str(text)
             templates = load_templates(folder, config)
+        except ModelError:
+            raise
         except Exception as error:  # the library raises bare Exceptions
-            raise ModelError(f"{file} cannot be read: {error}") from error
+            raise ModelError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
         return cls(hub, config, templates)
 
     @property
@@ -142,8 +138,8 @@ class Tokenizer:
             return b""
         if id in self._added:
             return str(piece).encode()
-        if self.byte_level and all(char in _BYTE_OF for char in piece):
-            return bytes(_BYTE_OF[char] for char in piece)
+        if self.byte_level and all(char in BYTE_OF for char in piece):
+            return bytes(BYTE_OF[char] for char in piece)
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
         return str(piece).replace("\u2581", " ").encode()
@@ -234,18 +230,3 @@ def _is_byte_level(hub: HubTokenizer) -> bool:
     decoder = json.loads(hub.to_str()).get("decoder") or {}
     parts = decoder.get("decoders", [decoder])
     return any(part.get("type") == "ByteLevel" for part in parts)
-
-
-def _byte_of() -> dict[str, int]:
-    """Maps characters to the bytes that they stand for in byte-level BPE (Radford et al., 2019).
-
-    Printable bytes stand for themselves, the others for U+0100 on, in order.
-    """
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in set(plain)]
-    table = {chr(byte): byte for byte in plain}
-    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
-    return table
-
-
-_BYTE_OF = _byte_of()

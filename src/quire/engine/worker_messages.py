@@ -14,14 +14,16 @@ from quire.plan import StepPlan
 class Setup(msgspec.Struct, tag=True):
     """Makes a worker.
 
-    config: with the rank's own device. folder: of the files by which the ranks find each other,
-        and of the memory that they share. timeout: seconds that a step may take.
+    config: with the rank's own device. rendezvous: the URL where ranks find each other.
+    folder: of the memory that the ranks of the engine's machine share; None for those of others.
+    timeout: seconds that a step may take.
     """
 
     config: EngineConfig
     rank: int
     world: int
-    folder: str
+    rendezvous: str
+    folder: str | None
     timeout: float
 
 
@@ -65,8 +67,15 @@ class Broken(msgspec.Struct, tag=True):
     failure: Failure
 
 
+class Here(msgspec.Struct, tag=True):
+    """Says which machine's worker has connected, and which of that machine's."""
+
+    node_rank: int
+    index: int
+
+
 ToWorker = Setup | Measure | Allocate | Capture | Run | Collect | Leave
-FromWorker = Done | Broken
+FromWorker = Done | Broken | Here
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_array)
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker, dec_hook=decode_array)
 _FROM_WORKER = msgspec.msgpack.Decoder(FromWorker, dec_hook=decode_array)

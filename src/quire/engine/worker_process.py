@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 from quire.engine.features import features_at_start, hooks_of
 from quire.engine.messages import Failure
-from quire.engine.ranks import draws_tokens, open_worker
+from quire.engine.ranks import draws_tokens, open_worker, ranks_of_node
 from quire.engine.shared_memory import FlightRecorder, share
 from quire.engine.worker_messages import (
     Allocate,
@@ -44,11 +44,13 @@ def serve(pipe: Connection) -> None:
         raise QuireError("a worker is made before anything else")
     config, rank, world = setup.config, setup.rank, setup.world
     hooks: list[Hook] = []
-    if draws_tokens(config, rank, world):
+    if draws_tokens(config, rank, world) and setup.folder is not None:
         hooks = hooks_of(features_at_start(config, complete=True), config)
         share(hooks, config, setup.folder, create=False)
-    recorder = FlightRecorder(setup.folder, world)
-    group, worker = open_worker(config, setup.folder, rank, world, setup.timeout, hooks=hooks)
+    recorder = FlightRecorder(
+        setup.folder, world if setup.folder is None else ranks_of_node(config, world)
+    )
+    group, worker = open_worker(config, setup.rendezvous, rank, world, setup.timeout, hooks=hooks)
     launched: deque[int] = deque()
     while True:
         match decode_to_worker(pipe.recv_bytes()):
@@ -88,7 +90,7 @@ def _end_with(pipe: Connection) -> None:
 
     def watch() -> None:
         poller = select.poll()
-        poller.register(pipe.fileno(), 0)  # a hang-up is always told
+        poller.register(pipe.fileno(), select.POLLRDHUP)
         poller.poll()
         os._exit(0)
 

@@ -14,8 +14,8 @@ from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.engine.rank_stats import ASK
 from quire.engine.rank_watch import RankWatch
-from quire.engine.ranks import config_of_rank, open_worker
-from quire.engine.remote_worker import RemoteWorker
+from quire.engine.ranks import config_of_rank, open_worker, ranks_of_node
+from quire.engine.remote_worker import LocalWorker, RemoteWorker
 from quire.engine.shared_memory import FlightRecorder, share
 from quire.engine.worker_messages import (
     Allocate,
@@ -67,17 +67,26 @@ class WorkerExecutor:
         self._folder = tempfile.TemporaryDirectory(prefix="quire-", dir=place)
         folder = self._folder.name
         share(hooks, config, folder, create=True)
-        self._recorder = FlightRecorder(folder, world, create=True)
+        each = ranks_of_node(config, world)
+        self._recorder = FlightRecorder(folder, each, create=True)
         self._launched: deque[int] = deque()
         own = config_of_rank(config, 0)
         try:
-            for rank in range(1, world):
-                setup = Setup(config_of_rank(config, rank), rank, world, folder, timeout)
-                self.workers.append(RemoteWorker(setup))
+            rendezvous = f"file://{folder}/ranks"
+            if config.args.nnodes > 1:
+                # Few engines run on several machines.
+                from quire.engine.nodes import accept_workers, rendezvous_of
+
+                rendezvous = rendezvous_of(config.args)
+                self.workers += accept_workers(config, world, timeout)
+            for rank in range(1, each):
+                own_config = config_of_rank(config, rank)
+                setup = Setup(own_config, rank, world, rendezvous, folder, timeout)
+                self.workers.append(LocalWorker(setup))
             self._watch = RankWatch(self.workers, self._recorder, abort_group, timeout)
             with self._watch.waiting(limited=False):
                 self._group, self.local = open_worker(
-                    own, folder, 0, world, timeout, progress, hooks
+                    own, rendezvous, 0, world, timeout, progress, hooks
                 )
         except BaseException:
             self.shutdown()

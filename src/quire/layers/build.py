@@ -16,7 +16,8 @@ class Build:
 
     group: the ranks that share the layers. quantization: decides each linear layer's weight format.
     dtype: of activations, and of parameters without a format. name: of the module to build.
-    expert_parallel: ranks hold whole experts instead of a share of each.
+    expert_parallel: ranks hold whole experts instead of a share of each. drafts: the most draft
+    tokens of a row, which no state may be lost to.
     """
 
     group: ProcessGroup
@@ -25,6 +26,7 @@ class Build:
     dtype: torch.dtype
     name: str = ""
     expert_parallel: bool = False
+    drafts: int = 0
 
     def within(self, name: str) -> Build:
         """Returns the value for the module's part `name`."""

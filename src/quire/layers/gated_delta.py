@@ -41,7 +41,8 @@ class GatedDeltaSpec:
 @dataclass(frozen=True, slots=True)
 class StateLayout:
     """A state on this rank: a matrix per value head, in fp32, and the last inputs of the
-    convolution over `channels`, in `dtype`."""
+    convolution over `channels`, in `dtype`. drafts: the most drafts of a row, from any of which the
+    next row may go on (`ops/state.py`)."""
 
     value_heads: int
     key_dim: int
@@ -49,6 +50,7 @@ class StateLayout:
     channels: int
     taps: int
     dtype: torch.dtype
+    drafts: int = 0
 
     @property
     def kind(self) -> Kind:
@@ -61,9 +63,17 @@ class StateLayout:
     def parts(
         self, block_size: int, kv_format: ops.KVFormat
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [
+        states: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((self.value_heads, self.key_dim, self.value_dim), torch.float32),
-            ((self.taps - 1, self.channels), self.dtype),
+            ((self.taps - 1 + self.drafts, self.channels), self.dtype),
+        ]
+        if not self.drafts:
+            return states
+        return [
+            *states,
+            ((2, self.drafts, self.channels), self.dtype),
+            ((2, self.drafts, 2 * self.value_heads), self.dtype),
+            ((self.channels + self.value_heads * self.value_dim,), torch.int32),
         ]
 
     def layer(self, parts: Sequence[Tensor], head_scales: Tensor | None) -> delta_ops.StateLayer:
@@ -117,6 +127,7 @@ class GatedDelta(nn.Module):
             self._channels,
             spec.taps,
             build.dtype,
+            build.drafts,
         )
 
     def forward(
@@ -136,6 +147,7 @@ class GatedDelta(nn.Module):
             group.block_table,
             batch.q_lens,
             batch.max_q_len,
+            group.scratch.get("flags"),
         )
         sizes = self.inputs.sizes
         inputs: Tensor = self.inputs(x.total(), norm=norm)

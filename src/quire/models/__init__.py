@@ -38,14 +38,17 @@ def build_model(
     group: ProcessGroup | None = None,
     quantization: Quantization | None = None,
     expert_parallel: bool = False,
+    drafts: int = 0,
 ) -> Decoder:
     """Returns a decoder with empty weights on `device` ("meta" builds only shapes), in `dtype` or
-    else the checkpoint's, this rank's share of it under a `group`. expert_parallel: see `Build`."""
+    else the checkpoint's, this rank's share of it under a `group`. expert_parallel, drafts: see
+    `Build`."""
     build = Build(
         group=group or SingleGroup(),
         quantization=quantization or Unquantized(),
         device=torch.device(device),
         dtype=dtype or spec.dtype,
         expert_parallel=expert_parallel,
+        drafts=drafts,
     )
     return Decoder(spec, build).eval()

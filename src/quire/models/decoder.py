@@ -193,6 +193,6 @@ def make_block(spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, bu
     if spec.norms == "input" and not spec.parallel and spec.multiplier == 1.0:
         return Block(spec, model, rotary, build)
     # Most models have the plain shape.
-    from quire.models.general_block import GeneralBlock
+    from quire.models.general_block import general_block
 
-    return GeneralBlock(spec, model, rotary, build)
+    return general_block(spec, model, rotary, build)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,9 +13,23 @@ from quire.errors import ModelError
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.norm import RMSNorm
+from quire.layers.parameter_slice import ParameterSlice
 from quire.layers.residual import Residual
 from quire.layers.rotary import RotaryTable
 from quire.models.spec import LayerSpec, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledLayerSpec(LayerSpec):
+    """A layer whose result is multiplied by a number of its own."""
+
+
+def general_block(
+    spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build
+) -> GeneralBlock:
+    """Returns a layer of any shape."""
+    kind = ScaledBlock if isinstance(spec, ScaledLayerSpec) else GeneralBlock
+    return kind(spec, model, rotary, build)
 
 
 class GeneralBlock(nn.Module):
@@ -66,3 +82,20 @@ class GeneralBlock(nn.Module):
         mixer: int = self.attention.workspace_bytes(tokens)
         mlp: int = self.mlp.workspace_bytes(tokens)
         return max(mixer, mlp)
+
+
+class ScaledBlock(GeneralBlock):
+    """A layer whose result, the stream included, is multiplied by a number."""
+
+    def __init__(
+        self, spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build
+    ) -> None:
+        super().__init__(spec, model, rotary, build)
+        self.scalar = build.empty(1)
+
+    def forward(self, x: Residual, batch: ForwardBatch, group: GroupBatch, kv: Any) -> Residual:
+        return Residual(super().forward(x, batch, group, kv).total().mul_(self.scalar))
+
+    def slices(self) -> Iterator[ParameterSlice]:
+        """Yields the parameters that are the block's own."""
+        yield ParameterSlice.of("scalar", self.scalar.data, initial="ones")

@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
 
 from quire.errors import ModelError
 
-_SETTINGS = ["*.json", "*.jinja"]
+_SETTINGS = ["*.json", "*.jinja", "tiktoken.model", "tokenizer.model"]
 _WANTED = ["*.safetensors", *_SETTINGS]
 _UNWANTED = ["original/*", "consolidated*"]
 

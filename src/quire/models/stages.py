@@ -121,6 +121,7 @@ def build_stage(
     group: ProcessGroup | None = None,
     quantization: Quantization | None = None,
     expert_parallel: bool = False,
+    drafts: int = 0,
 ) -> StageDecoder:
     """Returns stage `index` of `count`; the rest as `build_model`.
 
@@ -140,6 +141,7 @@ def build_stage(
         device=torch.device(device),
         dtype=dtype or spec.dtype,
         expert_parallel=expert_parallel,
+        drafts=drafts,
         parts=frozenset(parts),
     )
     model = StageDecoder(spec, build, stage, links)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -32,7 +33,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Swiglu:
-    """The activation gate * sigmoid(alpha * gate) * (up + shift) (Shazeer 2020).
+    """The activation gate * sigmoid(alpha * gate + cubic * gate³) * (up + shift) (Shazeer 2020).
 
     limit: the gate is cut above it, up beyond plus and minus it; 0: neither.
     """
@@ -40,10 +41,15 @@ class Swiglu:
     alpha: float = 1.0
     limit: float = 0.0
     shift: float = 0.0
+    cubic: float = 0.0
 
 
 SILU = Swiglu()
 """The activation silu(gate) * up."""
+_GELU = math.sqrt(8 / math.pi)
+GELU_TANH = Swiglu(alpha=_GELU, cubic=0.044715 * _GELU)
+"""The activation gelu(gate) * up with the approximation by tanh, 1 + tanh(x) being 2 sigmoid(2 x)
+(Hendrycks & Gimpel 2016)."""
 
 
 class Routed(NamedTuple):

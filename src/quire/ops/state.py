@@ -12,11 +12,26 @@ class StateLayer(NamedTuple):
     """One layer's states, by slot; views of the cache.
 
     recurrent: float32 [slots, Hv, Dk, Dv], a matrix per value head.
-    conv: [slots, K - 1, C], the last inputs of the short convolution.
+    conv: [slots, K - 1 + D, C], the last inputs of the short convolution.
+    mixed, gates, base: None where rows have no drafts, else what it takes to go on from any of a
+        row's up to D drafts. A state is that behind the row's last token that was no draft; `base`,
+        int32 [slots, C + Hv Dv], has twice the number of tokens that it has seen, for each of its
+        entries alike, the channels of `conv` first. Behind the K - 1 last inputs `conv` has those
+        of the drafts. mixed [slots, 2, D, C] and gates [slots, 2, D, 2 Hv], a then b, are what the
+        rule took of the drafts, without queries; the odd bit of `base` says which of the two is the
+        last row's, so that a kernel can read one while it writes the other.
     """
 
     recurrent: Tensor
     conv: Tensor
+    mixed: Tensor | None = None
+    gates: Tensor | None = None
+    base: Tensor | None = None
+
+    @property
+    def drafts(self) -> int:
+        """The most drafts of a row."""
+        return 0 if self.mixed is None else self.mixed.shape[2]
 
 
 class StateRows(NamedTuple):
@@ -28,6 +43,8 @@ class StateRows(NamedTuple):
         the token before that position, what the state then is goes to that slot, too.
     q_lens: the rows' lengths where the host can read them at no cost, else empty.
     max_q_len: a bound of the rows' lengths.
+    flags: int32 [R], as in `StepRows`: of a row that is no PROMPT all tokens but the first are
+        drafts. None: all rows are PROMPT.
     """
 
     ids: Tensor
@@ -37,6 +54,7 @@ class StateRows(NamedTuple):
     table: Tensor
     q_lens: tuple[int, ...]
     max_q_len: int
+    flags: Tensor | None = None
 
     @property
     def device(self) -> torch.device:

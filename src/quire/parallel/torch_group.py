@@ -53,16 +53,15 @@ def _pair(dim: int, dims: int) -> tuple[int, int]:
 
 
 def join_group(
-    device: torch.device, folder: str, rank: int, world: int, timeout: float
+    device: torch.device, rendezvous: str, rank: int, world: int, timeout: float
 ) -> TorchGroup:
     """Meets the other ranks, and returns the group of all.
 
     device: this rank's; it becomes the process's current one.
-    folder: shared by the ranks, who find each other by a file there.
+    rendezvous: the URL where ranks find each other, of a file or of the first rank's port.
     timeout: seconds that a collective of gloo may take.
     """
-    store = os.path.join(folder, "ranks")
-    options: dict[str, Any] = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
+    options: dict[str, Any] = {"init_method": rendezvous, "rank": rank, "world_size": world}
     if device.type == "cuda":
         os.environ.update(_SWITCHES)
         torch.cuda.set_device(device)

@@ -90,7 +90,8 @@ class Buckets:
 
     def heads(self) -> list[HeadShape]:
         """Returns all shapes of heads, largest first."""
-        return [HeadShape(rows, level) for rows in reversed(self._logit_rows) for level in Level]
+        levels = [level for level in Level if level < Level.UNCAPTURED]
+        return [HeadShape(rows, level) for rows in reversed(self._logit_rows) for level in levels]
 
     def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
         """Returns the smallest shape that holds a step; None: none does."""

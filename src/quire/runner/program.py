@@ -89,6 +89,7 @@ class ModelLanes:
         """
         state = self.state
         groups = [(state.groups[i], state.tables[i]) for i in self.groups]
+        states = [table for group, table in groups if group.kind == "state"]
         expanded = ops.expand_rows(
             rows,
             self.position,
@@ -106,7 +107,7 @@ class ModelLanes:
             seq_lens=expanded.seq_lens,
             groups=(
                 *(GroupBatch(*group) for group in expanded.groups),
-                *(GroupBatch(rows.lanes, t) for group, t in groups if group.kind == "state"),
+                *(GroupBatch(rows.lanes, table, {"flags": rows.flags}) for table in states),
             ),
             q_lens=expanded.q_lens,
             max_q_len=shape.longest,

@@ -24,11 +24,6 @@ def split_with_states(
         ConfigError: not even one sequence of `max_model_len` fits, with two states; rows may have
             drafts.
     """
-    if drafts:
-        raise ConfigError(
-            "speculation is not supported for models with recurrent states: no state can go back "
-            "behind a rejected draft"
-        )
     limits, size = config.scheduler, config.block_size
     longest = -(-limits.max_model_len // size)
     mean = -(-min(limits.max_model_len, _MEAN_TOKENS) // size)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -29,11 +30,13 @@ class ServerVersion(msgspec.Struct):
 
 
 class Load(msgspec.Struct):
-    """Requests of all engines, a completion each. server_load: running and waiting ones."""
+    """Requests of all engines, a completion each. server_load: running and waiting ones. kv_tokens:
+    tokens that the KV cache has room for."""
 
     server_load: int
     running: int
     waiting: int
+    kv_tokens: int
 
 
 class ServerInfo(msgspec.Struct):
@@ -75,13 +78,17 @@ async def load(request: Request) -> Response:
             stats = await state.client.stats()
     except TimeoutError:
         raise _stuck() from None
-    found = Load(stats.running + stats.waiting, stats.running, stats.waiting)
+    tokens = min(stats.blocks_total, default=0) * state.client.config.block_size
+    found = Load(stats.running + stats.waiting, stats.running, stats.waiting, tokens)
     return json_response(found)
 
 
 async def server_info(request: Request) -> Response:
     state = _for_admins(request)
-    return json_response(ServerInfo(__version__, state.model_name, state.client.config))
+    config = state.client.config
+    if config.args.kv_peers is not None:  # it has the peers' key
+        config = replace(config, args=replace(config.args, kv_peers=None))
+    return json_response(ServerInfo(__version__, state.model_name, config))
 
 
 async def reset_prefix_cache(request: Request) -> Response:

@@ -16,8 +16,8 @@ from pydantic import (
     model_validator,
 )
 
+from quire.checks import MAX_BIAS_ENTRIES
 from quire.errors import RequestError
-from quire.sampling_params import MAX_BIAS_ENTRIES
 
 INT32_MAX = 2**31 - 1
 

@@ -1,5 +1,5 @@
-"""What plans tell the source of drafts on the device: the rows to draft for, and what it computes
-to be able to."""
+"""The part of plans that is for the source of drafts on the device: rows to draft for, and what
+else it computes."""
 
 from __future__ import annotations
 

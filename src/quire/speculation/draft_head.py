@@ -21,7 +21,7 @@ from quire.config import EngineConfig
 from quire.layers.build import Build
 from quire.models import Decoder
 from quire.models.draft_heads import DraftHead
-from quire.ops.rows import StepRows
+from quire.ops.rows import PROMPT, Drafts, StepRows
 from quire.plan import StepPlan
 from quire.quantization import Quantization
 from quire.runner.kv_cache import KVCache
@@ -63,6 +63,7 @@ class HeadDrafter(Drafter):
                 quantization=quantization,
                 device=target.device,
                 dtype=target.dtype,
+                expert_parallel=self._config.args.enable_expert_parallel,
             )
 
         self._head = self._load(build).eval()
@@ -97,6 +98,8 @@ class HeadDrafter(Drafter):
         self._given = torch.zeros(limits.lanes, width, **options)
         # The step's rows, of which no logits are computed.
         self._step_rows = state.rows._replace(logit_start=torch.zeros_like(state.rows.logit_start))
+        nobody = self._position.new_zeros(limits.lanes + 1)
+        self._pairs_used = Drafts(*self._claims[:2], nobody)
         self._begun = torch.zeros_like(self._position)
         self._pass_position = torch.zeros_like(self._position)
         self._tap()
@@ -130,17 +133,18 @@ class HeadDrafter(Drafter):
 
     def _compute_pairs(self, shape: BodyShape) -> None:
         """Computes the pairs of the rows of the step just run."""
-        state, used = self._state, self._own_used
+        state, used = self._state, self._pairs_used
         rows = self._step_rows.first(shape.rows)
         # Of what a row computed, only what the text goes on with has a token behind.
-        torch.sub(state.position, self._begun, out=used.used)
-        used.used.sub_(1).clamp_(min=0)
+        q_len = rows.query_start[1:] - rows.query_start[:-1]
+        prompt = (rows.flags & PROMPT) != 0
+        behind = torch.where(prompt, q_len, state.results[: shape.rows, 0]).sub_(1).clamp_(min=0)
+        lanes = torch.where(rows.lanes < 0, state.limits.lanes, rows.lanes).long()
+        used.used.index_copy_(0, lanes, behind)
         hidden = self._head.combine(self._tapped[: shape.tokens])
         given = self._lanes.forward(rows, self._no_logits, shape, drafts=used, hidden=hidden)
-        lanes = torch.where(rows.lanes < 0, len(used.used), rows.lanes)
-        last = used.used.index_select(0, rows.lanes.clamp(min=0))
-        places = (rows.query_start[:-1] + last).clamp_(max=len(given) - 1)
-        self._kept.index_copy_(0, lanes.long(), given.index_select(0, places))
+        places = (rows.query_start[:-1] + behind).clamp_(max=len(given) - 1)
+        self._kept.index_copy_(0, lanes, given.index_select(0, places))
 
     def first_pass(self, shape: BodyShape, truncates: bool) -> None:
         drafting, passes, state = self._drafting, self._passes, self._state

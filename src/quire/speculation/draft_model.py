@@ -35,7 +35,7 @@ from quire.runner.upload import Upload
 from quire.speculation.drafter import (
     DRAFT_ROWS,
     Drafter,
-    Launch,
+    DraftLaunch,
     begin_drafts,
     program_name,
     row_parts,
@@ -53,7 +53,7 @@ class DraftModel(Drafter):
 
     def __init__(self, config: EngineConfig, settings: SpeculationSettings) -> None:
         super().__init__(config, settings)
-        self._chunks: Launch | None = None
+        self._chunks: DraftLaunch | None = None
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class DraftModel(Drafter):
             lanes, lengths = plan.writes[DRAFT_CHUNKS]
             self.put_rows(upload, self._chunk_words, lanes, np.full_like(lanes, PROMPT), lengths)
             total, longest = int(lengths.sum()), int(lengths.max())
-            self._chunks = Launch(len(lanes), total, longest, [])
+            self._chunks = DraftLaunch(len(lanes), total, longest, [])
 
     def end(self, step: Step) -> None:
         launch = self._chunks

@@ -40,7 +40,7 @@ _TIMED_EAGER = 16
 
 
 @dataclass(slots=True)
-class Launch:
+class DraftLaunch:
     """Counts of a step's launches. tokens: of the first pass, or of what else runs. counts: rows
     that take part in each further pass. longest: tokens of a row."""
 
@@ -61,7 +61,7 @@ class Drafter(Verifier):
         self._config = config
         self._settings = settings
         self._replay: Mapping[str, Callable[[], None]] = {}
-        self._rows: Launch | None = None
+        self._rows: DraftLaunch | None = None
         self._truncates = np.zeros(config.scheduler.max_num_seqs, dtype=bool)
 
     # -- parts that differ ---------------------------------------------------------------------
@@ -203,8 +203,9 @@ class Drafter(Verifier):
         self.put_rows(upload, self._row_words, lanes, drafts, firsts)
         depth = int(drafts.max(initial=0))
         counts = [int((drafts > done).sum()) for done in range(1, depth)]
+        total, longest = int(firsts.sum()), int(firsts.max())
         truncates = bool(self._truncates[lanes].any())
-        self._rows = Launch(len(lanes), int(firsts.sum()), int(firsts.max()), counts, truncates)
+        self._rows = DraftLaunch(len(lanes), total, longest, counts, truncates)
 
     def put_rows(
         self, upload: Upload, words: Tensor, lanes: Int32, counts: Int32, lengths: Int32

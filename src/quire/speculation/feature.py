@@ -8,11 +8,14 @@ own position, if it agrees with what was drawn meanwhile.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from quire.arrays import Int32, int32
+from quire.cache import BlockManager
+from quire.cache.continuation import continuation
 from quire.config import EngineConfig
 from quire.executor import Capacity, Executor
 from quire.loop_feature import LoopFeature
@@ -25,9 +28,10 @@ from quire.speculation.lookup import RecentTexts, TextIndex, TextMatch
 from quire.speculation.settings import SpeculationSettings, read_settings
 from quire.speculation.source_stats import SourceStats, SpeculationStats
 
-NONE, DEVICE, LOOKUP = 0, 1, 2
-"""Kinds of drafts: none; those of the source on the device; those of a lookup, which have a kind
-for each class of lengths of their match."""
+NONE, DEVICE, TREE, LOOKUP = 0, 1, 2, 3
+"""Kinds of drafts: none; those of the source on the device; those of a text in the prefix tree that
+begins with all of the row's; those of a lookup, which have a kind for each class of lengths of
+their match."""
 _CLASSES = int32([2, 3, 4, 6, 8, 12, 16, 24])
 """The least length of each class but the first."""
 _KINDS = LOOKUP + len(_CLASSES) + 1
@@ -57,15 +61,17 @@ def _device_source(config: EngineConfig, settings: SpeculationSettings) -> Devic
 class _Text:
     """A running request's own text, searched for its own end. lanes' owners change: see `plan`.
 
-    match: where the text seems to go on, if a lookup has found something.
+    match: where the text seems to go on, if a lookup has found something. ahead: what the prefix
+    tree has behind it.
     """
 
-    __slots__ = ("index", "match", "request")
+    __slots__ = ("ahead", "index", "match", "request")
 
     def __init__(self, request: Request, least: int, most: int) -> None:
         self.request = request
         self.index = TextIndex(least, most, room=request.known + 64)
         self.match: TextMatch | None = None
+        self.ahead: Int32 = int32([])
 
     def update(self) -> Int32:
         """Takes in what has come; returns all known tokens, int32 [known]."""
@@ -90,6 +96,7 @@ class SpeculationFeature(Feature, LoopFeature):
         self._wanted = np.zeros(lanes, dtype=bool)
         self._follows = np.zeros(lanes, dtype=bool)
         self._device = _device_source(config, settings)
+        self._blocks: BlockManager | None = None
         self._kinds = np.zeros(lanes, dtype=np.int32)
         self._acceptance = AcceptanceRates(_KINDS, lanes)
         self._in_flight: deque[Int32] = deque()
@@ -105,6 +112,9 @@ class SpeculationFeature(Feature, LoopFeature):
         self._logit_rows = capacity.logit_rows or len(self._wanted)
         self._width = claim_width(capacity.drafts)
         return self
+
+    def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
+        self._blocks = blocks if blocks.caching else None
 
     # -- how many ------------------------------------------------------------------------------
 
@@ -144,20 +154,25 @@ class SpeculationFeature(Feature, LoopFeature):
             self._next_lookup = first + _LOOKUPS
             places = np.roll(places, -first)[:_LOOKUPS]
         for place in places.tolist():
-            match = self._match(int(lanes[place]))
-            if match is not None:
-                kinds[place] = LOOKUP + np.searchsorted(_CLASSES, match.length, side="right")
+            kinds[place] = self._match(int(lanes[place]))
         return kinds
 
-    def _match(self, lane: int) -> TextMatch | None:
+    def _match(self, lane: int) -> int:
+        """Finds how a row's text may go on; returns the kind of what was found."""
         request, text = self._requests[lane], self._texts[lane]
         if request is None:
-            return None
+            return NONE
         settings = self._settings
         if text is None or text.request is not request:
             text = _Text(request, settings.lookup_min, settings.lookup_max)
             self._texts[lane] = text
         tokens = text.update()
+        if self._blocks is not None:
+            # Of several texts that go on, one that begins like this one says most.
+            last, size = self._blocks.lanes.last(lane), self._blocks.block_size
+            text.ahead = continuation(last, tokens, size, self._width)
+            if len(text.ahead):
+                return TREE
         tail = tokens[max(0, len(tokens) - settings.lookup_max) :]
         text.match = text.index.find(tail)
         if text.match is None or text.match.length < settings.lookup_max:
@@ -165,7 +180,9 @@ class SpeculationFeature(Feature, LoopFeature):
             other = None if recent is None else recent.find(tail)
             if other is not None and (text.match is None or other.length > text.match.length):
                 text.match = other
-        return text.match
+        if text.match is None:
+            return NONE
+        return LOOKUP + int(np.searchsorted(_CLASSES, text.match.length, side="right"))
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -180,7 +197,7 @@ class SpeculationFeature(Feature, LoopFeature):
             kinds = self._kinds.copy()
             self._in_flight.append(kinds)
             self._stats.steps += 1
-            self._claim(builder, lanes[drafted & (kinds[lanes] >= LOOKUP)])
+            self._claim(builder, lanes[drafted & (kinds[lanes] >= TREE)])
         if len(lanes):
             self._stats.drafts_per_row = float((q_len - 1).mean())
         if self._device is not None:
@@ -211,13 +228,15 @@ class SpeculationFeature(Feature, LoopFeature):
         starts = np.zeros_like(lanes)
         for line, lane in enumerate(lanes.tolist()):
             text = self._texts[lane]
-            if text is None or text.match is None:
+            if text is None:
                 continue
-            index, place, _ = text.match
-            found = index.after(place, self._width)
-            if index is text.index:
-                # The text repeats what lies between the match and its end, as far as one knows.
-                found = np.resize(found, self._width)
+            found = text.ahead
+            if text.match is not None and not len(found):
+                index, place, _ = text.match
+                found = index.after(place, self._width)
+                if index is text.index:
+                    # The text repeats what lies between the match and its end, as far as one knows.
+                    found = np.resize(found, self._width)
             ids[line, : len(found)] = found
             starts[line] = text.request.known
         builder.write(DRAFT_IDS, lanes, ids)
@@ -237,7 +256,11 @@ class SpeculationFeature(Feature, LoopFeature):
         held = np.clip(accepted[rows] - 1, 0, drafts)
         self._acceptance.add(kinds, lanes, drafts, int32(held))
         source = self._settings.source or ""
-        for name, own in ((source, kinds == DEVICE), ("suffix", kinds >= LOOKUP)):
+        for name, own in (
+            (source, kinds == DEVICE),
+            ("tree", kinds == TREE),
+            ("suffix", kinds >= LOOKUP),
+        ):
             if own.any():
                 self._count(name, drafts[own], held[own])
 

@@ -22,7 +22,7 @@ _KEYS = (
     "simulate_acceptance",
 )  # fmt: skip
 Source = Literal["draft", "eagle3", "mtp"]
-"""What makes drafts on the device: a model, or a draft head."""
+"""Sources of drafts on the device: a model, or a draft head."""
 _LOOKUP = 2, 16
 _LONGEST_LOOKUP = 64
 _EMBEDDED_DRAFT = "quire-tiny-draft"
@@ -99,14 +99,11 @@ def check_settings(args: EngineArgs, target: ModelSpec) -> None:
 
     Raises:
         ConfigError, ModelError: as `read_settings`; the draft model has another vocabulary, fewer
-            positions, or recurrent layers; the model has recurrent layers; the draft head is not
-            there, or of another model.
+            positions, or recurrent layers; the draft head is not there, or of another model.
     """
     settings = read_settings(args)
     if not settings.most:
         return
-    if _recurrent(target):
-        raise _wrong("models with recurrent layers are not supported: drafts would advance them")
     longest = args.max_model_len or target.max_positions
     if settings.source == "mtp":
         from quire.models.draft_heads.mtp import check_mtp
@@ -120,12 +117,8 @@ def check_settings(args: EngineArgs, target: ModelSpec) -> None:
         _check_draft(spec_from_config(load_config(settings.model)), target, longest)
 
 
-def _recurrent(spec: ModelSpec) -> bool:
-    return any(isinstance(layer.mixer, GatedDeltaSpec) for layer in spec.layers)
-
-
 def _check_draft(draft: ModelSpec, target: ModelSpec, longest: int) -> None:
-    if _recurrent(draft):
+    if any(isinstance(layer.mixer, GatedDeltaSpec) for layer in draft.layers):
         raise _wrong("a draft model with recurrent layers is not supported")
     if draft.vocab_size != target.vocab_size:
         raise _wrong(

@@ -20,6 +20,7 @@ from quire.config import EngineConfig
 from quire.errors import CompilerBusyError, ConfigError, GrammarError
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.grammar import compilable
+from quire.tokenization import tokenizer_files
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -292,13 +293,13 @@ def build_compiler(config: EngineConfig, *, cached: int | None = None) -> Compil
     """
     if config.tokenizer_path is None:
         raise ConfigError("grammars need a tokenizer", "skip_tokenizer_init")
-    file = Path(config.tokenizer_path) / "tokenizer.json"
+    folder = Path(config.tokenizer_path)
     limits = CompilerConfig(
         timeout=config.args.structured_outputs_timeout,
         cached=cached or config.args.structured_outputs_cache,
     )
     compiler = Compiler(
-        lambda: file.read_text("utf-8"), config.vocab_size, config.eos_token_ids, limits
+        lambda: tokenizer_files(folder)[0], config.vocab_size, config.eos_token_ids, limits
     )
     compiler.warm_up()
     return compiler

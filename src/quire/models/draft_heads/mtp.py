@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.layers.batch import ForwardBatch
 from quire.layers.build import Build
+from quire.layers.gated_delta import GatedDeltaSpec
 from quire.layers.linear import Linear
 from quire.models.config import load_config
 from quire.models.decoder import Decoder
@@ -30,7 +31,7 @@ from quire.models.families.family import Family, Source
 from quire.models.files import open_file, weight_files
 from quire.models.quantized_checkpoint import checkpoint_quantization
 from quire.models.registry import family_named
-from quire.models.spec import ModelSpec
+from quire.models.spec import LayerSpec, ModelSpec
 from quire.models.weights import load_weights
 from quire.quantization import Quantization, quantization_of
 
@@ -160,8 +161,7 @@ def load_mtp(
     own = target.spec
     check_mtp(folder, own, load_format)
     layout, family = _LAYOUTS[own.family], _target_family(own)
-    # It is built as the model's last, which in hybrids is attention.
-    spec = replace(own, layers=own.layers[-1:], tied_head=False)
+    spec = replace(own, layers=(_like(own),), tied_head=False)
     source = _source(own, layout, family)
     stored = Family(
         name=f"{family.name} MTP",
@@ -192,7 +192,7 @@ def _source(
     """Returns the `Family.source` of the layer: its block is one more of the model's layers, stored
     under another name."""
     count = len(target.layers)
-    more = replace(target, layers=(*target.layers, target.layers[-1]))
+    more = replace(target, layers=(*target.layers, _like(target)))
 
     def find(spec: ModelSpec, name: str) -> Source:
         part, _, rest = name.partition(".")
@@ -203,6 +203,13 @@ def _source(
         return Source(f"{layout.parts.get(part, part).format(n=count)}.{rest}")
 
     return find
+
+
+def _like(target: ModelSpec) -> LayerSpec:
+    """Returns the layer of the model that its own is like: the last, or the last with attention."""
+    return next(
+        layer for layer in reversed(target.layers) if not isinstance(layer.mixer, GatedDeltaSpec)
+    )
 
 
 def _tensors(folder: Path, family: Family) -> set[str]:

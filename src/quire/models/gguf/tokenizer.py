@@ -18,6 +18,7 @@ from tokenizers import (
 )
 
 from quire.errors import ModelError
+from quire.tokenization.sentencepiece import pair_tokenizer
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,7 +45,12 @@ def tokenizer_files(fields: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "gpt2":
         tokenizer = _byte_level(fields, tokens)
     elif kind == "llama":
-        tokenizer = _sentencepiece(fields, tokens)
+        tokenizer = pair_tokenizer(
+            tokens,
+            fields["tokenizer.ggml.scores"],
+            fields.get("tokenizer.ggml.unknown_token_id"),
+            prefix=fields.get("tokenizer.ggml.add_space_prefix", True),
+        )
     else:
         raise ModelError(f"tokenizers of the kind {kind!r} are not supported; known: gpt2, llama")
     types = fields.get("tokenizer.ggml.token_type") or []
@@ -104,37 +110,4 @@ def _byte_level(fields: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
         bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _sentencepiece(fields: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    """Returns BPE with bytes for what is unknown. Pieces are merged in the order of their scores,
-    as SentencePiece does."""
-    vocabulary = _vocabulary(tokens)
-    scores = fields["tokenizer.ggml.scores"]
-    found = []
-    for piece, score in zip(tokens, scores, strict=True):
-        own = [
-            (vocabulary[piece[:at]], vocabulary[piece[at:]], piece[:at], piece[at:])
-            for at in range(1, len(piece))
-            if piece[:at] in vocabulary and piece[at:] in vocabulary
-        ]
-        found += [(-score, *pair) for pair in sorted(own)]
-    found.sort(key=lambda entry: entry[0])
-    merges = [(entry[3], entry[4]) for entry in found]
-    unknown = fields.get("tokenizer.ggml.unknown_token_id")
-    bpe = models.BPE(
-        vocabulary, merges, unk_token=None if unknown is None else tokens[unknown],
-        fuse_unk=True, byte_fallback=True,
-    )  # fmt: skip
-    tokenizer = Tokenizer(bpe)
-    space: list[Any] = [normalizers.Replace(" ", "▁")]
-    strip: list[Any] = []
-    if fields.get("tokenizer.ggml.add_space_prefix", True):
-        space.insert(0, normalizers.Prepend("▁"))
-        strip = [decoders.Strip(" ", 1, 0)]
-    tokenizer.normalizer = normalizers.Sequence(space)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
     return tokenizer

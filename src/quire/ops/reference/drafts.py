@@ -89,14 +89,16 @@ def keep_drafts(
     """Moves the model on, and keeps what it drew behind the known text as drafts.
 
     drawn: int32 [R], of the first R of `passes`' rows. tokens: int32 [M, max_len]. A row takes part
-    in the next pass if it wants more drafts than there were passes.
+    in the next pass if it wants more drafts than there were passes. Lanes that have ended stay as
+    they are.
     """
     lanes = passes.lanes[: len(drawn)]
     at = torch.nonzero(lanes >= 0).flatten()
     lane, length = lanes[at].long(), passes.lengths[at]
-    own[lane] = length
+    live = position[lane] >= 0
+    own[lane] = torch.where(live, length, own[lane])
     place = length - position[lane] - 1
-    kept = torch.nonzero((counts[at] > 0) & (place >= 0) & (drawn[at] >= 0)).flatten()
+    kept = torch.nonzero(live & (counts[at] > 0) & (place >= 0) & (drawn[at] >= 0)).flatten()
     owner, token = lane[kept], drawn[at[kept]]
     tokens[owner, length[kept].long()] = token
     claims.ids[owner, place[kept].long()] = token

@@ -69,7 +69,8 @@ def swiglu(x: Tensor, act: Swiglu) -> Tensor:
     if act.limit:
         gate = gate.clamp(max=act.limit)
         up = up.clamp(-act.limit, act.limit)
-    return gate * (gate * act.alpha).sigmoid() * (up + act.shift)
+    slope = act.alpha if not act.cubic else act.alpha + act.cubic * gate.square()
+    return gate * (gate * slope).sigmoid() * (up + act.shift)
 
 
 def experts_mlp(

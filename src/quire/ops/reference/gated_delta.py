@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.rows import PROMPT
 from quire.ops.state import StateLayer, StateRows
 
 CHUNK = 64
@@ -27,13 +28,19 @@ _EPS = 1e-6
 class _Span:
     """Tokens [first, last) of a batch, of one row. start: the position of the first. slot: of the
     row's state, which it begins with unless `start` is 0. saves: slots that get a copy of the state
-    behind the last token."""
+    behind the last token. drafts: the last so many tokens are drafts."""
 
     first: int
     last: int
     start: int
     slot: int
     saves: tuple[int, ...] = ()
+    drafts: int = 0
+
+    @property
+    def certain(self) -> int:
+        """Tokens that are no drafts."""
+        return self.last - self.first - self.drafts
 
 
 def _spans(rows: StateRows, whole: bool) -> Iterator[_Span]:
@@ -52,6 +59,9 @@ def _spans(rows: StateRows, whole: bool) -> Iterator[_Span]:
             for place, slot in zip(pairs[::2], pairs[1::2], strict=True)
             if start < place <= start + last - first
         }
+        if rows.flags is not None and not int(rows.flags[row]) & PROMPT:
+            yield _Span(first, last, start, slot, drafts=last - first - 1)
+            continue
         if whole:
             yield _Span(first, last, start, slot)
             continue
@@ -74,15 +84,26 @@ def short_conv(x: Tensor, weight: Tensor, state: StateLayer, rows: StateRows) ->
     factors = weight.to(state.recurrent.dtype)
     for span in _spans(rows, whole=False):
         before = state.conv[span.slot]
+        before = before[_accepted(state, span, 0) :][: taps - 1]
         history = before if span.start else torch.zeros_like(before)
         inputs = torch.cat([history.to(x.dtype), x[span.first : span.last]])
         count = span.last - span.first
         wide = inputs.to(factors.dtype)
         total = sum(wide[tap : tap + count] * factors[:, tap] for tap in range(taps))
         out[span.first : span.last] = F.silu(torch.as_tensor(total)).to(x.dtype)
+        kept = inputs[span.certain :]
         for slot in (span.slot, *span.saves):
-            state.conv[slot] = inputs[count:]
+            state.conv[slot, : len(kept)] = kept
+            if state.base is not None:
+                state.base[slot, : x.shape[1]] = 2 * (span.start + span.certain)
     return out
+
+
+def _accepted(state: StateLayer, span: _Span, entry: int) -> int:
+    """Returns how many of the last row's drafts a row goes on from. entry: of `StateLayer.base`."""
+    if state.base is None or not span.start:
+        return 0
+    return span.start - int(state.base[span.slot, entry]) // 2
 
 
 def gated_delta(
@@ -104,27 +125,31 @@ def gated_delta(
     undefined.
     """
     matrices = state.recurrent
-    _, heads, key_dim, value_dim = matrices.shape
-    dtype = matrices.dtype
-    width = (mixed.shape[1] - heads * value_dim) // 2
-    parts = torch.split(mixed.to(dtype), [width, width, heads * value_dim], dim=1)
-    repeat = heads * key_dim // width
-    q, k = (_unit(part.reshape(len(part), -1, key_dim), repeat) for part in parts[:2])
-    q = q * key_dim**-0.5
-    v = parts[2].reshape(len(mixed), heads, value_dim)
-    decay = -a_log.to(dtype).exp() * F.softplus(a.to(dtype) + dt_bias.to(dtype))
-    strength = b.to(dtype).sigmoid()
+    inputs = _inputs(mixed, a, b, a_log, dt_bias, matrices)
+    q, k, v, decay, strength = inputs
     out = torch.zeros_like(v)
     single: list[_Span] = []
     for span in _spans(rows, whole=False):
-        if span.last - span.first == 1 and not span.saves and span.start:
+        if state.drafts:
+            before = _resumed(state, span, a_log, dt_bias, mixed.shape[1])
+        else:
+            before = matrices[span.slot] if span.start else torch.zeros_like(matrices[0])
+        if span.last - span.first == 1 and not span.saves and span.start and not state.drafts:
             single.append(span)
             continue
-        part = slice(span.first, span.last)
-        before = matrices[span.slot] if span.start else torch.zeros_like(matrices[0])
-        out[part], after = chunked(q[part], k[part], v[part], decay[part], strength[part], before)
+        behind = span.first + span.certain
+        if span.certain == 1 and not span.saves:
+            out[span.first], after = _step(inputs, span.first, before)
+        else:
+            part = slice(span.first, behind)
+            out[part], after = chunked(
+                q[part], k[part], v[part], decay[part], strength[part], before
+            )
         for slot in (span.slot, *span.saves):
             matrices[slot] = after
+        for token in range(behind, span.last):
+            out[token], after = _step(inputs, token, after)
+        _keep_drafts(state, span, mixed, a, b)
     if single:
         tokens = torch.tensor([span.first for span in single], device=mixed.device)
         slots = torch.tensor([span.slot for span in single], device=mixed.device)
@@ -132,6 +157,63 @@ def gated_delta(
             q[tokens], k[tokens], v[tokens], decay[tokens], strength[tokens], matrices[slots]
         )
     return out.to(mixed.dtype)
+
+
+def _inputs(
+    mixed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, matrices: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns q, k, v, decay and strength of T tokens, as `recurrent` takes them."""
+    _, heads, key_dim, value_dim = matrices.shape
+    dtype = matrices.dtype
+    width = (mixed.shape[1] - heads * value_dim) // 2
+    parts = torch.split(mixed.to(dtype), [width, width, heads * value_dim], dim=1)
+    repeat = heads * key_dim // width
+    q, k = (_unit(part.reshape(len(part), -1, key_dim), repeat) for part in parts[:2])
+    v = parts[2].reshape(len(mixed), heads, value_dim)
+    decay = -a_log.to(dtype).exp() * F.softplus(a.to(dtype) + dt_bias.to(dtype))
+    return q * key_dim**-0.5, k, v, decay, b.to(dtype).sigmoid()
+
+
+def _resumed(
+    state: StateLayer, span: _Span, a_log: Tensor, dt_bias: Tensor, channels: int
+) -> Tensor:
+    """Returns the state that a row begins with: that of its slot, after the last row's drafts that
+    were accepted."""
+    matrices = state.recurrent
+    if not span.start:
+        return torch.zeros_like(matrices[0])
+    matrix = matrices[span.slot]
+    count = _accepted(state, span, channels)
+    if count and state.mixed is not None and state.gates is not None and state.base is not None:
+        which = int(state.base[span.slot, channels]) % 2
+        mixed, gates = (part[span.slot, which, :count] for part in (state.mixed, state.gates))
+        a, b = gates.chunk(2, dim=1)
+        inputs = _inputs(mixed, a, b, a_log, dt_bias, matrices)
+        for token in range(count):
+            matrix = _step(inputs, token, matrix)[1]
+    return matrix
+
+
+def _step(inputs: tuple[Tensor, ...], token: int, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes one token. inputs: of `_inputs`. Returns [H, Dv] and the new state [H, Dk, Dv]."""
+    q, k, v, decay, strength = (x[token : token + 1] for x in inputs)
+    out, after = recurrent(q, k, v, decay, strength, state.unsqueeze(0))
+    return out[0], after[0]
+
+
+def _keep_drafts(state: StateLayer, span: _Span, mixed: Tensor, a: Tensor, b: Tensor) -> None:
+    """Keeps what the rule took of a row's drafts, and how many tokens the state has seen."""
+    if state.mixed is None or state.gates is None or state.base is None:
+        return
+    channels = mixed.shape[1]
+    which = 1 - int(state.base[span.slot, channels]) % 2
+    tokens = slice(span.first + span.certain, span.last)
+    heads, value_dim = state.recurrent.shape[1], state.recurrent.shape[3]
+    queries = (channels - heads * value_dim) // 2  # no state depends on them
+    state.mixed[span.slot, which, : span.drafts, queries:] = mixed[tokens, queries:]
+    state.gates[span.slot, which, : span.drafts] = torch.cat([a[tokens], b[tokens]], dim=1)
+    for slot in (span.slot, *span.saves):
+        state.base[slot, channels:] = 2 * (span.start + span.certain) + which
 
 
 def _unit(x: Tensor, repeat: int) -> Tensor:

@@ -374,7 +374,7 @@ def finish_rows(
     sampled: int32 [L]. Of a row with drafts the longest prefix on which drafts and samples agree is
     accepted, and the sample after it, up to the first that ends the row. position, max_total,
     min_total, num_stops: int32 [M]; stops: int32 [M, S]. tokens: int32 [M, max_len] gets what was
-    accepted. Where rows have no drafts (K is 1), the position of a lane that ends becomes `ENDED`.
+    accepted. The position of a lane that ends becomes `ENDED`.
     counts: int32 [M, vocab], where each accepted token's entry grows by 2, or None.
     results: int32 [R, 2 + K]: how many tokens a row gave, why it ends, and the tokens, then -1.
     Lines of padding are undefined.
@@ -401,8 +401,7 @@ def finish_rows(
         results[active, 0] = index + 1
         tokens[lane, at[whole]] = token
         position[lane] = length
-        if results.shape[1] == FIRST_TOKEN + 1:
-            position[lane[reason[whole] > 0]] = ENDED
+        position[lane[reason[whole] > 0]] = ENDED
         if counts is not None:
             counts[lane, token.long()] += 2
         index += 1

@@ -40,6 +40,8 @@ _ONE_WAVE = 5
 _THREE_AT_ONCE = 168
 """Registers of a thread with which three programs of four warps run at once."""
 _MANY = 1 << 30
+_WIDE = 256
+"""Dimensions of a head beyond which tiles are bounded by registers."""
 _SHORT_TILE = 64
 """If all rows of a bucket fit a tile of this many queries, no launch for long rows is needed."""
 
@@ -82,6 +84,8 @@ def decode_tiles(
     m = max(16, triton.next_power_of_2(queries))
     if card.capability < (8, 0):
         return Tiles(m, 32, 4, 1)
+    if d_pad > _WIDE:
+        return Tiles(m, 32, 4 if m == 16 else 8, 2)
     if kv_format.scales != "none":
         # Half the bytes take as many instructions: what counts is how few there are for each, and
         # how many programs run at once.
@@ -106,6 +110,8 @@ def prefill_tiles(
     if element_size > 2 or card.capability < (8, 0):
         # No tensor cores for these: the product is done by FMAs, out of registers.
         return Tiles(32, 32 if d_pad <= 128 else 16, 4, 1)
+    if d_pad > _WIDE:
+        return Tiles(32, 32, 8, 2) if card.shared_memory >= 160 * 1024 else Tiles(16, 16, 4, 2)
     if card.shared_memory < 160 * 1024:
         return Tiles(64, 32 if d_pad <= 128 else 16, 4, 2)
     if d_pad > 128:

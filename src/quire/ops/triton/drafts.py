@@ -71,10 +71,11 @@ def _keep_drafts(
     lane = tl.maximum(lanes, 0).to(tl.int64)
     length = tl.load(lengths_ptr + at, mask=inside, other=0)
     counts = tl.load(counts_ptr + at, mask=inside, other=0)
-    tl.store(own_ptr + lane, length, mask=row)
-    place = length - tl.load(position_ptr + lane, mask=row, other=0) - 1
+    text = tl.load(position_ptr + lane, mask=row, other=-1)
+    tl.store(own_ptr + lane, length, mask=row & (text >= 0))
+    place = length - text - 1
     drawn = tl.load(drawn_ptr + at, mask=row, other=-1)
-    kept = row & (counts > 0) & (place >= 0) & (drawn >= 0)
+    kept = row & (text >= 0) & (counts > 0) & (place >= 0) & (drawn >= 0)
     tl.store(tokens_ptr + lane * tokens_stride + length, drawn, mask=kept)
     tl.store(ids_ptr + lane * width + place, drawn, mask=kept)
     goes_on = row & (counts > depth)

@@ -106,7 +106,7 @@ def _formats(own: Operands, k: int, tile: Tile) -> dict[str, object]:
 
 def _acts(act: Swiglu | None) -> dict[str, float]:
     act = act or Swiglu()
-    return {"ALPHA": act.alpha, "LIMIT": act.limit, "SHIFT": act.shift}
+    return {"ALPHA": act.alpha, "LIMIT": act.limit, "SHIFT": act.shift, "CUBIC": act.cubic}
 
 
 def _up_gemv(

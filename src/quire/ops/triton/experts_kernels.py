@@ -11,13 +11,19 @@ from quire.ops.triton.skinny_gemm import product
 
 
 @triton.jit
-def swiglu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
-    """Returns gate * sigmoid(alpha * gate) * (up + shift), both cut first if there is a limit."""
+def swiglu(
+    gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, CUBIC: tl.constexpr
+):
+    """Returns gate * sigmoid(alpha * gate + cubic * gate³) * (up + shift), both cut first if there
+    is a limit."""
     if LIMIT > 0:
         # Comparisons, unlike minima, keep what is no number.
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + SHIFT)
+    slope = ALPHA
+    if CUBIC != 0:
+        slope = ALPHA + CUBIC * gate * gate
+    return gate / (1.0 + tl.exp(-slope * gate)) * (up + SHIFT)
 
 
 @triton.jit
@@ -41,9 +47,9 @@ def _tile(
 def up_gemv_kernel(
     x_ptr, ids_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, y_ptr, N, K, stride_xm, stride_wn, stride_sn,
     TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, HAS_SCALES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    E2M1: tl.constexpr, PDL: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, CUBIC: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes the gated units y [T * k, N] of x [T, K]. Grid: tiles of units, assignments."""
     if PDL:
@@ -73,7 +79,7 @@ def up_gemv_kernel(
         y += tl.load(bias_ptr + rows).to(tl.float32)
     gate, up = tl.split(tl.reshape(y, [BN, 2]))
     cols = pid * BN + tl.arange(0, BN)
-    out = swiglu(gate, up, ALPHA, LIMIT, SHIFT).to(y_ptr.dtype.element_ty)
+    out = swiglu(gate, up, ALPHA, LIMIT, SHIFT, CUBIC).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + a.to(tl.int64) * N + cols, out, mask=cols < N)
 
 
@@ -139,9 +145,9 @@ def grouped_kernel(
     stride_xm, stride_wn, stride_sn,
     ROWS_PER_X: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr, SWAP: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    SHIFT: tl.constexpr, CUBIC: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr,
+    SWAP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes y [A, N] of rows a // ROWS_PER_X of x for each assignment a of a block to its
     expert: gated units, or outputs times the weights of assignments. Blocks of one expert and tile
@@ -170,7 +176,7 @@ def grouped_kernel(
         acc += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
     if GATED:
         gate, up = tl.split(tl.reshape(acc, [BM, BN, 2]))
-        out = swiglu(gate, up, ALPHA, LIMIT, SHIFT)
+        out = swiglu(gate, up, ALPHA, LIMIT, SHIFT, CUBIC)
     else:
         out = acc * tl.load(weights_ptr + a, mask=valid, other=0.0)[:, None]
     mask = valid[:, None] & (cols < N)[None, :]

@@ -225,10 +225,10 @@ def _solve(
 @triton.jit
 def _scan(
     mixed_ptr, state_ptr, out_ptr, inverse_ptr, within_ptr, vectors_ptr, ids_ptr, lanes_ptr,
-    query_start_ptr, seq_lens_ptr, table_ptr, key_heads, heads, key_dim, value_dim, mixed_stride,
-    state_stride, table_stride, scale, shortest,
-    SAVES: tl.constexpr, DK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    query_start_ptr, seq_lens_ptr, table_ptr, base_ptr, key_heads, heads, key_dim, value_dim,
+    mixed_stride, state_stride, table_stride, base_stride, scale, shortest,
+    SAVES: tl.constexpr, DRAFTS: tl.constexpr, DK: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of a head's width, value heads, rows)."""
     head, row = tl.program_id(1), tl.program_id(2)
@@ -250,7 +250,9 @@ def _scan(
     in_key, in_value = i < key_dim, j < value_dim
     at = head * key_dim * value_dim + i[:, None] * value_dim + j[None, :]
     held = in_key[:, None] & in_value[None, :]
-    own = state_ptr + tl.load(table).to(tl.int64) * state_stride
+    slot_of_row = tl.load(table).to(tl.int64)
+    own = state_ptr + slot_of_row * state_stride
+    entry = 2 * key_heads * key_dim + heads * value_dim + head * value_dim + j
     pair = tl.arange(0, SAVES)
     saved = tl.load(table + 1 + 2 * pair) - start
     known_keys = (i < tl.where(start > 0, key_dim, 0))[:, None] & in_value[None, :]
@@ -305,12 +307,18 @@ def _scan(
                     copy += matrix * tl.exp(until)
                     slot = tl.load(table + 2 + 2 * each).to(tl.int64)
                     tl.store(state_ptr + slot * state_stride + at, copy, mask=held)
+                    if DRAFTS:
+                        to = base_ptr + slot * base_stride + entry
+                        tl.store(to, tl.zeros_like(j) + 2 * (start + base + end), mask=in_value)
 
         left = tl.exp(last - total) * k_inverse
         matrix = matrix * tl.exp(last)
         matrix += tl.dot(tl.trans(k), (new * left[:, None]).to(kind), input_precision=PRECISION)
         number += heads
     tl.store(own + at, matrix, mask=held)
+    if DRAFTS:
+        to = base_ptr + slot_of_row * base_stride + entry
+        tl.store(to, tl.zeros_like(j) + 2 * (start + length), mask=in_value)
 
 
 def chunked(
@@ -347,8 +355,10 @@ def chunked(
     stages = 1 if mixed.dtype == torch.float32 else 2
     launch(_scan, (triton.cdiv(value_dim, block_v), heads, count))(
         mixed, matrices, out, inverse, within, vectors, rows.ids, rows.lanes, rows.query_start,
-        rows.seq_lens, rows.table, key_heads, heads, key_dim, value_dim, mixed.stride(0),
-        matrices.stride(0), rows.table.stride(0), key_dim**-0.5, shortest,
-        SAVES=rows.table.shape[1] // 2, DK=width, BV=block_v, PRECISION=precision, PDL=pdl,
+        rows.seq_lens, rows.table, rows.lanes if state.base is None else state.base, key_heads,
+        heads, key_dim, value_dim, mixed.stride(0), matrices.stride(0), rows.table.stride(0),
+        0 if state.base is None else state.base.stride(0), key_dim**-0.5, shortest,
+        SAVES=rows.table.shape[1] // 2, DRAFTS=state.base is not None, DK=width,
+        BV=block_v, PRECISION=precision, PDL=pdl,
         **options(pdl, num_warps=4, num_stages=stages),
     )  # fmt: skip

@@ -1,7 +1,9 @@
 """Gated delta nets: the short convolution, the rule in its recurrent form, the gates.
 
-Nothing is added up by atomics, so that the same step gives the same bits every time. A row's tokens
-are all real or all padding: no draft can be verified, as no state can go back.
+Nothing is added up by atomics, so that the same step gives the same bits every time. Where rows
+have drafts, a kernel first brings its part of a state up to the drafts that were accepted
+(`ops/state.py` says from what), and every program has an entry of its own that says how far its
+part is: programs of one launch come in any order.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ SHORT = 16
 @triton.jit(do_not_specialize=["num_rows"])
 def _conv(
     x_ptr, weight_ptr, state_ptr, out_ptr, ids_ptr, lanes_ptr, query_start_ptr, seq_lens_ptr,
-    table_ptr, num_rows, channels, x_stride, state_stride, table_stride,
-    TAPS: tl.constexpr, SAVES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-    STEPS: tl.constexpr, PDL: tl.constexpr,
+    table_ptr, flags_ptr, base_ptr, num_rows, channels, x_stride, state_stride, table_stride,
+    base_stride, TAPS: tl.constexpr, SAVES: tl.constexpr, DRAFTS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks, blocks of channels); with BLOCK_T of 1, chunks are rows. The program of a row's
     first chunk alone reads and writes its state."""
@@ -50,7 +52,14 @@ def _conv(
         return
     start = tl.load(seq_lens_ptr + row) - length
     table = table_ptr + lane * table_stride
-    state = state_ptr + tl.load(table).to(tl.int64) * state_stride
+    own = tl.load(table).to(tl.int64)
+    state = state_ptr + own * state_stride
+    certain = length
+    back = tl.zeros_like(channel)
+    if DRAFTS > 0:
+        certain = tl.where((tl.load(flags_ptr + row) & 1) == 0, 1, length)
+        seen = tl.load(base_ptr + own * base_stride + channel, mask=inside, other=0)
+        back = tl.where(start > 0, start - seen // 2, 0)
     x = x_ptr + first.to(tl.int64) * x_stride
     token = index * BLOCK_T + tl.arange(0, BLOCK_T)
     oldest = tl.where(start > 0, 1 - TAPS, 0)
@@ -61,7 +70,8 @@ def _conv(
         value = tl.load(x + at[:, None].to(tl.int64) * x_stride + channel[None, :], mask=here,
                         other=0.0).to(tl.float32)  # fmt: skip
         before = ((at < 0) & (at >= oldest))[:, None] & inside[None, :]
-        old = state + (at + TAPS - 1)[:, None] * channels + channel[None, :]
+        old = (at + TAPS - 1)[:, None] + back[None, :]
+        old = state + old * channels + channel[None, :]
         value += tl.load(old, mask=before, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside, other=0.0)
         total += value * weight[None, :]
@@ -74,19 +84,30 @@ def _conv(
             if (end > 0) & (end <= length):
                 slot = tl.load(table + 2 + 2 * pair).to(tl.int64)
                 _keep_inputs(
-                    x, state, state_ptr + slot * state_stride, end, oldest, channels, x_stride,
-                    channel, inside, TAPS,
+                    x, state, state_ptr + slot * state_stride, end, oldest, back, channels,
+                    x_stride, channel, inside, TAPS,
                 )  # fmt: skip
+                if DRAFTS > 0:
+                    entry = base_ptr + slot * base_stride + channel
+                    tl.store(entry, tl.zeros_like(channel) + 2 * (start + end), mask=inside)
         # No thread may overwrite what another is yet to read.
         tl.debug_barrier()
         _keep_inputs(
-            x, state, state, length, oldest, channels, x_stride, channel, inside, TAPS
+            x, state, state, certain, oldest, back, channels, x_stride, channel, inside, TAPS
         )  # fmt: skip
+        if DRAFTS > 0:
+            for draft in tl.static_range(DRAFTS):
+                at = tl.zeros_like(channel) + (certain + draft)
+                here = inside & (at < length)
+                value = tl.load(x + at.to(tl.int64) * x_stride + channel, mask=here, other=0.0)
+                tl.store(state + (TAPS - 1 + draft) * channels + channel, value, mask=here)
+            entry = base_ptr + own * base_stride + channel
+            tl.store(entry, tl.zeros_like(channel) + 2 * (start + certain), mask=inside)
 
 
 @triton.jit
 def _keep_inputs(
-    x, state, to, end, oldest, channels, x_stride, channel, inside, TAPS: tl.constexpr
+    x, state, to, end, oldest, back, channels, x_stride, channel, inside, TAPS: tl.constexpr
 ):  # fmt: skip
     """Stores the last inputs before a row's token `end`. A thread has a channel to itself, and what
     it stores comes from places that it has not yet written."""
@@ -95,7 +116,8 @@ def _keep_inputs(
         here = x + at.to(tl.int64) * x_stride + channel
         value = tl.load(here, mask=inside & (at >= 0), other=0.0)
         before = inside & (at < 0) & (at >= oldest)
-        value += tl.load(state + (at + TAPS - 1) * channels + channel, mask=before, other=0.0)
+        old = state + (at + TAPS - 1 + back) * channels + channel
+        value += tl.load(old, mask=before, other=0.0)
         tl.store(to + tap * channels + channel, value, mask=inside)
 
 
@@ -110,21 +132,46 @@ def short_conv(x: Tensor, weight: Tensor, state: StateLayer, rows: StateRows) ->
     chunks = count if single else tokens // CHUNK + count
     launch(_conv, (chunks, triton.cdiv(channels, block_c)))(
         x, weight, state.conv, out, rows.ids, rows.lanes, rows.query_start, rows.seq_lens,
-        rows.table, count, channels, x.stride(0), state.conv.stride(0), rows.table.stride(0),
-        TAPS=weight.shape[1], SAVES=rows.table.shape[1] // 2, BLOCK_T=block_t, BLOCK_C=block_c,
-        STEPS=count.bit_length() + 1, PDL=pdl, **options(pdl, num_warps=2 if single else 4),
+        rows.table, *_drafts(state, rows), count, channels, x.stride(0), state.conv.stride(0),
+        rows.table.stride(0), 0 if state.base is None else state.base.stride(0),
+        TAPS=weight.shape[1], SAVES=rows.table.shape[1] // 2, DRAFTS=state.drafts,
+        BLOCK_T=block_t, BLOCK_C=block_c, STEPS=count.bit_length() + 1, PDL=pdl,
+        **options(pdl, num_warps=2 if single else 4),
     )  # fmt: skip
     return out
+
+
+def _drafts(state: StateLayer, rows: StateRows) -> tuple[Tensor, Tensor]:
+    """Returns the flags of rows and the bases of states; anything where rows have no drafts."""
+    if state.base is None:
+        return rows.lanes, rows.lanes
+    if rows.flags is None:
+        raise ConfigError("rows over states that drafts may have advanced must have flags")
+    return rows.flags, state.base
+
+
+@triton.jit
+def _advance(matrix, k, v, a, b, a_factor, dt_bias):
+    """Returns the state after a token, whose k is of any length."""
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    x = a + dt_bias
+    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    matrix = matrix * tl.exp(a_factor * softplus)
+    new = (v - tl.sum(matrix * k[:, None], 0)) * tl.sigmoid(b)
+    return matrix + k[:, None] * new[None, :]
 
 
 @triton.jit
 def _recurrent(
     mixed_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, state_ptr, out_ptr, ids_ptr, lanes_ptr,
-    query_start_ptr, seq_lens_ptr, table_ptr, key_heads, heads, key_dim, value_dim, mixed_stride,
-    gate_stride, state_stride, table_stride, scale, shortest_long,
-    SAVES: tl.constexpr, DK: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
+    query_start_ptr, seq_lens_ptr, table_ptr, flags_ptr, base_ptr, draft_mixed_ptr,
+    draft_gates_ptr, key_heads, heads, key_dim, value_dim, mixed_stride, gate_stride, state_stride,
+    table_stride, base_stride, draft_mixed_stride, draft_gates_stride, scale, shortest_long,
+    SAVES: tl.constexpr, DRAFTS: tl.constexpr, DK: tl.constexpr, BV: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, value heads, blocks of their width). Reads and writes the state once."""
+    """Grid (rows, value heads, blocks of their width). Reads and writes the state once. Of long
+    rows, it brings the state up to the row's first token."""
     row, head = tl.program_id(0), tl.program_id(1)
     i, j = tl.arange(0, DK), tl.program_id(2) * BV + tl.arange(0, BV)
     a_factor = -tl.exp(tl.load(a_log_ptr + head))
@@ -135,8 +182,12 @@ def _recurrent(
     first = tl.load(query_start_ptr + row)
     length = tl.load(query_start_ptr + row + 1) - first
     lane = tl.load(lanes_ptr + row).to(tl.int64)
-    if (lane < 0) | (length < 1) | (length >= shortest_long):
+    if (lane < 0) | (length < 1):
         return
+    long = length >= shortest_long
+    if DRAFTS == 0:
+        if long:
+            return
     if tl.load(ids_ptr + first) < 0:
         return
     start = tl.load(seq_lens_ptr + row) - length
@@ -144,36 +195,81 @@ def _recurrent(
     in_key, in_value = i < key_dim, j < value_dim
     place = head * key_dim * value_dim + i[:, None] * value_dim + j[None, :]
     inside = in_key[:, None] & in_value[None, :]
-    own = state_ptr + tl.load(table).to(tl.int64) * state_stride
+    slot_of_row = tl.load(table).to(tl.int64)
+    own = state_ptr + slot_of_row * state_stride
     pair = tl.arange(0, SAVES)
     saved = tl.load(table + 1 + 2 * pair)
     slots = tl.load(table + 2 + 2 * pair)
     known = (i < tl.where(start > 0, key_dim, 0))[:, None] & in_value[None, :]
     matrix = tl.load(own + place, mask=known, other=0.0)
     key_head = head // (heads // key_heads)
-    for offset in range(length):
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    of_key = (key_heads + key_head) * key_dim + i
+    of_value = 2 * key_heads * key_dim + head * value_dim + j
+    certain = length
+    count = length
+    entry = head * value_dim + j + channels
+    which = 0
+    if DRAFTS > 0:
+        entries = base_ptr + slot_of_row * base_stride + entry
+        seen = tl.max(tl.load(entries, mask=in_value, other=0), 0)
+        back = tl.where(start > 0, start - seen // 2, 0)
+        drafts = draft_mixed_ptr + slot_of_row * draft_mixed_stride
+        gates = draft_gates_ptr + slot_of_row * draft_gates_stride
+        for draft in range(back):
+            line = (seen % 2) * DRAFTS + draft
+            k = tl.load(drafts + line * channels + of_key, mask=in_key, other=0.0)
+            v = tl.load(drafts + line * channels + of_value, mask=in_value, other=0.0)
+            a = tl.load(gates + line * 2 * heads + head).to(tl.float32)
+            b = tl.load(gates + line * 2 * heads + heads + head).to(tl.float32)
+            matrix = _advance(
+                matrix, k.to(tl.float32), v.to(tl.float32), a, b, a_factor, dt_bias
+            )  # fmt: skip
+        certain = tl.where((tl.load(flags_ptr + row) & 1) == 0, 1, length)
+        certain = tl.where(long, 0, certain)
+        count = tl.where(long, 0, length)
+        # What this launch reads of the last row's drafts, it does not write.
+        which = 1 - seen % 2
+        if long:
+            tl.store(own + place, matrix, mask=known)
+    for offset in range(count):
         token = (first + offset).to(tl.int64)
         mixed = mixed_ptr + token * mixed_stride
         q = tl.load(mixed + key_head * key_dim + i, mask=in_key, other=0.0).to(tl.float32)
-        k = tl.load(mixed + (key_heads + key_head) * key_dim + i, mask=in_key, other=0.0)
-        k = k.to(tl.float32)
+        k = tl.load(mixed + of_key, mask=in_key, other=0.0)
         q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale)
-        k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-        values = mixed + 2 * key_heads * key_dim + head * value_dim + j
-        v = tl.load(values, mask=in_value, other=0.0).to(tl.float32)
-        x = tl.load(a_ptr + token * gate_stride + head).to(tl.float32) + dt_bias
-        softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-        beta = tl.sigmoid(tl.load(b_ptr + token * gate_stride + head).to(tl.float32))
-        matrix = matrix * tl.exp(a_factor * softplus)
-        new = (v - tl.sum(matrix * k[:, None], 0)) * beta
-        matrix += k[:, None] * new[None, :]
+        v = tl.load(mixed + of_value, mask=in_value, other=0.0)
+        a = tl.load(a_ptr + token * gate_stride + head)
+        b = tl.load(b_ptr + token * gate_stride + head)
+        matrix = _advance(
+            matrix, k.to(tl.float32), v.to(tl.float32), a.to(tl.float32), b.to(tl.float32),
+            a_factor, dt_bias,
+        )  # fmt: skip
         out = tl.sum(matrix * q[:, None], 0)
         to = out_ptr + (token * heads + head) * value_dim + j
         tl.store(to, out.to(out_ptr.dtype.element_ty), mask=in_value)
         slot = tl.max(tl.where(saved == start + offset + 1, slots, -1), 0)
         if slot >= 0:
             tl.store(state_ptr + slot.to(tl.int64) * state_stride + place, matrix, mask=inside)
-    tl.store(own + place, matrix, mask=inside)
+            if DRAFTS > 0:
+                to = base_ptr + slot.to(tl.int64) * base_stride + entry
+                tl.store(to, tl.zeros_like(j) + 2 * (start + offset + 1), mask=in_value)
+        if DRAFTS > 0:
+            if offset == certain - 1:
+                tl.store(own + place, matrix, mask=inside)
+            if offset >= certain:
+                line = which * DRAFTS + offset - certain
+                to = draft_mixed_ptr + slot_of_row * draft_mixed_stride + line * channels
+                tl.store(to + of_key, k, mask=in_key)
+                tl.store(to + of_value, v, mask=in_value)
+                to = draft_gates_ptr + slot_of_row * draft_gates_stride + line * 2 * heads
+                tl.store(to + head, a)
+                tl.store(to + heads + head, b)
+    if DRAFTS > 0:
+        to = base_ptr + slot_of_row * base_stride + entry
+        tl.store(to, tl.zeros_like(j) + 2 * (start + certain) + which, mask=in_value)
+    else:
+        tl.store(own + place, matrix, mask=inside)
 
 
 def gated_delta(
@@ -206,15 +302,20 @@ def gated_delta(
     single = rows.max_q_len == 1
     pdl = traits(mixed.device).pdl
     block_v = min(32, triton.next_power_of_2(value_dim))
+    # Rows with drafts are short ones.
+    shortest = max(SHORT, 1 + state.drafts) + 1
+    flags, base = _drafts(state, rows)
+    kept = [out if part is None else part for part in (state.mixed, state.gates)]
     launch(_recurrent, (len(rows.lanes), heads, triton.cdiv(value_dim, block_v)))(
         mixed, a, b, a_log, dt_bias, matrices, out, rows.ids, rows.lanes, rows.query_start,
-        rows.seq_lens, rows.table, key_heads, heads, key_dim, value_dim, mixed.stride(0),
-        a.stride(0), matrices.stride(0), rows.table.stride(0), key_dim**-0.5, SHORT + 1,
-        SAVES=rows.table.shape[1] // 2, DK=triton.next_power_of_2(key_dim), BV=block_v, PDL=pdl,
-        **options(pdl, num_warps=4),
+        rows.seq_lens, rows.table, flags, base, *kept, key_heads, heads, key_dim, value_dim,
+        mixed.stride(0), a.stride(0), matrices.stride(0), rows.table.stride(0), base.stride(0),
+        *(part.stride(0) for part in kept), key_dim**-0.5, shortest,
+        SAVES=rows.table.shape[1] // 2, DRAFTS=state.drafts, DK=triton.next_power_of_2(key_dim),
+        BV=block_v, PDL=pdl, **options(pdl, num_warps=4),
     )  # fmt: skip
     if not single:
-        chunked(mixed, a, b, a_log, dt_bias, state, rows, out, SHORT + 1)
+        chunked(mixed, a, b, a_log, dt_bias, state, rows, out, shortest)
     return out
 
 

@@ -299,7 +299,7 @@ def _finish(
             else:
                 going = False
         if given > 0:
-            ends = ((reason == 1) | (reason == 2)) & (results_stride == 3)
+            ends = (reason == 1) | (reason == 2)
             tl.store(position_ptr + lane, tl.where(ends, -1, first - 1 + given))
     line = tl.where(column == 0, given, tl.where(column == 1, reason, line))
     tl.store(results + column, line, mask=column < results_stride)

@@ -9,12 +9,13 @@ import torch
 
 from quire import ops
 from quire.arrays import int32
+from quire.checks import MAX_STOP_TOKENS
 from quire.plan import NO_CLAIM, StepPlan, claim_width
 from quire.runner.hooks.hook import HeadContext, Hook, Level
 from quire.runner.hooks.penalties import Penalties
 from quire.runner.state import BatchState, ColumnSpec, Limits
 from quire.runner.upload import Upload, ragged
-from quire.sampling_params import MAX_STOP_TOKENS, SamplingParams
+from quire.sampling_params import SamplingParams
 
 
 class Acceptance(Hook):
@@ -88,5 +89,5 @@ class Acceptance(Hook):
             min_total=state.min_total,
             num_stops=self._num_stops,
             stops=self._stops,
-            counts=self._penalties.counts if ctx.level is Level.FULL else None,
+            counts=self._penalties.counts if ctx.level >= Level.FULL else None,
         )

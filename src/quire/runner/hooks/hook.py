@@ -30,12 +30,13 @@ class Level(enum.IntEnum):
     made per row, on the device.
 
     PLAIN: greedy choice, or temperature. MASKED: truncation, and masks that the host brings.
-    FULL: everything that any hook does.
+    FULL: everything that graphs hold. UNCAPTURED: everything; such heads run op by op.
     """
 
     PLAIN = 0
     MASKED = 1
     FULL = 2
+    UNCAPTURED = 3
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class HeadContext:
 
     def own_logits(self) -> Tensor:
         """Returns logits that may be changed in place while `raw` is still needed."""
-        if self.logits is self.raw and self.level is Level.FULL:
+        if self.logits is self.raw and self.level >= Level.FULL:
             self.logits = self.raw.clone()
         return self.logits
 
@@ -72,9 +73,11 @@ class Hook:
     entries: names in `StepPlan.writes` that it reads there, and that are no columns.
     gates: whether it can make a head wait for the host, with the methods `lacks` and `bring`.
     alters: whether it can change what the model computes, with the methods `altered` and `body`.
+    draws: whether it leaves one token only, so that others must have changed the logits before.
     """
 
     alters: bool = False
+    draws: bool = False
     drafts: int = 0
     entries: frozenset[str] = frozenset()
     gates: bool = False

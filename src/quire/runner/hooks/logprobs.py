@@ -40,7 +40,7 @@ class SampledLogprobs(Hook):
         return Level.PLAIN if admit.params.logprobs is None else Level.FULL
 
     def tokens(self, ctx: HeadContext) -> None:
-        if ctx.level is Level.FULL and ctx.tokens is not None:
+        if ctx.level >= Level.FULL and ctx.tokens is not None:
             ops.token_logprobs(ctx.raw, ctx.logit_rows, ctx.tokens, self._column, self._lines)
 
     def launched(self, step: Step) -> None:

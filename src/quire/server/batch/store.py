@@ -66,13 +66,15 @@ class BatchStore:
             raise _refused(f"cannot write to {str(folder)!r} ({error.strerror})") from error
 
     def _open(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         marker = self.folder / _MARKER
         if not marker.is_file() and (others := set(os.listdir(self.folder)) - _HARMLESS):
             raise _refused(
                 f"{str(self.folder)!r} is no store of Quire's, as it holds {min(others)[:100]!r}; "
                 "name an empty folder, or one that does not exist"
             )
+        if not marker.is_file():
+            self.folder.chmod(0o700)
         self._lock = marker.open("ab")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,10 +122,10 @@ class BatchStore:
         """Bytes of all files."""
         return sum(record.file.bytes for record in self._files.values())
 
-    def check_room(self) -> None:
-        """Raises ApiError, 413, where there is no room for another file."""
+    def check_room(self, size: int = 1) -> None:
+        """Raises ApiError, 413, where there is no room for another file of so many bytes."""
         self._sweep()
-        if self.used >= self.max_bytes or len(self._files) >= MAX_RECORDS:
+        if self.used + size > self.max_bytes or len(self._files) >= MAX_RECORDS:
             raise ApiError(
                 413,
                 "This server's store of files is full: delete some, or wait until they expire.",

@@ -27,6 +27,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": (None, []),
     "allowed_token_ids": (None,),
     "prompt_logprobs": (None,),
+    "typical_p": (None, 1.0),
+    "xtc_probability": (None, 0.0),
+    "dry_multiplier": (None, 0.0),
     "stream": (None, False),
 }
 """Fields that have no meaning in a search, with the values that do not ask for anything."""

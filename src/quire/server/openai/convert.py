@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from quire.server.errors import ApiError
 from quire.server.generation.text import Prompt
 from quire.server.openai.protocol import SamplingFields
 from quire.server.openai.structured import structured_outputs
-from quire.server.openai.vocabulary import bad_token_ids, count_of_logprobs
+from quire.server.openai.vocabulary import bad_token_ids, breaker_ids, count_of_logprobs
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
@@ -48,6 +49,13 @@ _COPIED = (
     "spaces_between_special_tokens",
     "prompt_logprobs",
     "speculative",
+    "typical_p",
+    "xtc_probability",
+    "xtc_threshold",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
 )
 _FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -98,6 +106,9 @@ def sampling_params(
     if request.bad_words:
         tokenizer = state.tokenizer("bad_words")
         fields["bad_token_ids"] = bad_token_ids(tokenizer, request.bad_words)
+    if request.dry_multiplier:
+        tokenizer = state.tokenizer("dry_multiplier")
+        fields["dry_breaker_ids"] = breaker_ids(tokenizer, request.dry_sequence_breakers)
     if request.prompt_logprobs == -1:
         fields["prompt_logprobs"] = _count(state, "prompt_logprobs", -1)
     return SamplingParams(
@@ -106,8 +117,12 @@ def sampling_params(
         max_tokens=max_tokens,
         logprobs=None if logprobs is None else _count(state, blamed, logprobs),
         detokenize=detokenize,
-        structured_outputs=structured_outputs(request),
+        structured_outputs=structured_outputs(request, _added_tokens(state)),
     )
+
+
+def _added_tokens(state: ServerState) -> Mapping[str, int]:
+    return {} if state.client.tokenizer is None else state.client.tokenizer.added_tokens
 
 
 def _count(state: ServerState, name: str, asked: int) -> int:

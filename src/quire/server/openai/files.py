@@ -79,6 +79,7 @@ async def upload_file(request: Request) -> Response:
         if reader.size == 0:
             raise ApiError(400, "'file' is empty.", param="file", code="invalid_value")
         fields = _fields(reader)
+        store.check_room(reader.size)
         file = store.add_file(
             id, owner_of(request), reader.filename or "file", fields.purpose, fields.seconds
         )

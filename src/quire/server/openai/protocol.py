@@ -35,6 +35,7 @@ from quire.token_rules import MAX_ALLOWED, MAX_BAD
 MAX_STOP = 64
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
+MAX_BREAKERS = 64
 MAX_TEMPLATE = 65_536
 """Most characters of a request's own chat template."""
 MAX_BAD_WORDS = MAX_BAD // 2
@@ -64,6 +65,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
+Breaker = Annotated[str, Field(min_length=1, max_length=40)]
 
 
 class StreamOptions(StrictModel):
@@ -99,6 +101,16 @@ class SamplingFields(StructuredFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = Field(None, ge=1, le=INT32_MAX)
+    dry_penalty_last_n: int | None = Field(None, ge=-1, le=INT32_MAX)
+    dry_sequence_breakers: (
+        Annotated[list[Breaker], Field(max_length=MAX_BREAKERS, fail_fast=True)] | None
+    ) = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Annotated[list[str], Field(max_length=MAX_STOP, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[Count], Field(max_length=256, fail_fast=True)] | None = None

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -11,11 +13,18 @@ from pydantic import Field, model_validator
 from quire.errors import RequestError
 from quire.sampling_params import StructuredOutputsParams
 from quire.server.errors import rename_fields
+from quire.server.openai.structural_tags import (
+    MAX_STRUCTURES,
+    MAX_TRIGGERS,
+    Structure,
+    structural_grammar,
+)
 from quire.server.strict_model import StrictModel
 
 MAX_CHOICES = 10_000
 
 Schema = dict[str, Any] | bool
+Trigger = Annotated[str, Field(min_length=1, max_length=1024)]
 Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 
 
@@ -31,18 +40,46 @@ class JsonSchema(StrictModel):
     strict: bool | None = None
 
 
+_FIELDS = {
+    "json_schema": ("json_schema",),
+    "structures": ("structural_tag",),
+    "triggers": ("structural_tag",),
+}
+"""Fields of formats, with the types that have and need them."""
+
+
 class ResponseFormat(StrictModel):
-    type: Literal["text", "json_object", "json_schema"]
+    """OpenAI's `response_format`, with llama.cpp's `schema` of a JSON object and vLLM's structural
+    tags."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    object_schema: Schema | None = Field(None, alias="schema")
+    structures: (
+        Annotated[list[Structure], Field(min_length=1, max_length=MAX_STRUCTURES, fail_fast=True)]
+        | None
+    ) = None
+    triggers: (
+        Annotated[list[Trigger], Field(min_length=1, max_length=MAX_TRIGGERS, fail_fast=True)]
+        | None
+    ) = None
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            need = "needs" if self.json_schema is None else "has no"
+        for name, kinds in _FIELDS.items():
+            value = getattr(self, name)
+            if (self.type in kinds) != (value is not None):
+                need = "needs" if value is None else "has no"
+                raise RequestError(
+                    f"a format of type {self.type!r} {need} {name!r}.",
+                    param=name,
+                    code="missing_required_parameter" if value is None else "invalid_value",
+                )
+        if self.object_schema is not None and self.type != "json_object":
             raise RequestError(
-                f"a format of type {self.type!r} {need} 'json_schema'.",
-                param="json_schema",
-                code="missing_required_parameter" if self.json_schema is None else "invalid_value",
+                f"a format of type {self.type!r} has no 'schema'.",
+                param="schema",
+                code="invalid_value",
             )
         return self
 
@@ -68,8 +105,13 @@ class StructuredFields(StrictModel):
     guided_grammar: str | None = None
 
 
-def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None:
+def structured_outputs(
+    body: StructuredFields, added: Mapping[str, int] | None = None
+) -> StructuredOutputsParams | None:
     """Returns the structured outputs that a body asks for.
+
+    Args:
+        added: the tokenizer's added tokens, which structural tags may name.
 
     Raises:
         RequestError: the body asks for more than one; names the field.
@@ -82,10 +124,23 @@ def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None
         )
     for field, (kind, value) in found.items():
         with rename_fields({"structured_outputs": field}):
+            if kind == "structural_tag":
+                with _within(field):
+                    tags = structural_grammar(value.structures, value.triggers, added or {})
+                return StructuredOutputsParams(grammar=tags)
             if kind == "json" and not isinstance(value, str):
                 value = json.dumps(value)
             return StructuredOutputsParams(**{kind: value})
     return None
+
+
+@contextlib.contextmanager
+def _within(field: str) -> Iterator[None]:
+    """Puts the name of a field before those that errors name."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(str(error), f"{field}.{error.param}", error.code) from None
 
 
 def structured_field(body: StructuredFields) -> str:
@@ -99,8 +154,12 @@ def _asked(body: StructuredFields) -> dict[str, tuple[str, Any]]:
     format = body.response_format
     if format is not None and format.json_schema is not None:
         asked["response_format.json_schema.schema"] = "json", format.json_schema.json_schema
+    elif format is not None and format.object_schema is not None:
+        asked["response_format.schema"] = "json", format.object_schema
     elif format is not None and format.type == "json_object":
         asked["response_format"] = "json_object", True
+    elif format is not None and format.type == "structural_tag":
+        asked["response_format"] = "structural_tag", format
     for kind in ("json", "regex", "choice", "grammar"):
         value = getattr(body, f"guided_{kind}")
         if value is not None:

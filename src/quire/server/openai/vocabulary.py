@@ -14,6 +14,7 @@ from quire.token_rules import MAX_BAD_LENGTH
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
 
+_BREAKERS = ("\n", ":", '"', "*")
 _MUCH_TEXT = 4000
 """Characters above which texts are tokenized off the event loop."""
 
@@ -42,6 +43,16 @@ def bad_token_ids(tokenizer: Tokenizer, words: list[str]) -> tuple[tuple[int, ..
         if 1 <= len(spaced) <= MAX_BAD_LENGTH:
             sequences[spaced] = None
     return tuple(sequences)
+
+
+def breaker_ids(tokenizer: Tokenizer, words: list[str] | None) -> tuple[int, ...]:
+    """Returns the tokens that break repeated sequences: the last of each word behind a letter.
+
+    Args:
+        words: `dry_sequence_breakers`; None: those that DRY was published with.
+    """
+    found = {_ids(tokenizer, f"a{word}")[-1] for word in (_BREAKERS if words is None else words)}
+    return tuple(sorted(found))
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -1,0 +1,86 @@
+"""Feed-forward layers of a dense part and of experts beside it, each with norms of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from quire import ops
+from quire.layers.batch import ForwardBatch
+from quire.layers.build import Build
+from quire.layers.expert_weights import as_fp32
+from quire.layers.experts import Experts, ExpertsSpec
+from quire.layers.mlp import MlpSpec
+from quire.layers.norm import NormSpec, RMSNorm
+from quire.layers.parameter_slice import ParameterSlice
+from quire.layers.residual import Residual
+from quire.ops.reference import experts as twins
+
+_experts_mlp = ops.op(twins.experts_mlp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseAndExpertsSpec:
+    """A dense layer and experts (Gemma 4): norm(dense(x)) + norm(experts(x)).
+
+    norm: of what each part gives, of what experts take, and of what the router takes.
+    """
+
+    dense: MlpSpec
+    experts: ExpertsSpec
+    norm: NormSpec
+
+    def layer(self, hidden: int, build: Build) -> DenseAndExperts:
+        """Returns the layer, for hidden states of this width."""
+        return DenseAndExperts(self, hidden, build)
+
+
+class DenseAndExperts(nn.Module):
+    """A dense layer and experts beside it. The weight of each expert in a token's sum is multiplied
+    by a number of its own."""
+
+    def __init__(self, spec: DenseAndExpertsSpec, hidden: int, build: Build) -> None:
+        super().__init__()
+        self.dense = spec.dense.layer(hidden, build.within("dense"))
+        self.experts = Experts(spec.experts, hidden, build.within("experts"))
+        self.hidden = hidden
+
+        def norm(name: str) -> RMSNorm:
+            return spec.norm.layer(hidden, build.within(name))
+
+        self.dense_out_norm = norm("dense_out_norm")
+        self.experts_norm = norm("experts_norm")
+        self.experts_out_norm = norm("experts_out_norm")
+        self.router_norm = norm("router_norm")
+        self.expert_scale = as_fp32(spec.experts.experts, build)
+
+    def forward(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Residual:
+        """Returns what both parts give, [T, hidden], without x."""
+        stream, experts = x.total(), self.experts
+        apart = Residual(stream, apart=True)
+        dense = self.dense_out_norm(self.dense(apart, norm, batch).total())
+        taken = self.router_norm(stream)
+        _, ids, weights = experts.router(taken, None, batch.query_start[-1:])
+        scales = self.expert_scale[ids.clamp(min=0).long() + experts.router.local[0]]
+        out = _experts_mlp(
+            self.experts_norm(stream), ids, weights * scales, experts.up.weights,
+            experts.down.weights, experts.spec.act,
+        )  # fmt: skip
+        if experts.group.world > 1:
+            out = experts.group.all_reduce(out, None, experts.name)
+        return Residual(dense.add_(self.experts_out_norm(out)))
+
+    def slices(self) -> Iterator[ParameterSlice]:
+        """Yields the parameters that are no part's."""
+        yield ParameterSlice.of("expert_scale", self.expert_scale.data, initial="ones")
+
+    def finish(self) -> None:
+        """Ends loading: the router takes inputs of length 1, not of length sqrt(hidden)."""
+        self.router_norm.weight.data.mul_(self.hidden**-0.5)
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Returns an upper bound of the memory that `forward` needs for intermediates."""
+        parts: int = self.dense.workspace_bytes(tokens) + self.experts.workspace_bytes(tokens)
+        return parts + 4 * 4 * tokens * self.hidden

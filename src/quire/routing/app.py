@@ -1,0 +1,164 @@
+"""The router's application: a few routes of its own, and all others passed on."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from quire.errors import ConfigError
+from quire.routing.fleet import Fleet, OtherModelError, RoutedReplica, UnknownReplicaError
+from quire.routing.metrics import RouterMetrics
+from quire.routing.proxy import Proxy, Receive, Scope, Send
+from quire.routing.upstream import ReplicaLostError
+from quire.server.errors import ApiError
+
+_PAGE = Path(__file__).with_name("fleet.html")
+
+
+class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of POST /replicas. url: of a server. swap: all others leave."""
+
+    url: str
+    swap: bool = False
+
+
+class ReplicaState(msgspec.Struct):
+    """running: requests from this router. reported: requests that it has, as it said last."""
+
+    name: str
+    url: str
+    ready: bool
+    leaving: bool
+    running: int
+    reported: int
+    requests: int
+    failures: int
+    models: list[str]
+
+
+class FleetState(msgspec.Struct):
+    policy: str
+    replicas: list[ReplicaState]
+
+
+@dataclass(frozen=True)
+class RouterApp:
+    """An ASGI application. admin_key: for changes of the fleet; None refuses them."""
+
+    fleet: Fleet
+    proxy: Proxy
+    metrics: RouterMetrics
+    admin_key: str | None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            await self._route(scope, receive, send)
+        except ApiError as error:
+            headers = {"content-type": "application/json", **error.headers}
+            await _answer(send, error.status, msgspec.json.encode(error.body), headers)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method, path = scope["method"], scope["path"]
+        if path == "/health" and method in ("GET", "HEAD"):
+            await _answer(send, 200, b"")
+        elif path == "/ready" and method in ("GET", "HEAD"):
+            if not any(replica.able for replica in self.fleet):
+                raise ApiError(503, "No replica is ready.", code="no_replica", retry_after=1.0)
+            await _answer(send, 200, b"")
+        elif path == "/metrics" and method == "GET":
+            text = generate_latest(self.metrics.registry)
+            await _answer(send, 200, text, {"content-type": CONTENT_TYPE_LATEST})
+        elif path == "/fleet" and method == "GET":
+            page = {"content-type": "text/html; charset=utf-8"}
+            await _answer(send, 200, _PAGE.read_bytes(), page)
+        elif path == "/replicas" or path.startswith("/replicas/"):
+            name = path.removeprefix("/replicas").lstrip("/")
+            await self._replicas(method, name, scope, receive, send)
+        else:
+            await self.proxy(scope, receive, send)
+
+    async def _replicas(
+        self, method: str, name: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if method == "GET" and not name:
+            found = FleetState(self.fleet.settings.policy, [_state(each) for each in self.fleet])
+            await _json(send, 200, found)
+        elif method == "POST" and not name:
+            self._check_admin(scope)
+            await _json(send, 200, _state(await self._join(await _body(receive))))
+        elif method == "DELETE" and name:
+            self._check_admin(scope)
+            try:
+                await _json(send, 200, _state(self.fleet.dismiss(name)))
+            except UnknownReplicaError as error:
+                raise ApiError(404, str(error), code="no_such_replica") from None
+        else:
+            raise ApiError(405, f"{method} is not possible here.")
+
+    async def _join(self, body: bytes) -> RoutedReplica:
+        try:
+            wanted = msgspec.json.decode(body, type=JoinRequest)
+        except msgspec.DecodeError as error:
+            raise ApiError(400, f"The body is no replica: {error}") from None
+        try:
+            return await self.fleet.admit(wanted.url, swap=wanted.swap)
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="url") from None
+        except ReplicaLostError as error:
+            raise ApiError(502, f"{wanted.url}: {error}", code="replica_lost") from None
+        except OtherModelError as error:
+            raise ApiError(409, str(error), code="other_model") from None
+
+    def _check_admin(self, scope: Scope) -> None:
+        if self.admin_key is None:
+            raise ApiError(403, "The fleet cannot be changed: start with --admin-api-key.")
+        sent = next((v for name, v in scope["headers"] if name == b"authorization"), b"")
+        if not hmac.compare_digest(sent, b"Bearer " + self.admin_key.encode()):
+            raise ApiError(401, "This needs the admin key.", code="invalid_api_key")
+
+
+def _state(replica: RoutedReplica) -> ReplicaState:
+    return ReplicaState(
+        name=replica.name,
+        url=replica.upstream.url,
+        ready=replica.well,
+        leaving=replica.leaving,
+        running=replica.state.running,
+        reported=replica.reported,
+        requests=replica.requests,
+        failures=replica.failures,
+        models=sorted(entry.id for entry in replica.model or ()),
+    )
+
+
+async def _body(receive: Receive) -> bytes:
+    parts, more = [], True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+        if sum(map(len, parts)) > 1 << 16:
+            raise ApiError(413, "The body has more than 65536 bytes.")
+    return b"".join(parts)
+
+
+async def _json(send: Send, status: int, value: object) -> None:
+    await _answer(send, status, msgspec.json.encode(value), {"content-type": "application/json"})
+
+
+async def _answer(
+    send: Send, status: int, body: bytes, headers: dict[str, str] | None = None
+) -> None:
+    pairs: Sequence[tuple[bytes, bytes]] = [
+        (name.lower().encode(), value.encode()) for name, value in (headers or {}).items()
+    ]
+    start = [*pairs, (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": start})
+    await send({"type": "http.response.body", "body": body})

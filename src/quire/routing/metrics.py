@@ -1,0 +1,55 @@
+"""The router's metrics, in Prometheus' format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from quire.routing.fleet import Fleet
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+class RouterMetrics:
+    """Counts of one router, and the state of its fleet when it is asked."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.registry = CollectorRegistry()
+        own = self.registry
+        self.requests = Counter(
+            "quire_router_requests", "Requests answered", ["replica", "status"], registry=own
+        )
+        self.retries = Counter(
+            "quire_router_retries", "Requests sent to a further replica", registry=own
+        )
+        self.broken = Counter(
+            "quire_router_broken_answers", "Answers within which a replica was lost", registry=own
+        )
+        self.left = Counter(
+            "quire_router_clients_left", "Requests whose client left before the end", registry=own
+        )
+        self.first_byte = Histogram(
+            "quire_router_first_byte_seconds",
+            "From a request's arrival to the head of its answer",
+            buckets=_SECONDS,
+            registry=own,
+        )
+        own.register(_FleetCollector(fleet))
+
+
+class _FleetCollector:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        ready = GaugeMetricFamily("quire_router_replica_ready", "1 if it is", labels=["replica"])
+        running = GaugeMetricFamily(
+            "quire_router_replica_requests", "Requests from this router", labels=["replica"]
+        )
+        for replica in self._fleet:
+            ready.add_metric([replica.name], float(replica.able))
+            running.add_metric([replica.name], replica.state.running)
+        yield ready
+        yield running

@@ -1,0 +1,169 @@
+"""The passing on of a request to a replica, and of its answer to the client."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from quire.engine.router import Placement
+from quire.routing.fleet import Fleet, RoutedReplica
+from quire.routing.metrics import RouterMetrics
+from quire.routing.prompts import Prompt, read_prompt
+from quire.routing.upstream import Headers, ReplicaAnswer, ReplicaLostError
+from quire.server.errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_OF_A_CONNECTION = {
+    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
+    b"transfer-encoding", b"upgrade",
+}  # fmt: skip
+"""Headers that are of one connection (RFC 9110, 7.6.1)."""
+_SET_HERE = {b"host", b"content-length", b"expect"}
+_STORED = re.compile(r"(/v1)?/(responses|chat/completions)/[^/]+")
+_FILED = re.compile(r"(/v1)?/(files|batches)(/.*)?")
+
+
+class Proxy:
+    """Passes requests on as they are.
+
+    A request is sent to another replica if the first is lost, or answers that it is overloaded or
+    ends (503), before any of its answer was passed on. What only one replica can have is looked
+    for: a stored answer at all of them in turn, files and batches at the fleet's home.
+    """
+
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics, max_body_bytes: int) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = time.perf_counter()
+        body = await self._read_body(scope, receive)
+        if body is None:
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        leaving = asyncio.create_task(_left(receive))
+        leaving.add_done_callback(lambda left: None if left.cancelled() else task.cancel())
+        try:
+            await self._pass_on(scope, body, send, began)
+        except asyncio.CancelledError:
+            if not leaving.done() or task.uncancel():
+                raise
+            self._metrics.left.inc()
+        finally:
+            leaving.cancel()
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """Returns the body; None if the client leaves before it is whole. Raises ApiError."""
+        parts, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._max_body_bytes:
+                raise ApiError(413, f"The body has more than {self._max_body_bytes} bytes.")
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+    async def _pass_on(self, scope: Scope, body: bytes, send: Send, began: float) -> None:
+        prompt = read_prompt(body) if body else Prompt()
+        stored = prompt.continues or _STORED.fullmatch(scope["path"]) is not None
+        tried: list[RoutedReplica] = []
+        last: str | None = None
+        while True:
+            found = self._choose(scope["path"], prompt, tried)
+            if found is None:
+                raise _nobody(last)
+            replica, placement = found
+            tried.append(replica)
+            try:
+                try:
+                    answer = await self._send(replica, scope, body)
+                except ReplicaLostError as error:
+                    replica.lost(error)
+                    last = f"{replica.name}: {error}"
+                    self._metrics.retries.inc()
+                    continue
+                try:
+                    refused = answer.status == 503 or (stored and answer.status == 404)
+                    if refused and self._has_more(scope["path"], tried):
+                        self._metrics.retries.inc()
+                        continue
+                    replica.requests += 1
+                    self._metrics.requests.labels(replica.name, answer.status).inc()
+                    self._metrics.first_byte.observe(time.perf_counter() - began)
+                    await self._return(replica, answer, placement, send)
+                    return
+                finally:
+                    answer.close()
+            finally:
+                placement.end()
+
+    def _choose(
+        self, path: str, prompt: Prompt, tried: list[RoutedReplica]
+    ) -> tuple[RoutedReplica, Placement] | None:
+        if not _FILED.fullmatch(path):
+            return self._fleet.place(prompt, tried)
+        home = self._fleet.home()
+        if home is None or home in tried or not home.well:
+            return None
+        return home, Placement(home.state, home.number, 0)
+
+    def _has_more(self, path: str, tried: list[RoutedReplica]) -> bool:
+        """Whether a further replica could take a request."""
+        if _FILED.fullmatch(path):
+            return False
+        return any(replica.able and replica not in tried for replica in self._fleet)
+
+    async def _send(self, replica: RoutedReplica, scope: Scope, body: bytes) -> ReplicaAnswer:
+        headers: Headers = [
+            (name, value)
+            for name, value in scope["headers"]
+            if name not in _OF_A_CONNECTION and name not in _SET_HERE
+        ]
+        if scope.get("client"):
+            headers.append((b"x-forwarded-for", scope["client"][0].encode()))
+        target = scope.get("raw_path") or scope["path"].encode()
+        if scope["query_string"]:
+            target += b"?" + scope["query_string"]
+        return await replica.upstream.send(scope["method"], target, headers, body)
+
+    async def _return(
+        self, replica: RoutedReplica, answer: ReplicaAnswer, placement: Placement, send: Send
+    ) -> None:
+        kept = [(name, v) for name, v in answer.headers if name not in _OF_A_CONNECTION]
+        await send({"type": "http.response.start", "status": answer.status, "headers": kept})
+        try:
+            async for part in answer.parts():
+                placement.answered()
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except ReplicaLostError as error:
+            # The client has a part of the answer: that it ends too early must show.
+            self._metrics.broken.inc()
+            replica.lost(error)
+            raise BrokenAnswerError from None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class BrokenAnswerError(Exception):
+    """A replica was lost within its answer: the client's connection must end without its end."""
+
+
+async def _left(receive: Receive) -> None:
+    """Waits until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _nobody(last: str | None) -> ApiError:
+    reason = "No replica is ready." if last is None else f"No replica answers; the last was {last}."
+    return ApiError(503, reason, code="no_replica", retry_after=1.0)

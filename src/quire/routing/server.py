@@ -1,0 +1,103 @@
+"""The router's process: its socket, its event loop and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+import uvicorn
+
+from quire.routing.app import RouterApp
+from quire.routing.fleet import Fleet, FleetSettings
+from quire.routing.metrics import RouterMetrics
+from quire.routing.proxy import Proxy
+from quire.server.args import ServerArgs
+from quire.server.process.http_protocol import BoundedHttpProtocol
+from quire.server.process.listen import bind
+
+
+@dataclass(frozen=True)
+class RouterArgs:
+    """Settings of a router. replicas: addresses of servers. admin_key: for changes of the fleet."""
+
+    replicas: Sequence[str]
+    fleet: FleetSettings
+    host: str = "127.0.0.1"
+    port: int = 8080
+    admin_key: str | None = None
+    max_body_mb: float = 16.0
+    drain_timeout: float = 30.0
+
+
+def run_router(args: RouterArgs, on_ready: Callable[[str], None]) -> None:
+    """Routes requests until SIGINT or SIGTERM, and until those that run have ended or
+    `drain_timeout` is over. on_ready: told the address.
+
+    Raises:
+        ConfigError: the address is taken, or a replica's is none.
+    """
+    import uvloop
+
+    sock = bind(ServerArgs(host=args.host, port=args.port))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_route(args, sock, on_ready))
+
+
+def build_router(fleet: Fleet, admin_key: str | None, max_body_bytes: int) -> RouterApp:
+    """Returns the application of a fleet's router."""
+    metrics = RouterMetrics(fleet)
+    return RouterApp(fleet, Proxy(fleet, metrics, max_body_bytes), metrics, admin_key)
+
+
+async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
+    fleet = Fleet(args.fleet)
+    try:
+        for url in args.replicas:
+            fleet.join(url)
+        config = uvicorn.Config(
+            build_router(fleet, args.admin_key, int(args.max_body_mb * 1e6)),
+            loop="none",
+            http=BoundedHttpProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=int(args.drain_timeout),
+        )
+        host, port = sock.getsockname()[:2]
+        address = f"[{host}]" if ":" in host else host
+        server = _RouterServer(config, lambda: on_ready(f"http://{address}:{port}"))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, server.handle_exit, number, None)
+        await server.serve(sockets=[sock])
+    finally:
+        await fleet.close()
+
+
+class _RouterServer(uvicorn.Server):
+    """uvicorn's server without its signal handling: it would raise signals again at its end."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True

@@ -1,0 +1,109 @@
+"""Servers of a test's own, in its event loop: what they answer, and when they die, it decides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+
+@dataclass
+class FakeReplica:
+    """A server of one model. status: of answers to requests. parts: of their bodies; all but the
+    first wait for `gate`. stored: ids of answers that it has."""
+
+    name: str = "fake"
+    status: int = 200
+    ready: bool = True
+    running: int = 0
+    parts: tuple[bytes, ...] = (b"one", b" two")
+    stored: tuple[str, ...] = ()
+    seen: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
+    left: int = 0
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    server: Any = None
+    url: str = ""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"]
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        if path == "/ready":
+            await _answer(send, 200 if self.ready else 503, b"")
+        elif path == "/v1/models":
+            await _answer(send, 200, json.dumps({"data": [{"id": self.name}]}).encode())
+        elif path == "/load":
+            load = {"running": self.running, "waiting": 0, "kv_tokens": 1 << 20}
+            await _answer(send, 200, json.dumps(load).encode())
+        else:
+            headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+            target = path + ("?" + scope["query_string"].decode() if scope["query_string"] else "")
+            self.seen.append((scope["method"], target, headers, body))
+            missing = path.startswith("/v1/responses/") and path.split("/")[3] not in self.stored
+            if missing or self.status != 200:
+                await _answer(send, 404 if missing else self.status, b"refused")
+            else:
+                await self._stream(receive, send)
+
+    async def _stream(self, receive: Any, send: Any) -> None:
+        leaving = asyncio.create_task(receive())
+        headers = [(b"content-type", b"text/event-stream"), (b"x-own", b"kept")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for index, part in enumerate(self.parts):
+            if index:
+                waiting = asyncio.create_task(self.gate.wait())
+                await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                if leaving.done():
+                    self.left += 1
+                    return
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        leaving.cancel()
+        await send({"type": "http.response.body", "body": b""})
+
+    def die(self) -> None:
+        """Ends all connections, and takes no more."""
+        for listener in self.server.servers:
+            listener.close()
+        for connection in list(self.server.server_state.connections):
+            connection.transport.abort()
+
+
+async def _answer(send: Any, status: int, body: bytes) -> None:
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """Serves an application on a free port; yields the address."""
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        app, loop="none", lifespan="off", log_config=None, log_level="critical",
+        timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    config.load()
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    running = asyncio.create_task(server.serve(sockets=[sock]))
+    if isinstance(app, FakeReplica):
+        app.server = server
+        app.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    while not server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await running

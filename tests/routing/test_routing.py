@@ -1,0 +1,310 @@
+"""The router before servers that refuse, die, hang and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+from typer.testing import CliRunner
+
+from quire.cli.main import app as command
+from quire.errors import ConfigError
+from quire.routing.fleet import Fleet, FleetSettings
+from quire.routing.server import build_router
+from tests.routing.fake_replica import FakeReplica, serving
+
+ADMIN = {"authorization": "Bearer adm"}
+ASK: dict[str, Any] = {"json": {"prompt": "hello", "max_tokens": 3}}
+
+
+@dataclass
+class Setup:
+    http: httpx.AsyncClient
+    fleet: Fleet
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def ask(self, **more: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", **{**ASK, **more})
+
+
+@contextlib.asynccontextmanager
+async def routed(*replicas: FakeReplica, **settings: Any) -> AsyncIterator[Setup]:
+    """A router before these, all of which are ready."""
+    async with contextlib.AsyncExitStack() as stack:
+        for replica in replicas:
+            await stack.enter_async_context(serving(replica))
+        fleet = Fleet(FleetSettings(check_seconds=0.02, **settings))
+        for replica in replicas:
+            fleet.join(replica.url)
+        stack.push_async_callback(fleet.close)
+        url = await stack.enter_async_context(serving(build_router(fleet, "adm", 100_000)))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
+        setup = Setup(http, fleet)
+        await setup.until(
+            lambda: all(r.well or not f.ready for r, f in zip(fleet, replicas, strict=True))
+        )
+        yield setup
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+def test_requests_and_answers_pass_unchanged() -> None:
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.gate.set()
+        async with routed(replica) as setup:
+            headers = {"x-request-id": "r1", "authorization": "Bearer k", "te": "trailers"}
+            answer = await setup.http.post("/v1/x%2Fy?a=b", content=b'{"x": 1}', headers=headers)
+            assert (answer.status_code, answer.content) == (200, b"one two")
+            assert answer.headers["x-own"] == "kept"
+            method, _, sent, body = replica.seen[0]
+            assert (method, body) == ("POST", b'{"x": 1}')
+            assert sent["x-request-id"] == "r1"
+            assert sent["authorization"] == "Bearer k"
+            assert sent["x-forwarded-for"] == "127.0.0.1"
+            assert sent["host"] == replica.url.partition("//")[2]
+            assert "te" not in sent
+            assert (await setup.http.head("/v1/other")).status_code == 200
+            large = await setup.http.post("/v1/x", content=b"x" * 100_001)
+            assert large.status_code == 413
+            # One connection served them all.
+            assert replica.server.server_state.total_requests > 5
+
+    run(main)
+
+
+def test_streams_pass_as_they_come_and_end_where_clients_leave() -> None:
+    async def main() -> None:
+        replica = FakeReplica()
+        async with routed(replica) as setup:
+            async with setup.http.stream("POST", "/v1/completions", **ASK) as stream:
+                async for part in stream.aiter_raw():
+                    assert part == b"one"
+                    break
+            await setup.until(lambda: replica.left == 1)
+            await setup.until(lambda: all(not r.state.running for r in setup.fleet))
+
+    run(main)
+
+
+def test_a_lost_replica_is_passed_over_until_it_is_back() -> None:
+    async def main() -> None:
+        first, second = FakeReplica(), FakeReplica()
+        async with routed(first, second, policy="round-robin") as setup:
+            for replica in (first, second):
+                replica.gate.set()
+            first.die()
+            for _ in range(4):
+                assert (await setup.ask()).status_code == 200
+            assert len(second.seen) == 4
+            await setup.until(lambda: sum(r.well for r in setup.fleet) == 1)
+            second.ready = False
+            await setup.until(lambda: not any(r.well for r in setup.fleet))
+            answer = await setup.ask()
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "no_replica"
+            assert "retry-after" in answer.headers
+            assert (await setup.http.get("/ready")).status_code == 503
+            assert (await setup.http.get("/health")).status_code == 200
+            second.ready = True
+            await setup.until(lambda: any(r.well for r in setup.fleet))
+            assert (await setup.ask()).status_code == 200
+
+    run(main)
+
+
+def test_refusals_are_tried_elsewhere_and_the_last_one_is_passed_on() -> None:
+    async def main() -> None:
+        full, free = FakeReplica(status=503), FakeReplica()
+        free.gate.set()
+        async with routed(full, free, policy="round-robin") as setup:
+            assert [(await setup.ask()).status_code for _ in range(4)] == [200] * 4
+            assert full.seen
+            free.status = 503
+            assert (await setup.ask()).content == b"refused"
+            free.status = 400  # a mistake of the client's is the same everywhere
+            seen = len(full.seen)
+            answers = {(await setup.ask()).status_code for _ in range(2)}
+            assert answers == {400}
+            assert len(full.seen) <= seen + 2
+
+    run(main)
+
+
+def test_an_answer_that_breaks_ends_the_clients_connection() -> None:
+    async def main() -> None:
+        dying, other = FakeReplica(), FakeReplica()
+        async with routed(dying, other, policy="round-robin") as setup:
+            asked = asyncio.create_task(setup.ask())
+            await setup.until(lambda: bool(dying.seen or other.seen))
+            (dying if dying.seen else other).die()
+            with pytest.raises(httpx.RemoteProtocolError):
+                await asked
+            # What was passed on cannot be taken back: no other replica was asked.
+            assert len(dying.seen) + len(other.seen) == 1
+            text = (await setup.http.get("/metrics")).text
+            assert "quire_router_broken_answers_total 1.0" in text
+
+    run(main)
+
+
+def test_prompts_go_where_their_beginning_is_and_load_outweighs_it() -> None:
+    async def main() -> None:
+        replicas = [FakeReplica() for _ in range(4)]
+        for replica in replicas:
+            replica.gate.set()
+        async with routed(*replicas) as setup:
+            for turn in range(8):
+                for user in range(6):
+                    text = f"{user} " * 2000
+                    messages = [{"role": "user", "content": text}] * (turn + 1)
+                    await setup.http.post("/v1/chat/completions", json={"messages": messages})
+            homes: dict[str, set[int]] = {}
+            for index, replica in enumerate(replicas):
+                for *_, body in replica.seen:
+                    homes.setdefault(json.loads(body)["messages"][0]["content"], set()).add(index)
+            assert all(len(found) == 1 for found in homes.values())
+            assert len(set.union(*homes.values())) > 1
+            busy = next(r for r in replicas if r.seen)
+            text = json.loads(busy.seen[0][3])["messages"][0]["content"]
+            busy.running = 10_000
+            await setup.until(lambda: any(r.reported == 10_000 for r in setup.fleet))
+            seen = len(busy.seen)
+            body = {"messages": [{"role": "user", "content": text}]}
+            await setup.http.post("/v1/chat/completions", json=body)
+            assert len(busy.seen) == seen
+
+    run(main)
+
+
+def test_least_loaded() -> None:
+    async def main() -> None:
+        busy, idle = FakeReplica(running=5), FakeReplica()
+        idle.gate.set()
+        async with routed(busy, idle, policy="least-loaded") as setup:
+            await setup.until(lambda: any(r.reported == 5 for r in setup.fleet))
+            for _ in range(3):
+                await setup.ask()
+            assert (len(busy.seen), len(idle.seen)) == (0, 3)
+
+    run(main)
+
+
+def test_stored_answers_are_looked_for_and_files_have_a_home() -> None:
+    async def main() -> None:
+        first, second = FakeReplica(), FakeReplica(stored=("resp_1",))
+        for replica in (first, second):
+            replica.gate.set()
+        async with routed(first, second) as setup:
+            assert (await setup.http.get("/v1/responses/resp_1")).status_code == 200
+            assert (await setup.http.get("/v1/responses/resp_2")).status_code == 404
+            before = len(second.seen)
+            for _ in range(3):
+                assert (await setup.http.get("/v1/files")).status_code == 200
+            assert len(second.seen) == before
+            first.die()
+            await setup.until(lambda: sum(r.well for r in setup.fleet) == 1)
+            assert (await setup.http.get("/v1/files")).status_code == 503
+
+    run(main)
+
+
+def test_replicas_join_and_leave_under_load() -> None:
+    async def main() -> None:
+        first, second = FakeReplica(), FakeReplica()
+        other = FakeReplica(name="other")
+        for replica in (first, second, other):
+            replica.gate.set()
+        async with routed(first, policy="round-robin") as setup, serving(second), serving(other):
+            statuses: list[int] = []
+
+            async def load() -> None:
+                while True:
+                    statuses.append((await setup.ask()).status_code)
+
+            users = [asyncio.create_task(load()) for _ in range(4)]
+            post, state = setup.http.post, setup.http.get
+            assert (await post("/replicas", json={"url": second.url})).status_code == 401
+            joined = await post("/replicas", json={"url": second.url}, headers=ADMIN)
+            assert joined.json()["ready"]
+            refused = await post("/replicas", json={"url": other.url}, headers=ADMIN)
+            assert refused.status_code == 409
+            assert "serves other, this router fake" in refused.json()["error"]["message"]
+            await setup.until(lambda: len(second.seen) > 3)
+            name = first.url.partition("//")[2]
+            left = await setup.http.delete(f"/replicas/{name}", headers=ADMIN)
+            assert left.json()["leaving"]
+            await setup.until(lambda: len(setup.fleet.replicas) == 1)
+            assert (await setup.http.delete("/replicas/x", headers=ADMIN)).status_code == 404
+            swapped = await post("/replicas", json={"url": other.url, "swap": True}, headers=ADMIN)
+            assert swapped.status_code == 200
+            await setup.until(lambda: len(setup.fleet.replicas) == 1)
+            await setup.until(lambda: len(other.seen) > 3)
+            (only,) = (await state("/replicas")).json()["replicas"]
+            assert only["models"] == ["other"]
+            for user in users:
+                user.cancel()
+            await asyncio.gather(*users, return_exceptions=True)
+            assert set(statuses) == {200}
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"url": "ftp://x"}, 400, "is no http address"),
+        ({"url": "http://127.0.0.1:1"}, 502, "http://127.0.0.1:1: "),
+        ({"address": "x"}, 400, "The body is no replica"),
+    ],
+)
+def test_replicas_that_cannot_join(body: dict[str, str], status: int, message: str) -> None:
+    async def main() -> None:
+        async with routed(FakeReplica()) as setup:
+            answer = await setup.http.post("/replicas", json=body, headers=ADMIN)
+            assert answer.status_code == status
+            assert message in answer.json()["error"]["message"]
+            assert (await setup.http.put("/replicas")).status_code == 405
+            assert "Replicas" in (await setup.http.get("/fleet")).text
+
+    run(main)
+
+
+def test_addresses() -> None:
+    async def main() -> None:
+        fleet = Fleet(FleetSettings(check_seconds=0.02))
+        for url in ("", "ftp://a", "http://", "http://a:b", "http://a/?x=1"):
+            with pytest.raises(ConfigError, match="is no http address"):
+                fleet.join(url)
+        assert fleet.join("a:81") is fleet.join("http://a:81/")
+        await fleet.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name the servers"),
+        (["http://a", "--policy", "best"], "policy must be one of prefix, least-loaded"),
+        (["http://a", "--api-key", "a b"], "api_key must be printable"),
+        (["http://a", "--check-seconds", "inf"], "finite"),
+    ],
+)
+def test_wrong_settings(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CliRunner().invoke(command, ["route", *words], catch_exceptions=False)

@@ -1,0 +1,98 @@
+"""Engines on several machines, which here are groups of processes that share nothing but ports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.config import EngineArgs
+from quire.engine.builder import resolve
+from quire.engine.nodes import run_node
+from quire.errors import ConfigError, EngineDeadError
+from tests.unit.tiny_engine import TINY, model_folder
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """Returns a port that is free, as is the next one."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            number: int = first.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", number + 1)).close()
+            except (OSError, OverflowError):
+                continue
+            return number
+
+
+def settings_of(port: int) -> dict[str, Any]:
+    return {"pipeline_parallel_size": 2, "nnodes": 2, "master_port": port}
+
+
+@pytest.fixture(scope="module")
+def machine(port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs the machine that is not the engine's, as users start it."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings_of(port).items()]
+    command = [sys.executable, "-m", "quire", "serve", "--device=cpu", "--node-rank=1", *flags]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    yield process
+    process.terminate()
+    assert process.wait(timeout=20) == 0
+
+
+def child_of(process: subprocess.Popen[bytes]) -> int:
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+    return int(found.stdout.split()[0])
+
+
+def test_two_machines(machine: subprocess.Popen[bytes], port: int) -> None:
+    """Two give the tokens of one. A lost machine ends the engine, and waits for the next."""
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True)
+    prompts = [f"Page {index} of a book" for index in range(6)]
+    found = []
+    for settings in ({}, settings_of(port)):
+        llm = LLM(device="cpu", max_num_seqs=4, max_model_len=256, num_kv_blocks=32, **settings)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+    timer = threading.Timer(0.5, os.kill, (child_of(machine), signal.SIGKILL))
+    timer.start()
+
+    def go_on() -> None:
+        for _ in range(10_000):
+            llm.generate(prompts, params, use_tqdm=False)
+
+    with pytest.raises(EngineDeadError, match="rank 1, on another machine, has ended"):
+        go_on()
+    llm.shutdown()
+    assert machine.poll() is None
+
+
+def test_settings_of_machines(tmp_path: Path) -> None:
+    folder = str(model_folder(tmp_path, TINY))
+    for settings, reason in (
+        ({"nnodes": 2}, "nnodes=2: machines hold whole stages"),
+        ({"nnodes": 2, "pipeline_parallel_size": 2, "node_rank": 1}, "others run quire serve"),
+        ({"node_rank": 1}, r"node_rank=1 must be in \[0, 1\)"),
+        ({"nnodes": 2, "pipeline_parallel_size": 2, "master_port": 70000}, "master_port=70000"),
+    ):
+        args = EngineArgs(model=folder, device="cpu", skip_tokenizer_init=True, **settings)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=reason):
+            resolve(args)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match=r"cannot listen at 127\.0\.0\.1"),
+    ):
+        LLM(device="cpu", **settings_of(taken.getsockname()[1]))
+    with pytest.raises(ConfigError, match="is no machine"):
+        run_node(EngineArgs(nnodes=2, node_rank=2))
