@@ -107,7 +107,7 @@ class EngineArgs:
         None, "Speculative decoding, as JSON: see docs/speculation.md for its keys."
     )
     speculative_model: str | None = _setting(
-        None, "Draft model, a folder or hub id: short for speculative's key model."
+        None, "Draft model or EAGLE-3 head, folder or hub id: short for speculative's key model."
     )
     scheduling_policy: Literal["fcfs", "priority"] = _setting(
         "fcfs", "Queue order: arrival, or priority with ageing (lower runs first)."

@@ -32,7 +32,13 @@ from quire.engine.stats import EngineStats
 from quire.engine.streams import RequestStream
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
-from quire.errors import BrokenLogitsError, EngineDeadError, QuireError, RequestError
+from quire.errors import (
+    BrokenLogitsError,
+    EngineDeadError,
+    PromptTooLongError,
+    QuireError,
+    RequestError,
+)
 from quire.executor import OnProgress
 from quire.pooling_params import PoolingParams
 from quire.request import FinishReason
@@ -314,6 +320,9 @@ class EngineClient:
 
     async def _ids(self, prompt: str | Sequence[int] | Int32, params: SamplingParams) -> Int32:
         """Returns the prompt's token ids. A long text is tokenized off the event loop."""
+        limit = self.config.scheduler.max_model_len
+        if not isinstance(prompt, str) and len(prompt) >= limit:
+            raise PromptTooLongError(len(prompt), limit)  # before it is copied
         if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
             return await asyncio.to_thread(prompt_ids, prompt, params, self.config, self.tokenizer)
         return prompt_ids(prompt, params, self.config, self.tokenizer)

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
+from quire.extras import installing
 from quire.http_client import HttpClient
 
 
@@ -34,7 +35,7 @@ def check_endpoint(endpoint: str) -> None:
     for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
         if not _is_installed(package):
             raise ConfigError(
-                f"otlp_endpoint needs the package {package}: pip install 'quire[otel]'",
+                f"otlp_endpoint needs the package {package}; {installing('otel')}",
                 "otlp_endpoint",
             )
 
@@ -62,15 +63,18 @@ class ApiArgs:
         None, "File with a Jinja chat template to use instead of the model's own."
     )
     tool_call_parser: Literal[
-        "auto", "none", "apertus", "command", "deepseek_v3", "deepseek_v31", "functionary", "glm45",
-        "granite", "hermes", "kimi_k2", "lfm2", "llama3_json", "minimax_m2", "mistral", "phi4_mini",
-        "pythonic", "qwen3_xml", "seed_oss",
+        "auto", "none", "apertus", "command", "deepseek_v3", "deepseek_v31", "functionary",
+        "functiongemma", "gemma4", "glm45", "gpt_oss", "granite", "hermes", "kimi_k2", "lfm2",
+        "llama3_json", "minimax_m2", "mistral", "phi4_mini", "pythonic", "qwen3_xml", "seed_oss",
     ] = _setting(
         "auto", "How the model writes tool calls. auto: as its chat template writes one."
     )  # fmt: skip
     reasoning_parser: Literal[
-        "auto", "none", "apertus", "command", "deepseek_r1", "mistral", "qwen3", "seed_oss"
-    ] = _setting("auto", "How the model sets its reasoning apart. auto: as its chat template says.")
+        "auto", "none", "apertus", "command", "deepseek_r1", "gemma4", "gpt_oss", "mistral",
+        "qwen3", "seed_oss",
+    ] = _setting(
+        "auto", "How the model sets its reasoning apart. auto: as its chat template says."
+    )  # fmt: skip
     trust_request_chat_template: bool = _setting(
         False, "Let requests bring a chat template of their own (chat_template)."
     )
