@@ -339,6 +339,16 @@ TestDisagg = DisaggMachine.TestCase
 TestDisagg.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
+def test_blocks_that_a_step_is_yet_to_fill_are_not_sent() -> None:
+    """Prompts that arrive together share blocks which the first step of both computes."""
+    machine = DisaggMachine()
+    machine.begin("window", True, 0)
+    for stem, length in ((0, 4), (0, 17), (1, 5), (1, 9)):
+        machine.ask(stem, length, 1)
+    machine.teardown()
+    assert machine.fetched == 3
+
+
 def test_everything_goes_well() -> None:
     """Shows what the machine's luck may not: prompts do come from the other engine."""
     for kind in GROUPS:

@@ -91,7 +91,8 @@ class Export:
     tokens: int32 [whole blocks]. sent_to: by group, the table entry of the next block to send.
     finished: its request has ended. settled: a plan was made since the blocks are held. ended: it
     is forgotten. moving: batches on their way to the memory between engines, by transfer. sent:
-    batches that the reader has not taken. deadline: when the reader counts as dead. told: when it
+    batches that the reader has not taken. done: how often its request was preempted, and how many
+    tokens were planned, at the last plan. deadline: when the reader counts as dead. told: when it
     was last told that work goes on.
     """
 
@@ -110,6 +111,7 @@ class Export:
     moving: dict[int, BlockBatch] = field(default_factory=dict)
     sent: dict[int, BlockBatch] = field(default_factory=dict)
     told: float = 0.0
+    done: tuple[int, int] = (0, 0)
 
 
 class Exports:
@@ -328,8 +330,10 @@ class Exports:
         """Sends the whole blocks that the steps before this one have filled."""
         if request not in builder.requests:
             return
-        row = builder.requests.index(request)
-        done = request.planned - int(builder.q_len[row])
+        # What it shares may be filled by this very step, behind what goes out: so the plan before.
+        turn, done = export.done
+        done = done if turn == request.num_preemptions else 0
+        export.done = request.num_preemptions, request.planned
         whole = min(done, len(export.tokens)) // self._blocks.block_size
         for g, group in enumerate(self._blocks.groups):
             at = export.sent_to[g]
