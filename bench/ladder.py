@@ -47,7 +47,7 @@ from plain_model import PlainModel
 import ladder_report
 
 BLOCK = 16
-RATIOS = ("to_naive", "to_before", "same_texts", "ratio", "to_one")
+RATIOS = ("to_naive", "to_before", "same_texts", "ratio", "to_one", "longest_percent")
 Runner = Callable[[PlainModel, Sequence[Job], Clock], None]
 
 
@@ -280,6 +280,31 @@ def tables(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
         together = figures(jobs, serve({**plain_settings(path, args, jobs), **on}, jobs, device))
         metrics = {**together, "to_one": together["output_tok_s"] / alone}
         yield make_record(f"users-64:{prompt}", metrics, model=path.name, device=args.device)
+    for name, run in (("recompute", naive), ("cache", cached)):
+        yield _profiled(f"kernels:{name}", lambda run=run: measure(run, 1, 16, 64), path, device)
+
+
+def _profiled(case: str, work: Callable[[], Any], path: Path, device: torch.device) -> BenchRecord:
+    """Returns the time that kernels took on the device, the longest ones by name: products of
+    matrices become products with a vector once keys and values are kept."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        work()
+    name = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
+    own = "CPU" if device.type == "cpu" else "CUDA"
+    spent = {
+        event.key: float(getattr(event, name))
+        for event in profile.key_averages()
+        # What launches a kernel is charged for it as well.
+        if event.device_type.name == own
+    }
+    longest = sorted(spent, key=lambda key: -spent[key])[:3]
+    total = sum(spent.values())
+    metrics = {"kernels_ms": total / 1e3, "longest_percent": 100 * spent[longest[0]] / total}
+    settings = {"longest": longest}
+    return make_record(case, metrics, model=path.name, device=str(device), settings=settings)
 
 
 def recorded(record: BenchRecord, device: str) -> BenchRecord:
@@ -327,7 +352,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = resolve_model_path(model)
         for record in (tables if args.tables else climb)(path, args):
             records.append(record)
-            print(format_table([record]).splitlines()[-1], flush=True)
+            print(
+                format_table([record]).splitlines()[-1],
+                *record.settings.get("longest", ()),
+                flush=True,
+            )
     print(format_table(records))
     if args.out is not None:
         append_jsonl(args.out, [recorded(record, args.device) for record in records])

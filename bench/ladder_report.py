@@ -17,7 +17,7 @@ PUBLISHED = {
     "prefix cache": "2.56 × sooner to the first token (Qwen2.5-1.5B)",
     "speculation": "1.7 to 2.2 × on chat (Llama-7B)",
 }
-"""What other small engines have published of a rung."""
+"""Figures that other small engines have published of a rung."""
 _LINEAR = 20.0
 """The largest ratio that is drawn on a linear axis."""
 

@@ -1,4 +1,4 @@
-"""What a router costs, and what it finds: requests a second, added time, reused prompt tokens.
+"""The costs of a router and its hits: requests a second, added time, reused prompt tokens.
 
     python bench/router.py [--seconds 5] [--out bench/results/router.jsonl]
 

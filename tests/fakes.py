@@ -34,6 +34,8 @@ from quire.request import Request
 
 _MASK = (1 << 61) - 1
 UNWRITTEN = -1
+NEAR = ("host", "peer")
+"""Places to which blocks are copied from the device."""
 
 
 def mix(state: int, value: int) -> int:
@@ -143,7 +145,7 @@ class FakeExecutor:
         self.draft_starts: dict[int, int] = {}
         self.accepted_drafts = 0
         self.dummy_tokens = 0
-        self.host: dict[int, Any] = {}
+        self.host: dict[tuple[str, int, int], Any] = {}
         self.files: dict[bytes, Any] = {}
         self._moving: list[Move] = []
         self._slowest = slowest
@@ -209,21 +211,26 @@ class FakeExecutor:
                 continue
             due = self.steps + self._random.randint(0, self._slowest)
             move = Move(transfer, due, self._source(transfer))
-            if direction == "out" and transfer.place == "host":
+            if direction == "out" and transfer.place in NEAR:
                 move.data = [block.copy() for block in move.data]
-            if transfer.place == "host" and direction == "in":
+            if transfer.place in NEAR and direction == "in":
                 self._blocks(transfer.group)[transfer.blocks] = self._waste()
-            elif transfer.place == "host" or direction == "in":
-                for slot in transfer.slots.tolist():
+            elif transfer.place in NEAR or direction == "in":
+                for slot in self._slots(transfer):
                     self.host[slot] = np.full(self._size(transfer.group), self._waste())
             self._moving.append(move)
 
     def _source(self, transfer: Transfer) -> list[Any]:
         if transfer.place == "disk" and transfer.direction == "in":
             return [self.files.get(key.tobytes()) for key in transfer.keys]
-        if transfer.place == "host" and transfer.direction == "out":
+        if transfer.place in NEAR and transfer.direction == "out":
             return list(self._blocks(transfer.group)[transfer.blocks])
-        return [self.host[slot] for slot in transfer.slots.tolist()]
+        return [self.host[slot] for slot in self._slots(transfer)]
+
+    def _slots(self, transfer: Transfer) -> list[tuple[str, int, int]]:
+        """Names the slots: those of peers' memory are others than those of the tiers'."""
+        memory = "peer" if transfer.place == "peer" else "host"
+        return [(memory, transfer.group, slot) for slot in transfer.slots.tolist()]
 
     def _arrive(self) -> tuple[list[int], list[int]]:
         """End the transfers that are due, some of them badly."""
@@ -240,21 +247,21 @@ class FakeExecutor:
             self._check_still(move)
             finished.append(transfer.id)
             for i, block in enumerate(move.data):
-                if transfer.place == "host" and transfer.direction == "in":
+                if transfer.place in NEAR and transfer.direction == "in":
                     self._blocks(transfer.group)[transfer.blocks[i]] = block
                 elif transfer.place == "disk" and transfer.direction == "out":
                     self.files[transfer.keys[i].tobytes()] = block.copy()
                 else:
-                    self.host[int(transfer.slots[i])] = block.copy()
+                    self.host[self._slots(transfer)[i]] = block.copy()
         return finished, failed
 
     def _check_still(self, move: Move) -> None:
         """Checks that no slot was written while it was read."""
         transfer = move.transfer
-        reads_slots = (transfer.place == "host") == (transfer.direction == "in")
+        reads_slots = (transfer.place in NEAR) == (transfer.direction == "in")
         if reads_slots and any(
             self.host[slot] is not block
-            for slot, block in zip(transfer.slots.tolist(), move.data, strict=True)
+            for slot, block in zip(self._slots(transfer), move.data, strict=True)
         ):
             raise StoreError("a slot was written while a transfer read it")
 

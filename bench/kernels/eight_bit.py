@@ -25,7 +25,7 @@ if DEVICE == "cpu":
 
 from quire.ops.arguments import RmsScale
 from quire.ops.reference.quantized import dequantize, round_inputs
-from quire.ops.triton.eight_bit_gemm import Tile, eight_bit_gemm, tile_for
+from quire.ops.triton.eight_bit_gemm import EightBitTile, eight_bit_gemm, tile_for
 from quire.ops.triton.gemm_plan import LinearArgs
 from quire.ops.triton.round_inputs import quantize_inputs
 from quire.ops.weight import Weight, WeightFormat
@@ -42,7 +42,7 @@ LAYERS = {
 }
 ROWS = (64, 128, 256, 512, 2048, 8192)
 TILES = [
-    Tile(bm, bn, bk, warps, stages)
+    EightBitTile(bm, bn, bk, warps, stages)
     for bm, bn, warps in ((64, 128, 4), (64, 256, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8))
     for bk in (64, 128)
     for stages in (3, 4)
@@ -58,11 +58,11 @@ def draw(name: str, outputs: int, inputs: int) -> Weight:
     return weight
 
 
-def product(args: LinearArgs, tile: Tile) -> Tensor:
+def product(args: LinearArgs, tile: EightBitTile) -> Tensor:
     return eight_bit_gemm(*quantize_inputs(args.x, args.weight, None), args, tile)
 
 
-def check(name: str, rows: int, outputs: int, inputs: int, tile: Tile) -> float:
+def check(name: str, rows: int, outputs: int, inputs: int, tile: EightBitTile) -> float:
     """Returns the relative error of a product."""
     args = LinearArgs(
         torch.randn(rows, inputs, device=DEVICE).bfloat16(), draw(name, outputs, inputs)
@@ -74,7 +74,7 @@ def check(name: str, rows: int, outputs: int, inputs: int, tile: Tile) -> float:
 Call = Callable[[], object]
 
 
-def times(rows: int, layer: str, tiles: list[Tile]) -> dict[str, str]:
+def times(rows: int, layer: str, tiles: list[EightBitTile]) -> dict[str, str]:
     """Returns µs of each road, as text for the table."""
     outputs, inputs, act = LAYERS[layer]
     x = torch.randn(rows, inputs, device=DEVICE).bfloat16()
@@ -108,7 +108,7 @@ def library(q: Tensor, scales: Tensor, weight: Weight) -> Call:
     )  # fmt: skip
 
 
-def own_times(q: Tensor, scales: Tensor, args: list[LinearArgs], tiles: list[Tile]) -> str:
+def own_times(q: Tensor, scales: Tensor, args: list[LinearArgs], tiles: list[EightBitTile]) -> str:
     """Returns µs of the tile that is chosen, and of the best where that is faster by 2 %."""
     gated = args[0].gated
     own = tile_for(len(q), gated, bool(args[0].weight.format.group))
@@ -137,7 +137,7 @@ def main() -> None:
     for name in FORMATS:
         for rows in (5, 130):
             size = (32, 128) if small else (512, 1024)
-            tile = Tile(32, 16, 64, 4, 2) if small else tile_for(rows, False, "g" in name)
+            tile = EightBitTile(32, 16, 64, 4, 2) if small else tile_for(rows, False, "g" in name)
             error = check(name, rows, *size, tile)
             print(f"check {name} {rows} rows: {error:.1e} {'ok' if error < 5e-3 else 'WRONG'}")
     if small:

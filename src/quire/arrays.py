@@ -13,7 +13,7 @@ Float32 = np.ndarray[Any, np.dtype[np.float32]]
 def encode_array(value: object) -> object:
     """`msgspec` hook: an array travels as (dtype, shape, bytes)."""
     if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, np.ascontiguousarray(value).data.cast("B")
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).reshape(-1).data.cast("B")
     if isinstance(value, np.integer):
         return int(value)
     raise TypeError(f"cannot encode {type(value).__name__}")

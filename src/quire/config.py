@@ -93,6 +93,7 @@ class EngineArgs:
         None, "Folder for KV blocks that the host has no room to keep; survives restarts."
     )
     disk_cache_gb: float = _setting(32.0, "Most that the disk cache's folder may hold, in GB.")
+    kv_peers: Mapping[str, Any] | None = _setting(None, "See `DisaggSettings`.", internal=True)
     enable_lora: bool = _setting(False, "Take LoRA adapters; so do lora and lora_dir.")
     lora: tuple[str, ...] = _setting((), "LoRA adapter to serve, NAME=PATH (may be repeated).")
     lora_dir: str | None = _setting(None, "Folder of LoRA adapters, named by their own folders.")
@@ -106,7 +107,7 @@ class EngineArgs:
         None, "Speculative decoding, as JSON: see docs/speculation.md for its keys."
     )
     speculative_model: str | None = _setting(
-        None, "Draft model, a folder or hub id: short for speculative's key model."
+        None, "Draft model or EAGLE-3 head, folder or hub id: short for speculative's key model."
     )
     scheduling_policy: Literal["fcfs", "priority"] = _setting(
         "fcfs", "Queue order: arrival, or priority with ageing (lower runs first)."

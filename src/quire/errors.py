@@ -92,5 +92,9 @@ class BrokenLogitsError(QuireError):
         )
 
 
+class PeerMismatchError(QuireError):
+    """Blocks of another engine cannot be used here, or the engine is not the one that was meant."""
+
+
 class EngineDeadError(QuireError):
     """The engine stopped; nothing can be served until it is started again."""

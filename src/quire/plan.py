@@ -132,9 +132,9 @@ class Transfer(msgspec.Struct, array_like=True):
     """A move of one group's blocks. in: towards the device. out: away from it.
 
     place: "host": between device `blocks` and `slots` of the host's pool. "disk": between `slots`
-        of the host's pool and files named by `keys`.
+        of the host's pool and files named by `keys`. "peer": between device `blocks` and `slots` of
+        the memory between peers. On each rank it is a move of the rank's own heads.
     blocks, slots: int32 [n]. keys: int32 [n, 4], the 16 bytes that stand for a block's contents.
-    heads: a range of the group's heads, or None for all.
 
     What goes out is read as the steps before left it, and may be overwritten by this very step.
     What comes in is in place once `StepResult.finished_transfers` says so, and not before: until
@@ -146,7 +146,6 @@ class Transfer(msgspec.Struct, array_like=True):
     place: str
     group: int
     blocks: Int32
-    heads: tuple[int, int] | None = None
     slots: Int32 = msgspec.field(default_factory=lambda: int32([]))
     keys: Int32 = msgspec.field(default_factory=lambda: int32([]).reshape(0, 4))
 

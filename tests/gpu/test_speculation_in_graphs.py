@@ -3,11 +3,14 @@ that are accepted as often as on a CPU."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
+from tests.unit.test_speculation import free_of_charge
 
 ASKED = [
     "Tell me a story about a fox and a river.",
@@ -59,3 +62,57 @@ def test_nothing_but_speed_changes(settings: dict[str, Any]) -> None:
     if source is not None and "enforce_eager" not in settings:
         assert source.accepted > 0.4 * source.drafted
     llm.shutdown()
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "hidden_act": "silu", "vocab_size": 1024,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+TARGETS = {
+    "glm": {
+        **SMALL, "architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 3,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+        "num_nextn_predict_layers": 1,
+    },
+    "hybrid": {
+        **SMALL, "architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 4,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64, "mtp_num_hidden_layers": 1,
+    },
+    "eagle": {**SMALL, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 6},
+}  # fmt: skip
+HEAD = {
+    **SMALL, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
+    "draft_vocab_size": 500,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_draft_heads_in_graphs(tmp_path: Path, name: str) -> None:
+    """Random weights, so most drafts are wrong; what is left of equality is near ties. Recurrent
+    layers are not deterministic, so few tokens are compared."""
+    for folder, config in (("model", TARGETS[name]), ("head", HEAD)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    speculative: dict[str, Any] = {"method": "mtp"}
+    if name == "eagle":
+        speculative = {"method": "eagle3", "model": str(tmp_path / "head")}
+    prompts = [{"prompt_token_ids": [(7 * i + k) % 1000 for k in range(20 + i)]} for i in range(16)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    found = []
+    for settings in ({}, {"speculative": speculative}):
+        llm = LLM(
+            str(tmp_path / "model"), device="cuda", load_format="dummy", dtype="float32",
+            skip_tokenizer_init=True, max_model_len=512, max_num_seqs=16, **settings,
+        )  # fmt: skip
+        free_of_charge(llm)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append([list(output.outputs[0].token_ids) for output in outputs])
+        stats = llm.stats().speculation
+        llm.shutdown()
+    assert stats is not None
+    assert sum(source.drafted for source in stats.sources.values()) > 0
+    same = sum(a == b for a, b in zip(*found, strict=True))
+    assert same >= len(prompts) - 2

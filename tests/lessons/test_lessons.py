@@ -1,4 +1,4 @@
-"""What every lesson has."""
+"""Every lesson has its parts, and is in the index."""
 
 from __future__ import annotations
 

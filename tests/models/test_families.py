@@ -13,6 +13,7 @@ import torch
 from quire.models import Decoder, build_model, load_config, load_weights, spec_from_config
 from tests.models.checkpoints import CASES, LONGROPE, greedy, make
 from tests.models.harness import Harness
+from tests.slow import slow
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -31,7 +32,10 @@ def _few_threads() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = "deepseek-v3-halves", "glm4-moe-lite"
+
+
+@pytest.mark.parametrize("case", [slow(case) if case in SLOW else case for case in CASES])
 def test_logits_and_greedy_tokens(case: str, tmp_path: Path) -> None:
     oracle = make(tmp_path, case)
     model = load(tmp_path)

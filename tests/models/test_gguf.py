@@ -225,7 +225,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="is a file; a model is a folder"):
         resolve_model_path(str(other))
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ConfigError, match=r"pip install 'quire\[gguf\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[gguf\]' in a checkout"):
         resolve_model_path(str(path))
 
 

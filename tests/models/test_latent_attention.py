@@ -48,7 +48,7 @@ def projection(model: Any, layer: int) -> torch.Tensor:
     return attention.kv_b.weight
 
 
-@pytest.mark.parametrize("case", ["fp8-blocks", "w4a16", "gptq-asym"])
+@pytest.mark.parametrize("case", ["fp8-blocks", "w4a16"])
 def test_quantized_checkpoints(case: str, tmp_path: Path) -> None:
     exact = make_quantized(tmp_path, case, "deepseek-v3")
     model = loaded(tmp_path)
@@ -82,20 +82,20 @@ def test_every_rank_keeps_whole_latents(deepseek: tuple[Path, Any]) -> None:
 
 def test_an_engine_that_preempts_and_finds_prefixes(deepseek: tuple[Path, Any]) -> None:
     folder, oracle = deepseek
-    prompts = [[5 + i, 17, 99, *range(3, 23 + i)] for i in range(4)]
-    expected = [greedy(oracle, prompt, 24) for prompt in prompts]
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    prompts = [[5 + i, 17, 99, *range(3, 23 + i)] for i in range(3)]
+    expected = [greedy(oracle, prompt, 16) for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     llm = LLM(
-        model=str(folder), skip_tokenizer_init=True, device="cpu", num_kv_blocks=28, block_size=4,
-        max_model_len=100, max_num_batched_tokens=9,
+        model=str(folder), skip_tokenizer_init=True, device="cpu", num_kv_blocks=14, block_size=4,
+        max_model_len=56, max_num_batched_tokens=16,
     )  # fmt: skip
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     for _ in range(2):
         found = llm.generate(given, params, use_tqdm=False)
         assert [list(each.outputs[0].token_ids) for each in found] == expected
-    longer = [*prompts[3], *expected[3][:13]]
+    longer = [*prompts[2], *expected[2][:13]]
     (more,) = llm.generate([{"prompt_token_ids": longer}], params, use_tqdm=False)
-    assert list(more.outputs[0].token_ids) == greedy(oracle, longer, 24)
+    assert list(more.outputs[0].token_ids) == greedy(oracle, longer, 16)
     stats = llm.stats()
     assert stats.preemptions > 0
     assert stats.prefix_hit_tokens > 0

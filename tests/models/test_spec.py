@@ -141,6 +141,11 @@ def test_sizes_that_no_model_has(name: str, value: int) -> None:
     assert len(str(caught.value)) < 200
 
 
+def test_token_ids_that_no_tokenizer_has() -> None:
+    with pytest.raises(ModelError, match="eos_token_id must be token ids"):
+        spec_from_config({**LLAMA, "eos_token_id": [2, 10**12]})
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_settings_that_make_no_sense(name: str) -> None:
     value, message = BAD[name]

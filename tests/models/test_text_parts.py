@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.errors import ModelError
 from quire.models import build_model, load_config, load_weights, spec_from_config
-from tests.models.checkpoints import GEMMA, GEMMA4, MINISTRAL3, SIZES, redraw
+from tests.models.checkpoints import GEMMA, GEMMA4, LATENT, MINISTRAL3, SIZES, redraw
 from tests.models.harness import Harness
+from tests.models.quantized_checkpoints import make_quantized
+from tests.models.test_quantized_checkpoints import loaded, logits
 
 VISION = {
     "hidden_size": 16,
@@ -28,6 +31,11 @@ TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma4",
         "gemma4_vision",
         {**GEMMA4, "model_type": "gemma4_text", "pad_token_id": 0},
+    ),
+    "kimi-k2.5": (
+        "Kimi_K25",
+        "kimi_k25_vision",
+        {**LATENT, "model_type": "deepseek_v3", "n_group": 2, "topk_group": 1},
     ),
     "mistral-small": ("Mistral3", "pixtral", {"model_type": "mistral", "head_dim": 16}),
     "ministral3": (
@@ -52,6 +60,12 @@ def make(folder: Path, case: str) -> Any:
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     redraw(model, 0.15 if name.startswith("Gemma") else 1.0)
     model.save_pretrained(folder)
+    if name == "Kimi_K25":
+        # As it is published: transformers writes names of its vision model's layers for these, too.
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        names = {key: key.replace(".model.blocks.", ".model.layers.") for key in tensors}
+        save_file({names[key]: tensor for key, tensor in tensors.items()}, file)
     return model
 
 
@@ -68,6 +82,18 @@ def test_the_text_model_is_read_and_the_rest_skipped(case: str, tmp_path: Path) 
     with torch.inference_mode():
         expected = oracle(input_ids=torch.tensor([tokens])).logits[0]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0.0)
+
+
+def test_quantization_that_the_text_config_names(tmp_path: Path) -> None:
+    """Kimi-K2.5 has experts in 4 bits."""
+    make_quantized(tmp_path, "w4a16", "deepseek-v3")
+    expected = logits(loaded(tmp_path))
+    file = tmp_path / "config.json"
+    text = json.loads(file.read_text())
+    file.write_text(
+        json.dumps({"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text})
+    )
+    assert torch.equal(logits(loaded(tmp_path)), expected)
 
 
 def test_names_of_older_checkpoints() -> None:

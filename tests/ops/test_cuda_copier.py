@@ -10,8 +10,11 @@ import torch
 
 from quire.arrays import int32
 from quire.errors import ConfigError
-from quire.runner.transfer.host import BlockLayout, HostPool
-from quire.runner.transfer.places import CudaCopier
+from quire.parallel import SingleGroup
+from quire.runner.transfer.copier import CudaCopier, PinnedCopier
+from quire.runner.transfer.host import HostPool
+from quire.runner.transfer.layout import BlockLayout, head_range
+from quire.runner.transfer.peer import StagingPool
 
 
 class Event:
@@ -93,3 +96,25 @@ def test_places_come_back_once_they_were_read() -> None:
 def test_odd_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match="multiples of 16"):
         copier([torch.randn(8, 3)], 2, 1)
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (4, 2)])
+def test_heads_of_ranks_cross_by_pieces(writers: int, readers: int) -> None:
+    """Two heads: of four ranks, pairs hold the same."""
+    whole = torch.randn(3, 2, 2, 2, 4, 4)
+    pool: StagingPool | None = None
+    for rank in range(writers):
+        heads = head_range(2, rank, writers)
+        layout = BlockLayout([whole[:, :, :, heads.first : heads.end].contiguous()], heads)
+        pool = pool or StagingPool([layout.size], 4, SingleGroup(), "cpu")
+        PinnedCopier([layout], pool, torch.device("cpu")).out(0, int32([2, 0]), int32([1, 3]))
+    assert pool is not None
+    for rank in range(readers):
+        heads = head_range(2, rank, readers)
+        part = whole[:, :, :, heads.first : heads.end]
+        target = torch.zeros_like(part).contiguous()
+        copier = PinnedCopier([BlockLayout([target], heads)], pool, torch.device("cpu"))
+        copier.into(0, int32([0, 1]), int32([1, 3]))
+        assert torch.equal(target[0], part[2])
+        assert torch.equal(target[1], part[0])
+        assert not target[2].any()

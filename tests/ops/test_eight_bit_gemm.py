@@ -23,7 +23,7 @@ from quire.ops.choose import Policy, use_policy
 from quire.ops.reference import activate, rms_norm
 from quire.ops.reference.quantized import dequantize, round_inputs
 from quire.ops.triton import eight_bit_gemm
-from quire.ops.triton.eight_bit_gemm import Tile, product, takes
+from quire.ops.triton.eight_bit_gemm import EightBitTile, product, takes
 from quire.ops.triton.gemm import LinearArgs
 from quire.ops.triton.linear import linear
 from quire.ops.triton.round_inputs import quantize_inputs
@@ -71,7 +71,7 @@ def test_products(
     act: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tile = Tile(32, 16, 64, 4, 2)
+    tile = EightBitTile(32, 16, 64, 4, 2)
     monkeypatch.setattr(eight_bit_gemm, "tile_for", lambda *_: tile)
     args = make_args(
         rows, outputs, inputs, torch.bfloat16, norm="exact", act=act, bias=True,
@@ -103,7 +103,7 @@ def test_integers_are_summed_exactly() -> None:
     weight.scales.fill_(1.0)
     args = LinearArgs(torch.full((3, 4096), 127.0, device=DEVICE), weight)
     q, scales = quantize_inputs(args.x, weight, None)
-    found = eight_bit_gemm.eight_bit_gemm(q, scales, args, Tile(16, 16, 128, 4, 2))
+    found = eight_bit_gemm.eight_bit_gemm(q, scales, args, EightBitTile(16, 16, 128, 4, 2))
     assert torch.equal(found, torch.full_like(found, 127.0 * 127 * 4096 - 127))
 
 

@@ -67,7 +67,8 @@ def bounded(
 ) -> Iterator[int]:
     """The port of a server that waits half a second for a head, or the rest of a refused body.
 
-    Bodies sent to `/read` are read, others are not. `seen`: gets the scope of each request.
+    Bodies sent to `/read` are read, others are not. Requests to `/hold` are not answered. `seen`:
+    gets the scope of each request, and in it as "left" what tells that its client is gone.
     """
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.5)
     monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 0.5)
@@ -76,6 +77,9 @@ def bounded(
         message = {"more_body": scope["path"] == "/read"}
         while message.get("more_body"):
             message = await receive()
+        if scope["path"] == "/hold":
+            await receive()  # the empty body
+            scope = {**scope, "left": await receive()}
         if seen is not None:
             seen.append(scope)
         await send({"type": "http.response.start", "status": 204, "headers": []})
@@ -123,6 +127,18 @@ def test_heads_are_bounded_in_size_and_time(monkeypatch: pytest.MonkeyPatch) -> 
                 kept.sendall(b"GET / HTTP/1.1\r\nHost: quire\r\n\r\n")
                 assert kept.recv(65536).startswith(b"HTTP/1.1 204")
                 time.sleep(0.7)  # idle between requests is another matter
+
+
+def test_a_half_closed_client_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    with (
+        bounded(monkeypatch, seen) as port,
+        socket.create_connection(("127.0.0.1", port)) as half,
+    ):
+        half.sendall(b"GET /hold HTTP/1.1\r\nHost: quire\r\n\r\n")
+        half.shutdown(socket.SHUT_WR)
+        assert ended(half) == b""
+    assert [scope["left"]["type"] for scope in seen] == ["http.disconnect"]
 
 
 CHUNKED = b"POST /%s HTTP/1.1\r\nHost: quire\r\nTransfer-Encoding: chunked\r\n\r\n"

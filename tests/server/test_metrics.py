@@ -14,6 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.disagg.disagg_stats import DisaggStats
 from quire.engine.stats import EngineStats, RankStats
 from quire.engine.telemetry import Histogram, Telemetry
 from quire.offload.tier_stats import TierStats
@@ -72,6 +73,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
         blocks_cached=[2],
         blocks_free=[3],
         tiers=TierStats(),
+        disagg=DisaggStats(),
         adapters=dict.fromkeys(ADAPTERS, 0.0),
         speculation=SpeculationStats(sources={"suffix": SourceStats(3, 6, 4, [3, 1])}),
         ranks=[RankStats(1, 0.5, 2, 3)],

@@ -216,7 +216,7 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         return None if name == "opentelemetry.sdk" else find(name)
 
     monkeypatch.setattr(importlib.util, "find_spec", missing)
-    with pytest.raises(ConfigError, match=r"opentelemetry.sdk: pip install 'quire\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"opentelemetry.sdk; install .* '\.\[otel\]'"):
         ServerArgs(otlp_endpoint="http://localhost:4318")
 
 

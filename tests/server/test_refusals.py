@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import sys
 import threading
 from typing import Any
 
@@ -13,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from quire.engine.text_length import check_length
+from quire.errors import RequestError
 from quire.server import json_size, request_body
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
@@ -119,6 +123,75 @@ def test_large_bodies_are_parsed_one_at_a_time_off_the_loop(
 
 
 @pytest.mark.parametrize(
+    "body", [{**PROMPT, "user": "x" * 100_000}, {**PROMPT, "x": "x" * 100_000}]
+)
+def test_no_collector_runs_while_a_large_body_is_parsed(
+    body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enabled: list[bool] = []
+    parse = request_body.parse
+
+    def parsing(*given: Any) -> Any:
+        enabled.append(gc.isenabled())
+        return parse(*given)
+
+    monkeypatch.setattr(request_body, "parse", parsing)
+    assert post("/v1/completions", body).status_code == 400
+    assert (enabled, gc.isenabled()) == ([False], True)
+
+
+PART = {"type": "x", "text": ""}
+IDS = [1] * 300_000
+UNUSUAL: list[tuple[str, Any]] = [
+    ("/v1/completions", {"prompt": [*IDS, ""]}),
+    ("/v1/completions", {"prompt": [IDS, [""]]}),
+    ("/v1/completions", {"prompt": IDS, "n": 0}),
+    ("/v1/embeddings", {"input": [*IDS, -1]}),
+    ("/v1/embeddings", {"input": ["x"] * 99_000}),
+    ("/detokenize", {"tokens": [*IDS, -1]}),
+    ("/detokenize", {"tokens": [*([65] * 30_000), 2**30]}),
+    ("/v1/completions", {"prompt": "x", "stop_token_ids": IDS}),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 1 for i in range(30_000)}}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART] * 1000}] * 30}),
+    ("/v1/chat/completions", {"messages": [*([USER] * 4000), {"role": "x"}]}),
+    ("/v1/chat/completions", {"messages": [USER], **{f"k{i}": 0 for i in range(40_000)}}),
+    ("/v1/chat/completions", {"messages": [USER], "guided_choice": ["x"] * 40_000}),
+    ("/v1/responses", {"input": [{"role": "user", "content": [PART] * 1000}] * 30}),
+    (
+        "/v1/messages",
+        {"max_tokens": 1, "messages": [{"role": "user", "content": [PART] * 999}] * 9},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), UNUSUAL, ids=range(len(UNUSUAL)))
+def test_the_loop_does_little_for_a_refused_body(path: str, body: Any) -> None:
+    """Calls are counted, as no time is the same on a busy machine."""
+    data = msgspec.json.encode(body)
+
+    async def go() -> tuple[int, int]:
+        async with connect(FakeClient(tokenizer=PlainTokenizer())) as http:
+            await http.get("/health")
+            calls = 0
+
+            def count(*_: Any) -> None:
+                nonlocal calls
+                calls += 1
+
+            sys.setprofile(count)
+            try:
+                headers = {"content-type": "application/json"}
+                answer = await http.post(path, content=data, headers=headers)
+            finally:
+                sys.setprofile(None)
+            return answer.status_code, calls
+
+    status, calls = run(go())
+    assert status == 400
+    assert calls < 20_000
+
+
+@pytest.mark.parametrize(
     ("body", "param", "code"),
     [
         (
@@ -201,4 +274,35 @@ def test_long_texts_are_tokenized_off_the_loop() -> None:
     body = {"prompt": "x" * 5000, "return_token_strs": True}
     assert post("/tokenize", body, client).json()["count"] == 5000
     assert post("/detokenize", {"tokens": [65] * 5000}, client).json()["prompt"] == "A" * 5000
-    assert "MainThread" not in threads
+    # Not in the pool that answers are prepared in, either.
+    assert {name.partition("_")[0] for name in threads} == {"count"}
+
+
+@pytest.mark.parametrize(
+    ("length", "chars", "seen", "refused"),
+    [
+        (40_001, 4, 0, True),  # longer than 1000 of the longest tokens
+        (40_000, 4, 6000, True),
+        (40_000, 5, 6000, False),  # 1200 tokens, which may be fewer in the whole
+        (12_000, 4, 0, False),
+    ],
+)
+def test_a_long_text_is_refused_by_its_beginning(
+    length: int, chars: int, seen: int, refused: bool
+) -> None:
+    tokenized = 0
+
+    def encode(text: str) -> list[int]:
+        nonlocal tokenized
+        tokenized += len(text)
+        return [1] * (len(text) // chars)
+
+    caught = None
+    try:
+        check_length("x" * length, 1000, 40, encode)
+    except RequestError as error:
+        caught = error
+    assert tokenized == seen
+    assert (caught is not None) == refused
+    if caught is not None:
+        assert (caught.param, caught.code) == ("prompt", "context_length_exceeded")

@@ -23,6 +23,13 @@ def test_nano_is_the_community_benchmark() -> None:
     assert work.prompts[0] == expected
 
 
+@pytest.mark.parametrize("name", ["b1-256", "3x7x1", "nano"])
+def test_lengths_are_those_of_the_workload(name: str) -> None:
+    case = parse_case(name)
+    work = case.workload(5000)
+    assert case.lengths(5000) == ([len(prompt) for prompt in work.prompts], work.lengths)
+
+
 def test_penalized_nano_differs_only_in_sampling() -> None:
     plain, work = NAMED["nano"].workload(151936), NAMED["nano-penalized"].workload(151936)
     assert (work.prompts, work.lengths) == (plain.prompts, plain.lengths)

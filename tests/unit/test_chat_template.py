@@ -234,6 +234,12 @@ LARGE = 10**9
         "{% set y = m() %}",
         "{% set ns = namespace(all=[]) %}{% for i in range(9999) %}"
         "{% set ns.all = ns.all + [('x' * 9999999) ~ i] %}{% endfor %}",
+        "{% set ns = namespace(all=[]) %}{% for i in range(9999) %}"
+        "{% set ns.all = ns.all + [('\u1234' * 9999999) ~ i] %}{% endfor %}",
+        "{% set ns = namespace(all=[]) %}{% for i in range(9999) %}"
+        "{% set ns.all = ns.all + [[i] * 7999999] %}{% endfor %}",
+        "{{ ([[[[1]]]] * 9999)|tojson(indent=900000) }}",
+        "{{ ([1] * 9999)|tojson(separators=('x' * 9999999, ':')) }}",
     ],
 )
 def test_time_and_memory_are_out_of_a_templates_reach(source: str) -> None:

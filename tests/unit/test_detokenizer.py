@@ -112,6 +112,13 @@ def test_a_context_of_bytes_begins_with_a_whole_character(prompt: str, answer: s
     assert Detokenizer(tokenizer, before).whole([*byte_tokens(answer), 2]) == f"{answer} b"
 
 
+def test_a_prompt_may_be_the_beginning_of_a_character() -> None:
+    ids = TOKENIZER.encode("😀").tolist()
+    for at in range(1, len(ids)):
+        detokenizer = Detokenizer(TOKENIZER, ids[:at])
+        assert "".join(map(detokenizer.step, ids[at:])) == "😀"
+
+
 @given(
     prompt=st.text(max_size=8),
     text=st.text(alphabet="a😀é漢�\n", max_size=8),

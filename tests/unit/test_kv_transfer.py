@@ -18,8 +18,9 @@ from quire.errors import ConfigError, QuireError
 from quire.plan import Transfer
 from quire.runner.transfer import disk
 from quire.runner.transfer.disk import DiskStore, identity
-from quire.runner.transfer.host import BlockLayout, HostPool
-from quire.runner.transfer.places import KVTransfer
+from quire.runner.transfer.host import HostPool
+from quire.runner.transfer.layout import BlockLayout
+from quire.runner.transfer.places import HostPlace, KVTransfer, tiers
 
 
 def tensors() -> list[list[torch.Tensor]]:
@@ -42,7 +43,7 @@ def finish(transfer: KVTransfer) -> tuple[list[int], list[int]]:
         more = transfer.ended(patient=True)
         finished += more[0]
         failed += more[1]
-        if not transfer._pending and not transfer._files:
+        if not transfer.busy:
             break
     return finished, failed
 
@@ -50,7 +51,7 @@ def finish(transfer: KVTransfer) -> tuple[list[int], list[int]]:
 def test_blocks_come_back_elsewhere() -> None:
     groups = tensors()
     before = [[t.clone() for t in group] for group in groups]
-    transfer = KVTransfer(groups, slots=4)
+    transfer = KVTransfer(tiers(groups, slots=4))
     for group in range(2):
         moves = [
             Transfer(10 + group, "out", "host", group, int32([1, 5]), slots=int32([3, 0])),
@@ -70,7 +71,7 @@ def test_a_file_brings_a_block_back(tmp_path: Path) -> None:
     was = [t.clone() for t in groups[0]]
     names = keys(2)
     store = DiskStore(tmp_path, 10_000, "a")
-    transfer = KVTransfer(groups, slots=4, disk=store)
+    transfer = KVTransfer(tiers(groups, slots=4, disk=store))
     transfer.start([Transfer(1, "out", "host", 0, int32([4, 2]), slots=int32([0, 1]))], "out")
     transfer.start(
         [Transfer(2, "out", "disk", 0, int32([]), slots=int32([0, 1]), keys=names)], "out"
@@ -82,7 +83,7 @@ def test_a_file_brings_a_block_back(tmp_path: Path) -> None:
     assert sorted(again.keys(0).tolist()) == sorted(names.tolist())
     assert len(again.keys(1)) == 0
     groups[0][0].zero_()
-    transfer = KVTransfer(groups, slots=4, disk=again)
+    transfer = KVTransfer(tiers(groups, slots=4, disk=again))
     transfer.start([Transfer(3, "in", "disk", 0, int32([]), slots=int32([2, 3]), keys=names)], "in")
     assert finish(transfer) == ([3], [])
     transfer.start([Transfer(4, "in", "host", 0, int32([0, 1]), slots=int32([2, 3]))], "in")
@@ -219,7 +220,9 @@ def test_a_file_system_that_does_not_answer_ends_the_cache_alone(
     for name in names:
         store.write(name.tobytes(), 0, memoryview(bytes(64))).result()
     groups = tensors()
-    transfer = KVTransfer(groups, slots=9, disk=store)
+    places = tiers(groups, slots=9, disk=store)
+    transfer, host = KVTransfer(places), places["host"]
+    assert isinstance(host, HostPlace)
     slots, none = int32(range(9)), int32([])
     transfer.start([Transfer(1, "in", "disk", 0, none, slots=slots, keys=names)], "in")
     assert transfer.ended(patient=False) == ([], [])
@@ -229,10 +232,10 @@ def test_a_file_system_that_does_not_answer_ends_the_cache_alone(
         transfer.start([Transfer(2, "in", "disk", 0, none, slots=slots, keys=names)], "in")
         assert transfer.ended(patient=True) == ([], [2])
     assert len([r for r in caplog.records if "is off" in r.message]) == 1
-    before = bytes(transfer.pool.view(0, 0))
+    before = bytes(host.pool.view(0, 0))
     answers.set()
     transfer.close()
-    assert bytes(transfer.pool.view(0, 0)) == before
+    assert bytes(host.pool.view(0, 0)) == before
 
 
 def test_a_folder_that_does_not_answer_is_told_at_the_start(
@@ -282,9 +285,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 
 
 def test_unknown_places_are_refused() -> None:
-    transfer = KVTransfer(tensors(), slots=1)
+    transfer = KVTransfer(tiers(tensors(), slots=1))
     for place in ("disk", "peer"):
         with pytest.raises(QuireError, match="no place"):
             transfer.start([Transfer(0, "in", place, 0, int32([]))], "in")
-    with pytest.raises(QuireError, match="some of the heads"):
-        transfer.start([Transfer(0, "in", "host", 0, int32([]), heads=(0, 1))], "in")

@@ -78,6 +78,13 @@ class Case:
         prompts = [random_prompt(draw, length, vocab_size) for _ in range(rows)]
         return Workload(prompts, [self._output(scale)] * rows, self.sampling)
 
+    def lengths(self, vocab_size: int) -> tuple[list[int], list[int]]:
+        """Returns the tokens of `workload`'s prompts and outputs, mostly without drawing any."""
+        if self.least is None:
+            return [self.input_len] * self.rows, [self._output(1.0)] * self.rows
+        work = self.workload(vocab_size)
+        return [len(prompt) for prompt in work.prompts], work.lengths
+
     def _output(self, scale: float) -> int:
         """A case that decodes still does so when it is scaled down."""
         return scaled(self.output_len, scale, least=min(2, self.output_len))

@@ -12,6 +12,7 @@ import msgspec
 
 from quire.bench.record import BenchRecord, append_jsonl, number
 from quire.errors import ConfigError
+from quire.extras import installing
 
 Plot = Callable[[Sequence[BenchRecord], Path], None]
 
@@ -29,7 +30,7 @@ class OutputFiles:
         """Before anything is measured: raises ConfigError for what could not be written after."""
         if self.png is not None and importlib.util.find_spec("matplotlib") is None:
             raise ConfigError(
-                "--png needs matplotlib, which is not installed: pip install 'quire[plots]'", "png"
+                f"--png needs matplotlib, which is not installed; {installing('plots')}", "png"
             )
         for path in (self.jsonl, self.csv, self.markdown, self.png):
             if path is None:

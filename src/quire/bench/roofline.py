@@ -192,8 +192,7 @@ class Roofline:
                 f"takes {self.max_positions}",
                 "case",
             )
-        work = case.workload(self.vocab)
-        return [self.run(case.name, [len(prompt) for prompt in work.prompts], work.lengths)]
+        return [self.run(case.name, *case.lengths(self.vocab))]
 
     def run(self, name: str, prompts: Sequence[int], outputs: Sequence[int]) -> Prediction:
         """Returns the prediction of requests that come at once."""

@@ -73,7 +73,7 @@ class BlockTables:
     def share(self, match: Match, computed: int) -> tuple[int, Int32]:
         """Returns the matched blocks that a request from position `computed` on shares, int32, and
         the table entry of the first."""
-        start = min(self.first_needed(computed), match.whole)
+        start = self.first_needed(computed)
         return start, match.node.path(self.index, start, match.whole)
 
     def source(self, match: Match) -> int | None:

@@ -16,13 +16,15 @@ class LoadingPrefix:
 
     lane: the loading lane that holds them.
     tokens: int32 [whole blocks], the prefix; its first `start` tokens are on the device already.
-    blocks: int32 [n], blocks of the group that keeps every position.
+    places: by group, the table entry of the first block that is to be filled. blocks: by group,
+        int32 [n], the blocks from there on; of a recurrent state one.
     """
 
     lane: int
     tokens: Int32
     start: int
-    blocks: Int32
+    places: list[int]
+    blocks: list[Int32]
 
 
 class PrefixLoader:
@@ -57,7 +59,7 @@ class PrefixLoader:
             lane,
             namespace,
             match,
-            computed=match.length,
+            computed=length,
             chunk_end=length,
             known=length,
             spare=spare,
@@ -67,22 +69,58 @@ class PrefixLoader:
         for group, mark in zip(manager.groups, marks, strict=True):
             group.forget_appends(mark)
         manager.loading_lanes.pop()
-        size = manager.block_size
-        blocks = manager.groups[0].table[lane, match.length // size : length // size].copy()
-        return LoadingPrefix(lane, tokens, match.length, blocks)
+        groups = manager.groups
+        places = [max(int(group.start[lane]), match.whole * group.grows) for group in groups]
+        blocks = [
+            group.table[lane, place : group.end[lane]].copy()
+            for group, place in zip(groups, places, strict=True)
+        ]
+        return LoadingPrefix(lane, tokens, match.length, places, blocks)
 
     def _has_room(self, match: Match, known: int, spare: int) -> bool:
+        """Whether the request can be booked when the prefix is there. Groups that do not keep every
+        position need no more then than the prefix does."""
         manager = self._manager
-        held = match.length // manager.block_size
         return all(
-            group.blocks(known) - held + manager.reclaimed(g, match, int32([])) + spare
+            group.blocks(known) - match.whole + manager.reclaimed(g, match, int32([])) + spare
             <= manager.available(g)
             for g, group in enumerate(manager.groups)
+            if group.sparse is None
         )
+
+    def hold(self, namespace: Namespace, tokens: Int32) -> LoadingPrefix | None:
+        """Keeps the blocks that a request behind `tokens`, int32 [whole blocks], would go on from,
+        until `release`. A recurrent state is copied by the plan that is made next.
+
+        Returns None if the prefix is not there, or there is no room for such a copy.
+        """
+        manager, length = self._manager, len(tokens)
+        match = manager.match(namespace, tokens, length, whole_only=True)
+        if not manager.loading_lanes or match.length < length:
+            return None
+        lane = manager.loading_lanes[-1]
+        marks = [group.mark() for group in manager.groups]
+        admitted = manager.admit(
+            lane, namespace, match, computed=length, chunk_end=length, known=length, spare=0
+        )
+        if not admitted:
+            return None
+        for group, mark in zip(manager.groups, marks, strict=True):
+            group.forget_appends(mark)
+        manager.loading_lanes.pop()
+        places = [int(group.start[lane]) for group in manager.groups]
+        blocks = [group.held(lane).copy() for group in manager.groups]
+        return LoadingPrefix(lane, tokens, length, places, blocks)
+
+    def release(self, held: LoadingPrefix) -> None:
+        """Gives up what `hold` has kept."""
+        self._manager.release(held.lane)
+        self._manager.loading_lanes.append(held.lane)
 
     def end(self, loading: LoadingPrefix, good: bool) -> None:
         """Frees the lane; the prefix enters the tree if its contents have arrived (`good`)."""
+        length = len(loading.tokens) if good else 0
         if good:
-            self._manager.enter_rest(loading.lane, loading.tokens, len(loading.tokens))
-        self._manager.release(loading.lane)
+            self._manager.enter_rest(loading.lane, loading.tokens, length)
+        self._manager.release(loading.lane, loading.tokens if good else None, length)
         self._manager.loading_lanes.append(loading.lane)

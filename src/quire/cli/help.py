@@ -82,6 +82,14 @@ SUBJECTS = (
         ("data_parallel_size", "api_workers", "engine_restarts", "drain_timeout"),
     ),
     Subject(
+        "Prefill and decode apart",
+        (),
+        (
+            "role", "peer", "peer_key", "kv_transfer", "transport", "lease_timeout", "kv_port",
+            "remote_prefill_tokens",
+        ),
+    ),
+    Subject(
         "Watching",
         ("access_log",),
         (

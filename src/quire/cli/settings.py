@@ -76,6 +76,8 @@ class Setting:
 def settings_of(schema: type[Any]) -> Iterator[Setting]:
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
+        if field.metadata.get("internal"):
+            continue
         hint, optional, repeated = hints[field.name], False, False
         if typing.get_origin(hint) in (Union, types.UnionType):
             (hint,) = [kind for kind in typing.get_args(hint) if kind is not type(None)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -25,21 +26,23 @@ from quire.errors import RequestError
 MAX_TEMPLATE_CHARS = 1_000_000
 MAX_OUTPUT_CHARS = 64_000_000
 MAX_SECONDS = 10.0
-MAX_WORK_CHARS = 1_000_000_000
-"""Characters and items of all values that one rendering makes."""
+MAX_WORK_BYTES = 1_000_000_000
+"""Memory of all texts and lists that one rendering makes, kept or not."""
 _MAX_EXPONENT = 64
 _MAX_NUMBER = 1_000_000
 """Largest number that a filter or a text's method takes: a width, an indent or a count."""
+_MAX_INDENT = 64
+"""Largest indent of JSON, which stands before each of its lines, and longest separator."""
 _WIDTH = re.compile(r"[0-9]{7}|\*")
 """A width above `_MAX_NUMBER`, or one that is an argument."""
 
 
 @dataclass(slots=True)
 class _Budget:
-    """Holds what one rendering may still use: time until `deadline`, and `work` characters."""
+    """Holds what one rendering may still use: time until `deadline`, and `work` bytes."""
 
     deadline: float
-    work: int = MAX_WORK_CHARS
+    work: int = MAX_WORK_BYTES
 
     def spend(self, size: int) -> None:
         self.work -= size
@@ -130,11 +133,11 @@ class _Environment(ImmutableSandboxedEnvironment):
     def concat(parts: Iterable[str]) -> str:
         """Joins what a block, a macro or `~` puts out."""
         joined = list(parts)
-        size = sum(map(len, joined))
-        if size > MAX_OUTPUT_CHARS:
+        if sum(map(len, joined)) > MAX_OUTPUT_CHARS:
             raise jinja2.TemplateError("a text is too large")
-        _spend(size)
-        return "".join(joined)
+        text = "".join(joined)
+        _spend(sys.getsizeof(text))
+        return text
 
     @staticmethod
     def concat_values(*values: Any) -> str:
@@ -158,7 +161,8 @@ def _spend(size: int) -> None:
 
 
 def _spent(value: Any) -> Any:
-    _spend(_size(value))
+    if isinstance(value, (str, bytes, list, tuple)):
+        _spend(sys.getsizeof(value))
     return value
 
 
@@ -229,7 +233,10 @@ def _bounded(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _size(value: Any) -> int:
-    return len(value) if isinstance(value, (str, bytes, list, tuple)) else 0
+    """Returns a text's characters, or 8 for each item of a list."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return 8 * len(value) if isinstance(value, (list, tuple)) else 0
 
 
 def _factor(value: Any) -> int:
@@ -243,6 +250,9 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    for size in (indent, *(separators or ())):
+        if (len(size) if isinstance(size, str) else size or 0) > _MAX_INDENT:
+            raise jinja2.TemplateError(f"an indent or separator may be at most {_MAX_INDENT} long")
     # Jinja's own filter escapes characters of HTML, which prompts must not have.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar
 
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.beam_search import BeamSearch, BeamSearchSequence
+from quire.disagg.facts import KVFacts
+from quire.disagg.messages import Grant, PromptRequest, Welcome
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
 from quire.engine.messages import (
@@ -17,6 +20,9 @@ from quire.engine.messages import (
     ChangeAdapters,
     Failure,
     GetSnapshot,
+    GrantPrompt,
+    PeerReply,
+    ShakeHands,
 )
 from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.remote_engine import RemoteEngine
@@ -27,7 +33,13 @@ from quire.engine.stats import EngineStats
 from quire.engine.streams import RequestStream
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
-from quire.errors import BrokenLogitsError, EngineDeadError, QuireError, RequestError
+from quire.errors import (
+    BrokenLogitsError,
+    EngineDeadError,
+    PromptTooLongError,
+    QuireError,
+    RequestError,
+)
 from quire.executor import OnProgress
 from quire.pooling_params import PoolingParams
 from quire.request import FinishReason
@@ -35,6 +47,8 @@ from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.structured import Compiler, build_compiler
 
 __all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
+
+Wanted = TypeVar("Wanted", Welcome, Grant)
 
 _LONG_TEXT = 2000
 """Characters of a prompt above which it is tokenized off the event loop."""
@@ -320,6 +334,9 @@ class EngineClient:
 
     async def _ids(self, prompt: str | Sequence[int] | Int32, params: SamplingParams) -> Int32:
         """Returns the prompt's token ids. A long text is tokenized off the event loop."""
+        limit = self.config.scheduler.max_model_len
+        if not isinstance(prompt, str) and len(prompt) >= limit:
+            raise PromptTooLongError(len(prompt), limit)  # before it is copied
         if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
             return await asyncio.to_thread(prompt_ids, prompt, params, self.config, self.tokenizer)
         return prompt_ids(prompt, params, self.config, self.tokenizer)
@@ -384,6 +401,29 @@ class EngineClient:
         """
         return await self._replicas.reset_prefix_cache()
 
+    async def shake_hands(self, facts: KVFacts) -> Welcome:
+        """Compares another engine's facts with those of this one.
+
+        Raises:
+            PeerMismatchError: they differ.
+            RequestError: this engine computes no prompts for others.
+            EngineDeadError: the engine is gone.
+        """
+        engine = self._replicas.first_alive
+        reply: PeerReply = await engine.ask(lambda call: ShakeHands(call, facts))
+        return _wanted(reply, reply.welcome)
+
+    async def grant(self, asked: PromptRequest, *, tenant: str, share: float) -> Grant:
+        """Has a prompt computed for another engine, which then fetches its KV.
+
+        Raises:
+            PeerMismatchError: the engine is not the one that was meant.
+            RequestError, OverloadedError, EngineDeadError: as `generate`.
+        """
+        engine = self._replicas.first_alive
+        reply: PeerReply = await engine.ask(lambda call: GrantPrompt(call, asked, tenant, share))
+        return _wanted(reply, reply.grant)
+
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the adapters that all engines which are alive have told of."""
@@ -427,3 +467,10 @@ class EngineClient:
         engine = self._replicas.first_alive
         snapshot: Snapshot = await engine.ask(lambda call: GetSnapshot(call, tokens))
         return snapshot
+
+
+def _wanted(reply: PeerReply, found: Wanted | None) -> Wanted:
+    """Returns what a reply has. Raises its failure."""
+    if found is None:
+        raise QuireError("no answer") if reply.failure is None else reply.failure.error()
+    return found

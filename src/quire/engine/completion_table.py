@@ -14,6 +14,9 @@ from quire.engine.socket_server import Connection
 from quire.request import Request
 from quire.scheduler import Progress, StepProgress
 
+_NOBODY = -1
+"""The client of a lane whose request is no client's."""
+
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
@@ -66,9 +69,11 @@ class CompletionTable:
             self._by_id[request.request_id] = Completion(client, handle + index, index)
         client.handles[handle] = len(requests)
 
-    def end(self, request: Request) -> Completion:
-        """Removes a completion that has ended."""
-        completion = self._by_id.pop(request.request_id)
+    def end(self, request: Request) -> Completion | None:
+        """Removes a completion that has ended; returns None for a request of no client."""
+        completion = self._by_id.pop(request.request_id, None)
+        if completion is None:
+            return None
         handles, handle = completion.client.handles, completion.handle - completion.sample_index
         left = handles.get(handle, 1) - 1
         if left:
@@ -98,7 +103,10 @@ class CompletionTable:
             self.end(progress.requests[place])
 
     def _enter(self, lane: np.int32, request: Request) -> None:
-        completion = self._by_id[request.request_id]
+        completion = self._by_id.get(request.request_id)
+        if completion is None:  # the engine computes it for a peer
+            self._clients[lane] = _NOBODY
+            return
         self._handles[lane] = completion.handle
         self._clients[lane] = completion.client.number
         self._reported[lane] = completion.reported

@@ -224,10 +224,14 @@ class EngineCore:
                     self._forget_ended(request.request_id.rpartition("/")[0])
 
     def _wait_for_news(self) -> None:
-        fds = [fd for feature in self._loop_features for fd in feature.fds()]
-        if fds:
-            select.select(fds, [], [], _IDLE)
-        self._poll(0.0 if fds else _IDLE)
+        if self.fds:
+            select.select(self.fds, [], [], _IDLE)
+        self._poll(0.0 if self.fds else _IDLE)
+
+    @property
+    def fds(self) -> list[int]:
+        """Descriptors that become readable when features have news."""
+        return [fd for feature in self._loop_features for fd in feature.fds()]
 
     def take_failures(self) -> list[Failure]:
         """Returns the requests that had to end by an error of their own, each once."""

@@ -99,7 +99,7 @@ class Detokenizer:
             while open_bytes > 0:
                 end -= 1
                 open_bytes -= len(pieces[end])
-            if end > start:
+            if end > start or end == 0:
                 return tail[start:end], tail[end:]
         return [id for id, piece in zip(tail, pieces, strict=True) if _whole(piece)], []
 

@@ -51,6 +51,10 @@ FEATURES = (
         wanted=lambda config: config.args.host_cache_gb > 0.0,
     ),
     FeatureEntry(
+        _imported("quire.disagg.loop:DisaggLoop"),
+        wanted=lambda config: config.args.kv_peers is not None,
+    ),
+    FeatureEntry(
         _imported("quire.speculation:open_speculation"),
         _imported("quire.speculation.hook:open_hook"),
         wanted=lambda config: config.args.speculates,

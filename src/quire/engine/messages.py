@@ -11,6 +11,8 @@ import msgspec
 from quire import errors
 from quire.arrays import Float32, Int32, decode_array, encode_array
 from quire.config import EngineArgs, EngineConfig
+from quire.disagg.facts import KVFacts
+from quire.disagg.messages import Grant, PromptRequest, Welcome
 from quire.engine.snapshot import Snapshot
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, QuireError, RequestError
@@ -120,6 +122,23 @@ class ChangeAdapters(msgspec.Struct, tag=True):
     in_place: bool = False
 
 
+class ShakeHands(msgspec.Struct, tag=True):
+    """Compares another engine's facts with this one's; answered by `PeerAnswer`."""
+
+    call: int
+    facts: KVFacts
+
+
+class GrantPrompt(msgspec.Struct, tag=True):
+    """Has a prompt computed for another engine; answered by `PeerAnswer`. tenant, share: see
+    `Request`."""
+
+    call: int
+    asked: PromptRequest
+    tenant: str = ""
+    share: float = 1.0
+
+
 class Ping(msgspec.Struct, tag=True):
     """Asks for a `Pong`, which comes when the loop turns."""
 
@@ -130,7 +149,7 @@ class Shutdown(msgspec.Struct, tag=True):
 
 ToEngine = (
     Start | Hello | AddRequest | AbortRequest | GetStats | GetSnapshot | ResetPrefixCache
-    | ChangeAdapters | Ping | Shutdown
+    | ChangeAdapters | ShakeHands | GrantPrompt | Ping | Shutdown
 )  # fmt: skip
 
 
@@ -217,6 +236,19 @@ class AdaptersChanged(msgspec.Struct, tag=True):
     failure: Failure | None = None
 
 
+class PeerReply(msgspec.Struct):
+    """welcome, grant: what was asked for, or failure: why not."""
+
+    welcome: Welcome | None = None
+    grant: Grant | None = None
+    failure: Failure | None = None
+
+
+class PeerAnswer(msgspec.Struct, tag=True):
+    call: int
+    reply: PeerReply
+
+
 class AdapterNames(msgspec.Struct, tag=True):
     """Tells all clients which adapters there are."""
 
@@ -229,7 +261,7 @@ class Pong(msgspec.Struct, tag=True):
 
 FromEngine = (
     Loading | Ready | Failed | RequestRefused | StepOutputs | StatsReply | SnapshotReply
-    | PrefixCacheReset | AdaptersChanged | AdapterNames | Pong
+    | PrefixCacheReset | AdaptersChanged | AdapterNames | PeerAnswer | Pong
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)

@@ -108,6 +108,7 @@ def run_node(args: EngineArgs) -> None:
 
 def _start(args: EngineArgs, index: int) -> subprocess.Popen[bytes]:
     """Connects a worker to the engine, for which it waits, and starts its process."""
+    logger.info("waiting for the engine at %s:%d", args.master_addr, args.master_port)
     while True:
         try:
             connected = socket.create_connection((args.master_addr, args.master_port))

@@ -12,9 +12,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
+from quire.arrays import int32
+from quire.disagg.facts import KVFacts
+from quire.disagg.messages import Grant
 from quire.engine.builder import build_core, resolve
 from quire.engine.completion_table import Client, CompletionTable
 from quire.engine.core import EngineCore
@@ -29,14 +32,18 @@ from quire.engine.messages import (
     FromEngine,
     GetSnapshot,
     GetStats,
+    GrantPrompt,
     Hello,
     Loading,
+    PeerAnswer,
+    PeerReply,
     Ping,
     Pong,
     PrefixCacheReset,
     Ready,
     RequestRefused,
     ResetPrefixCache,
+    ShakeHands,
     Shutdown,
     SnapshotReply,
     Start,
@@ -46,12 +53,21 @@ from quire.engine.messages import (
 )
 from quire.engine.snapshot import take_snapshot
 from quire.engine.socket_server import Connection, SocketServer
-from quire.errors import OverloadedError, QuireError, RequestError
+from quire.errors import OverloadedError, PeerMismatchError, QuireError, RequestError
+from quire.sampling_params import SamplingParams
 
 _ORPHAN_CHECK = 0.5
 """Seconds between checks that the owner still lives."""
 _LAST_MESSAGES = 1.0
 """Seconds that clients have to read the last messages."""
+
+
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
+"""Parameters of a request whose prompt is wanted, not its answer."""
+
+
+def _no_prompts() -> RequestError:
+    return RequestError("this server computes no prompts for others (role)", code="wrong_role")
 
 
 class Clients:
@@ -132,6 +148,8 @@ class EngineProcess:
         config = resolve(message.args)
         self._completions = CompletionTable(config.scheduler.max_num_seqs)
         self._core = build_core(config, progress, tenants=True)
+        for descriptor in self._core.fds:
+            self._server.watch(descriptor)
         # What stands now stands for good: the collector need not walk it again and again.
         gc.collect()
         gc.freeze()
@@ -196,6 +214,10 @@ class EngineProcess:
                 self._send(client, PrefixCacheReset(call, whole))
             case ChangeAdapters():
                 self._change_adapters(client, message)
+            case ShakeHands(call, facts):
+                self._answer_peer(client, call, lambda: self._shake_hands(facts))
+            case GrantPrompt(call):
+                self._answer_peer(client, call, lambda: self._grant(message))
             case Hello():
                 self._greet(client)
             case Shutdown():
@@ -225,6 +247,40 @@ class EngineProcess:
             self._send(client, RequestRefused(message.handle, Failure.of(error)))
             return
         self.completions.add(client, message.handle, requests)
+
+    def _answer_peer(self, client: Client, call: int, ask: Callable[[], PeerReply]) -> None:
+        try:
+            reply = ask()
+        except (RequestError, OverloadedError, PeerMismatchError) as error:
+            reply = PeerReply(failure=Failure.of(error))
+        self._send(client, PeerAnswer(call, reply))
+
+    def _shake_hands(self, facts: KVFacts) -> PeerReply:
+        welcome = self.core.control({"op": "handshake", "facts": facts})
+        if welcome is None:
+            raise _no_prompts()
+        return PeerReply(welcome=welcome)
+
+    def _grant(self, message: GrantPrompt) -> PeerReply:
+        """Adds a request whose blocks, not its tokens, are wanted."""
+        grant: Grant | None = self.core.control({"op": "grant", "asked": message.asked})
+        if grant is None:
+            raise _no_prompts()
+        tokens = int32(message.asked.tokens)
+        try:
+            self.core.add(
+                grant.name,
+                tokens,
+                _ONE_TOKEN,
+                max_total=len(tokens) + 1,
+                cache_salt=message.asked.cache_salt,
+                tenant=message.tenant,
+                share=message.share,
+            )
+        except (RequestError, OverloadedError):
+            self.core.control({"op": "revoke", "name": grant.name})
+            raise
+        return PeerReply(grant=grant)
 
     def _change_adapters(self, client: Client, message: ChangeAdapters) -> None:
         op = "unload_adapter" if message.path is None else "load_adapter"
@@ -259,6 +315,8 @@ class EngineProcess:
             self._answer_changes()
         for request, error in self.core.take_failures():
             completion = self.completions.end(request)
+            if completion is None:
+                continue
             refusal = RequestRefused(completion.handle, Failure.of(error))
             self._send(completion.client, refusal)
         if progress is not None:

@@ -11,7 +11,6 @@ import torch
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
 from quire.executor import OnProgress
-from quire.layers.experts import ExpertsSpec
 from quire.models import Decoder, ModelSpec, build_model
 from quire.models.stages import stage_layers
 from quire.parallel import SingleGroup
@@ -168,7 +167,7 @@ def _check_nodes(args: EngineArgs) -> None:
 
 
 def has_experts(spec: ModelSpec) -> bool:
-    return any(isinstance(layer.ffn, ExpertsSpec) for layer in spec.layers)
+    return any(getattr(layer.ffn, "experts", 0) for layer in spec.layers)
 
 
 def obstacle(

@@ -18,6 +18,7 @@ from quire.engine.messages import (
     FromEngine,
     Hello,
     Loading,
+    PeerAnswer,
     Pong,
     PrefixCacheReset,
     Ready,
@@ -175,6 +176,7 @@ class RemoteEngine:
                 | SnapshotReply(call, found)
                 | PrefixCacheReset(call, found)
                 | AdaptersChanged(call, found)
+                | PeerAnswer(call, found)
             ):
                 answer = self._calls.get(call)
                 if answer is not None and not answer.done():

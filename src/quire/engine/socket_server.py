@@ -17,6 +17,7 @@ from quire.engine.framing import FrameDecoder, framed
 
 _READ_BYTES = 1 << 18
 _BACKLOG = 64
+_WATCHED = object()
 
 
 class Connection:
@@ -50,23 +51,34 @@ class SocketServer:
         self._connections: set[Connection] = set()
         self._arrived: deque[tuple[Connection, bytes | None]] = deque()
 
+    def watch(self, descriptor: int) -> None:
+        """Makes `receive` return also when this descriptor is readable."""
+        self._selector.register(descriptor, selectors.EVENT_READ, _WATCHED)
+
     def receive(self, *, wait: bool) -> tuple[Connection, bytes | None] | None:
-        """Returns the next message and its connection; None if there is none.
+        """Returns the next message and its connection; None if there is none, or a watched
+        descriptor is readable.
 
         The message is None, once, when its connection has ended.
 
         Args:
             wait: sleeps until there is a message.
         """
-        while not self._arrived:
-            self._poll(None if wait else 0.0)
+        woken = False
+        while not self._arrived and not woken:
+            woken = self._poll(None if wait else 0.0)
             if not wait:
                 break
         return self._arrived.popleft() if self._arrived else None
 
-    def _poll(self, timeout: float | None) -> None:
+    def _poll(self, timeout: float | None) -> bool:
+        """Handles what is ready; returns whether a watched descriptor is."""
+        woken = False
         for key, events in self._selector.select(timeout):
             connection = key.data
+            if connection is _WATCHED:
+                woken = True
+                continue
             if connection is None:
                 self._accept()
                 continue
@@ -74,6 +86,7 @@ class SocketServer:
                 self._flush(connection)
             if events & selectors.EVENT_READ and connection in self._connections:
                 self._read(connection)
+        return woken
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it has left already

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.disagg.disagg_stats import DisaggStats
 from quire.engine.telemetry import Histogram
 from quire.offload.tier_stats import TierStats
 from quire.speculation.source_stats import SpeculationStats
@@ -27,8 +28,8 @@ class EngineStats(msgspec.Struct):
     broken_logits: completions that ended as their logits were not numbers.
     evicted_blocks: evicted from the device's cache. copied_blocks: shared only in part.
     swapped: preemptions after which blocks were to be brought back rather than computed again.
-    tiers, speculation: None without any. adapters: see `AdapterFeature.stats`. ranks: empty where
-        there is one. histograms: see `Telemetry`.
+    tiers, disagg, speculation: None without any. adapters: see `AdapterFeature.stats`. ranks: empty
+        where there is one. histograms: see `Telemetry`.
     """
 
     running: int = 0
@@ -49,6 +50,7 @@ class EngineStats(msgspec.Struct):
     generation_tokens: int = 0
     broken_logits: int = 0
     tiers: TierStats | None = None
+    disagg: DisaggStats | None = None
     adapters: dict[str, float] = {}
     speculation: SpeculationStats | None = None
     ranks: list[RankStats] = []

@@ -91,19 +91,16 @@ class Tokenizer:
 
         Args:
             add_special_tokens: adds the tokenizer's own special tokens (a BOS, say).
-            most: refuses a text that is longer than this many tokens can be, before it is
-                tokenized.
+            most: refuses a text that has more tokens, where less than the whole of it tells.
 
         Raises:
             RequestError: the text is too long, or cannot be tokenized.
         """
-        if most is not None and len(text) > most and len(text) > most * self.longest:
-            raise RequestError(
-                f"The prompt has {len(text)} characters, which are more than this model's maximum "
-                f"context length of {most} tokens can hold.",
-                "prompt",
-                "context_length_exceeded",
-            )
+        if most is not None and len(text) > most:
+            # Few texts are as long.
+            from quire.engine.text_length import check_length
+
+            check_length(text, most, self.longest, self.encode)
         try:
             # `encode` would hold the interpreter's lock all the while.
             (found,) = self.hub.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -117,7 +114,9 @@ class Tokenizer:
         _ = self.longest
 
     def decode(self, ids: Sequence[int] | Int32, skip_special_tokens: bool = True) -> str:
-        return str(self.hub.decode([int(id) for id in ids], skip_special_tokens))
+        # `decode` would hold the interpreter's lock, as `encode` would.
+        (text,) = self.hub.decode_batch([[int(id) for id in ids]], skip_special_tokens)
+        return str(text)
 
     def piece(self, id: int) -> str | None:
         """Returns a token as the vocabulary writes it, None if there is none."""

@@ -25,7 +25,7 @@ def model_quantization(
         ModelError: the checkpoint is quantized in a way that is not known.
         ConfigError: a quantization is wanted of what is quantized already.
     """
-    folder = Path(folder)
+    folder, config = Path(folder), {**(config.get("text_config") or {}), **config}
     if any(map(config.get, _KEYS)) or any((folder / name).is_file() for name in _FILES):
         # Imported here: most models are not quantized.
         from quire.models.quantized_checkpoint import checkpoint_quantization

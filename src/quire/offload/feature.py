@@ -212,7 +212,7 @@ class OffloadFeature(Feature):
             return []
         job = Job(Kind.IN, run, loading, loaded=min(wanted.loaded, len(run)))
         wanted.loaded = 0
-        self._send(job, "in", "host", slots, blocks=loading.blocks)
+        self._send(job, "in", "host", slots, blocks=loading.blocks[0])
         return [job]
 
     @property
@@ -270,11 +270,11 @@ class OffloadFeature(Feature):
         return idle and bool(self._jobs)
 
     def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
-        self.counts.transfer_failures += len(failed)
-        for id in finished:
-            self._end(self._jobs.pop(id), True)
-        for id in failed:
-            self._end(self._jobs.pop(id), False)
+        self.counts.transfer_failures += sum(id in self._jobs for id in failed)
+        for ids, good in ((finished, True), (failed, False)):
+            for id in ids:
+                if id in self._jobs:  # else it is another feature's
+                    self._end(self._jobs.pop(id), good)
 
     def _end(self, job: Job, good: bool) -> None:
         for block_hash in job.hashes:

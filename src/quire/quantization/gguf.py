@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.extras import installing
 from quire.ops import Weight, WeightFormat
 from quire.quantization.fields import Settings, Tensors, refused
 from quire.quantization.packed import put
@@ -155,7 +156,7 @@ def library() -> Any:
         import gguf
     except ImportError as error:
         raise ConfigError(
-            "GGUF files are read with a library: pip install 'quire[gguf]'", "model"
+            f"GGUF files are read with a library; {installing('gguf')}", "model"
         ) from error
     return gguf
 

@@ -42,7 +42,7 @@ class _Models(msgspec.Struct):
     data: list[ModelEntry] = []
 
 
-class _Load(msgspec.Struct):
+class _ReplicaLoad(msgspec.Struct):
     running: int
     waiting: int
     kv_tokens: int | None = None
@@ -124,7 +124,7 @@ class Fleet:
 
     @property
     def model(self) -> Model | None:
-        """What the fleet serves: what its first replica does that stays."""
+        """The model of its first replica that stays."""
         found = (r.model for r in self if r.model is not None and not r.leaving)
         return next(found, None)
 
@@ -223,7 +223,7 @@ class Fleet:
             models = msgspec.json.decode(await self._ask(replica, b"/v1/models"), type=_Models)
             # Adapters come and go on each server by itself.
             replica.model = frozenset(m for m in models.data if m.parent is None)
-        load = msgspec.json.decode(await self._ask(replica, b"/load"), type=_Load)
+        load = msgspec.json.decode(await self._ask(replica, b"/load"), type=_ReplicaLoad)
         replica.reported = load.running + load.waiting
         if load.kv_tokens is not None:
             replica.state.has_room(load.kv_tokens)

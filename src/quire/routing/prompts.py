@@ -21,7 +21,7 @@ _MOST_PIECES = 1024
 
 
 class _Body(msgspec.Struct):
-    """What of a body stands before what its model writes, in the order of most templates."""
+    """The parts of a body that stand before an answer, in the order of most templates."""
 
     model: msgspec.Raw = msgspec.Raw(b"")
     cache_salt: msgspec.Raw = msgspec.Raw(b"")

@@ -12,7 +12,7 @@ from quire.engine.router import Placement
 from quire.routing.fleet import Fleet, RoutedReplica
 from quire.routing.metrics import RouterMetrics
 from quire.routing.prompts import Prompt, read_prompt
-from quire.routing.upstream import Answer, Headers, ReplicaLostError
+from quire.routing.upstream import Headers, ReplicaAnswer, ReplicaLostError
 from quire.server.errors import ApiError
 
 Scope = MutableMapping[str, Any]
@@ -124,7 +124,7 @@ class Proxy:
             return False
         return any(replica.able and replica not in tried for replica in self._fleet)
 
-    async def _send(self, replica: RoutedReplica, scope: Scope, body: bytes) -> Answer:
+    async def _send(self, replica: RoutedReplica, scope: Scope, body: bytes) -> ReplicaAnswer:
         headers: Headers = [
             (name, value)
             for name, value in scope["headers"]
@@ -138,7 +138,7 @@ class Proxy:
         return await replica.upstream.send(scope["method"], target, headers, body)
 
     async def _return(
-        self, replica: RoutedReplica, answer: Answer, placement: Placement, send: Send
+        self, replica: RoutedReplica, answer: ReplicaAnswer, placement: Placement, send: Send
     ) -> None:
         kept = [(name, v) for name, v in answer.headers if name not in _OF_A_CONNECTION]
         await send({"type": "http.response.start", "status": answer.status, "headers": kept})

@@ -74,7 +74,7 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
         )
         host, port = sock.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
-        server = _Server(config, lambda: on_ready(f"http://{address}:{port}"))
+        server = _RouterServer(config, lambda: on_ready(f"http://{address}:{port}"))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, server.handle_exit, number, None)
@@ -83,7 +83,7 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
         await fleet.close()
 
 
-class _Server(uvicorn.Server):
+class _RouterServer(uvicorn.Server):
     """uvicorn's server without its signal handling: it would raise signals again at its end."""
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:

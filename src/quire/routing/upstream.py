@@ -140,7 +140,7 @@ class _Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
 
-class Answer:
+class ReplicaAnswer:
     """A replica's answer. `close` must be called once, whether or not the body was read."""
 
     def __init__(self, upstream: Upstream, connection: _Connection) -> None:
@@ -182,7 +182,9 @@ class Upstream:
         self._connect_timeout = connect_timeout
         self._idle: deque[_Connection] = deque()
 
-    async def send(self, method: str, target: bytes, headers: Headers, body: bytes) -> Answer:
+    async def send(
+        self, method: str, target: bytes, headers: Headers, body: bytes
+    ) -> ReplicaAnswer:
         """Sends a request and waits for the head of its answer. headers: without those of the
         connection. Raises ReplicaLostError."""
         lines = [method.encode(), b" ", self._base + target, b" HTTP/1.1\r\nhost: "]
@@ -195,7 +197,7 @@ class Upstream:
             connection.begin(data, bare=method == "HEAD")
             try:
                 await connection.head()
-                return Answer(self, connection)
+                return ReplicaAnswer(self, connection)
             except ReplicaLostError:
                 # A kept connection may have been closed meanwhile: then nothing was computed.
                 if fresh or not connection.silent:

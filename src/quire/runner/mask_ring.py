@@ -43,7 +43,7 @@ class MaskRing:
             size = self.size(depth, rows, words)
             memory = torch.zeros(size, dtype=torch.int8, pin_memory=pinned).numpy()
         elif device.type == "cuda":
-            _pin(memory)
+            pin(memory)
         self._memory = torch.from_numpy(memory)
         self.flags = self._memory[: 8 * depth].view(torch.int64)
         self.masks = self._memory[8 * depth :].view(torch.int32).view(depth * rows, words)
@@ -97,7 +97,7 @@ class MaskRing:
             self._brought.notify_all()
 
 
-def _pin(memory: np.ndarray[tuple[int], np.dtype[np.int8]]) -> None:
+def pin(memory: np.ndarray[tuple[int], np.dtype[np.int8]]) -> None:
     """Lets the device read memory that several processes map."""
     address, size = memory.ctypes.data, memory.nbytes
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.executor import FULL_STEP, Capacity, Measurement, OnProgress, StepSeconds
 from quire.parallel import ProcessGroup, SingleGroup
-from quire.plan import Admit, HeadInputs, KVGroup, RowFlag, StepPlan, StepResult, Transfer
+from quire.plan import Admit, HeadInputs, KVGroup, RowFlag, StepPlan, StepResult
 from quire.runner import memory
 from quire.runner.hooks import Hook, Level
 from quire.runner.hooks.acceptance import Acceptance
@@ -34,34 +34,11 @@ from quire.runner.readback import Step
 from quire.runner.state import BatchState, ColumnSpec, Limits
 from quire.runner.upload import PinnedRing, Upload, ragged
 
+if TYPE_CHECKING:
+    from quire.runner.transfer.places import KVTransfer
+
 _LOGIT_ROWS = 64
 """Logit rows that a step has at least, if rows have drafts and all lanes' drafts need them."""
-
-
-class BlockTransfers(Protocol):
-    """Moves KV blocks between the device and other places.
-
-    slots: blocks that the nearest of them holds.
-    """
-
-    @property
-    def slots(self) -> int: ...
-
-    def start(self, transfers: Sequence[Transfer], direction: str) -> None:
-        """Launches the transfers of one direction."""
-        ...
-
-    def ended(self, patient: bool) -> tuple[list[int], list[int]]:
-        """Returns the ids of those that finished and failed since the last call."""
-        ...
-
-    def disk_keys(self) -> Int32:
-        """Returns the keys of blocks in files, int32 [n, 4]."""
-        ...
-
-    def close(self) -> None:
-        """Waits for what is being copied. Idempotent."""
-        ...
 
 
 _LATE_HOOKS = {"logprobs": "SampledLogprobs", "prompt_logprobs": "PromptLogprobs"}
@@ -95,7 +72,7 @@ class ModelRunner:
         self._graphs: CapturedPrograms | None = None
         # What the head must do for each lane's request, a `Level`.
         self._levels = np.zeros(self.limits.lanes, dtype=np.int8)
-        self._transfer: BlockTransfers | None = None
+        self._transfer: KVTransfer | None = None
         self._pinned = PinnedRing(self.device, config.scheduler.steps_in_flight + 1)
         self._seconds: dict[str, float] = {}
         self._policy = ops.Policy(
@@ -137,11 +114,11 @@ class ModelRunner:
             head_scales=self._head_scales(self._kv_format),
         )
         self._num_blocks = num_blocks
-        if self.config.args.host_cache_gb:
+        if self.config.args.host_cache_gb or self.config.args.kv_peers is not None:
             # Few engines have other places for blocks.
-            from quire.runner.transfer.places import open_transfer
+            from quire.runner.transfer.places import open_places
 
-            self._transfer = open_transfer(self.config, self.cache, num_blocks)
+            self._transfer = open_places(self.config, self.cache, self.model.spec, self.group)
         self._prepare(self._groups)
 
     def capture(self) -> Capacity:
@@ -155,11 +132,10 @@ class ModelRunner:
         with ops.use_policy(self._policy):
             for hook in self._features:
                 step_seconds |= hook.seconds(self.program, self._graphs)
-        slots = 0 if self._transfer is None else self._transfer.slots
         return Capacity(
             self._groups,
             self._num_blocks,
-            host_blocks=slots,
+            host_blocks=0 if self._transfer is None else self._transfer.slots,
             seconds=self._seconds,
             full_step=full,
             logit_rows=self.limits.logit_rows,
@@ -447,11 +423,9 @@ class ModelRunner:
             hook.bring(inputs)
 
     def control(self, message: dict[str, Any]) -> Any:
-        """Asks the hooks, in order; the first answer that is not None counts."""
-        if self._transfer is not None and message.get("op") == "disk_keys":
-            return self._transfer.disk_keys()
-        for hook in self.hooks:
-            answer = hook.on_control(message)
+        """Asks the places of blocks, then the hooks; the first answer that is not None counts."""
+        for part in (self._transfer, *self.hooks):
+            answer = None if part is None else part.on_control(message)
             if answer is not None:
                 return answer
         raise QuireError(f"unknown control message {message.get('op')!r}")

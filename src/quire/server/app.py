@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from quire import __version__
 from quire.errors import QuireError
-from quire.server import management
+from quire.server import management, peers
 from quire.server.anthropic.routes import count_tokens, create_message
 from quire.server.args import ServerArgs
 from quire.server.batch.service import BatchService
@@ -190,6 +190,8 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/load", management.load, methods=["GET"])
     app.add_api_route("/server_info", management.server_info, methods=["GET"])
     app.add_api_route("/reset_prefix_cache", management.reset_prefix_cache, methods=["POST"])
+    app.add_api_route("/kv/handshake", peers.handshake, methods=["POST"])
+    app.add_api_route("/kv/prefill", peers.prefill, methods=["POST"])
     app.add_api_route("/sleep", management.sleep, methods=["POST"])
     app.add_api_route("/wake_up", management.wake_up, methods=["POST"])
     app.add_api_route("/is_sleeping", management.is_sleeping, methods=["GET"])

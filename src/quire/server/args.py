@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
+from quire.extras import installing
+from quire.http_client import HttpClient
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -33,7 +35,7 @@ def check_endpoint(endpoint: str) -> None:
     for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
         if not _is_installed(package):
             raise ConfigError(
-                f"otlp_endpoint needs the package {package}: pip install 'quire[otel]'",
+                f"otlp_endpoint needs the package {package}; {installing('otel')}",
                 "otlp_endpoint",
             )
 
@@ -61,15 +63,18 @@ class ApiArgs:
         None, "File with a Jinja chat template to use instead of the model's own."
     )
     tool_call_parser: Literal[
-        "auto", "none", "apertus", "command", "deepseek_v3", "deepseek_v31", "functionary", "glm45",
-        "granite", "hermes", "kimi_k2", "lfm2", "llama3_json", "minimax_m2", "mistral", "phi4_mini",
-        "pythonic", "qwen3_xml", "seed_oss",
+        "auto", "none", "apertus", "command", "deepseek_v3", "deepseek_v31", "functionary",
+        "functiongemma", "gemma4", "glm45", "gpt_oss", "granite", "hermes", "kimi_k2", "lfm2",
+        "llama3_json", "minimax_m2", "mistral", "phi4_mini", "pythonic", "qwen3_xml", "seed_oss",
     ] = _setting(
         "auto", "How the model writes tool calls. auto: as its chat template writes one."
     )  # fmt: skip
     reasoning_parser: Literal[
-        "auto", "none", "apertus", "command", "deepseek_r1", "mistral", "qwen3", "seed_oss"
-    ] = _setting("auto", "How the model sets its reasoning apart. auto: as its chat template says.")
+        "auto", "none", "apertus", "command", "deepseek_r1", "gemma4", "gpt_oss", "mistral",
+        "qwen3", "seed_oss",
+    ] = _setting(
+        "auto", "How the model sets its reasoning apart. auto: as its chat template says."
+    )  # fmt: skip
     trust_request_chat_template: bool = _setting(
         False, "Let requests bring a chat template of their own (chat_template)."
     )
@@ -194,6 +199,31 @@ class ServerArgs(ApiArgs):
         1,
         "API processes that share the port. With several, responses and chats are not stored.",
     )
+    role: Literal["prefill", "decode", "both"] = _setting(
+        "both",
+        "prefill computes prompts for others, decode has peers compute its long prompts, both does "
+        "both where it has peers.",
+    )
+    peer: tuple[str, ...] = _setting(
+        (), "URL of a server that computes prompts for this one (may be repeated)."
+    )
+    peer_key: str | None = _setting(None, "API key that the peers want.")
+    kv_transfer: Literal["sync", "async"] = _setting(
+        "sync",
+        "sync sends a prompt's KV once it is computed, async each step's behind the step.",
+    )
+    transport: str = _setting(
+        "tcp", "How KV travels. tcp: connections, and shared memory between servers of one host."
+    )
+    lease_timeout: float = _setting(
+        10.0, "Seconds without a sign of a peer after which it counts as dead."
+    )
+    kv_port: int = _setting(0, "Port at which peers fetch KV; 0 takes a free one.")
+    remote_prefill_tokens: int | None = _setting(
+        None,
+        "Fewest prompt tokens, not in the cache, for which a peer is asked. Default: as many as "
+        "fill a step.",
+    )
     otlp_endpoint: str | None = _setting(
         None,
         "Collector for OpenTelemetry traces of requests, as in http://localhost:4318 (OTLP over "
@@ -224,6 +254,7 @@ class ServerArgs(ApiArgs):
                 raise ConfigError(
                     f"{name} must be in [{least}, {most}], got {getattr(self, name)}", name
                 )
+        self._check_peers()
         if self.api_workers > 1:
             if self.batch_dir is not None:
                 raise ConfigError("batch_dir needs api_workers=1", "batch_dir")
@@ -240,6 +271,54 @@ class ServerArgs(ApiArgs):
         if self.otlp_endpoint is not None:
             check_endpoint(self.otlp_endpoint)
         self._check_listening()
+
+    def _check_peers(self) -> None:
+        self._one_of("role", "kv_transfer")
+        if self.transport != "tcp":
+            raise ConfigError(
+                "transport must be tcp (connections, and shared memory within a host), got "
+                f"{self.transport!r}",
+                "transport",
+            )
+        self._positive("lease_timeout")
+        if not 0 <= self.kv_port <= 65535:
+            raise ConfigError(f"kv_port must be in [0, 65535], got {self.kv_port}", "kv_port")
+        if self.remote_prefill_tokens is not None and self.remote_prefill_tokens < 1:
+            raise ConfigError(
+                f"remote_prefill_tokens must be at least 1, got {self.remote_prefill_tokens}",
+                "remote_prefill_tokens",
+            )
+        if self.role == "decode" and not self.peer:
+            raise ConfigError("role=decode needs a peer to ask", "peer")
+        if self.role == "prefill" and self.peer:
+            raise ConfigError("role=prefill asks no peer", "peer")
+        if self.role != "decode" and self.kv_peers is not None and self.data_parallel_size > 1:
+            raise ConfigError(
+                "an engine that computes prompts for others is alone behind its port; start a "
+                "server for each, not data_parallel_size",
+                "data_parallel_size",
+            )
+        for url in self.peer:
+            try:
+                HttpClient(url)
+            except ConfigError as error:
+                raise ConfigError(f"peer: {error}", "peer") from None
+
+    @property
+    def kv_peers(self) -> dict[str, Any] | None:
+        """The engine's settings of prefill and decode apart (`DisaggSettings`), if it has peers."""
+        if self.role == "both" and not self.peer:
+            return None
+        return {
+            "role": self.role,
+            "peers": self.peer,
+            "peer_key": self.peer_key,
+            "kv_transfer": self.kv_transfer,
+            "lease_timeout": self.lease_timeout,
+            "remote_prefill_tokens": self.remote_prefill_tokens,
+            "host": self.host if self.uds is None else "127.0.0.1",
+            "port": self.kv_port,
+        }
 
     def _check_listening(self) -> None:
         root = self.root_path

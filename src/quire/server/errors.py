@@ -17,6 +17,7 @@ from quire.errors import (
     CompilerBusyError,
     EngineDeadError,
     OverloadedError,
+    PeerMismatchError,
     QuireError,
     RequestError,
 )
@@ -175,6 +176,8 @@ def as_api_error(error: BaseException) -> ApiError:
             code="engine_dead",
             retry_after=_RESTART_SECONDS,
         )
+    if isinstance(error, PeerMismatchError):
+        return ApiError(409, str(error), code="peer_mismatch", retry=False)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
     logger.error("unexpected error", exc_info=error)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -84,7 +85,10 @@ async def load(request: Request) -> Response:
 
 async def server_info(request: Request) -> Response:
     state = _for_admins(request)
-    return json_response(ServerInfo(__version__, state.model_name, state.client.config))
+    config = state.client.config
+    if config.args.kv_peers is not None:  # it has the peers' key
+        config = replace(config, args=replace(config.args, kv_peers=None))
+    return json_response(ServerInfo(__version__, state.model_name, config))
 
 
 async def reset_prefix_cache(request: Request) -> Response:

@@ -15,7 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
-from quire.server import management
+from quire.disagg.messages import Grant, Welcome
+from quire.server import management, peers
 from quire.server.anthropic import objects as anthropic
 from quire.server.anthropic.errors import AnthropicErrorBody
 from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
@@ -172,6 +173,9 @@ ROUTES = (
           management.ServerInfo),
     Route("post", "/reset_prefix_cache", "Forget cached prefixes, for admins", None,
           management.CacheResetAnswer),
+    Route("post", "/kv/handshake", "Compare engines, before one reads blocks of the other",
+          peers.HandshakeBody, Welcome),
+    Route("post", "/kv/prefill", "Compute a prompt for another engine", peers.PrefillBody, Grant),
     Route("post", "/sleep", "Free the engine's devices, for admins", None, management.SleepState,
           query={"level": {"type": "integer", "minimum": 1, "maximum": 2}}),
     Route("post", "/wake_up", "Start the engine again, for admins", None, management.SleepState),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from starlette.requests import Request
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from quire.engine.client import EngineClient
     from quire.engine.tokenizer import Tokenizer
     from quire.server.middleware.request_context import RequestContext
+
+T = TypeVar("T")
 
 logger = logging.getLogger("quire.server")
 
@@ -50,6 +54,7 @@ class ServerState:
         sleep_level: 0 while the engine is awake. changing_sleep: it falls asleep or wakes up.
         parse_thread: parses large bodies. One thread, as parsers hold the interpreter's lock:
             several would keep the event loop waiting for each.
+        count_threads: tokenize what is not run, of any length: answers do not wait for it.
     """
 
     client: EngineClient
@@ -64,6 +69,9 @@ class ServerState:
     tracing: Tracing | None = None
     parse_thread: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="parse")
+    )
+    count_threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="count")
     )
     draining: bool = False
     sleep_level: int = 0
@@ -117,6 +125,10 @@ class ServerState:
         if Path(config.model_name).is_dir():
             return (Path(config.model_path).name,)
         return (config.model_name,)
+
+    async def count(self, work: Callable[[], T]) -> T:
+        """Tokenizes what is not run."""
+        return await asyncio.get_running_loop().run_in_executor(self.count_threads, work)
 
     def check_alive(self) -> None:
         """Raises ApiError, 503, or EngineDeadError unless there is an engine."""

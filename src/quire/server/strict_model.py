@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from quire.checks import MAX_BIAS_ENTRIES
 from quire.errors import RequestError
 
 INT32_MAX = 2**31 - 1
@@ -33,6 +34,8 @@ def _token_ids(bias: Any) -> Any:
     """Checks a map of token ids to numbers up to the first error."""
     if not isinstance(bias, dict):
         return bias
+    if len(bias) > MAX_BIAS_ENTRIES:
+        raise RequestError(f"it has {len(bias)} entries, at most {MAX_BIAS_ENTRIES} are allowed.")
     for token, value in bias.items():
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
             raise RequestError(
@@ -83,9 +86,32 @@ def _short(metadata: dict[str, str]) -> dict[str, str]:
 Metadata = Annotated[dict[str, str], Field(max_length=16), AfterValidator(_short)]
 
 
+def _texts_or_ids(value: Any) -> Any:
+    """Checks the shape of prompts up to the first error."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _fits(value)):
+        return value
+    raise RequestError(
+        f"it must be a string, a list of token ids (integers from 0 to {INT32_MAX}), or a "
+        "non-empty list of either."
+    )
+
+
+def _fits(value: list[Any]) -> bool:
+    if type(value[0]) is int:
+        return _is_ids(value)
+    return all(
+        isinstance(item, str) or (isinstance(item, list) and _is_ids(item)) for item in value
+    )
+
+
+def _is_ids(items: list[Any]) -> bool:
+    return bool(items) and all(type(item) is int and 0 <= item <= INT32_MAX for item in items)
+
+
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}}
 TextsOrIds = Annotated[
     Any,
+    AfterValidator(_texts_or_ids),
     WithJsonSchema(
         {
             "anyOf": [
@@ -96,7 +122,7 @@ TextsOrIds = Annotated[
         }
     ),
 ]
-"""A string, token ids, or a list of either; read by `convert.prompts_of`."""
+"""A string, token ids, or a list of either, which is not empty; read by `convert.prompts_of`."""
 
 
 class StrictModel(BaseModel):

@@ -1,10 +1,11 @@
 """Speculative decoding: tokens are drafted cheaply and verified several at once, in one step.
 
-`settings.py` reads what users ask for. Two sources draft: `lookup.py` finds how the text went on
-where it stood before, on the host; `hook.py` runs a second model, on the device. `draft_count.py`
-decides how many drafts each row verifies; `feature.py` follows the running requests and brings
-drafts into plans. What a draft says never changes a token (`StepPlan`), so all of this is about
-speed alone.
+`settings.py` reads what users ask for. On the host, `lookup.py` finds how the text went on where it
+stood before, and the prefix tree how texts that begin alike did. On the device, `draft_model.py`
+runs a second model, or `draft_head.py` layers that go on from the target's hidden states; both are
+a `drafter.py`. `draft_count.py` decides how many drafts each row verifies; `feature.py` follows the
+running requests and brings drafts into plans, `device_source.py` what the device needs to know.
+What a draft says never changes a token (`StepPlan`), so all of this is about speed alone.
 """
 
 from quire.speculation.feature import SpeculationFeature, open_speculation

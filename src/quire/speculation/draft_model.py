@@ -157,9 +157,6 @@ class DraftModel(Drafter):
             lanes = int32([admit.lane for admit in plan.admits])
             computed = int32([admit.computed for admit in plan.admits])
             upload.put_lines(self._position, lanes, computed)
-        if self._rows is not None:
-            # First passes have kernels of rows of several tokens.
-            self._rows.longest = max(2, self._rows.longest)
         self._chunks = None
         if DRAFT_CHUNKS in plan.writes:
             lanes, lengths = plan.writes[DRAFT_CHUNKS]

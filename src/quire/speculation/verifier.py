@@ -26,6 +26,13 @@ class Verifier(Hook):
 
     def bind(self, state: BatchState) -> None:
         self._state = state
+        # On the device, where captured heads read it, so that a benchmark may change it.
+        self._shares = torch.zeros(1, dtype=torch.int64, device=state.device)
+        self.simulate(self._simulated or 0.0)
+
+    def simulate(self, acceptance: float) -> None:
+        """Sets the probability with which drafts are accepted, where that is made up."""
+        self._shares.fill_(int(acceptance * _SHARES))
 
     def passes(self) -> Mapping[str, Mapping[int, Callable[[], None]]]:
         """Returns what makes drafts on the device, by name and size, to be measured."""
@@ -47,5 +54,5 @@ class Verifier(Hook):
         mixed = (rows.lengths.long() * 2654435761 + lanes * 40503) & 0xFFFFFFFF
         share = ((mixed ^ (mixed >> 15)) * 2246822519 >> 13) % _SHARES
         other = torch.where(drawn == draft, (draft + 1) % ctx.logits.shape[-1], drawn)
-        chosen = torch.where(share < int(self._simulated * _SHARES), draft, other)
+        chosen = torch.where(share < self._shares, draft, other)
         ctx.tokens = torch.where(drafted & (drawn >= 0), chosen, drawn).int()

@@ -35,7 +35,7 @@ _LATEST = re.compile(r"2020-12|json-schema\.org/schema")
 _MOST_ARRAYS = 2000
 """Arrays of distinct items that are listed one by one."""
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_ANNOTATIONS = frozenset(
+ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly",
      "writeOnly", "$comment", "discriminator",
      # OpenAPI's, editors' and generators'
@@ -117,7 +117,7 @@ class _Reader:
         out: dict[str, Json] = {}
         self.places[at] = out
         for name, value in schema.items():
-            if name in _ANNOTATIONS or (name.startswith("x-") and name != _X_GUIDANCE):
+            if name in ANNOTATIONS or (name.startswith("x-") and name != _X_GUIDANCE):
                 continue
             try:
                 read = _KEYWORDS.get(name, _Reader.unknown)
@@ -129,6 +129,8 @@ class _Reader:
         rest = out.pop("additionalItems", None)
         if rest is not None and isinstance(schema.get("items"), list):
             out["items"] = rest
+        if "uniqueItems" in out:
+            self._list_arrays(out)
         self._check_min_properties(schema, at)
         if schema.get("nullable") is True and "type" in out:
             types = out["type"] if isinstance(out["type"], list) else [out["type"]]
@@ -320,6 +322,11 @@ class _Reader:
 
     def bound(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         here = _within(at, name)
+        inclusive = _INCLUSIVE.get(name, "")
+        if isinstance(value, bool) and inclusive in self.beside:  # as draft 4 has it
+            if value:
+                self.bound(out, name, self.beside[inclusive], at, depth)
+            return
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise refuse(here, "it must be a number", "invalid_schema")
         if not math.isfinite(value) or abs(value) > EXACT:
@@ -364,8 +371,19 @@ class _Reader:
                 f"{_MOST_ARRAYS} arrays (which 'maxItems' may bound). "
                 '"x-guidance": {"lenient": true} at the root leaves out what cannot be enforced',
             )
-        others = [kind for kind in _TYPES if kind != "array"]
-        self.also(out, {"anyOf": [{"enum": arrays}, {"type": others}]})
+        out[name] = arrays
+
+    def _list_arrays(self, out: dict[str, Json]) -> None:
+        """Puts the arrays that `unique` has listed in the place of keywords that they obey."""
+        arrays = out.pop("uniqueItems")
+        for name in ("items", "minItems", "maxItems"):
+            out.pop(name, None)
+        others = [kind for kind in types_of(out) or _TYPES if kind != "array"]
+        if others:
+            self.also(out, {"anyOf": [{"enum": arrays}, {"type": others}]})
+        else:
+            self.also(out, {"enum": arrays})
+            del out["type"]
 
     def reference(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         here = _within(at, name)
@@ -409,20 +427,25 @@ def _whole_numbers(value: Json) -> Json:
 def _distinct(items: Json, least: Json, most: Json) -> list[list[Json]] | None:
     """Returns the arrays of `least` to `most` distinct values of an enumeration, in every order;
     None where they cannot be listed, or are too many."""
-    if not isinstance(items, dict) or not items.keys() - _ANNOTATIONS <= {"enum", "type"}:
+    if not isinstance(items, dict) or not items.keys() - ANNOTATIONS <= {"enum", "type"}:
         return None
     values = items.get("enum")
     if not isinstance(values, list) or not isinstance(least, int | float):
         return None
     kinds = types_of(items)
-    simple = all(isinstance(value, str) for value in values) and kinds <= {"string"}
-    unique = list(dict.fromkeys(values)) if simple else []
+    if any(type(value) not in (str, int) for value in values):
+        return None
+    fitting = [v for v in values if not kinds or kinds & _KINDS_OF[type(v)]]
+    unique = list(dict.fromkeys(fitting))
     longest = min(len(unique), int(most)) if isinstance(most, int | float) else len(unique)
     sizes = range(math.ceil(least), longest + 1)
     if not unique or sum(math.perm(len(unique), size) for size in sizes) > _MOST_ARRAYS:
         return None
     return [list(array) for size in sizes for array in permutations(unique, size)]
 
+
+_KINDS_OF = {str: {"string"}, int: {"integer", "number"}}
+_INCLUSIVE = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
 
 _INTEGER_FORMATS = {
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32)},

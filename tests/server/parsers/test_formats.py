@@ -53,3 +53,42 @@ def test_unknown_tools_and_other_text_are_text(name: str) -> None:
     assert "".join(calls(name, unknown)) == unknown
     for text in ("", "Hello.", f"The mark {mark} ~ is one.", "a < b [c] {d}"):
         assert "".join(calls(name, text)) == text
+
+
+HEADERS: list[tuple[str, list[Any]]] = [
+    ("<|channel|>final<|message|>Hello.", ["Hello."]),
+    ("<|start|>assistant<|channel|>final<|message|> Hello.", ["Hello."]),
+    ("<|channel|>commentary<|message|>I look.<|end|>"
+     "<|start|>assistant<|channel|>final<|message|>So.", ["I look.\n\nSo."]),
+    ("<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>",
+     ["a"]),
+    ("<|channel|>analysis<|message|>cut", []),
+    (' to=functions.now<|channel|>commentary json<|message|>{"a": 1}<|call|>', [("now", {"a": 1})]),
+    ("<|channel|>commentary to=functions.now <|constrain|>json<|message|> {}", [("now", {})]),
+    ("<|channel|>commentary to=browser.open<|message|>{}", ["{}"]),
+    ("<|channel|>other<|message|>x", ["<|channel|>other<|message|>x"]),
+    ("it goes to=functions. or so", ["it goes to=functions. or so"]),
+    ("<|channel|>fin", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), HEADERS, ids=range(len(HEADERS)))
+def test_headers_of_gpt_oss(text: str, expected: list[Any]) -> None:
+    assert calls("gpt_oss", text) == expected
+
+
+VALUES: list[tuple[str, Any]] = [
+    ('city:<|"|>a "b", {c}\n<|"|>', {"city": 'a "b", {c}\n'}),
+    ('city: "a\\"b" , days : 3', {"city": 'a"b', "days": 3}),
+    ('"city":<|"|><|"|>', {"city": ""}),
+    ("unit:null,days:-1.5e3", {"unit": None, "days": -1500.0}),
+    ('x:[1,<|"|>b<|"|>,{k:true,<|"|>l<|"|>:[]}]', {"x": [1, "b", {"k": True, "l": []}]}),
+    ("", {}),
+]
+
+
+@pytest.mark.parametrize(("text", "arguments"), VALUES, ids=range(len(VALUES)))
+def test_values_of_gemma(text: str, arguments: Any) -> None:
+    assert calls("gemma4", f"<|tool_call>call:weather{{{text}}}<tool_call|>") == [
+        ("weather", arguments)
+    ]

@@ -105,6 +105,13 @@ def functionary(*pairs: tuple[str, str]) -> str:
     return "".join(f"<function={n}>{a}</function>" for n, a in pairs)
 
 
+def harmony(*pairs: tuple[str, str]) -> str:
+    calls = [
+        f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{a}" for n, a in pairs
+    ]
+    return "<|call|><|start|>assistant".join(calls)
+
+
 NAMED = '{"name": "NAME", "arguments": ARGS}'
 CALLS |= {
     "granite": listed("<|tool_call|>", "", NAMED),
@@ -117,6 +124,23 @@ CALLS |= {
     "deepseek_v3": _three(deepseek_v3),
     "deepseek_v31": _three(deepseek_v31),
     "functionary": _three(functionary),
+    "gpt_oss": _three(harmony),
+    "gemma4": tuple(
+        f"<|tool_call>call:{call}<tool_call|>"
+        for call in (
+            'weather{city:<|"|>Oslo<|"|>,days:3}',
+            'weather{city:<|"|>Oslo<|"|>}<tool_call|><|tool_call>call:now{}',
+            "weather{days:3}",
+        )
+    ),
+    "functiongemma": tuple(
+        f"<start_function_call>call:{call}<end_function_call>"
+        for call in (
+            "weather{city:<escape>Oslo<escape>,days:3}",
+            "weather{city:<escape>Oslo<escape>}<end_function_call><start_function_call>call:now{}",
+            "weather{days:3}",
+        )
+    ),
     "lfm2": (
         '<|tool_call_start|>[weather(city="Oslo", days=3)]<|tool_call_end|>',
         '<|tool_call_start|>[weather(city="Oslo"), now()]<|tool_call_end|>',
@@ -145,6 +169,18 @@ CALLS |= {
         "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
     ),
 }
+
+BARE = {
+    "qwen3_xml": "<tool_call>\n<function=f>\n<parameter=n>\n%s\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "seed_oss": seed("<function=f>\n<parameter=n>%s</parameter>\n</function>"),
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="n">%s</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
+    "glm45": "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+    "gemma4": '<|tool_call>call:f{n:<|"|>%s<|"|>}<tool_call|>',
+    "functiongemma": "<start_function_call>call:f{n:<escape>%s<escape>}<end_function_call>",
+}
+"""A call with one argument, a string that is written as it is."""
 
 
 @cache
@@ -269,6 +305,41 @@ def test_after_reasoning() -> None:
     assert accepts(text, f"What is it? [/TH\n[/THINK]{one}")  # a mark that is no token
 
 
+def test_headers_of_gpt_oss() -> None:
+    one, _, wrong = CALLS["gpt_oss"]
+    thought = "<|channel|>analysis<|message|>What is it?<|end|><|start|>assistant"
+    forced = params_for("gpt_oss", ToolChoice("required"), reasoning="gpt_oss")
+    assert accepts(forced, one)
+    assert accepts(forced, thought + one)
+    assert not accepts(forced, thought + wrong)
+    wanted = StructuredOutputsParams(json='{"type": "integer"}')
+    params = params_for(None, ToolChoice(), wanted=wanted, reasoning="gpt_oss")
+    assert accepts(params, "<|channel|>final<|message|>42")
+    assert accepts(params, f"{thought}<|channel|>final<|message|>42")
+    assert not accepts(params, f"{thought}42")
+    assert not accepts(params, "<|channel|>final<|message|>no")
+
+
+@pytest.mark.parametrize("parser", BARE)
+def test_strings_that_are_written_as_they_are(parser: str) -> None:
+    def params(strict: bool, **keywords: Any) -> SamplingParams:
+        text = {"type": "string", "title": "A text.", **keywords}
+        schema = {"type": "object", "properties": {"n": text}, "required": ["n"]}
+        return params_for(parser, ToolChoice("required"), schemas={"f": schema}, strict=strict)
+
+    for keywords in ({"const": "a b"}, {"enum": ["a b", "c"]}):
+        assert accepts(params(True, **keywords), BARE[parser] % "a b")
+        assert not accepts(params(True, **keywords), BARE[parser] % "a")
+    for keywords in ({"maxLength": 3}, {"pattern": "^O"}, {"format": "date"}):
+        assert accepts(params(False, **keywords), BARE[parser] % "a b")
+        with pytest.raises(ApiError, match=f"'#/properties/n/{next(iter(keywords))}'"):
+            params(True, **keywords)
+
+
+def test_every_format_with_bare_strings_is_here() -> None:
+    assert BARE.keys() == {name for name, parser in TOOL_PARSERS.items() if parser.bare_strings}
+
+
 OUTPUTS = [
     (StructuredOutputsParams(json='{"type": "integer"}'), "42", "no"),
     (StructuredOutputsParams(json_object=True), '{"a": 1}', "[1]"),
@@ -322,13 +393,8 @@ def test_schemas_with_definitions(parser: str) -> None:
         "llama3_json": '{"name": "f", "parameters": {"n": %s}}',
         "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"n": %s}}]',
         "pythonic": "[f(n=%s)]",
-        "qwen3_xml": "<tool_call>\n<function=f>\n<parameter=n>\n%s\n</parameter>\n</function>\n"
-        "</tool_call>",
         "lfm2": "<|tool_call_start|>[f(n=%s)]<|tool_call_end|>",
-        "seed_oss": seed("<function=f>\n<parameter=n>%s</parameter>\n</function>"),
-        "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="n">%s</parameter>\n'
-        "</invoke>\n</minimax:tool_call>",
-        "glm45": "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+        **{name: text.replace('<|"|>', "").replace("<escape>", "") for name, text in BARE.items()},
     }
     of_json = CALLS[parser][0].replace("weather", "f").replace(OSLO, '{"n": %s}')
     text = texts.get(parser, of_json)
@@ -376,7 +442,7 @@ def test_what_a_schema_says_of_all_arguments_together(parser: str) -> None:
     if not TOOL_PARSERS[parser].by_property:
         params_for(parser, ToolChoice("required"), schemas=schemas, strict=True)
         return
-    with pytest.raises(ApiError, match="'minProperties' cannot be enforced"):
+    with pytest.raises(ApiError, match="'#/minProperties' cannot be enforced"):
         params_for(parser, ToolChoice("required"), schemas=schemas, strict=True)
 
 

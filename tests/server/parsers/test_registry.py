@@ -40,6 +40,13 @@ WRITTEN = {
     "phi4_mini": f'<|tool_call|>[{{"name": "{NAME}", "arguments": {ARGS}}}]<|/tool_call|>',
     "lfm2": f"<|tool_call_start|>[{NAME}({{% for k, v in c.function.arguments | items %}}"
     "{{ k }}={{ v | tojson }}{% endfor %})]<|tool_call_end|>",
+    "gemma4": f"<|tool_call>call:{NAME}{{{{ '{{' }}}}"
+    "{% for k, v in c.function.arguments | items %}"
+    '{{ k }}:<|"|>{{ v }}<|"|>{% endfor %}}<tool_call|>',
+    "functiongemma": f"<start_function_call>call:{NAME}{{{{ '{{' }}}}"
+    "{% for k, v in c.function.arguments | items %}{{ k }}:<escape>{{ v }}<escape>{% endfor %}}"
+    "<end_function_call>",
+    "gpt_oss": f" to=functions.{NAME}<|channel|>commentary json<|message|>{ARGS}<|call|>",
     "functionary": f"<function={NAME}>{ARGS}</function>",
     "pythonic": f"[{NAME}({{% for k, v in c.function.arguments | items %}}"
     "{{ k }}={{ v | tojson }}{% endfor %})]",
@@ -85,6 +92,9 @@ def test_auto_refuses_parsers_that_do_not_read_the_call(call: str) -> None:
         ("<seed:think></seed:think>", "seed_oss"),
         ("<|START_THINKING|><|END_THINKING|>", "command"),
         ("<|inner_prefix|><|inner_suffix|>", "apertus"),
+        ("<|channel>thought <channel|>", "gemma4"),
+        ("<|channel|>analysis<|message|>...<|end|>", "gpt_oss"),
+        ("<|user|>...<|end|>", None),
         ("<tool_call> and <function=", None),
     ],
 )
@@ -102,6 +112,8 @@ REAL = {
     "google-gemma-2-2b-it": (None, None),
     "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
     "meta-llama-Llama-3.2-3B-Instruct": ("llama3_json", None),
+    "openai-gpt-oss-120b": ("gpt_oss", "gpt_oss"),
+    "microsoft-Phi-3.5-mini-instruct": (None, None),
     "mistralai-Mistral-Nemo-Instruct-2407": ("mistral", None),
 }
 

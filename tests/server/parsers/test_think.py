@@ -88,6 +88,16 @@ def test_deepseek_begins_within_reasoning_unless_the_prompt_closed_it() -> None:
     assert parser.feed("<think>twice</think>x")[:2] == ("twice", "x")
 
 
+def test_answers_that_begin_with_a_mark() -> None:
+    format = REASONING_FORMATS["gpt_oss"]
+    assert format.begins_open("<|end|><|start|>assistant") is None
+    assert format.begins_open(format.closing) is False
+    parser = ThinkParser(format, None)
+    answer = "<|start|>assistant<|channel|>final<|message|>Hi"
+    text = f"<|channel|>analysis<|message|>a<|end|>{answer}"
+    assert parser.feed(text)[:2] == ("a", answer)
+
+
 def test_other_marks() -> None:
     parser = ThinkParser(MISTRAL, None)
     assert parser.feed("[THINK]a[/THINK]b") == ("a", "b", 16)

@@ -1,5 +1,5 @@
-"""DeepSeek-V3 and R1, and Kimi-K2: latent attention, experts chosen within groups, and one for
-every token (DeepSeek-AI 2024)."""
+"""DeepSeek-V3 and R1, and the text of Kimi-K2 and K2.5: latent attention, experts chosen within
+groups, and one for every token (DeepSeek-AI 2024)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from quire.layers.norm import NormSpec
 from quire.models.families import experts, glm4_moe, llama, settings
 from quire.models.families.family import Family, Source
 from quire.models.families.rope_scaling import temperature
+from quire.models.families.text_config import PREFIXES
 from quire.models.spec import ModelSpec
 
 IMPLEMENTS = experts.COUNTS
@@ -122,7 +123,10 @@ FAMILY = Family(
     name="deepseek_v3",
     spec=_spec,
     source=source,
-    # The layer that drafts, behind the last.
-    ignored=re.compile(rf"{llama.IGNORED.pattern}|^model\.layers\.61\."),
+    prefixes=PREFIXES,
+    # The layer that drafts, behind the last, and what sees pictures.
+    ignored=re.compile(
+        rf"{llama.IGNORED.pattern}|^model\.layers\.61\.|^(model\.)?(vision_tower|mm_projector)\."
+    ),
     implements=IMPLEMENTS,
 )

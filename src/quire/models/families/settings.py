@@ -82,7 +82,7 @@ def token_ids(config: Config, name: str) -> tuple[int, ...]:
     """One id, several or none."""
     value = config.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+    if any(isinstance(i, bool) or not isinstance(i, int) or i >= 2**31 for i in ids):
         raise ModelError(f"config.json: {name} must be token ids, got {value!r}")
     return tuple(ids)
 

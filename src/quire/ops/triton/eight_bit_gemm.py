@@ -25,7 +25,7 @@ _BAND = 8
 """Tiles of rows that run side by side, so that they find a tile of the weight in L2."""
 
 
-class Tile(NamedTuple):
+class EightBitTile(NamedTuple):
     """A program's share of the result, and how it is computed. bn: weight rows, half of them gates
     where the layer is gated."""
 
@@ -96,11 +96,11 @@ def takes(weight: Weight) -> bool:
     return not form.group or form.group % 128 == 0
 
 
-def tile_for(rows: int, gated: bool, grouped: bool) -> Tile:
+def tile_for(rows: int, gated: bool, grouped: bool) -> EightBitTile:
     """Returns the tile of a product of `rows` rows. Groups take registers for two sums."""
     wide = rows > 128 and not grouped
     bn = 256 if wide else 128
-    return Tile(
+    return EightBitTile(
         64 if rows <= 64 else 128,
         bn // 2 if gated else bn,
         128,
@@ -137,7 +137,7 @@ def _library_takes(args: LinearArgs) -> bool:
 
 
 def eight_bit_gemm(
-    q: Tensor, scales: Tensor, args: LinearArgs, tile: Tile, pdl: bool | None = None
+    q: Tensor, scales: Tensor, args: LinearArgs, tile: EightBitTile, pdl: bool | None = None
 ) -> Tensor:
     """Returns y [T, N] of inputs in 8 bits, see `LinearArgs`, whose x gives the dtype alone.
 

@@ -12,29 +12,11 @@ from torch import Tensor
 from quire.arrays import Int32
 from quire.errors import ConfigError
 from quire.runner.memory import available_memory
+from quire.runner.transfer.layout import BlockLayout
 
 _CHUNK_BYTES = 1 << 30
 """Pinned memory is taken in pieces of this size: one large one would be rounded up to a power of
 two, and cost up to twice what was asked for."""
-_ALIGN = 16
-
-
-class BlockLayout:
-    """The parts of a group's block: the same place in each of the group's tensors, one after the
-    other, each padded to 16 bytes."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.parts = [t.view(len(t), -1).view(torch.uint8) for t in tensors]
-        self.sizes = [part.shape[1] for part in self.parts]
-        ends = np.cumsum([-(-size // _ALIGN) * _ALIGN for size in self.sizes])
-        self.offsets: list[int] = [0, *ends[:-1].tolist()]
-        self.size = int(ends[-1])
-        """Bytes of a slot."""
-
-    @property
-    def aligned(self) -> bool:
-        """Whether each part of each block begins and ends at a multiple of 16 bytes."""
-        return all(size % _ALIGN == 0 for size in self.sizes)
 
 
 class HostPool:

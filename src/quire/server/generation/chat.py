@@ -59,7 +59,7 @@ async def count(state: ServerState, dialogue: Dialogue) -> list[int]:
     """Returns the prompt's token ids without running it. Raises as `prepare`."""
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
-    return (await asyncio.to_thread(render_prompt, tokenizer, dialogue)).token_ids
+    return (await state.count(lambda: render_prompt(tokenizer, dialogue))).token_ids
 
 
 class ChatGeneration:
@@ -87,7 +87,10 @@ class ChatGeneration:
         self._begins_open: bool | None = None
         if format.reasoning is not None:
             self._begins_open = format.reasoning.begins_open(prompt.text, prompt.continued)
-        read = bool(self._tools) or format.reasoning is not None
+        self._parser = format.tool_parser
+        if self._parser is not None and not (self._tools or self._parser.marks_text):
+            self._parser = None
+        read = self._parser is not None or format.reasoning is not None
         self.params = self._params()
         beams = dialogue.beams
         if beams is not None and self.params.structured_outputs is not None:
@@ -166,11 +169,10 @@ class ChatGeneration:
 
     def _reader(self) -> ChoiceParser:
         format, dialogue = self._format, self.dialogue
-        think = tools = None
+        think = None
         if format.reasoning is not None:
             think = ThinkParser(format.reasoning, self._begins_open)
-        if self._tools and format.tool_parser is not None:
-            tools = format.tool_parser(self._tools)
+        tools = None if self._parser is None else self._parser(self._tools)
         return ChoiceParser(
             self._tokenizer,
             think,

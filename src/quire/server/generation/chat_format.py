@@ -47,6 +47,8 @@ class ChatFormat:
         marks = () if parser is None else (*parser.starts, *parser.marks)
         if reasoning is not None:
             marks = (*marks, reasoning.open, reasoning.close)
-        ids = (tokenizer.added_tokens.get(mark) for mark in marks)
+        # A mark may be made of several tokens.
+        added = tokenizer.added_tokens.items() if marks else ()
+        ids = (id for text, id in added if any(text in mark for mark in marks))
         kept = frozenset(id for id in ids if id in tokenizer.special_ids)
         return cls(parser, reasoning, template, kept)

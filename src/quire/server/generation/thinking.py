@@ -132,7 +132,7 @@ class BudgetedChatGeneration:
         """Returns the generation that continues after the thinking; None where there is no room for
         one."""
         format = self._state.chat_format.reasoning
-        closing = f"\n{format.close if format is not None else ''}\n\n"
+        closing = format.closing if format is not None else ""
         self._closing = self._tokenizer.encode(closing, add_special_tokens=False).tolist()
         prompt = [*self._thought.prompt_token_ids, *said, *self._closing]
         dialogue = self._thought.dialogue

@@ -14,14 +14,16 @@ from quire.server.errors import ApiError
 from quire.server.generation.chat_format import ChatFormat
 from quire.server.generation.dialogue import Dialogue
 from quire.server.parsers.grammar import Rules
+from quire.server.parsers.stream import ToolParser
 from quire.structured.grammar import as_lark
-from quire.structured.json_schema import enforceable
+from quire.structured.json_schema import ANNOTATIONS, enforceable
 
 # What of a schema's root is enforced where arguments are written one by one.
-_OF_PROPERTIES = frozenset(
-    {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
-     "title", "description", "default", "examples", "$comment"}
-)  # fmt: skip
+_OF_PROPERTIES = ANNOTATIONS | {
+    "type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
+}  # fmt: skip
+# What of a string's schema is enforced where strings are written as they are.
+_OF_STRINGS = ANNOTATIONS | {"type", "enum", "const"}
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
@@ -113,19 +115,21 @@ def constrained(
     if not calls and not (wanted is not None and reasons):
         return params
     rules = Rules(added, format.template)
-    body = _body(rules, wanted)
+    answer = rules.literal(format.reasoning.answer) if format.reasoning and reasons else ""
+    body = f"{answer} ({_body(rules, wanted)})" if wanted is not None else ""
     if calls and format.tool_parser is not None:
         parser = format.tool_parser
-        schemas = _schemas(dialogue, tools, parser.by_property)
+        schemas = _schemas(dialogue, tools, parser)
         call = rules.add(parser.grammar(rules, schemas, parallel=not one_call(dialogue)))
         if must:
             body = call
         elif wanted is not None:
             body = f"{body} | {call}"
         else:
-            body = rules.optional_call(call, parser.starts, parser.first)
+            body = rules.optional_call(call, parser.starts, parser.first, answer)
     if reasons and format.reasoning is not None:
-        block = f"{rules.add_until(format.reasoning.close)} /\\s{{0,4}}/"
+        turn = rules.literal(format.reasoning.turn)
+        block = f"{rules.add_until(format.reasoning.close)} {turn} /\\s{{0,4}}/"
         if begins_open is None:
             block = f"({rules.literal(format.reasoning.open)} {block})?"
         body = f"{block} ({body})"
@@ -133,7 +137,7 @@ def constrained(
 
 
 def _schemas(
-    dialogue: Dialogue, tools: Mapping[str, dict[str, Any]], by_property: bool
+    dialogue: Dialogue, tools: Mapping[str, dict[str, Any]], parser: type[ToolParser]
 ) -> dict[str, dict[str, Any]]:
     """Returns the schemas to enforce.
 
@@ -153,15 +157,27 @@ def _schemas(
             raise ApiError(
                 400, f"Invalid value for '{param}': {error}", param=param, code=error.code
             ) from None
-        other = sorted(schema.keys() - _OF_PROPERTIES) if strict and by_property else ()
-        if other:
-            raise _invalid(
-                param,
-                f"'{other[0][:100]}' cannot be enforced at its root in the format in which this "
-                "model calls tools.",
-            )
+        if strict:
+            _check_format(schema, parser, param)
         schemas[name] = schema
     return schemas
+
+
+def _check_format(schema: Mapping[str, Any], parser: type[ToolParser], param: str) -> None:
+    """Raises ApiError for a keyword that cannot be enforced in the format of the calls."""
+    pointers = sorted(schema.keys() - _OF_PROPERTIES) if parser.by_property else []
+    if parser.bare_strings:
+        for name, inner in schema.get("properties", {}).items():
+            if isinstance(inner, Mapping) and inner.get("type") == "string":
+                pointers += [
+                    f"properties/{name}/{key}" for key in sorted(inner.keys() - _OF_STRINGS)
+                ]
+    if pointers:
+        raise _invalid(
+            param,
+            f"'#/{pointers[0][:200]}' cannot be enforced in the format in which this model calls "
+            "tools.",
+        )
 
 
 def _lenient(schema: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ logger = logging.getLogger("quire.server")
 
 MAX_COMPLETIONS = 1024
 """Most completions of one request: prompts times `n`."""
-_INT32 = 2**31 - 1
 
 _MUCH_TEXT = 4000
 """Characters of a request's prompts above which they are tokenized off the event loop."""
@@ -131,34 +130,22 @@ def _count(state: ServerState, name: str, asked: int) -> int:
 
 
 def prompts_of(value: Any, param: str = "prompt", most: int = MAX_COMPLETIONS) -> list[Prompt]:
-    """Returns the prompts of `prompt` or `input`, which OpenAI's API takes in four shapes.
+    """Returns the prompts of `prompt` or `input`, a `TextsOrIds`.
 
     Raises:
-        ApiError: the value is none of text, token ids, or a list of either.
+        ApiError: there are too many.
     """
-    if isinstance(value, str):
+    if isinstance(value, str) or type(value[0]) is int:
         return [value]
-    if isinstance(value, list) and value:
-        if _is_ids(value):
-            return [value]
-        if len(value) > most:
-            raise ApiError(
-                400,
-                f"At most {most} of '{param}' are allowed, got {len(value)}.",
-                param=param,
-                code="invalid_value",
-            )
-        if all(
-            isinstance(item, str) or (isinstance(item, list) and _is_ids(item)) for item in value
-        ):
-            return value
-    raise ApiError(
-        400,
-        f"Invalid value for '{param}': it must be a string, a list of token ids (integers from 0 "
-        "to 2147483647), or a non-empty list of either.",
-        param=param,
-        code="invalid_value",
-    )
+    if len(value) > most:
+        raise ApiError(
+            400,
+            f"At most {most} of '{param}' are allowed, got {len(value)}.",
+            param=param,
+            code="invalid_value",
+        )
+    prompts: list[Prompt] = value
+    return prompts
 
 
 async def tokenized(tokenizer: Tokenizer | None, prompts: list[Prompt], most: int) -> list[Prompt]:
@@ -186,10 +173,6 @@ def prompt_text(tokenizer: Tokenizer | None, prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return str(prompt) if tokenizer is None else tokenizer.decode(prompt, False)
-
-
-def _is_ids(items: list[Any]) -> bool:
-    return bool(items) and all(type(item) is int and 0 <= item <= _INT32 for item in items)
 
 
 def check_fan_out(prompts: int, n: int | None) -> None:

@@ -122,10 +122,10 @@ async def tokenize(request: Request) -> Response:
             ids: list[int] = tokenizer.encode(text, special).tolist()
             return ids
 
-        tokens = await _computed(tokenized, len(text))
+        tokens = await _computed(state, tokenized, len(text))
     else:
         dialogue = _dialogue(state, body, body.messages)
-        tokens = await asyncio.to_thread(_conversation, tokenizer, dialogue, body)
+        tokens = await state.count(lambda: _conversation(tokenizer, dialogue, body))
     limit = state.client.config.scheduler.max_model_len
 
     def answer() -> Response:
@@ -134,12 +134,12 @@ async def tokenize(request: Request) -> Response:
             strings = [tokenizer.piece(token) or "" for token in tokens]
         return json_response(Tokenized(len(tokens), limit, tokens, strings))
 
-    return await _computed(answer, len(tokens))
+    return await _computed(state, answer, len(tokens))
 
 
-async def _computed(work: Callable[[], T], size: int) -> T:
+async def _computed(state: ServerState, work: Callable[[], T], size: int) -> T:
     """Computes in a thread what takes long. `size`: characters or tokens."""
-    return await asyncio.to_thread(work) if size > _ON_LOOP else work()
+    return await state.count(work) if size > _ON_LOOP else work()
 
 
 async def apply_template(request: Request) -> Response:
@@ -184,7 +184,7 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest, state.args.max_body_bytes)
     state.check_model(body.model, context_of(request))
     tokenizer = state.tokenizer("tokens")
-    text = await _computed(lambda: _detokenized(tokenizer, body.tokens), len(body.tokens))
+    text = await _computed(state, lambda: _detokenized(tokenizer, body.tokens), len(body.tokens))
     return json_response(Detokenized(text))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -47,6 +47,40 @@ class Rules:
         shared = ("$defs", "definitions", "x-guidance")
         return {**{name: schema[name] for name in shared if name in schema}, **value}
 
+    def members(
+        self,
+        schema: Mapping[str, Any],
+        begin: Callable[[str], str],
+        separator: str,
+        value: Callable[[Rules, Mapping[str, Any]], str],
+    ) -> str:
+        """Adds rules of the properties in their order, each at most once; returns an expression.
+
+        The rules are built from the last property: `first` and `more` are the continuations where
+        no property, and where some, have been written.
+
+        Args:
+            begin: returns the text before a value, given its name.
+            value: returns an expression of a value, given its schema.
+        """
+        required = schema.get("required", ())
+        first = more = '""'
+        for key in reversed(schema.get("properties", {})):
+            inner = value(self, self.property(schema, key))
+            pair = f"{self.literal(begin(key))} {inner}"
+            begun, going = f"{pair} {more}", f"{self.literal(separator)} {pair} {more}"
+            if key not in required:
+                begun, going = f"{begun} | {first}", f"{going} | {more}"
+            first, more = self.add(begun), self.add(going)
+        return first
+
+    def bare_string(self, schema: Mapping[str, Any], end: str) -> str:
+        """Returns an expression of a string without quotes or escapes, and `end` behind it."""
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if values is None:
+            return self.add_until(end)
+        return f"{self.any_of(self.literal(str(item)) for item in values)} {self.literal(end)}"
+
     def any_of(self, choices: Iterable[str]) -> str:
         return self.add(" | ".join(choices))
 
@@ -69,13 +103,17 @@ class Rules:
         self.lines.append(f"{name}: {body}")
         return name
 
-    def optional_call(self, call: str, starts: Collection[str], first: str) -> str:
+    def optional_call(
+        self, call: str, starts: Collection[str], first: str, answer: str = ""
+    ) -> str:
         """Returns an expression of any text, or of text and then `call`.
 
-        Where the start of a call is no token, text and call exclude each other: the end of such
-        text would be undecidable.
+        Where the start of a call is no token, or text begins with `answer`, text and call exclude
+        each other: the end of such text would be undecidable.
         """
         text = self.add_text(starts, first)
+        if answer:
+            return f"({answer})? {text} | {call}"
         if first or any(start not in self._added for start in starts):
             return f"{text} | {call}"
         return f"{text}? {call}? | {text}"

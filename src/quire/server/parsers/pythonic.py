@@ -104,31 +104,18 @@ class PythonicParser(ToolParser):
             yield
 
     @classmethod
+    def _keywords(cls, rules: Rules, schema: Mapping[str, Any]) -> str:
+        return rules.members(schema, lambda key: f"{key}=", ", ", Rules.json)
+
+    @classmethod
     def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
         call = rules.any_of(
-            f'{rules.literal(f"{name}(")} {_keywords(rules, schema)} ")"'
+            f'{rules.literal(f"{name}(")} {cls._keywords(rules, schema)} ")"'
             for name, schema in tools.items()
         )
         more = f'(", " {call})*' if parallel else ""
         opened, closed = ("", "") if cls.first else (cls.starts[0], cls.close)
         return f'{rules.literal(opened)} "[" {call} {more} "]" {rules.literal(closed)}'
-
-
-def _keywords(rules: Rules, schema: Mapping[str, Any]) -> str:
-    """Returns a rule of the properties in their order, each at most once, with JSON values.
-
-    The rule is built from the last property: `first` and `more` are the continuations where no
-    property, and where some, have been written.
-    """
-    required = schema.get("required", ())
-    first = more = '""'
-    for key in reversed(schema.get("properties", {})):
-        pair = f"{rules.literal(f'{key}=')} {rules.json(rules.property(schema, key))}"
-        begun, going = f"{pair} {more}", f'", " {pair} {more}'
-        if key not in required:
-            begun, going = f"{begun} | {first}", f"{going} | {more}"
-        first, more = rules.add(begun), rules.add(going)
-    return first
 
 
 def _json_text(literal: str) -> str:

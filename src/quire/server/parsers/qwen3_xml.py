@@ -36,6 +36,7 @@ class Qwen3XmlParser(ToolParser):
     several: ClassVar[bool] = False
     marks: ClassVar[tuple[str, ...]] = (block_end,)
     by_property = True
+    bare_strings = True
 
     def calls(self) -> Reading:
         yield from self.space()
@@ -153,10 +154,7 @@ class Qwen3XmlParser(ToolParser):
         end = f"{cls.line}{cls.value_end}"
         if schema.get("type") != "string":
             return f"{rules.json(schema)} {rules.literal(end)}"
-        if "enum" in schema:
-            choices = rules.any_of(rules.literal(str(item)) for item in schema["enum"])
-            return f"{choices} {rules.literal(end)}"
-        return rules.add_until(end)
+        return rules.bare_string(schema, end)
 
 
 class SeedOssParser(Qwen3XmlParser):

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 from quire.engine.template_traits import PROBED_CALL, PROBED_TOOL
+from quire.server.parsers.gemma import FunctionGemmaParser, GemmaParser
+from quire.server.parsers.harmony import HarmonyParser
 from quire.server.parsers.hermes import HermesParser
 from quire.server.parsers.json_lists import (
     ApertusParser,
@@ -48,6 +50,9 @@ _TOOL_PARSERS: tuple[type[ToolParser], ...] = (
     GraniteParser,
     Phi4Parser,
     FunctionaryParser,
+    GemmaParser,
+    FunctionGemmaParser,
+    HarmonyParser,
     PythonicParser,
     Llama3JsonParser,
 )
@@ -57,6 +62,15 @@ _REASONING = (
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningFormat("command", "<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
+    ReasoningFormat("gemma4", "<|channel>thought\n", "<channel|>"),
+    ReasoningFormat(
+        "gpt_oss",
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        turn="<|start|>assistant",
+        answer="<|channel|>final<|message|>",
+        hint="<|channel|>analysis<|message|>",
+    ),
     ReasoningFormat("deepseek_r1", "<think>", "</think>", implied=True),
 )
 
@@ -110,4 +124,4 @@ def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
     any."""
     if name != "auto":
         return REASONING_FORMATS.get(name)
-    return next((format for format in _REASONING if format.close in template), None)
+    return next((each for each in _REASONING if (each.hint or each.close) in template), None)

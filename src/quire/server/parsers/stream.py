@@ -72,6 +72,11 @@ class ToolParser(ABC):
     by_property: ClassVar[bool] = False
     """Tells that arguments are written one by one; a schema's keywords about all of them are not
     enforced."""
+    bare_strings: ClassVar[bool] = False
+    """Tells that strings are written as they are; of a schema's keywords about one, only its values
+    are enforced."""
+    marks_text: ClassVar[bool] = False
+    """Tells that other text than calls is marked too, so that it is parsed without tools, too."""
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self.tools = tools

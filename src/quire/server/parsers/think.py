@@ -12,13 +12,25 @@ from quire.server.parsers.stream import overlap
 class ReasoningFormat:
     """A format of reasoning blocks.
 
-    implied: a completion begins with reasoning even where nothing opens the block.
+    Attributes:
+        implied: a completion begins with reasoning even where nothing opens the block.
+        turn: text that follows every block.
+        answer: text that begins an answer, behind reasoning or without.
+        hint: text of chat templates that use the format; its end mark where empty.
     """
 
     name: str
     open: str
     close: str
     implied: bool = False
+    turn: str = ""
+    answer: str = ""
+    hint: str = ""
+
+    @property
+    def closing(self) -> str:
+        """Text that closes an open block and begins the answer."""
+        return f"\n{self.close}{self.turn}{self.answer}" if self.answer else f"\n{self.close}\n\n"
 
     def begins_open(self, prompt: str, continued: str | None = None) -> bool | None:
         """Tells from a prompt whether its completion begins inside a reasoning block.
@@ -33,7 +45,7 @@ class ReasoningFormat:
         end = prompt.rstrip()
         if end.endswith(self.open):
             return True
-        if end.endswith(self.close):
+        if end.endswith(self.answer or self.close):
             return False
         return True if self.implied else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 import socket
 import ssl
@@ -38,6 +39,7 @@ def run_server(
     """
     import uvloop
 
+    engine_args = dataclasses.replace(engine_args, kv_peers=server_args.kv_peers)
     # Bound before the model is loaded, which may take minutes: a taken port should say so at once.
     tls = tls_context(server_args)
     sock = bind(server_args)

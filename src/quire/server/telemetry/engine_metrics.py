@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire import __version__
+from quire.disagg.disagg_stats import OUTCOMES, DisaggStats
 from quire.server.telemetry.metrics import ServerMetrics
 
 if TYPE_CHECKING:
@@ -64,6 +65,19 @@ _TIER_COUNTERS = {
     "transfer_failures": ("kv_transfer_failures", "Moves of KV blocks between tiers that failed."),
 }
 """Maps fields of `TierStats`, which exists where there are lower tiers, likewise."""
+
+_PEER_COUNTERS = {
+    "blocks_sent": ("kv_blocks_sent", "KV blocks that other engines took."),
+    "blocks_received": ("kv_blocks_received", "KV blocks that came from other engines."),
+    "bytes_sent": ("kv_bytes_sent", "Bytes of the KV blocks that other engines took."),
+    "bytes_received": ("kv_bytes_received", "Bytes of those that came from other engines."),
+    "remote_tokens": ("remote_hit_tokens", "Prompt tokens whose KV came from other engines."),
+    "local": (
+        "kv_fetches_local",
+        "Requests whose prompts a peer was to compute, and that computed them themselves.",
+    ),
+}
+"""Maps fields of `DisaggStats`, which exists where an engine has peers, likewise."""
 
 _SOURCE_COUNTERS = {
     "rows": ("drafts", "Rows that verified drafts."),
@@ -130,6 +144,8 @@ class EngineMetrics(Collector):
                 yield from _adapters(self._stats.adapters)
             if self._stats.tiers is not None:
                 yield from _tiers(self._stats.tiers)
+            if self._stats.disagg is not None:
+                yield from _disagg(self._stats.disagg)
             if self._stats.speculation is not None:
                 yield from _speculation(self._stats.speculation)
             if self._stats.ranks:
@@ -170,6 +186,21 @@ def _tiers(tiers: TierStats) -> Iterator[Metric]:
     blocks.add_metric(["disk"], tiers.disk_blocks)
     yield blocks
     yield from _counters(tiers, _TIER_COUNTERS)
+
+
+def _disagg(found: DisaggStats) -> Iterator[Metric]:
+    yield _gauge("kv_grants_open", "Prompts under way for other engines.", found.grants_open)
+    yield _gauge("kv_fetches_open", "Prompts under way at other engines.", found.fetches_open)
+    yield _gauge("peers_up", "Peers that can be asked for prompts now.", found.peers_up)
+    for name, help, counts in (
+        ("kv_grants", "Prompts granted to other engines that ended, by outcome.", found.grants),
+        ("kv_fetches", "Prompts asked of other engines that ended, by outcome.", found.fetches),
+    ):
+        metric = CounterMetricFamily(f"quire_{name}", help, labels=("outcome",))
+        for outcome in OUTCOMES:
+            metric.add_metric([outcome], counts.get(outcome, 0))
+        yield metric
+    yield from _counters(found, _PEER_COUNTERS)
 
 
 def _speculation(found: SpeculationStats) -> Iterator[Metric]:

@@ -1,0 +1,408 @@
+"""Prompts that this engine computes for others: grants, and the blocks that they are for.
+
+A grant goes through these states, all of them the loop's; threads only carry messages:
+
+==========  =====================================================================================
+computing   the prompt is a request like others; in async, whole blocks go out as steps fill them
+held        the prompt is in the prefix tree, and a loading lane keeps its blocks from eviction
+closed      nothing more is sent; what is under way still comes to its end
+==========  =====================================================================================
+
+A block of the cache is given up when its copies have ended, a slot of the memory between engines
+when its reader says that it took it, or the connection's threads have ended. A reader that gives no
+sign for the length of a lease, while it is waited for, is dead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.arrays import Int32, int32
+from quire.cache import BlockManager
+from quire.cache.loading import LoadingPrefix, PrefixLoader
+from quire.disagg.disagg_stats import DisaggStats
+from quire.disagg.free_slots import FreeSlots
+from quire.disagg.messages import (
+    Accepted,
+    BlockBatch,
+    End,
+    Grant,
+    MemoryHandle,
+    Message,
+    Redeem,
+    Refused,
+    Taken,
+    Working,
+)
+from quire.errors import QuireError
+from quire.loop_feature import Failure
+from quire.plan import Transfer
+from quire.request import FinishReason, Request
+from quire.scheduler import PlanBuilder
+
+_log = logging.getLogger(__name__)
+
+_BATCH = 16
+"""Most blocks of one message."""
+_FIRST_ID = 1 << 40
+"""Ids of transfers are unlike those of other features."""
+
+Status = tuple[int, str]
+
+
+class ReaderLink(Protocol):
+    """A connection to a reader. Neither call waits."""
+
+    def send(self, message: Message) -> None:
+        """Sends a message, a batch with its blocks."""
+        ...
+
+    def close(self) -> None:
+        """Ends the connection once what was sent before has left, or cannot. `Stopped` is told when
+        no thread of it touches memory any more. Idempotent."""
+        ...
+
+
+@dataclass(slots=True)
+class Heard:
+    """A reader's message."""
+
+    link: ReaderLink
+    message: Message
+
+
+@dataclass(slots=True)
+class Stopped:
+    """The end of a connection: nothing reads memory for it any more."""
+
+    link: ReaderLink
+
+
+@dataclass(slots=True, eq=False)
+class Export:
+    """A grant, and how far it is.
+
+    tokens: int32 [whole blocks]. sent_to: by group, the table entry of the next block to send.
+    finished: its request has ended. settled: a plan was made since the blocks are held. ended: it
+    is forgotten. moving: batches on their way to the memory between engines, by transfer. sent:
+    batches that the reader has not taken. deadline: when the reader counts as dead. told: when it
+    was last told that work goes on.
+    """
+
+    grant: Grant
+    tokens: Int32
+    salt: str
+    sent_to: list[int]
+    deadline: float
+    request: Request | None = None
+    finished: bool = False
+    link: ReaderLink | None = None
+    held: LoadingPrefix | None = None
+    settled: bool = False
+    closed: bool = False
+    ended: bool = False
+    moving: dict[int, BlockBatch] = field(default_factory=dict)
+    sent: dict[int, BlockBatch] = field(default_factory=dict)
+    told: float = 0.0
+
+
+class Exports:
+    """All grants of an engine. Belongs to the engine's loop.
+
+    sizes: bytes of a block, by group. port: where readers connect. chunks: send blocks as steps
+    fill them. memory: between engines, for readers that can map it. clock: seconds.
+    """
+
+    def __init__(
+        self,
+        slots: FreeSlots,
+        sizes: Sequence[int],
+        stats: DisaggStats,
+        *,
+        lease: float,
+        port: int,
+        chunks: bool,
+        memory: MemoryHandle,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.epoch = secrets.token_hex(8)
+        self._slots = slots
+        self._sizes = sizes
+        self._stats = stats
+        self._lease = lease
+        self._port = port
+        self._chunks = chunks
+        self._memory = memory
+        self._clock = clock
+        self._generations = itertools.count(1)
+        self._ids = itertools.count(_FIRST_ID)
+        self._by_name: dict[str, Export] = {}
+        self._by_link: dict[ReaderLink, Export] = {}
+        self._failures: list[Failure] = []
+
+    def attach(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self._loader = PrefixLoader(blocks)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    # -- grants --------------------------------------------------------------------------------
+
+    def grant(self, tokens: Int32, first: int, salt: str, reader: str) -> Grant:
+        """Grants a reader the KV of a prompt, which the caller adds as a request of the grant's
+        name. tokens: int32 [whole blocks]."""
+        grant = Grant(
+            name=secrets.token_hex(16),
+            epoch=self.epoch,
+            generation=next(self._generations),
+            reader=reader,
+            lease=self._lease,
+            port=self._port,
+        )
+        deadline = self._clock() + self._lease
+        sent_to = [first if group.grows else 0 for group in self._blocks.groups]
+        self._by_name[grant.name] = Export(grant, tokens, salt, sent_to, deadline)
+        return grant
+
+    def revoke(self, name: str) -> None:
+        """Forgets a grant whose request was refused."""
+        export = self._by_name[name]
+        export.finished = True
+        self._close(export, "refused")
+
+    def admit(self, request: Request) -> None:
+        """Takes note of the request of a grant; others are not its business."""
+        export = self._by_name.get(request.request_id.rpartition("/")[0])
+        if export is not None:
+            export.request = request
+
+    def finish(self, request: Request) -> None:
+        """Keeps the blocks of a grant's request that has ended."""
+        export = self._by_name.get(request.request_id.rpartition("/")[0])
+        if export is None:
+            return
+        export.finished = True
+        if export.closed:
+            self._forget_ended(export)
+            return
+        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            export.held = self._loader.hold((0, export.salt), export.tokens)
+        export.deadline = self._clock() + self._lease
+        if export.held is None:
+            self._refuse(export, (503, "the prompt's blocks could not be kept"), "aborted")
+
+    # -- news ----------------------------------------------------------------------------------
+
+    def handle(self, event: Heard | Stopped) -> None:
+        """Takes in a thread's news."""
+        export = self._by_link.get(event.link)
+        match event:
+            case Heard(link, Redeem(grant)) if export is None:
+                self._redeem(link, grant)
+            case Heard(_, Taken(number)) if export is not None and number in export.sent:
+                self._taken(export, export.sent.pop(number))
+            case Heard(link, _):
+                link.close()  # not a message that comes now
+            case Stopped(link):
+                self._by_link.pop(link, None)
+                if export is not None:
+                    self._stopped(export)
+
+    def _redeem(self, link: ReaderLink, grant: Grant) -> None:
+        export = self._by_name.get(grant.name)
+        refusal: Status | None = None
+        if grant.epoch != self.epoch:
+            refusal = (409, "the grant is of an engine that is gone")
+        elif export is None or export.closed:
+            refusal = (410, "the grant has expired")
+        elif export.grant != grant or export.link is not None:
+            refusal = (403, "the grant is not this reader's, or was used before")
+        if export is None or refusal is not None:
+            status, reason = refusal or (410, "the grant has expired")
+            _log.warning("a reader was refused (%d): %s", status, reason)
+            link.send(Refused(status, reason))
+            link.close()
+            return
+        export.link = link
+        self._by_link[link] = export
+        self._heard(export)
+        link.send(Accepted(self._memory))
+
+    def _taken(self, export: Export, batch: BlockBatch) -> None:
+        self._slots.give(batch.group, batch.slots or [])
+        self._stats.blocks_sent += batch.count
+        self._stats.bytes_sent += batch.count * self._sizes[batch.group]
+        self._heard(export)
+        self._end_if_sent(export)
+
+    def _heard(self, export: Export) -> None:
+        export.deadline = self._clock() + self._lease
+
+    def _stopped(self, export: Export) -> None:
+        """Frees what a connection's threads held."""
+        export.link = None
+        for batch in export.sent.values():
+            self._slots.give(batch.group, batch.slots or [])
+        export.sent.clear()
+        if not export.closed:
+            self._close(export, "dead")
+        self._forget_ended(export)
+
+    def check(self) -> Sequence[Failure]:
+        """Ends the grants whose readers gave no sign in time. Returns the requests to abort."""
+        now = self._clock()
+        for export in list(self._by_name.values()):
+            if export.closed:
+                continue
+            waits = export.link is None or bool(export.sent)
+            if waits and now > export.deadline:
+                self._refuse(export, (504, "the reader gave no sign in time"), "timeout")
+            elif export.link is not None and not waits and now - export.told > self._lease / 4:
+                export.told = now
+                export.link.send(Working())
+        failures, self._failures = self._failures, []
+        return failures
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def pending(self) -> bool:
+        """Whether a plan must be made: blocks can be sent, or are on their way."""
+        return any(
+            export.moving
+            or (export.held is not None and not export.settled)
+            or self._can_send(export)
+            for export in self._by_name.values()
+        )
+
+    def _can_send(self, export: Export) -> bool:
+        return (
+            not export.closed
+            and export.link is not None
+            and export.held is not None
+            and any(
+                export.sent_to[g] < end and self._slots.num_free(g)
+                for g, (_, end) in enumerate(self._ranges(export.held))
+            )
+        )
+
+    def _ranges(self, held: LoadingPrefix) -> list[tuple[int, int]]:
+        """Returns the table entries of each group that a reader needs."""
+        return [
+            (place, place + len(blocks))
+            for place, blocks in zip(held.places, held.blocks, strict=True)
+        ]
+
+    def plan(self, builder: PlanBuilder) -> None:
+        """Sends what is there, as far as slots are free."""
+        for export in list(self._by_name.values()):
+            if export.closed or export.link is None:
+                export.settled = export.held is not None
+                continue
+            if export.held is not None:
+                # A recurrent state's copy is made by the plan behind `hold`, after what goes out.
+                if export.settled:
+                    self._send_held(builder, export, export.held)
+                export.settled = True
+            elif self._chunks and export.request is not None:
+                self._send_chunk(builder, export, export.request)
+
+    def _send_held(self, builder: PlanBuilder, export: Export, held: LoadingPrefix) -> None:
+        for g, (begin, end) in enumerate(self._ranges(held)):
+            at = max(export.sent_to[g], begin)
+            while at < end:
+                count = self._send(builder, export, g, at, held.blocks[g][at - begin :])
+                if not count:
+                    break
+                at += count
+            export.sent_to[g] = at
+        self._end_if_sent(export)
+
+    def _send_chunk(self, builder: PlanBuilder, export: Export, request: Request) -> None:
+        """Sends the whole blocks that the steps before this one have filled."""
+        if request not in builder.requests:
+            return
+        row = builder.requests.index(request)
+        done = request.planned - int(builder.q_len[row])
+        whole = min(done, len(export.tokens)) // self._blocks.block_size
+        for g, group in enumerate(self._blocks.groups):
+            at = export.sent_to[g]
+            if group.sparse is not None or whole <= at:
+                continue
+            ids = group.entries(request.lane, at, whole)
+            export.sent_to[g] += self._send(builder, export, g, at, ids)
+
+    def _send(self, builder: PlanBuilder, export: Export, g: int, first: int, blocks: Int32) -> int:
+        """Moves up to a batch of blocks out; returns how many."""
+        slots = self._slots.take(g, min(_BATCH, len(blocks)))
+        if not slots:
+            return 0
+        id = next(self._ids)
+        export.moving[id] = BlockBatch(id, g, first, len(slots), slots)
+        transfer = Transfer(id, "out", "peer", g, int32(blocks[: len(slots)]), slots=int32(slots))
+        builder.transfer(transfer)
+        return len(slots)
+
+    def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
+        """Takes note of copies that have ended."""
+        for export in list(self._by_name.values()):
+            for id in [id for id in (*finished, *failed) if id in export.moving]:
+                batch = export.moving.pop(id)
+                if export.closed or export.link is None or id in failed:
+                    self._slots.give(batch.group, batch.slots or [])
+                else:
+                    export.sent[batch.number] = batch
+                    self._heard(export)
+                    export.link.send(batch)
+            self._forget_ended(export)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _end_if_sent(self, export: Export) -> None:
+        """Ends a grant of which the reader has taken everything."""
+        held = export.held
+        if held is None or export.closed or export.link is None or export.moving or export.sent:
+            return
+        if export.settled and all(
+            export.sent_to[g] >= end for g, (_, end) in enumerate(self._ranges(held))
+        ):
+            export.link.send(End())
+            self._close(export, "done")
+
+    def _refuse(self, export: Export, status: Status, outcome: str) -> None:
+        _log.warning("a grant ended (%d): %s", *status)
+        if export.link is not None:
+            export.link.send(Refused(*status))
+        self._close(export, outcome)
+
+    def _close(self, export: Export, outcome: str) -> None:
+        export.closed = True
+        self._stats.grants[outcome] = self._stats.grants.get(outcome, 0) + 1
+        if export.link is not None:
+            export.link.close()
+        if export.request is not None and not export.finished:
+            self._failures.append((export.request, QuireError("the reader of the prompt is gone")))
+        self._forget_ended(export)
+
+    def _forget_ended(self, export: Export) -> None:
+        """Gives up the blocks and the name of a closed grant, once nothing of it is under way."""
+        if not export.closed or export.ended or export.moving:
+            return
+        if export.held is not None:
+            self._loader.release(export.held)
+            export.held = None
+        if export.link is None and (export.finished or export.request is None):
+            export.ended = True
+            del self._by_name[export.grant.name]
+
+    def stop(self) -> None:
+        """Closes all grants."""
+        for export in list(self._by_name.values()):
+            if not export.closed:
+                self._close(export, "aborted")

@@ -1,0 +1,76 @@
+"""Facts that two engines must agree on before one can read blocks of the other."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.plan import KVGroup
+
+PROTOCOL = 1
+"""The version of the messages between engines."""
+_SAMPLE_BYTES = 1 << 16
+
+
+class KVFacts(msgspec.Struct, frozen=True):
+    """Facts about an engine's blocks.
+
+    model: stands for its configuration and its weights, by their headers and beginnings.
+    groups: kind, window, layers and bytes of each KV group's block, with the heads of all ranks.
+    """
+
+    protocol: int
+    version: str
+    model: str
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int
+    groups: tuple[str, ...]
+
+
+def facts_of(config: EngineConfig, groups: Sequence[KVGroup], sizes: Sequence[int]) -> KVFacts:
+    """Returns an engine's facts. sizes: bytes of each group's block over all ranks."""
+    return KVFacts(
+        protocol=PROTOCOL,
+        version=importlib.metadata.version("quire"),
+        model=model_digest(config),
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        block_size=config.block_size,
+        groups=tuple(
+            f"{group.kind}, window {group.window}, {len(group.layers)} layers, {size} bytes"
+            for group, size in zip(groups, sizes, strict=True)
+        ),
+    )
+
+
+def differences(own: KVFacts, peer: KVFacts) -> list[str]:
+    """Returns a line with both values for each fact that differs."""
+    return [
+        f"{name}: {getattr(own, name)!r} here, {getattr(peer, name)!r} at the peer"
+        for name in KVFacts.__struct_fields__
+        if getattr(own, name) != getattr(peer, name)
+    ]
+
+
+def model_digest(config: EngineConfig) -> str:
+    """Returns 32 hex digits for a model as it is loaded: equal on hosts with copies of its files.
+
+    Weights are known by name, size, and the first bytes of each file, which name all tensors."""
+    args, folder = config.args, Path(config.model_path)
+    digest = hashlib.blake2b(digest_size=16)
+    seed = args.seed if args.load_format == "dummy" else None
+    for fact in (args.load_format, seed, args.quantization):
+        digest.update(repr(fact).encode() + b"\0")
+    for name in ("config.json", *sorted(file.name for file in folder.glob("*.safetensors"))):
+        file = folder / name
+        if file.is_file():
+            with file.open("rb") as opened:
+                digest.update(repr((name, file.stat().st_size)).encode())
+                digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

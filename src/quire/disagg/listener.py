@@ -1,0 +1,172 @@
+"""The connections of readers: a thread that accepts them, and two for each."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable
+
+from quire.disagg.channel import BrokenMessageError, PeerChannel
+from quire.disagg.exports import Heard, Stopped
+from quire.disagg.messages import BlockBatch, Mapped, Message
+from quire.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+_TICK = 0.25
+"""Seconds after which the loop is woken while there are grants: their leases may have expired."""
+_BACKLOG = 128
+_MOST_LINKS = 256
+
+View = Callable[[int, int], memoryview]
+"""Returns the bytes of a group's slot."""
+Tell = Callable[[Heard | Stopped], None]
+
+
+class ReaderConnection:
+    """A reader's connection. One thread reads its messages, one sends what the loop says.
+
+    The reading one has ended before the sending one tells of the end. send_seconds: that the reader
+    may take for a piece of a message.
+    """
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        view: View,
+        tell: Tell,
+        send_seconds: float,
+    ) -> None:
+        self._channel = PeerChannel(connected)
+        self._view = view
+        self._tell = tell
+        self._shared = False
+        self._out: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        seconds = int(send_seconds * 1000)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds)
+        self._reader = threading.Thread(target=self._read, daemon=True, name="kv-reader")
+        self._writer = threading.Thread(target=self._write, daemon=True, name="kv-writer")
+        self._reader.start()
+        self._writer.start()
+
+    def send(self, message: Message) -> None:
+        self._out.put(message)
+
+    def close(self) -> None:
+        self._out.put(None)
+
+    def cut(self) -> None:
+        """Ends the connection at once. Idempotent."""
+        self._channel.end()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = self._channel.receive()
+                if isinstance(message, Mapped):
+                    self._shared = message.shared
+                else:
+                    self._tell(Heard(self, message))
+        except (OSError, BrokenMessageError) as error:
+            if isinstance(error, BrokenMessageError):
+                _log.warning("a reader sent no valid message: %s", error)
+        self._channel.end()
+        self._out.put(None)
+
+    def _write(self) -> None:
+        try:
+            while (message := self._out.get()) is not None:
+                self._send(message)
+        except OSError:
+            pass  # the reader is gone, which the other thread sees as well
+        self._channel.end()
+        self._reader.join()
+        self._channel.close()
+        self._tell(Stopped(self))
+
+    def _send(self, message: Message) -> None:
+        if not isinstance(message, BlockBatch) or self._shared:
+            self._channel.send(message)
+            return
+        self._channel.send(BlockBatch(message.number, message.group, message.first, message.count))
+        for slot in message.slots or ():
+            self._channel.send_block(self._view(message.group, slot))
+
+
+class Listener:
+    """Accepts readers at an address.
+
+    open_grants: how many there are; while there are some, the loop is woken (`wake`) now and then.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        view: View,
+        tell: Tell,
+        wake: Callable[[], None],
+        send_seconds: float,
+        open_grants: Callable[[], int],
+    ) -> None:
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"kv_port: cannot listen on {host}:{port} ({error})", "kv_port"
+            ) from None
+        self.port: int = self._socket.getsockname()[1]
+        self._view = view
+        self._told = tell
+        self._wake = wake
+        self._send_seconds = send_seconds
+        self._open_grants = open_grants
+        self._links: set[ReaderConnection] = set()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._accept, daemon=True, name="kv-listener")
+        self._socket.settimeout(_TICK)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connected, _ = self._socket.accept()
+            except TimeoutError:
+                if self._open_grants():
+                    self._wake()
+                continue
+            except OSError:
+                if not self._closed.is_set():
+                    _log.exception("readers can no longer connect")
+                return
+            connected.settimeout(None)
+            with self._lock:
+                if len(self._links) < _MOST_LINKS and not self._closed.is_set():
+                    self._links.add(
+                        ReaderConnection(connected, self._view, self._tell, self._send_seconds)
+                    )
+                    continue
+            connected.close()
+
+    def _tell(self, event: Heard | Stopped) -> None:
+        if isinstance(event, Stopped) and isinstance(event.link, ReaderConnection):
+            with self._lock:
+                self._links.discard(event.link)
+        self._told(event)
+
+    def close(self) -> None:
+        """Ends all connections. Idempotent."""
+        self._closed.set()
+        self._socket.close()
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            link.cut()
+        self._thread.join(2 * _TICK)

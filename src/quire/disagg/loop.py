@@ -1,0 +1,210 @@
+"""The parts of prefill and decode apart in the engine's loop and in the scheduler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.arrays import Int32, int32
+from quire.cache import BlockManager
+from quire.config import EngineConfig
+from quire.disagg.disagg_stats import DisaggStats
+from quire.disagg.exports import Exports, Heard, Stopped
+from quire.disagg.facts import differences, facts_of
+from quire.disagg.free_slots import FreeSlots
+from quire.disagg.inbox import Inbox
+from quire.disagg.listener import Listener
+from quire.disagg.messages import Grant, MemoryHandle, PromptRequest, Welcome
+from quire.disagg.peer_list import PeerList
+from quire.disagg.prompt_fetches import Brought, Ended, Fetches
+from quire.disagg.pulls import PullThreads
+from quire.disagg.settings import check_engine, check_groups, read_settings
+from quire.errors import ConfigError, PeerMismatchError, RequestError
+from quire.executor import Capacity, Executor
+from quire.loop_feature import Failure, LoopFeature
+from quire.request import Request
+from quire.scheduler import Feature, PlanBuilder
+
+_log = logging.getLogger(__name__)
+
+
+class DisaggFeature(Feature):
+    """Hands the scheduler's calls on to the prompts that are computed for others, and by others."""
+
+    def __init__(self, exports: Exports | None, fetches: Fetches | None) -> None:
+        self._exports = exports
+        self._fetches = fetches
+
+    def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
+        if self._exports is not None:
+            self._exports.attach(blocks)
+        if self._fetches is not None:
+            self._fetches.attach(blocks, wake)
+
+    def admit(self, request: Request) -> None:
+        if self._exports is not None:
+            self._exports.admit(request)
+
+    def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
+        return self._fetches is not None and self._fetches.fetch(request, tokens, limit)
+
+    def pending(self, idle: bool) -> bool:
+        return any(part is not None and part.pending() for part in (self._exports, self._fetches))
+
+    def plan(self, builder: PlanBuilder) -> None:
+        for part in (self._exports, self._fetches):
+            if part is not None:
+                part.plan(builder)
+
+    def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
+        for part in (self._exports, self._fetches):
+            if part is not None:
+                part.transferred(finished, failed)
+
+    def finish(self, request: Request) -> None:
+        for part in (self._exports, self._fetches):
+            if part is not None:
+                part.finish(request)
+
+    def forget(self) -> None:
+        if self._fetches is not None:
+            self._fetches.forget()
+
+
+class DisaggLoop(LoopFeature):
+    """Opens what the settings ask for, and answers peers.
+
+    Messages (`on_control`): `handshake` with facts gives a `Welcome`; `grant` with a
+    `PromptRequest` gives a `Grant`, whose request the caller adds; `revoke` undoes that.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.args.kv_peers is None:
+            raise ConfigError("kv_peers: there are no settings", "kv_peers")
+        self._config = config
+        self._settings = read_settings(config.args.kv_peers)
+        check_engine(config)
+        self._inbox: Inbox[Heard | Stopped | Brought | Ended] = Inbox()
+        self._stats = DisaggStats()
+        self._exports: Exports | None = None
+        self._fetches: Fetches | None = None
+        self._listener: Listener | None = None
+        self._pulls: PullThreads | None = None
+
+    def start(self, executor: Executor, capacity: Capacity) -> DisaggFeature:
+        """Listens for readers, and makes ready to ask peers.
+
+        Raises:
+            ConfigError: the address cannot be had, or a peer's URL is none.
+        """
+        settings = self._settings
+        pool = executor.control({"op": "staging_pool"})
+        groups, half = capacity.groups, pool.slots // 2
+        check_groups(self._config, groups)
+        self._facts = facts_of(self._config, groups, pool.sizes)
+        if settings.grants:
+            self._listener = Listener(
+                settings.host,
+                settings.port,
+                pool.view,
+                self._inbox.put,
+                self._inbox.wake,
+                settings.lease_timeout,
+                lambda: 0 if self._exports is None else len(self._exports),
+            )
+            memory = MemoryHandle(
+                pool.handle.pid,
+                pool.handle.descriptor,
+                pool.handle.size,
+                pool.handle.token,
+                [pool.start(group, 0) for group in range(len(groups))],
+                list(pool.sizes),
+            )
+            self._exports = Exports(
+                FreeSlots(len(groups), 0, half),
+                pool.sizes,
+                self._stats,
+                lease=settings.lease_timeout,
+                port=self._listener.port,
+                chunks=settings.kv_transfer == "async",
+                memory=memory,
+            )
+            _log.info("prompts for others: blocks at port %d", self._listener.port)
+        if settings.asks:
+            slots = FreeSlots(len(groups), half, pool.slots)
+            peers = PeerList(settings.peers, settings.peer_key, self._facts)
+            lease = settings.lease_timeout
+            self._pulls = PullThreads(peers, slots, pool.view, self._inbox.put, lease)
+            least = settings.remote_prefill_tokens
+            self._fetches = Fetches(
+                self._pulls,
+                slots,
+                pool.sizes,
+                self._stats,
+                least=capacity.full_step if least is None else least,
+            )
+        return DisaggFeature(self._exports, self._fetches)
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._fetches)
+
+    def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
+        for event in self._inbox.drain():
+            if isinstance(event, Heard | Stopped):
+                if self._exports is not None:
+                    self._exports.handle(event)
+            elif self._fetches is not None:
+                self._fetches.handle(event)
+        return (), () if self._exports is None else self._exports.check()
+
+    def fds(self) -> Sequence[int]:
+        return (self._inbox.fd,)
+
+    def on_control(self, message: dict[str, Any]) -> Any:
+        if self._exports is None:
+            return None
+        match message:
+            case {"op": "handshake", "facts": facts}:
+                if found := differences(self._facts, facts):
+                    _log.error("a reader does not match: %s", "; ".join(found))
+                    raise PeerMismatchError("the engines do not match: " + "; ".join(found))
+                return Welcome(self._facts, self._exports.epoch)
+            case {"op": "grant", "asked": asked}:
+                return self._grant(self._exports, asked)
+            case {"op": "revoke", "name": name}:
+                self._exports.revoke(name)
+        return None
+
+    def _grant(self, exports: Exports, asked: PromptRequest) -> Grant:
+        if asked.epoch != exports.epoch:
+            raise PeerMismatchError("this engine was started again: shake hands first")
+        size = self._config.block_size
+        if len(asked.tokens) % size or not 0 <= asked.first * size <= len(asked.tokens):
+            raise RequestError(f"a prompt must be whole blocks of {size} tokens", "tokens")
+        if not asked.tokens or not 0 <= min(asked.tokens) <= max(asked.tokens) < (
+            self._config.vocab_size
+        ):
+            raise RequestError(
+                "there are no tokens, or such that the model does not know", "tokens"
+            )
+        return exports.grant(int32(asked.tokens), asked.first, asked.cache_salt, asked.reader)
+
+    def stats(self) -> dict[str, Any]:
+        stats = self._stats
+        stats.grants_open = 0 if self._exports is None else len(self._exports)
+        stats.fetches_open = 0 if self._fetches is None else len(self._fetches)
+        stats.peers_up = 0 if self._pulls is None else self._pulls.up
+        return {"disagg": stats}
+
+    def close(self, drain: Callable[[], None] | None) -> None:
+        if self._exports is not None:
+            self._exports.stop()
+        if self._fetches is not None:
+            self._fetches.stop()
+        if self._listener is not None:
+            self._listener.close()
+        if self._pulls is not None:
+            self._pulls.close()
+        self._inbox.close()

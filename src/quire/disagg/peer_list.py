@@ -1,0 +1,155 @@
+"""The servers that this engine asks for prompts: which of them can be asked, and asking them.
+
+One policy for what goes wrong: a request asks at most two peers, each once, and only as long as
+nothing has come. After that, and for everything else, it computes its prompt itself. A peer that
+could not be reached, or was overloaded, is left alone for some seconds; one that does not match,
+for longer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from quire.disagg.facts import KVFacts, differences
+from quire.disagg.messages import Grant, PromptRequest, Welcome
+from quire.errors import ConfigError
+from quire.http_client import HttpClient
+
+_log = logging.getLogger(__name__)
+
+_ASK_SECONDS = 5.0
+"""Seconds that a peer may take to answer over HTTP; it answers before it computes anything."""
+_PAUSES = {"dead": 2.0, "timeout": 2.0, "overloaded": 0.5, "refused": 10.0}
+"""Seconds for which a peer is left alone, by what it did."""
+_MOST_ANSWER_BYTES = 1 << 16
+
+
+Answer = TypeVar("Answer", Grant, Welcome)
+
+
+class PeerError(Exception):
+    """A peer gave no grant. outcome: see `OUTCOMES`."""
+
+    def __init__(self, outcome: str, reason: str, status: int = 0) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+        self.status = status
+
+
+class Peer:
+    """A server that computes prompts. From any thread.
+
+    pulls: how many of this engine's are under way.
+    """
+
+    def __init__(self, url: str, key: str | None, facts: KVFacts) -> None:
+        self._client = HttpClient(url, key, _ASK_SECONDS)
+        self.url = self._client.url
+        host = urlsplit(self.url).hostname
+        if host is None:
+            raise ConfigError(f"peer: {url!r} names no host", "peer")
+        self.host = host
+        self.pulls = 0
+        self._facts = facts
+        self._epoch = ""
+        self._not_before = 0.0
+        self._lock = threading.Lock()
+        self.reader = secrets.token_hex(8)
+
+    @property
+    def up(self) -> bool:
+        """Whether it can be asked now."""
+        return time.monotonic() >= self._not_before
+
+    def failed(self, outcome: str) -> None:
+        """Leaves the peer alone for a while."""
+        self._not_before = time.monotonic() + _PAUSES.get(outcome, 0.0)
+
+    def ask(self, tokens: Sequence[int], first: int, salt: str) -> Grant:
+        """Asks for a prompt. Raises PeerError."""
+        with self._lock:
+            epoch = self._epoch or self._shake_hands()
+        request = PromptRequest(list(tokens), first, self.reader, epoch, salt)
+        try:
+            return self._post("/kv/prefill", request, Grant)
+        except PeerError as error:
+            if error.status != 409:
+                raise
+        with self._lock:  # it was started again since
+            epoch = self._shake_hands()
+        return self._post("/kv/prefill", msgspec.structs.replace(request, epoch=epoch), Grant)
+
+    def _shake_hands(self) -> str:
+        """Compares facts; returns the peer's epoch."""
+        self._epoch = ""
+        welcome = self._post("/kv/handshake", self._facts, Welcome)
+        found = differences(self._facts, welcome.facts)
+        if found:
+            raise PeerError("refused", "; ".join(found), 409)
+        self._epoch = welcome.epoch
+        return welcome.epoch
+
+    def _post(self, path: str, body: msgspec.Struct, kind: type[Answer]) -> Answer:
+        try:
+            connection, answer = self._client.request(
+                "POST", path, msgspec.json.encode(body).decode()
+            )
+        except ConfigError as error:
+            outcome = "timeout" if "timed out" in str(error) else "dead"
+            raise PeerError(outcome, str(error)) from None
+        try:
+            data = answer.read(_MOST_ANSWER_BYTES)
+            if answer.status != 200:
+                raise PeerError(
+                    _outcome(answer.status),
+                    f"{self.url} answered {answer.status}: {_reason(data)}",
+                    answer.status,
+                )
+            return msgspec.json.decode(data, type=kind)
+        except (OSError, http.client.HTTPException) as error:
+            raise PeerError("dead", f"{self.url}: {error}") from None
+        except msgspec.DecodeError as error:
+            raise PeerError("broken", f"{self.url} gave no valid answer: {error}") from None
+        finally:
+            connection.close()
+
+
+def _outcome(status: int) -> str:
+    if status in (408, 504):
+        return "timeout"
+    if status in (429, 503):
+        return "overloaded"
+    return "dead" if status in (500, 502) else "refused"
+
+
+def _reason(data: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(data)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return data[:200].decode("utf-8", "replace")
+
+
+class PeerList:
+    """All peers. From any thread."""
+
+    def __init__(self, urls: Sequence[str], key: str | None, facts: KVFacts) -> None:
+        self._peers = [Peer(url, key, facts) for url in urls]
+
+    @property
+    def up(self) -> int:
+        """Counts those that can be asked now."""
+        return sum(peer.up for peer in self._peers)
+
+    def choose(self, without: Peer | None = None) -> Peer | None:
+        """Returns the one with the fewest pulls that can be asked, or None."""
+        able = [peer for peer in self._peers if peer.up and peer is not without]
+        return min(able, key=lambda peer: peer.pulls, default=None)

@@ -1,0 +1,278 @@
+"""Prompts that other engines compute for this one.
+
+A request that is about to start, and lacks more of its prompt than a step holds, is parked. Blocks
+of the cache are booked for it, a thread asks a peer and brings the peer's blocks into the memory
+between engines, and transfers of plans copy them to the booked ones. When all have come they enter
+the prefix tree, and the request starts as one that hits. Whatever goes wrong, it computes its
+prompt itself.
+
+The peer never writes this engine's memory: bytes are read from the connection, or from the peer's
+memory, by this engine's thread. So booked blocks are given up once no copy of this engine to them
+is under way, and slots once the thread or the copy that fills them has ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.arrays import Int32, int32
+from quire.cache import BlockManager
+from quire.cache.loading import LoadingPrefix, PrefixLoader
+from quire.disagg.disagg_stats import DisaggStats
+from quire.disagg.free_slots import FreeSlots
+from quire.plan import Transfer
+from quire.request import Request
+from quire.scheduler import PlanBuilder
+
+_log = logging.getLogger(__name__)
+
+_FIRST_ID = 1 << 41
+"""Ids of transfers are unlike those of other features."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullOrder:
+    """A prompt that a thread is to bring: tokens, int32 [whole blocks], of which `first` blocks are
+    here. name: for the log."""
+
+    name: str
+    tokens: Int32
+    first: int
+    salt: str
+
+
+class Pull(Protocol):
+    """A thread that brings a prompt's blocks."""
+
+    def cancel(self) -> None:
+        """Makes it end soon. From any thread. Idempotent."""
+        ...
+
+
+class Puller(Protocol):
+    """Starts threads that ask peers."""
+
+    @property
+    def up(self) -> int:
+        """The peers that can be asked now."""
+        ...
+
+    def start(self, order: PullOrder) -> Pull: ...
+
+
+@dataclass(slots=True)
+class Brought:
+    """Blocks from `first` on of a group's table, in slots of the memory between engines."""
+
+    pull: Pull
+    group: int
+    first: int
+    slots: list[int]
+
+
+@dataclass(slots=True)
+class Ended:
+    """The end of a thread: it touches no slot any more. outcome: see `OUTCOMES`."""
+
+    pull: Pull
+    outcome: str
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A prompt on its way.
+
+    filled: by group, table entries whose blocks have come. outcome: of the thread, once it has
+    ended. dropped: the request ended, or what came was wrong.
+    """
+
+    request_id: str
+    loading: LoadingPrefix
+    pull: Pull
+    filled: list[set[int]]
+    moving: dict[int, Brought] = field(default_factory=dict)
+    waiting: list[Brought] = field(default_factory=list)
+    outcome: str = ""
+    dropped: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block has come."""
+        wanted = zip(self.loading.places, self.loading.blocks, self.filled, strict=True)
+        return all(len(blocks) == len(filled) for _, blocks, filled in wanted)
+
+    def wants(self, brought: Brought) -> bool:
+        """Whether blocks are among those that are lacking."""
+        if not 0 <= brought.group < len(self.filled):
+            return False
+        place = self.loading.places[brought.group]
+        end = place + len(self.loading.blocks[brought.group])
+        entries = range(brought.first, brought.first + len(brought.slots))
+        return (
+            place <= brought.first
+            and entries.stop <= end
+            and not self.filled[brought.group].intersection(entries)
+        )
+
+
+class Fetches:
+    """All fetches of an engine. Belongs to the engine's loop.
+
+    sizes: bytes of a block, by group. least: the fewest tokens to ask a peer for.
+    """
+
+    def __init__(
+        self,
+        puller: Puller,
+        slots: FreeSlots,
+        sizes: Sequence[int],
+        stats: DisaggStats,
+        *,
+        least: int,
+    ) -> None:
+        self._puller = puller
+        self._slots = slots
+        self._sizes = sizes
+        self._stats = stats
+        self._least = least
+        self._ids = itertools.count(_FIRST_ID)
+        self._by_pull: dict[Pull, Fetch] = {}
+        self._by_request: dict[str, Fetch | None] = {}
+        """Requests that were decided about; None where they compute their prompts themselves."""
+
+    def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
+        self._blocks = blocks
+        self._loader = PrefixLoader(blocks)
+        self._wake = wake
+
+    def __len__(self) -> int:
+        return len(self._by_pull)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
+        """Decides, once for each request, whether a peer computes its prompt."""
+        name = request.request_id
+        if name in self._by_request:
+            return self._by_request[name] is not None
+        size = self._blocks.block_size
+        whole = limit // size * size
+        if whole < self._least or request.lora_id or request.num_preemptions:
+            return False
+        match = self._blocks.match(request.namespace, tokens, whole, whole_only=True)
+        if whole - match.length < self._least or not self._puller.up:
+            return False
+        prefix = tokens[:whole].copy()
+        loading = self._loader.begin(request.namespace, match, prefix, request.known)
+        if loading is None:
+            return False  # it would find no room to start, either; it is asked about again
+        order = PullOrder(name, prefix, match.whole, request.cache_salt)
+        fetch = Fetch(name, loading, self._puller.start(order), [set() for _ in loading.blocks])
+        self._by_pull[fetch.pull] = fetch
+        self._by_request[name] = fetch
+        return True
+
+    def finish(self, request: Request) -> None:
+        """Gives up the fetch of a request that has ended."""
+        fetch = self._by_request.pop(request.request_id, None)
+        if fetch is not None:
+            self._drop(fetch)
+
+    def forget(self) -> None:
+        """Gives up all fetches: prefixes that come later are not to be used."""
+        for fetch in list(self._by_pull.values()):
+            self._drop(fetch)
+
+    def _drop(self, fetch: Fetch) -> None:
+        fetch.dropped = True
+        fetch.pull.cancel()
+        for brought in fetch.waiting:
+            self._slots.give(brought.group, brought.slots)
+        fetch.waiting = []
+        self._end(fetch)
+
+    # -- news ----------------------------------------------------------------------------------
+
+    def handle(self, event: Brought | Ended) -> None:
+        """Takes in a thread's news."""
+        fetch = self._by_pull[event.pull]
+        match event:
+            case Brought() if fetch.dropped:
+                self._slots.give(event.group, event.slots)
+            case Brought() if fetch.wants(event):
+                fetch.filled[event.group].update(range(event.first, event.first + len(event.slots)))
+                fetch.waiting.append(event)
+            case Brought():
+                _log.error("%s: a peer sent blocks that were not asked for", fetch.request_id)
+                self._slots.give(event.group, event.slots)
+                self._drop(fetch)
+            case Ended():
+                fetch.outcome = event.outcome
+                if event.outcome == "done" and not fetch.complete and not fetch.dropped:
+                    fetch.outcome = "broken"
+                self._stats.fetches[fetch.outcome] = self._stats.fetches.get(fetch.outcome, 0) + 1
+                if fetch.outcome not in ("done", "aborted"):
+                    _log.warning(
+                        "%s computes its prompt itself (%s): %s",
+                        fetch.request_id,
+                        fetch.outcome,
+                        event.reason,
+                    )
+                self._end(fetch)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def pending(self) -> bool:
+        """Whether a plan must be made: blocks have come, or are being copied."""
+        return any(fetch.waiting or fetch.moving for fetch in self._by_pull.values())
+
+    def plan(self, builder: PlanBuilder) -> None:
+        """Copies what has come to the booked blocks."""
+        for fetch in self._by_pull.values():
+            for brought in fetch.waiting:
+                at = brought.first - fetch.loading.places[brought.group]
+                blocks = fetch.loading.blocks[brought.group][at : at + len(brought.slots)]
+                id = next(self._ids)
+                fetch.moving[id] = brought
+                slots = int32(brought.slots)
+                builder.transfer(
+                    Transfer(id, "in", "peer", brought.group, int32(blocks), slots=slots)
+                )
+            fetch.waiting = []
+
+    def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
+        """Takes note of copies that have ended."""
+        for fetch in list(self._by_pull.values()):
+            for id in [id for id in (*finished, *failed) if id in fetch.moving]:
+                brought = fetch.moving.pop(id)
+                self._slots.give(brought.group, brought.slots)
+                self._stats.blocks_received += len(brought.slots)
+                size = self._sizes[brought.group]
+                self._stats.bytes_received += len(brought.slots) * size
+                if id in failed:
+                    fetch.dropped = True
+            self._end(fetch)
+
+    def _end(self, fetch: Fetch) -> None:
+        """Ends a fetch of which nothing is under way: its blocks enter the tree, or are freed."""
+        if not fetch.outcome or fetch.moving or fetch.waiting or fetch.pull not in self._by_pull:
+            return
+        del self._by_pull[fetch.pull]
+        good = fetch.outcome == "done" and not fetch.dropped
+        self._loader.end(fetch.loading, good)
+        if good:
+            self._stats.remote_tokens += len(fetch.loading.tokens) - fetch.loading.start
+        if fetch.request_id in self._by_request:
+            self._by_request[fetch.request_id] = None
+            self._stats.local += not good
+            self._wake(fetch.request_id)
+
+    def stop(self) -> None:
+        """Ends all threads."""
+        for fetch in self._by_pull.values():
+            fetch.pull.cancel()

@@ -1,0 +1,238 @@
+"""Threads that ask peers for prompts, and bring their blocks into the memory between engines."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+from quire.disagg.channel import BrokenMessageError, PeerChannel
+from quire.disagg.free_slots import FreeSlots
+from quire.disagg.listener import View
+from quire.disagg.messages import (
+    Accepted,
+    BlockBatch,
+    End,
+    Grant,
+    Mapped,
+    MemoryHandle,
+    Redeem,
+    Refused,
+    Taken,
+    Working,
+)
+from quire.disagg.peer_list import Peer, PeerError, PeerList
+from quire.disagg.prompt_fetches import Brought, Ended, PullOrder
+from quire.runner.transfer.threads import DaemonThreads
+
+_log = logging.getLogger(__name__)
+
+Tell = Callable[[Brought | Ended], None]
+
+_THREADS = 16
+_CONNECT_SECONDS = 2.0
+_ATTEMPTS = 2
+_CLOSE_SECONDS = 1.0
+_READ_ONLY = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+_STATUS_OUTCOMES = {
+    403: "refused",
+    409: "refused",
+    410: "timeout",
+    503: "overloaded",
+    504: "timeout",
+}
+
+
+class PullThreads:
+    """Runs pulls on threads.
+
+    lease: seconds that a peer may be silent. view: of the slots that are filled.
+    """
+
+    def __init__(
+        self,
+        peers: PeerList,
+        slots: FreeSlots,
+        view: View,
+        tell: Tell,
+        lease: float,
+    ) -> None:
+        self.peers = peers
+        self.slots = slots
+        self.view = view
+        self.tell = tell
+        self.lease = lease
+        self._threads = DaemonThreads(_THREADS, "kv-pull")
+
+    @property
+    def up(self) -> int:
+        return self.peers.up
+
+    def start(self, order: PullOrder) -> PeerPull:
+        pull = PeerPull(self, order)
+        self._threads.submit(pull.run)
+        return pull
+
+    def close(self) -> None:
+        self._threads.close(_CLOSE_SECONDS)
+
+
+class PeerPull:
+    """Asks for one prompt, and brings its blocks."""
+
+    def __init__(self, threads: PullThreads, order: PullOrder) -> None:
+        self._threads = threads
+        self._order = order
+        self._cancelled = threading.Event()
+        self._channel: PeerChannel | None = None
+        self._lock = threading.Lock()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled.set()
+            if self._channel is not None:
+                self._channel.end()
+
+    def run(self) -> None:
+        """Runs on a thread; tells the loop of every batch and, last, of the end."""
+        try:
+            outcome, reason = self._pull()
+        except Exception as error:  # the request must not wait for ever
+            _log.exception("a pull failed")
+            outcome, reason = "broken", type(error).__name__
+        if self._cancelled.is_set():
+            outcome = "aborted"
+        self._threads.tell(Ended(self, outcome, reason))
+
+    def _pull(self) -> tuple[str, str]:
+        outcome, reason = "dead", "no peer can be asked"
+        last: Peer | None = None
+        for _ in range(_ATTEMPTS):
+            peer = self._threads.peers.choose(last)
+            if peer is None or self._cancelled.is_set():
+                break
+            last = peer
+            peer.pulls += 1
+            try:
+                order = self._order
+                grant = peer.ask(order.tokens.tolist(), order.first, order.salt)
+                return self._redeem(peer, grant)
+            except PeerError as error:
+                outcome, reason = error.outcome, str(error)
+                peer.failed(outcome)
+                _log.warning("peer %s gave no prompt (%s): %s", peer.url, outcome, reason)
+            finally:
+                peer.pulls -= 1
+        return outcome, reason
+
+    def _redeem(self, peer: Peer, grant: Grant) -> tuple[str, str]:
+        """Fetches a grant's blocks. Raises PeerError where nothing of them has come."""
+        try:
+            connected = socket.create_connection((peer.host, grant.port), _CONNECT_SECONDS)
+        except OSError as error:
+            raise PeerError("dead", f"{peer.host}:{grant.port}: {error}") from None
+        connected.settimeout(self._threads.lease)
+        channel = PeerChannel(connected)
+        memory: PeerMemory | None = None
+        try:
+            # Also if nobody waits any more: the peer learns it by the connection's end.
+            channel.send(Redeem(grant))
+            with self._lock:
+                self._channel = channel
+            while not self._cancelled.is_set():
+                match channel.receive():
+                    case Accepted(handle):
+                        memory = map_memory(handle)
+                        channel.send(Mapped(memory is not None))
+                    case Working():
+                        pass
+                    case BlockBatch() as batch:
+                        trouble = self._take(channel, memory, batch)
+                        if trouble:
+                            return "broken", trouble
+                    case End():
+                        return "done", ""
+                    case Refused(status, why):
+                        return _STATUS_OUTCOMES.get(status, "refused"), f"{status}: {why}"
+                    case other:
+                        return "broken", f"unexpected {type(other).__name__}"
+            return "aborted", ""
+        except TimeoutError:
+            peer.failed("timeout")
+            return "timeout", f"{peer.url} was silent for {self._threads.lease:g} s"
+        except OSError as error:
+            if not self._cancelled.is_set():
+                peer.failed("dead")
+            return "dead", f"{peer.url}: {error}"
+        except BrokenMessageError as error:
+            return "broken", f"{peer.url}: {error}"
+        finally:
+            with self._lock:
+                self._channel = None
+            channel.close()
+            if memory is not None:
+                memory.close()
+
+    def _take(self, channel: PeerChannel, memory: PeerMemory | None, batch: BlockBatch) -> str:
+        """Brings a batch into slots of this engine; returns what is wrong with it."""
+        threads = self._threads
+        if not 0 < batch.count <= threads.slots.total or (
+            batch.slots is not None and (memory is None or len(batch.slots) != batch.count)
+        ):
+            return "a batch that cannot be"
+        slots = threads.slots.await_many(batch.group, batch.count, threads.lease)
+        if not slots:
+            raise TimeoutError
+        try:
+            for i, slot in enumerate(slots):
+                into = threads.view(batch.group, slot)
+                if batch.slots is not None and memory is not None:
+                    into[:] = memory.block(batch.group, batch.slots[i])
+                else:
+                    channel.receive_into(into)
+        except BaseException:
+            threads.slots.give(batch.group, slots)
+            raise
+        threads.tell(Brought(self, batch.group, batch.first, slots))
+        channel.send(Taken(batch.number))
+        return ""
+
+
+class PeerMemory:
+    """A peer's memory, mapped to be read."""
+
+    def __init__(self, handle: MemoryHandle, memory: mmap.mmap) -> None:
+        self._handle = handle
+        self._memory = memory
+
+    def block(self, group: int, slot: int) -> bytes:
+        """Returns a slot's bytes. Raises BrokenMessageError if it is outside of the memory."""
+        size = self._handle.sizes[group]
+        begin = self._handle.starts[group] + slot * size
+        if slot < 0 or begin + size > len(self._memory):
+            raise BrokenMessageError(f"slot {slot} of group {group}")
+        return self._memory[begin : begin + size]
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def map_memory(handle: MemoryHandle) -> PeerMemory | None:
+    """Maps a peer's memory; None where it is not on this host, or may not be read."""
+    try:
+        descriptor = os.open(f"/proc/{handle.pid}/fd/{handle.descriptor}", _READ_ONLY)
+    except OSError:
+        return None
+    try:
+        memory = mmap.mmap(descriptor, handle.size, prot=mmap.PROT_READ)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
+    if memory[: len(handle.token)] != handle.token:
+        memory.close()  # the process of another container
+        return None
+    return PeerMemory(handle, memory)

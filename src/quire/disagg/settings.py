@@ -1,0 +1,90 @@
+"""The settings of an engine with peers; the server's flags of these names make them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.models import load_config, spec_from_config
+from quire.plan import KVGroup
+
+
+class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of prefill and decode apart.
+
+    role: prefill computes prompts for others, decode asks others, both does both.
+    peers: URLs of servers to ask. peer_key: the API key that they want.
+    kv_transfer: sync sends a prompt's blocks once all are computed, async as steps compute them.
+    lease_timeout: seconds without a sign of the peer after which it counts as dead.
+    remote_prefill_tokens: the fewest tokens, not in the cache, to ask a peer for; None: as many as
+        fill a step.
+    host, port: where blocks are fetched from; port 0 is any.
+    """
+
+    role: Literal["prefill", "decode", "both"]
+    peers: tuple[str, ...] = ()
+    peer_key: str | None = None
+    kv_transfer: Literal["sync", "async"] = "sync"
+    lease_timeout: float = 10.0
+    remote_prefill_tokens: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    @property
+    def grants(self) -> bool:
+        """Whether prompts are computed for others."""
+        return self.role != "decode"
+
+    @property
+    def asks(self) -> bool:
+        """Whether others are asked for prompts."""
+        return self.role != "prefill"
+
+
+def read_settings(given: Mapping[str, Any]) -> DisaggSettings:
+    """Returns settings from their mapping.
+
+    Raises:
+        ConfigError: one is unknown, or of a wrong type.
+    """
+    try:
+        return msgspec.convert(dict(given), DisaggSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_peers: {error}", "kv_peers") from None
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Refuses engines whose KV cannot go to others.
+
+    Raises:
+        ConfigError: names the setting that is in the way.
+    """
+    args = config.args
+    if not args.enable_prefix_caching:
+        raise ConfigError(
+            "role: blocks come from the prefix cache and go to it; it needs enable_prefix_caching",
+            "enable_prefix_caching",
+        )
+    if args.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "role: the KV of a pipeline's stages does not travel; use tensor_parallel_size alone",
+            "pipeline_parallel_size",
+        )
+
+
+def check_groups(config: EngineConfig, groups: Sequence[KVGroup]) -> None:
+    """Refuses KV of layers beyond the model's own.
+
+    Raises:
+        ConfigError: drafts have KV of their own.
+    """
+    layers = len(spec_from_config(load_config(Path(config.model_path))).layers)
+    if any(max(group.layers) >= layers for group in groups):
+        raise ConfigError(
+            "role: the KV of drafts does not travel; use drafts of n-grams, or none", "speculative"
+        )

@@ -1,0 +1,75 @@
+"""`/kv/handshake` and `/kv/prefill`: prompts that are computed for other engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.disagg.facts import KVFacts
+from quire.disagg.messages import PromptRequest
+from quire.server.errors import ApiError
+from quire.server.middleware.request_context import context_of
+from quire.server.request_body import read_body
+from quire.server.sse import json_response
+from quire.server.state import state_of
+from quire.server.strict_model import StrictModel
+
+_TIMEOUT = 5.0
+"""Seconds that the engine gets to answer."""
+
+Answer = TypeVar("Answer")
+
+
+class HandshakeBody(StrictModel):
+    """Body of `/kv/handshake`; see `KVFacts`."""
+
+    protocol: int
+    version: str = Field(max_length=64)
+    model: str = Field(max_length=64)
+    dtype: str = Field(max_length=32)
+    kv_cache_dtype: str = Field(max_length=32)
+    block_size: int
+    groups: list[str] = Field(max_length=64)
+
+
+class PrefillBody(StrictModel):
+    """Body of `/kv/prefill`; see `PromptRequest`."""
+
+    tokens: list[int]
+    first: int = Field(ge=0)
+    reader: str = Field(max_length=64)
+    epoch: str = Field(max_length=64)
+    cache_salt: str = Field(default="", max_length=1024)
+
+
+async def handshake(request: Request) -> Response:
+    """Answers with this engine's facts; 409 with both sides' values where they differ."""
+    state = state_of(request)
+    body = await read_body(request, HandshakeBody, state.args.max_body_bytes)
+    facts = msgspec.convert(body.model_dump(), KVFacts)
+    return json_response(await _in_time(state.client.shake_hands(facts)))
+
+
+async def prefill(request: Request) -> Response:
+    """Takes a prompt, and answers with a grant before it is computed."""
+    state = state_of(request)
+    body = await read_body(request, PrefillBody, state.args.max_body_bytes)
+    state.check_ready()
+    key = context_of(request).key
+    asked = PromptRequest(body.tokens, body.first, body.reader, body.epoch, body.cache_salt)
+    granted = state.client.grant(asked, tenant=key.name, share=key.share)
+    return json_response(await _in_time(granted))
+
+
+async def _in_time(answer: Awaitable[Answer]) -> Answer:
+    try:
+        async with asyncio.timeout(_TIMEOUT):
+            return await answer
+    except TimeoutError:
+        raise ApiError(503, "The engine does not respond.", code="engine_stuck") from None

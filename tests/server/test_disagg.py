@@ -1,0 +1,244 @@
+"""Two real servers, one of which has the other compute its prompts: what users, operators and a
+reader that does not match see, and what becomes of requests when either dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.server_process import MODEL, Server, start_server
+from tests.server.test_faults import child
+
+STORY = "One day, a little fox went into the woods to look for berries and to see the owl. " * 5
+KEY = "secret"
+LEASE = ("--lease-timeout", "5")
+
+
+def start_reader(writer: Server, *flags: str) -> Server:
+    asks = ("--role", "decode", "--peer", writer.url, "--peer-key", KEY)
+    return start_server(*asks, "--remote-prefill-tokens", "32", *LEASE, *flags)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[Server, Server]]:
+    """A writer, which wants a key and computes prompts in several steps, and a reader."""
+    steps = ("--max-num-batched-tokens", "64", "--kv-transfer", "async")
+    writer = start_server("--role", "prefill", "--api-key", KEY, *steps, *LEASE)
+    reader = start_reader(writer)
+    yield writer, reader
+    for server in (reader, writer):
+        server.stop(signal.SIGKILL)
+
+
+def ask(server: Server, prompt: str, key: str = "none", **options: Any) -> str:
+    client = server.client(api_key=key)
+    made = client.completions.create(model=MODEL, prompt=prompt, max_tokens=12, **options)
+    return str(made.choices[0].text)
+
+
+def metric(server: Server, name: str) -> float:
+    asked = urllib.request.Request(
+        f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}
+    )
+    with urllib.request.urlopen(asked, timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    (line,) = (line for line in lines if line.startswith(name + " "))
+    return float(line.rpartition(" ")[2])
+
+
+def fetches(server: Server, outcome: str = "done") -> float:
+    return metric(server, f'quire_kv_fetches_total{{outcome="{outcome}"}}')
+
+
+def post(server: Server, path: str, body: object, key: str = KEY) -> tuple[int, Any]:
+    asked = urllib.request.Request(
+        server.url + path,
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
+    )
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+FACTS = {
+    "protocol": 1,
+    "version": "0",
+    "model": "another",
+    "dtype": "bfloat16",
+    "kv_cache_dtype": "int8",
+    "block_size": 32,
+    "groups": [],
+}
+
+
+def test_prompts_come_from_the_peer(servers: tuple[Server, Server]) -> None:
+    writer, reader = servers
+    for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 7}):
+        prompt = f"{options} {STORY}"
+        before = fetches(reader)
+        assert ask(reader, prompt, **options) == ask(writer, prompt, KEY, **options)
+        assert fetches(reader) == before + 1
+    assert metric(reader, "quire_remote_hit_tokens_total") > 0
+    assert metric(reader, "quire_kv_fetches_local_total") == 0
+    sent = metric(writer, "quire_kv_blocks_sent_total")
+    assert sent == metric(reader, "quire_kv_blocks_received_total") > 0
+    reader.wait_for(lambda: metric(writer, "quire_kv_grants_open") == 0, "the grants' end")
+    # Short prompts, and those that are in the cache, are computed here.
+    assert ask(reader, "Once upon a time")
+    ask(reader, prompt)
+    assert fetches(reader) == before + 1
+
+
+def test_who_does_not_match_is_told_both_sides_values(servers: tuple[Server, Server]) -> None:
+    writer, reader = servers
+    status, answer = post(writer, "/kv/handshake", FACTS)
+    assert (status, answer["error"]["code"]) == (409, "peer_mismatch")
+    assert "block_size: 16 here, 32 at the peer" in answer["error"]["message"]
+    assert "kv_cache_dtype: 'float32' here, 'int8' at the peer" in answer["error"]["message"]
+    asked = {"tokens": [1] * 16, "first": 0, "reader": "r", "epoch": "another"}
+    status, answer = post(writer, "/kv/prefill", asked)
+    assert (status, answer["error"]["code"]) == (409, "peer_mismatch")
+    assert post(writer, "/kv/prefill", asked, key="wrong")[0] == 401
+    for path, body in (("/kv/handshake", FACTS), ("/kv/prefill", asked)):
+        status, answer = post(reader, path, body)
+        assert (status, answer["error"]["code"]) == (400, "wrong_role")
+    assert "a reader does not match" in "".join(writer.output)
+
+
+@pytest.mark.slow
+def test_a_reader_that_does_not_match_computes_its_prompts(
+    servers: tuple[Server, Server],
+) -> None:
+    writer, _ = servers
+    other = start_reader(writer, "--block-size", "32")
+    try:
+        assert ask(other, STORY, temperature=0.0) == ask(writer, STORY, KEY, temperature=0.0)
+        assert fetches(other, "refused") == 1
+        assert metric(other, "quire_kv_fetches_local_total") == 1
+        assert metric(other, "quire_peers_up") == 0
+        assert "block_size: 16 here, 32 at the peer" in "".join(other.output)
+    finally:
+        other.stop(signal.SIGKILL)
+
+
+def test_a_writer_that_dies_and_comes_back(servers: tuple[Server, Server]) -> None:
+    writer, reader = servers
+    os.kill(child(writer, "quire.engine.process"), signal.SIGKILL)
+    assert ask(reader, "while it is dead " + STORY)
+    assert metric(reader, "quire_kv_fetches_local_total") >= 1
+    writer.wait_for(lambda: metric(writer, "quire_engine_up") == 1, "the engine to be back")
+    reader.wait_for(lambda: metric(reader, "quire_peers_up") == 1, "the peer to be asked again")
+    before = fetches(reader)
+    prompt = "when it is back " + STORY
+    assert ask(reader, prompt, temperature=0.0) == ask(writer, prompt, KEY, temperature=0.0)
+    assert fetches(reader) == before + 1
+
+
+def test_a_reader_that_dies_leaves_nothing(servers: tuple[Server, Server]) -> None:
+    writer, reader = servers
+    pid = child(reader, "quire.engine.process")
+    client = reader.client()
+    streams = [
+        client.completions.create(
+            model=MODEL, prompt=f"{i} {STORY * 3}", max_tokens=200, stream=True
+        )
+        for i in range(3)
+    ]
+    os.kill(pid, signal.SIGKILL)
+    for stream in streams:
+        stream.close()
+    for name in ("quire_kv_grants_open", "quire_requests_running"):
+        writer.wait_for(lambda name=name: metric(writer, name) == 0, f"{name} to be 0")  # type: ignore[misc]
+    assert metric(writer, 'quire_kv_blocks{group="0",state="used"}') == 0
+
+
+REQUESTS = int(os.environ.get("QUIRE_CHAOS_REQUESTS", "60"))
+"""Requests of the chaos; ten thousand for a thorough run."""
+
+
+def ask_often(
+    server: Server,
+    seed: int,
+    expected: dict[str, str],
+    answered: threading.Semaphore,
+    wrong: list[str],
+) -> None:
+    """Asks for a quarter of all requests; some are given up after a moment."""
+    own = random.Random(seed)
+    for _ in range(REQUESTS // 4):
+        prompt = own.choice(list(expected))
+        try:
+            if own.random() < 0.2:
+                with contextlib.suppress(openai.APITimeoutError):
+                    ask(server, prompt, temperature=0.0, timeout=own.random())
+            elif (text := ask(server, prompt, temperature=0.0)) != expected[prompt]:
+                wrong.append(text)
+        except openai.APIError:
+            time.sleep(1.0)  # its engine was killed
+        answered.release()
+
+
+@pytest.mark.slow
+def test_chaos() -> None:
+    """Engines are killed and clients leave at random. No answer is wrong, and nothing is left."""
+    draw = random.Random(int(os.environ.get("QUIRE_CHAOS_SEED", "1")))
+    steps = ("--max-num-batched-tokens", "64", "--kv-transfer", "async", "--kv-cache-gb", "0.05")
+    restarts = ("--engine-restarts", "1000", "--lease-timeout", "2")
+    writer = start_server("--role", "prefill", "--api-key", KEY, *steps, *restarts)
+    reader = start_reader(writer, *restarts)
+    prompts = [f"Story number {i}. {STORY}" for i in range(6)]
+    try:
+        expected = {p: ask(writer, p, KEY, temperature=0.0) for p in prompts}
+        answered = threading.Semaphore(0)
+        wrong: list[str] = []
+        threads = [
+            threading.Thread(target=ask_often, args=(reader, seed, expected, answered, wrong))
+            for seed in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for done in range(4 * (REQUESTS // 4)):
+            assert answered.acquire(timeout=120), "a request hangs"
+            if done % 10 == 9:
+                victim = draw.choice([writer, writer, reader])
+                with contextlib.suppress(IndexError, ProcessLookupError):
+                    os.kill(child(victim, "quire.engine.process"), signal.SIGKILL)
+            if draw.random() < 0.2:
+                post_reset(draw.choice([writer, reader]))
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        for server in (writer, reader):
+            server.wait_for(lambda s=server: metric(s, "quire_engine_up") == 1, "the engine")  # type: ignore[misc]
+        assert ask(reader, prompts[0], temperature=0.0) == expected[prompts[0]]
+        for server in (writer, reader):
+            for name in (
+                "quire_kv_grants_open",
+                "quire_kv_fetches_open",
+                "quire_requests_running",
+                'quire_kv_blocks{group="0",state="used"}',
+            ):
+                server.wait_for(lambda s=server, n=name: metric(s, n) == 0, f"{name} to be 0")  # type: ignore[misc]
+    finally:
+        for server in (reader, writer):
+            server.stop(signal.SIGKILL)
+
+
+def post_reset(server: Server) -> None:
+    """Forgets cached prefixes, as far as the engine is there."""
+    post(server, "/reset_prefix_cache", {})

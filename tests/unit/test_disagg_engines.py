@@ -1,0 +1,278 @@
+"""Real engines, one of which computes prompts for the other: connections and shared memory between
+them are real, only HTTP is not there. Tokens are those of an engine that does all itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.arrays import int32
+from quire.config import EngineArgs, EngineConfig, SchedulerConfig
+from quire.disagg import loop as disagg_loop
+from quire.disagg import pulls
+from quire.disagg.facts import differences, facts_of
+from quire.disagg.loop import DisaggLoop
+from quire.disagg.messages import Grant, PromptRequest, Welcome
+from quire.disagg.peer_list import PeerList
+from quire.disagg.settings import check_groups
+from quire.engine.builder import build_core
+from quire.engine.core import EngineCore
+from quire.errors import ConfigError, PeerMismatchError, RequestError
+from quire.plan import KVGroup
+from quire.sampling_params import SamplingParams
+from tests.unit.test_hybrid_engine import HYBRID
+from tests.unit.tiny_engine import MAX_LEN, TINY, TINY_WINDOW, VOCAB, model_folder, random_prompts
+
+SIZE = 8
+PARAMS = (
+    SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True, n=2),
+    SamplingParams(temperature=0.7, seed=4, repetition_penalty=1.3, max_tokens=8, ignore_eos=True),
+)
+PROMPTS = [prompt * 3 for prompt in random_prompts(3, 60, seed=5)]
+
+
+def config_of(folder: Path, disagg: dict[str, Any] | None, **args: Any) -> EngineConfig:
+    scheduler = SchedulerConfig(
+        max_num_seqs=8, max_num_batched_tokens=32, max_model_len=MAX_LEN, steps_in_flight=2
+    )
+    return EngineConfig(
+        args=EngineArgs(
+            num_kv_blocks=200, load_format="dummy", seed=3, kv_peers=disagg, block_size=SIZE, **args
+        ),
+        model_path=str(folder),
+        tokenizer_path=None,
+        model_name="tiny",
+        device="cpu",
+        dtype="float32",
+        block_size=SIZE,
+        scheduler=scheduler,
+        eos_token_ids=(5,),
+        vocab_size=VOCAB,
+        kv_cache_dtype=args.get("kv_cache_dtype", "float32"),
+    )
+
+
+class LocalPeer:
+    """The writer, asked without HTTP: its loop answers between two steps."""
+
+    url, host, up, pulls = "local", "127.0.0.1", True, 0
+
+    def __init__(self) -> None:
+        self.asked: queue.SimpleQueue[tuple[PromptRequest, Future[Grant]]] = queue.SimpleQueue()
+        self.epoch = ""
+
+    def ask(self, tokens: list[int], first: int, salt: str) -> Grant:
+        answer: Future[Grant] = Future()
+        self.asked.put((PromptRequest(tokens, first, "reader", self.epoch, salt), answer))
+        return answer.result(60)
+
+    def failed(self, outcome: str) -> None:
+        pass
+
+
+class Pair:
+    """A writer and a reader, stepped in turn."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, mode: str, **args: Any) -> None:
+        self.peer = LocalPeer()
+        ranks = args.pop("ranks", (1, 1))
+        common = {"lease_timeout": 20.0, "remote_prefill_tokens": SIZE, "kv_transfer": mode}
+        patch.setattr(PeerList, "choose", lambda *_: self.peer)
+        self.writer = build_core(
+            config_of(folder, {"role": "prefill", **common}, tensor_parallel_size=ranks[0], **args)
+        )
+        reader = {"role": "decode", "peers": ["localhost"], **common}
+        self.reader = build_core(config_of(folder, reader, tensor_parallel_size=ranks[1], **args))
+
+    def serve(self) -> None:
+        """Answers what the reader has asked."""
+        core = self.writer
+        while not self.peer.asked.empty():
+            asked, answer = self.peer.asked.get()
+            (loop,) = (f for f in core._loop_features if isinstance(f, DisaggLoop))
+            grant = core.control({"op": "grant", "asked": _of_now(asked, loop)})
+            core.add(grant.name, int32(asked.tokens), PARAMS[0], max_total=len(asked.tokens) + 1)
+            answer.set_result(grant)
+
+    def run(self) -> list[list[int]]:
+        requests = start(self.reader)
+        while self.reader.has_work():
+            self.serve()
+            self.writer.step()
+            self.reader.step()
+        for _ in range(1000):
+            if not self.stats(self.writer).grants_open:
+                break
+            self.writer.step()
+        return [request.output.tolist() for request in requests]
+
+    def stats(self, core: EngineCore) -> Any:
+        return core.stats().disagg
+
+    def close(self) -> None:
+        self.writer.shutdown()
+        self.reader.shutdown()
+
+
+def _of_now(asked: PromptRequest, loop: DisaggLoop) -> PromptRequest:
+    assert loop._exports is not None
+    return PromptRequest(asked.tokens, asked.first, asked.reader, loop._exports.epoch)
+
+
+def start(core: EngineCore) -> list[Any]:
+    return [
+        request
+        for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
+        for request in core.add(str(i), int32(prompt), params, max_total=len(prompt) + 8)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    shapes = {"full": TINY, "window": TINY_WINDOW, "state": HYBRID}
+    return {name: model_folder(root / name, shape) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    pairs: list[Pair] = []
+
+    def made(folder: Path, mode: str = "sync", **args: Any) -> Pair:
+        pairs.append(Pair(folder, monkeypatch, mode, **args))
+        return pairs[-1]
+
+    yield made
+    for pair in pairs:
+        pair.close()
+
+
+def alone(folder: Path, **args: Any) -> list[list[int]]:
+    core = build_core(config_of(folder, None, **args))
+    requests = start(core)
+    while core.has_work():
+        core.step()
+    core.shutdown()
+    return [request.output.tolist() for request in requests]
+
+
+def check(pair: Pair, expected: list[list[int]]) -> None:
+    assert pair.run() == expected
+    stats = pair.stats(pair.reader)
+    assert (stats.fetches, stats.local) == ({"done": 3}, 0)
+    assert stats.remote_tokens == sum((len(prompt) - 1) // SIZE * SIZE for prompt in PROMPTS)
+    assert pair.stats(pair.writer).grants == {"done": 3}
+    for core in (pair.writer, pair.reader):
+        assert not any(usage.used for usage in core.scheduler.blocks.usage())
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "kv"),
+    [
+        ("full", "sync", "float32"),
+        ("full", "async", "int8"),
+        ("window", "async", "float32"),
+        ("state", "sync", "float32"),
+    ],
+)
+def test_tokens_are_those_of_one_engine(
+    folders: dict[str, Path], make: Any, model: str, mode: str, kv: str
+) -> None:
+    expected = alone(folders[model], kv_cache_dtype=kv)
+    check(make(folders[model], mode, kv_cache_dtype=kv), expected)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        (1, 2),
+        pytest.param((2, 1), marks=pytest.mark.slow),
+        pytest.param((2, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_engines_of_different_ranks(
+    folders: dict[str, Path], make: Any, ranks: tuple[int, int]
+) -> None:
+    check(make(folders["full"], ranks=ranks), alone(folders["full"]))
+
+
+def test_blocks_come_over_a_connection_where_memory_cannot_be_mapped(
+    folders: dict[str, Path], make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulls, "map_memory", lambda handle: None)
+    check(make(folders["full"]), alone(folders["full"]))
+
+
+def test_a_writer_that_is_gone_leaves_a_request_to_its_own_engine(
+    folders: dict[str, Path], make: Any
+) -> None:
+    pair = make(folders["full"])
+    expected = alone(folders["full"])
+    requests = start(pair.reader)
+    while not pair.stats(pair.writer).grants_open:
+        pair.reader.step()
+        pair.serve()
+    gone = threading.Thread(target=pair.writer.shutdown)
+    gone.start()
+    while pair.reader.has_work():
+        while not pair.peer.asked.empty():
+            pair.peer.asked.get()[1].set_exception(ConfigError("gone"))
+        pair.reader.step()
+    gone.join()
+    assert [request.output.tolist() for request in requests] == expected
+    stats = pair.stats(pair.reader)
+    assert stats.local == 3
+    assert not any(usage.used for usage in pair.reader.scheduler.blocks.usage())
+
+
+def test_engines_that_do_not_match_say_both_sides_values(folders: dict[str, Path]) -> None:
+    config = config_of(folders["full"], {"role": "prefill"})
+    core = build_core(config)
+    groups, sizes = core.capacity.groups, (10,)
+    own = facts_of(config, groups, sizes)
+    other = facts_of(
+        dataclasses.replace(config, block_size=16, kv_cache_dtype="int8"), groups, sizes
+    )
+    found = differences(own, other)
+    assert found == [
+        "kv_cache_dtype: 'float32' here, 'int8' at the peer",
+        "block_size: 8 here, 16 at the peer",
+    ]
+    with pytest.raises(PeerMismatchError, match="block_size: 8 here, 16 at the peer"):
+        core.control({"op": "handshake", "facts": other})
+    (loop,) = (f for f in core._loop_features if isinstance(f, DisaggLoop))
+    assert isinstance(core.control({"op": "handshake", "facts": loop._facts}), Welcome)
+    with pytest.raises(PeerMismatchError, match="started again"):
+        core.control({"op": "grant", "asked": PromptRequest([1] * 8, 0, "reader", "another")})
+    for tokens in ([1] * 7, [], [VOCAB] * 8, [-1] * 8):
+        asked = _of_now(PromptRequest(tokens, 0, "reader", ""), loop)
+        with pytest.raises(RequestError, match="tokens"):
+            core.control({"op": "grant", "asked": asked})
+    core.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("args", "match"),
+    [
+        ({"enable_prefix_caching": False}, "enable_prefix_caching"),
+        ({"pipeline_parallel_size": 2}, "pipeline"),
+    ],
+)
+def test_what_does_not_travel_is_refused(
+    folders: dict[str, Path], args: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        DisaggLoop(config_of(folders["full"], {"role": "prefill"}, **args))
+    groups = (KVGroup((0, 1)), KVGroup((2, 3)))
+    with pytest.raises(ConfigError, match="KV of drafts does not travel"):
+        check_groups(config_of(folders["full"], None), groups)
+    with pytest.raises(ConfigError, match="kv_peers"):
+        disagg_loop.read_settings({"role": "router"})

@@ -1,0 +1,357 @@
+"""Two schedulers, one of which computes prompts for the other, over a wire that breaks at any
+message: requests are aborted, readers fall silent, engines die. Each request ends with the tokens
+it would get alone, from bodies that check every block they read, and nothing is left over."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from quire.arrays import int32
+from quire.config import SchedulerConfig
+from quire.disagg.disagg_stats import DisaggStats
+from quire.disagg.exports import Exports, Heard, Stopped
+from quire.disagg.free_slots import FreeSlots
+from quire.disagg.loop import DisaggFeature
+from quire.disagg.messages import (
+    BlockBatch,
+    End,
+    Grant,
+    MemoryHandle,
+    Message,
+    Redeem,
+    Refused,
+    Taken,
+)
+from quire.disagg.prompt_fetches import Brought, Ended, Fetches, PullOrder
+from quire.errors import RequestError
+from quire.plan import KVGroup
+from quire.request import FinishReason, Request
+from quire.sampling_params import SamplingParams
+from quire.scheduler import Scheduler
+from tests.fakes import FakeExecutor, expected_output
+
+SIZE = 4
+LEASE = 10.0
+SLOTS = 5
+VOCAB = 40
+MEMORY = MemoryHandle(0, 0, 0, b"", [], [])
+GROUPS = {
+    "full": (KVGroup((0,), tokens_per_block=SIZE),),
+    "window": (
+        KVGroup((0,), tokens_per_block=SIZE),
+        KVGroup((1,), "window", tokens_per_block=SIZE, window=7),
+    ),
+    "state": (KVGroup((0,), tokens_per_block=SIZE), KVGroup((1,), "state", tokens_per_block=SIZE)),
+}
+
+
+@dataclass(eq=False)
+class Wire:
+    """A connection, as the writing engine's loop sees it."""
+
+    engine: Engine
+    out: deque[Message | None] = field(default_factory=deque)
+    stopped: bool = False
+
+    def send(self, message: Message) -> None:
+        self.out.append(message)
+
+    def close(self) -> None:
+        self.out.append(None)
+
+    def hear(self, message: Message) -> None:
+        """The reader's message arrives."""
+        assert self.engine.exports is not None
+        self.engine.exports.handle(Heard(self, message))
+
+    def stop(self) -> None:
+        """The connection has ended for the writer."""
+        if not self.stopped:
+            self.stopped = True
+            assert self.engine.exports is not None
+            self.engine.exports.handle(Stopped(self))
+
+
+@dataclass(eq=False)
+class FakePull:
+    """A thread that asks and reads, a message at a time."""
+
+    order: PullOrder
+    cancelled: bool = False
+    grant: Grant | None = None
+    wire: Wire | None = None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakePuller:
+    up = 1
+
+    def __init__(self) -> None:
+        self.pulls: list[FakePull] = []
+
+    def start(self, order: PullOrder) -> FakePull:
+        self.pulls.append(FakePull(order))
+        return self.pulls[-1]
+
+
+class Engine:
+    """A scheduler and its body; a writer or a reader."""
+
+    def __init__(
+        self, kind: str, now: list[float], seed: int, *, writes: bool, chunks: bool
+    ) -> None:
+        groups = GROUPS[kind]
+        counts = [60, 40][: len(groups)]
+        self.executor = FakeExecutor(groups, counts, vocab=VOCAB, seed=seed)
+        self.slots = FreeSlots(len(groups), 0, SLOTS)
+        self.stats = DisaggStats()
+        self.puller = FakePuller()
+        self.exports: Exports | None = None
+        self.fetches: Fetches | None = None
+        sizes = [1] * len(groups)
+        if writes:
+            self.exports = Exports(
+                self.slots,
+                sizes,
+                self.stats,
+                lease=LEASE,
+                port=0,
+                chunks=chunks,
+                memory=MEMORY,
+                clock=lambda: now[0],
+            )
+        else:
+            self.fetches = Fetches(self.puller, self.slots, sizes, self.stats, least=SIZE)
+        config = SchedulerConfig(
+            max_num_seqs=4, max_num_batched_tokens=9, max_model_len=64, steps_in_flight=2
+        )
+        feature = DisaggFeature(self.exports, self.fetches)
+        self.scheduler = Scheduler(config, self.executor.capacity, [feature])
+        self.depth = config.steps_in_flight
+
+    def add(self, name: str, tokens: list[int], max_tokens: int, seed: int = 0) -> Request:
+        params = SamplingParams(max_tokens=max_tokens)
+        total = len(tokens) + max_tokens
+        request = Request(name, int32(tokens), params, max_total=total, arrival=0.0, seed=seed)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> None:
+        if self.exports is not None:
+            for request, _ in self.exports.check():
+                self.scheduler.abort(request.request_id, FinishReason.ERROR)
+        while self.scheduler.num_in_flight < self.depth:
+            plan = self.scheduler.plan()
+            if plan is None:
+                break
+            self.executor.submit(plan)
+        if self.scheduler.num_in_flight:
+            self.scheduler.update(self.executor.collect())
+
+    def check_empty(self) -> None:
+        """Checks that nothing of any transfer is left."""
+        groups = range(len(self.scheduler.blocks.groups))
+        assert [self.slots.num_free(g) for g in groups] == [SLOTS for _ in groups]
+        assert not self.scheduler.blocks.loading
+        assert [usage.used for usage in self.scheduler.blocks.usage()] == [0 for _ in groups]
+        assert not self.exports
+        assert not self.fetches
+
+
+class DisaggMachine(RuleBasedStateMachine):
+    @initialize(kind=st.sampled_from(sorted(GROUPS)), chunks=st.booleans(), seed=st.integers(0, 99))
+    def begin(self, kind: str, chunks: bool, seed: int) -> None:
+        self.now = [0.0]
+        self.kind, self.chunks = kind, chunks
+        self.random = random.Random(seed)
+        self.names = 0
+        self.alive: list[Request] = []
+        self.fetched = 0
+        self.start_writer()
+        self.start_reader()
+
+    def start_writer(self) -> None:
+        self.writer = Engine(self.kind, self.now, self.names, writes=True, chunks=self.chunks)
+
+    def start_reader(self) -> None:
+        self.reader = Engine(self.kind, self.now, self.names + 1, writes=False, chunks=False)
+
+    # -- what users and time do ----------------------------------------------------------------
+
+    @rule(stem=st.integers(0, 2), length=st.integers(2, 40), more=st.integers(1, 6))
+    def ask(self, stem: int, length: int, more: int) -> None:
+        if len(self.alive) >= 8:
+            return
+        draw = random.Random(stem)
+        tokens = [draw.randrange(VOCAB) for _ in range(length)]
+        self.names += 1
+        self.alive.append(self.reader.add(f"{self.names}/0", tokens, more, self.names))
+
+    @rule(which=st.integers(0, 7))
+    def abort(self, which: int) -> None:
+        if which < len(self.alive):
+            self.reader.scheduler.abort(self.alive.pop(which).request_id)
+
+    @rule(seconds=st.sampled_from([1.0, LEASE / 2, LEASE + 1]))
+    def wait(self, seconds: float) -> None:
+        self.now[0] += seconds
+
+    @rule()
+    def forget(self) -> None:
+        self.reader.scheduler.reset_prefix_cache()
+        self.writer.scheduler.reset_prefix_cache()
+
+    @rule(count=st.integers(1, 4))
+    def run_writer(self, count: int) -> None:
+        for _ in range(count):
+            self.writer.step()
+
+    @rule(count=st.integers(1, 4))
+    def run_reader(self, count: int) -> None:
+        for _ in range(count):
+            self.reader.step()
+        for request in self.alive:
+            if request.finished:
+                assert request.finish_reason is FinishReason.LENGTH
+                assert request.output.tolist() == expected_output(request, VOCAB, None)
+        self.alive = [request for request in self.alive if not request.finished]
+
+    # -- what happens on the wire --------------------------------------------------------------
+
+    @rule(which=st.integers(0, 3), count=st.integers(1, 5))
+    def talk(self, which: int, count: int) -> None:
+        pulls = self.reader.puller.pulls
+        for _ in range(count):
+            if which < len(pulls):
+                self.advance(pulls[which])
+
+    def advance(self, pull: FakePull) -> None:
+        """Takes the next action of a reader's thread."""
+        if pull.cancelled:
+            self.finish(pull, "aborted")
+        elif pull.grant is None:
+            self.request_grant(pull)
+        elif pull.wire is None:
+            pull.wire = Wire(self.writer)
+            pull.wire.hear(Redeem(pull.grant))
+        elif pull.wire.out:
+            self.read(pull, pull.wire)
+
+    def request_grant(self, pull: FakePull) -> None:
+        exports = self.writer.exports
+        assert exports is not None
+        order = pull.order
+        grant = exports.grant(order.tokens, order.first, order.salt, "reader")
+        try:
+            self.writer.add(f"{grant.name}/0", order.tokens.tolist(), 1)
+        except RequestError:
+            exports.revoke(grant.name)
+            self.finish(pull, "refused")
+        else:
+            pull.grant = grant
+
+    def read(self, pull: FakePull, wire: Wire) -> None:
+        message = wire.out.popleft()
+        match message:
+            case BlockBatch():
+                slots = self.reader.slots.await_many(message.group, message.count, 0.0)
+                if not slots:
+                    wire.out.appendleft(message)
+                    return
+                sources = message.slots or []
+                assert len(sources) == len(slots)
+                for source, target in zip(sources, slots, strict=True):
+                    data = wire.engine.executor.host["peer", message.group, source]
+                    self.reader.executor.host["peer", message.group, target] = data.copy()
+                self.tell(Brought(pull, message.group, message.first, slots))
+                wire.hear(Taken(message.number))
+            case End():
+                self.fetched += 1
+                self.finish(pull, "done")
+            case Refused():
+                self.finish(pull, "refused")
+            case None:
+                self.finish(pull, "dead")
+            case _:
+                pass
+
+    def tell(self, event: Brought | Ended) -> None:
+        assert self.reader.fetches is not None
+        self.reader.fetches.handle(event)
+
+    def finish(self, pull: FakePull, outcome: str) -> None:
+        self.reader.puller.pulls.remove(pull)
+        self.tell(Ended(pull, outcome))
+        if pull.wire is not None:
+            pull.wire.stop()
+
+    @rule(which=st.integers(0, 3))
+    def cut(self, which: int) -> None:
+        pulls = self.reader.puller.pulls
+        if which < len(pulls):
+            self.finish(pulls[which], "dead")
+
+    @rule()
+    def kill_writer(self) -> None:
+        for pull in list(self.reader.puller.pulls):
+            if pull.grant is not None:
+                pull.wire = None
+                self.finish(pull, "dead")
+        self.start_writer()
+
+    @rule()
+    def kill_reader(self) -> None:
+        for pull in self.reader.puller.pulls:
+            if pull.wire is not None:
+                pull.wire.stop()
+        self.alive = []
+        self.start_reader()
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        if not hasattr(self, "now"):
+            return
+        for _ in range(3000):
+            self.run_reader(1)
+            self.run_writer(1)
+            for pull in list(self.reader.puller.pulls):
+                self.advance(pull)
+            if not self.alive and not self.reader.puller.pulls:
+                break
+        assert not self.alive
+        self.now[0] += 2 * LEASE  # grants that nobody came for
+        for engine in (self.writer, self.reader):
+            for _ in range(200):
+                engine.step()
+            engine.check_empty()
+
+
+TestDisagg = DisaggMachine.TestCase
+TestDisagg.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_everything_goes_well() -> None:
+    """Shows what the machine's luck may not: prompts do come from the other engine."""
+    for kind in GROUPS:
+        for chunks in (False, True):
+            machine = DisaggMachine()
+            machine.begin(kind, chunks, 0)
+            for stem, length in enumerate((40, 21, 33)):
+                machine.ask(stem, length, 6)
+            machine.teardown()
+            assert machine.fetched == 3
+            stats = machine.reader.stats
+            assert (stats.local, stats.fetches) == (0, {"done": 3})
+            assert machine.writer.stats.grants == {"done": 3}
+            assert stats.remote_tokens == 36 + 20 + 32
+            hits = machine.reader.scheduler.stats().prefix_hit_tokens
+            assert hits == stats.remote_tokens

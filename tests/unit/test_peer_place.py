@@ -1,0 +1,126 @@
+"""Blocks between engines with different numbers of ranks: each rank moves its own heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.arrays import int32
+from quire.errors import ConfigError
+from quire.parallel import SingleGroup
+from quire.plan import Transfer
+from quire.runner.transfer.copier import HostCopier
+from quire.runner.transfer.layout import BlockLayout, head_range
+from quire.runner.transfer.peer import PeerPlace, StagingPool
+from quire.sharding import ShardSpec
+
+WORLDS = (1, 2, 4, 8)
+HEADS = (1, 2, 4, 8, 16)
+
+
+def whole_block(heads: int, blocks: int = 3) -> list[Tensor]:
+    """A group of two layers, with values and scales: [blocks, layers, 2, heads, tokens, width]."""
+    values = torch.arange(blocks * 2 * 2 * heads * 4 * 4).view(blocks, 2, 2, heads, 4, 4).int()
+    return [values, values[..., 0].float() + 0.5]
+
+
+def of_rank(whole: list[Tensor], heads: int, rank: int, world: int) -> list[Tensor]:
+    """Returns a rank's part, by the split of the weights."""
+    first, end = ShardSpec(dim=0).bounds(heads, rank, world)
+    return [tensor[:, :, :, first:end].contiguous() for tensor in whole]
+
+
+def places(ranks: list[list[Tensor]], heads: int) -> list[PeerPlace]:
+    world = len(ranks)
+    layouts = [
+        BlockLayout(tensors, head_range(heads, rank, world)) for rank, tensors in enumerate(ranks)
+    ]
+    pool = StagingPool([layouts[0].size], 4, SingleGroup(), "cpu")
+    found = []
+    for layout in layouts:
+        assert layout.size == layouts[0].size
+        assert layout.heads is not None
+        place = PeerPlace(pool, HostCopier([layout], pool), [layout.heads.owner])
+        found.append(place)
+    return found
+
+
+def move(found: list[PeerPlace], transfer: Transfer) -> None:
+    for place in found:
+        (place.out if transfer.direction == "out" else place.into)(transfer)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@settings(max_examples=16, deadline=None)
+@given(writers=st.sampled_from(WORLDS), readers=st.sampled_from(WORLDS))
+def test_any_ranks_read_what_any_ranks_wrote(heads: int, writers: int, readers: int) -> None:
+    whole = whole_block(heads)
+    sources = [of_rank(whole, heads, rank, writers) for rank in range(writers)]
+    targets = [
+        [torch.zeros_like(tensor) for tensor in of_rank(whole, heads, rank, readers)]
+        for rank in range(readers)
+    ]
+    wrote, read = places(sources, heads), places(targets, heads)
+    move(wrote, Transfer(1, "out", "peer", 0, int32([2, 0]), slots=int32([3, 1])))
+    # The wire: slots have the heads of all ranks, in order, whoever wrote them.
+    for slot, block in ((3, 2), (1, 0)):
+        data = bytes(wrote[0].pool.view(0, slot))
+        assert data.startswith(whole[0][block].numpy().tobytes())
+        read[0].pool.view(0, slot)[:] = data
+    move(read, Transfer(2, "in", "peer", 0, int32([1, 2]), slots=int32([3, 1])))
+    for rank, tensors in enumerate(targets):
+        for now, was in zip(tensors, of_rank(whole, heads, rank, readers), strict=True):
+            assert torch.equal(now[1], was[2])
+            assert torch.equal(now[2], was[0])
+            assert not now[0].any()
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_heads_are_split_as_the_weights_and_each_has_one_owner(heads: int, world: int) -> None:
+    owned: list[int] = []
+    for rank in range(world):
+        found = head_range(heads, rank, world)
+        assert (found.first, found.end) == ShardSpec(dim=0).bounds(heads, rank, world)
+        owned += range(found.first, found.end) if found.owner else ()
+    assert owned == list(range(heads))
+
+
+def test_a_move_has_ended_when_it_has_on_every_rank() -> None:
+    class Slow(HostCopier):
+        done = False
+
+        def out(self, *given):  # type: ignore[no-untyped-def]
+            super().out(*given)
+            return lambda: self.done
+
+    whole = whole_block(2)
+    layouts = [BlockLayout(of_rank(whole, 2, rank, 2), head_range(2, rank, 2)) for rank in range(2)]
+    memory = StagingPool([layouts[0].size], 4, SingleGroup(), "cpu")
+    memory.board = torch.zeros(2, 2, dtype=torch.int64).numpy()
+    copiers = [HostCopier([layouts[0]], memory), Slow([layouts[1]], memory)]
+    first, second = (PeerPlace(memory, copier, [True]) for copier in copiers)
+    transfer = Transfer(7, "out", "peer", 0, int32([0]), slots=int32([0]))
+    move([first, second], transfer)
+    memory.rank = 0
+    assert first.ended() == ([], [])
+    memory.rank = 1
+    assert second.ended() == ([], [])
+    copiers[1].done = True  # type: ignore[attr-defined]
+    assert second.ended() == ([7], [])
+    memory.rank = 0
+    assert first.ended() == ([7], [])
+    assert not first.busy
+
+
+def test_parts_that_are_not_aligned_are_refused_on_a_gpu() -> None:
+    from quire.runner.transfer.copier import PinnedCopier
+
+    layout = BlockLayout([torch.zeros(4, 1, 2, 2, 3, 1)], head_range(2, 0, 1))
+    with pytest.raises(ConfigError, match="16 bytes"):
+        PinnedCopier(
+            [layout], StagingPool([layout.size], 1, SingleGroup(), "cpu"), torch.device("cpu")
+        )
