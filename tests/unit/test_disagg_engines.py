@@ -27,6 +27,7 @@ from quire.engine.core import EngineCore
 from quire.errors import ConfigError, PeerMismatchError, RequestError
 from quire.plan import KVGroup
 from quire.sampling_params import SamplingParams
+from quire.server.args import ServerArgs
 from tests.unit.test_hybrid_engine import HYBRID
 from tests.unit.tiny_engine import MAX_LEN, TINY, TINY_WINDOW, VOCAB, model_folder, random_prompts
 
@@ -276,3 +277,31 @@ def test_what_does_not_travel_is_refused(
         check_groups(config_of(folders["full"], None), groups)
     with pytest.raises(ConfigError, match="kv_peers"):
         disagg_loop.read_settings({"role": "router"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"role": "decode"}, "needs a peer"),
+        ({"role": "prefill", "peer": ("localhost:1",)}, "asks no peer"),
+        ({"role": "router"}, "role must be one of"),
+        ({"peer": ("ftp://localhost",)}, "peer: .* is no http address"),
+        ({"transport": "nixl"}, "transport must be tcp .* got 'nixl'"),
+        ({"kv_transfer": "late"}, "kv_transfer must be one of"),
+        ({"lease_timeout": 0.0}, "lease_timeout"),
+        ({"kv_port": 70000}, "kv_port"),
+        ({"remote_prefill_tokens": 0}, "remote_prefill_tokens"),
+        ({"role": "prefill", "data_parallel_size": 2}, "start a server for each"),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        ServerArgs(**settings)
+
+
+def test_a_server_without_peers_has_none_of_it() -> None:
+    assert ServerArgs().kv_peers is None
+    both = ServerArgs(peer=("localhost:1",), peer_key="key").kv_peers
+    assert both is not None
+    read = disagg_loop.read_settings(both)
+    assert (read.grants, read.asks, read.peer_key) == (True, True, "key")
