@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
-from quire.engine.beam_search import BeamSearch, BeamSearchSequence
 from quire.disagg.facts import KVFacts
 from quire.disagg.messages import Grant, PromptRequest, Welcome
+from quire.engine.beam_search import BeamSearch, BeamSearchSequence
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
 from quire.engine.messages import (
