@@ -105,6 +105,11 @@ class FakeClient:
             if not ended:
                 self.aborted.append(request_id)
 
+    async def sequences(
+        self, search: Any, count: int, prompt: Any, params: SamplingParams, keep_special: Any
+    ) -> Any:
+        return search.best(count, prompt, params, None)
+
     async def embed(self, prompt: Any, params: PoolingParams, **_: Any) -> Embedding:
         if params.dimensions not in (None, 4):
             raise RequestError("four dimensions", param="dimensions")
@@ -119,6 +124,7 @@ class PlainTokenizer:
 
     chat_templates: ClassVar[dict[str, str]] = {}
     added_tokens: ClassVar[dict[str, int]] = {}
+    hub: ClassVar[Any] = SimpleNamespace(token_to_id=lambda text: None)
     special_ids: ClassVar[frozenset[int]] = frozenset()
 
     def template(self, with_tools: bool = False) -> Any:

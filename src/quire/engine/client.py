@@ -11,6 +11,7 @@ from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
 from quire.disagg.facts import KVFacts
 from quire.disagg.messages import Grant, PromptRequest, Welcome
+from quire.engine.beam_search import BeamSearch, BeamSearchSequence
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
 from quire.engine.messages import (
@@ -269,6 +270,19 @@ class EngineClient:
                     if reader.ended_by_text and delta.reason is None:
                         engine.send(AbortRequest(handle, index))
                 yield update
+
+    async def sequences(
+        self,
+        search: BeamSearch,
+        count: int,
+        prompt: list[int],
+        params: SamplingParams,
+        keep_special: frozenset[int] = frozenset(),
+    ) -> list[BeamSearchSequence]:
+        """Returns the best sequences of a search that is over; texts are made in a thread."""
+        return await asyncio.to_thread(
+            search.best, count, prompt, params, self.tokenizer, keep_special
+        )
 
     async def embed(
         self,

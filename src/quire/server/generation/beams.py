@@ -38,9 +38,7 @@ class BeamGeneration(TextGeneration):
             asked = [[*ids, *tokens] for tokens in search.beams]
             search.advance(await self._next_of_all(asked, search.step_params, f"{name}-{steps}"))
             steps += 1
-        best = await asyncio.to_thread(
-            search.best, self.params.n, ids, self.params, client.tokenizer, self.keep_special
-        )
+        best = await client.sequences(search, self.params.n, ids, self.params, self.keep_special)
         for place, sequence in enumerate(best):
             update = StreamUpdate(
                 place,
