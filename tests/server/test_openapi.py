@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
+from quire.disagg.facts import KVFacts
+from quire.disagg.messages import PromptRequest
 from quire.engine.stats import EngineStats
+from quire.errors import RequestError
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.openapi import ROUTES, document
@@ -48,6 +51,12 @@ class _Engine(FakeClient):
 
     async def wake(self) -> None:
         self.asleep = False
+
+    async def shake_hands(self, facts: KVFacts) -> NoReturn:
+        raise RequestError("this engine computes no prompts for others", "role")
+
+    async def grant(self, asked: PromptRequest, **of_its_key: Any) -> NoReturn:
+        raise RequestError("this engine computes no prompts for others", "role")
 
 
 APP = build_app(
@@ -89,7 +98,7 @@ def test_the_document() -> None:
 
 @SCHEMA.parametrize()
 @settings(
-    max_examples=30,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

@@ -18,7 +18,7 @@ from tests.server.scripted import scripted_engine
 from tests.server.test_fuzz import VALUES
 
 ENGINE = scripted_engine("one", " two")
-SMALL = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SMALL = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 KEYS = st.sampled_from(["a", "b"])
 
 
