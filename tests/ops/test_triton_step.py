@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.ops import Drafts, Expanded, LogitRows, StepRows, reference
 from quire.ops.reference import pool
+from quire.ops.reference.step import ENDED
 from quire.ops.triton import step
 
 PROMPT = 1
@@ -287,7 +288,8 @@ def test_finish_rows(kernel_device: str, side: Any, name: str) -> None:
     lane, first = run["lane"], run["first"]
     assert out["results"][0].tolist() == [len(given), reason, *given, *[-1] * (4 - len(given))]
     moved = first - 1 + len(given) if given else run.get("position", first - 1)
-    assert out["position"][lane] == moved
+    # A row that was launched before its lane's end was known is padding.
+    assert out["position"][lane] == (ENDED if reason in (1, 2) else moved)
     assert out["tokens"][lane, first : first + len(given)].tolist() == given
     counts = torch.zeros(40, dtype=torch.int32)
     counts.index_add_(0, torch.tensor(given).long(), torch.full((len(given),), 2).int())
@@ -312,13 +314,13 @@ def test_rows_finish_side_by_side(kernel_device: str, side: Any) -> None:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_lanes_end_where_rows_have_no_drafts(kernel_device: str, side: Any) -> None:
+def test_lanes_that_ended_are_padding(kernel_device: str, side: Any) -> None:
     """A row that was launched before its lane's end was known is padding."""
     names = "one", "stop", "length", "broken"
     for run, given, reason in (FINISHED[name] for name in names):
         out = finish(side, kernel_device, [run], width=3)
         moved = run["first"] - 1 + len(given)
-        assert out["position"][run["lane"]] == (-1 if reason in (1, 2) else moved)
+        assert out["position"][run["lane"]] == (ENDED if reason in (1, 2) else moved)
     rows = step_rows([2, 0, 1], [1, 1, 3], [1, 1, 0], [0, 0, PROMPT], kernel_device)
     found = logit_rows(4, kernel_device)
     tokens = torch.arange(60, dtype=torch.int32).view(3, 20).to(kernel_device)

@@ -65,7 +65,7 @@ def test_what_cannot_be_written_is_said_first(
     with pytest.raises(ConfigError, match="no such folder"):
         OutputFiles(jsonl=tmp_path / "x" / "y.jsonl").check()
     monkeypatch.setattr(outputs.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"--png needs matplotlib.*quire\[plots\]"):
+    with pytest.raises(ConfigError, match=r"--png needs matplotlib.*\[plots\]"):
         OutputFiles(png=tmp_path / "x.png").check()
 
 
