@@ -62,7 +62,7 @@ def test_a_model_of_the_hub_is_described_without_its_weights(
     monkeypatch.setattr(hub, "snapshot_download", fetch)
     found = model_of(capsys, "google/gemma-3-tiny")
     assert found["name"] == "google/gemma-3-tiny"
-    assert asked == [["*.json", "*.jinja"]]
+    assert asked == [["*.json", "*.jinja", "tiktoken.model", "tokenizer.model"]]
 
 
 def test_experts_in_four_bits_count_as_the_weights_they_stand_for(

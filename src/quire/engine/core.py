@@ -224,9 +224,12 @@ class EngineCore:
                     self._forget_ended(request.request_id.rpartition("/")[0])
 
     def _wait_for_news(self) -> None:
-        if self.fds:
-            select.select(self.fds, [], [], _IDLE)
-        self._poll(0.0 if self.fds else _IDLE)
+        poll, fds = select.poll(), self.fds
+        for fd in fds:
+            poll.register(fd, select.POLLIN)
+        if fds:
+            poll.poll(1000 * _IDLE)
+        self._poll(0.0 if fds else _IDLE)
 
     @property
     def fds(self) -> list[int]:

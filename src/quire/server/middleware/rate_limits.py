@@ -66,19 +66,18 @@ class RateLimiter:
     ) -> None:
         size = _SLOTS * _SLOT.size
         if file is None:
-            self._fd, path = tempfile.mkstemp(prefix="quire-limits-")
-            os.unlink(path)
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         else:
-            self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._fd, size)  # the same size for all: what is there stays
-        self._table = mmap.mmap(self._fd, size)
+            self._file = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0)
+        self._file.truncate(size)  # the same size for all: what is there stays
+        self._table = mmap.mmap(self._file.fileno(), size)
         self._clock = clock
         self._mutex = threading.Lock()
         self._places: dict[str, int] = {}
 
     def close(self) -> None:
         self._table.close()
-        os.close(self._fd)
+        self._file.close()
 
     def take_request(self, key: ApiKey) -> tuple[bool, RateLimits]:
         """Takes one request unless none is left or tokens are owed; returns whether it did, and the
@@ -112,7 +111,7 @@ class RateLimiter:
     @contextmanager
     def _bucket(self, key: ApiKey) -> Iterator[_KeyBuckets]:
         with self._mutex:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
             try:
                 place = self._place(key.name)
                 digest, *state = _SLOT.unpack_from(self._table, place)
@@ -120,7 +119,7 @@ class RateLimiter:
                 yield bucket
                 _SLOT.pack_into(self._table, place, digest, *bucket.state())
             finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _place(self, name: str) -> int:
         """Returns the offset of the key's bucket.
