@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.ops import Drafts, LogitRows, StepRows
+from quire.ops.reference.step import ENDED
 from quire.plan import NO_CLAIM, RowFlag, StopReason
 
 LANES, MAX_LEN, WIDTH, VOCAB = 4, 24, 8, 5
@@ -189,7 +190,8 @@ def test_the_accepted_run_is_that_of_the_definition(
         count = len(given_tokens)
         empty = [-1] * (1 + MOST - count)
         assert results[line].tolist() == [count, reason, *given_tokens, *empty]
-        assert position[row.lane] == len(row.text) - 1 + count
+        moved = len(row.text) - 1 + count
+        assert position[row.lane] == (moved if reason == StopReason.NONE else ENDED)
         assert tokens[row.lane, : len(row.text) + count].tolist() == row.text + given_tokens
         if seen is not None:
             assert seen[row.lane].tolist() == [2 * given_tokens.count(t) for t in range(VOCAB)]
