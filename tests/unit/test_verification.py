@@ -190,8 +190,8 @@ def test_the_accepted_run_is_that_of_the_definition(
         count = len(given_tokens)
         empty = [-1] * (1 + MOST - count)
         assert results[line].tolist() == [count, reason, *given_tokens, *empty]
-        moved = len(row.text) - 1 + count
-        assert position[row.lane] == (moved if reason == StopReason.NONE else ENDED)
+        ended = reason in (StopReason.STOP_TOKEN, StopReason.LENGTH)
+        assert position[row.lane] == (ENDED if ended else len(row.text) - 1 + count)
         assert tokens[row.lane, : len(row.text) + count].tolist() == row.text + given_tokens
         if seen is not None:
             assert seen[row.lane].tolist() == [2 * given_tokens.count(t) for t in range(VOCAB)]
