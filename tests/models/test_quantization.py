@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from quire.ops.reference.quantized import dequantize
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.parallel.torch_group import TorchGroup
 from quire.quantization import Quantization, Scheme, StoredTensor, Unquantized, quantization_of
+from tests import fork_server
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 
@@ -221,7 +221,7 @@ def test_two_ranks_round_as_one_does(tmp_path: Path) -> None:
             own_q = own.layers[1].attention.qkv
             assert torch.equal(own_q.weight.scales[: own_q.sizes[0]], q.scales.chunk(2)[rank])
     expected = tokens_of(folders, SingleGroup())
-    context = multiprocessing.get_context("spawn")
+    context = fork_server.context()
     out = context.Queue()
     rendezvous = f"file://{tmp_path / 'rendezvous'}"
     ranks = [
@@ -262,7 +262,9 @@ def test_a_format_names_the_dtypes_it_is_read_from(tmp_path: Path) -> None:
 
 
 def test_unknown_quantizations_are_refused() -> None:
-    with pytest.raises(ConfigError, match="must be one of fp8, int4, int8, w8a8, got 'int3'"):
+    with pytest.raises(
+        ConfigError, match="must be one of fp8, int4, int8, w8a8, w8a8_fp8, got 'int3'"
+    ):
         EngineArgs(quantization="int3")
     with pytest.raises(ConfigError, match="unknown quantization 'int3'; known are: int8, fp8"):
         quantization_of("int3")

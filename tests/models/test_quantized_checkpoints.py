@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from quire.models import (
 from quire.ops.reference.quantized import dequantize
 from quire.parallel import ProcessGroup
 from quire.parallel.torch_group import TorchGroup
+from tests import fork_server
 from tests.models.harness import Harness
 from tests.models.quantized_checkpoints import CASES, make_quantized
 from tests.models.test_parallel import Ranked
@@ -140,7 +140,7 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
     folders = [tmp_path / case for case in CASES]
     for folder in folders:
         make_quantized(folder, folder.name)
-    context = multiprocessing.get_context("spawn")
+    context = fork_server.context()
     out = context.Queue()
     rendezvous = f"file://{tmp_path / 'rendezvous'}"
     ranks = [

@@ -12,10 +12,10 @@ import pytest
 
 import quire
 from quire import LLM, SamplingParams
-from quire.speculation import SpeculationFeature
-from quire.speculation.feature import LOOKUP
+from quire.speculation.feature import LOOKUP, SpeculationFeature
 from quire.speculation.lookup import TextIndex, TextMatch
 from quire.speculation.source_stats import SpeculationStats
+from tests.slow import slow
 from tests.unit.test_drafts import PARAMS, Answers, answers
 from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
 
@@ -63,25 +63,36 @@ def ways(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("way", ["suffix", "draft", "auto", "long", "off"])
+SETTINGS = {
+    "sync": {"depth": 1},
+    "chunks": {"depth": 2, "budget": 48},
+    "preempted": {"depth": 3, "blocks": 34},
+    "lanes": {"depth": 2, "lanes": 3, "prefix_caching": False},
+}
+SAMPLED = {
+    *(("auto", name) for name in SETTINGS),
+    *(("suffix", "sync"), ("suffix", "preempted"), ("draft", "chunks"), ("draft", "lanes")),
+    *(("long", "preempted"), ("off", "preempted")),
+}
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("way", "name"),
     [
-        {"depth": 1},
-        {"depth": 2, "budget": 48},
-        {"depth": 3, "blocks": 34},
-        {"depth": 2, "lanes": 3, "prefix_caching": False},
+        (way, name) if (way, name) in SAMPLED else slow(way, name)
+        for way in ("suffix", "draft", "auto", "long", "off")
+        for name in SETTINGS
     ],
-    ids=str,
 )
 def test_tokens_and_logprobs_are_the_same(
-    folder: Path, plain: Answers, way: str, settings: dict[str, Any]
+    folder: Path, plain: Answers, way: str, name: str
 ) -> None:
+    settings = SETTINGS[name]
     engine = TinyEngine(folder, dtype="float64", speculative=ways(folder)[way], **settings)
     assert answers(engine) == plain
     drafts = sum(int((plan.q_len[(plan.flags & 1) == 0] - 1).sum()) for plan in engine.plans)
     assert (drafts > 0) == (way != "off")
-    if settings.get("blocks") == 34:
+    if name == "preempted":
         assert engine.scheduler.stats().preemptions > 0
 
 
@@ -157,9 +168,8 @@ def test_a_request_may_decline(folder: Path, method: str) -> None:
 
 
 PROMPTS = [
-    "Once upon a time, there was a little fox who",
-    "one, two, three, one, two, three, one, two, three,",
-    "The capital of France is",
+    f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+    for asked in ("Tell me a story about a little fox.", "Name three fruits.", "Who are you?")
 ]
 
 
@@ -191,8 +201,9 @@ def free_of_charge(llm: LLM) -> None:
         {"speculative": {"method": "draft"}},
         {"speculative_model": EMBEDDED_DRAFT, "steps_in_flight": 2},
         {"speculative": {"method": "draft", "quantization": "int8"}, "kv_cache_dtype": "int8"},
+        {"speculative": {"method": "eagle3"}},
     ],
-    ids=["draft", "model", "kv8"],
+    ids=["draft", "model", "kv8", "eagle3"],
 )
 def test_the_embedded_draft_is_accepted(settings: dict[str, Any]) -> None:
     kv = {key: settings[key] for key in ("kv_cache_dtype",) if key in settings}
@@ -201,7 +212,8 @@ def test_the_embedded_draft_is_accepted(settings: dict[str, Any]) -> None:
     assert nothing is None
     assert found == expected
     assert stats is not None
-    source = stats.sources["draft"]
+    method = settings.get("speculative", {}).get("method", "draft")
+    source = stats.sources[method]
     assert source.accepted > 0.2 * source.drafted > 0
     assert source.accepted == sum(source.accepted_at)
     assert source.accepted_at == sorted(source.accepted_at, reverse=True)

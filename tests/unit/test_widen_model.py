@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,20 +14,26 @@ from safetensors.torch import load_file, save_file
 
 import quire
 from quire import LLM, SamplingParams
+from quire.speculation.draft_count import StepCosts
+from quire.speculation.feature import SpeculationFeature
 
 DRAFT = Path(quire.__file__).parent / "embedded" / "quire-tiny-draft"
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / "widen_model.py"
-    spec = importlib.util.spec_from_file_location("widen_model", path)
+def load_tool(name: str) -> ModuleType:
+    path = Path(__file__).parents[2] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    return load_tool("widen_model")
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +88,59 @@ def test_shapes_that_cannot_be_are_refused(
     shape = {"hidden": 512, "heads": 4, "kv_heads": 1, "layers": 3, "intermediate": 256}
     with pytest.raises(ValueError, match=message):
         tool.Widener(small, tool.Shape(**{"vocab": 6144, **shape, **change}))
+
+
+HEAD = {
+    "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 128, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 2048,
+    "vocab_size": 6144, "draft_vocab_size": 6144, "torch_dtype": "float32",
+    "norm_before_fc": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3]},
+}  # fmt: skip
+
+
+def random_head(folder: Path) -> None:
+    rng = torch.Generator().manual_seed(0)
+    layer = {
+        "self_attn.q_proj": (64, 256), "self_attn.k_proj": (32, 256), "self_attn.v_proj": (32, 256),
+        "self_attn.o_proj": (128, 64), "mlp.gate_proj": (64, 128), "mlp.up_proj": (64, 128),
+        "mlp.down_proj": (128, 64), "input_layernorm": (128,), "hidden_norm": (128,),
+        "post_attention_layernorm": (128,),
+    }  # fmt: skip
+    shapes = {f"midlayer.{name}": shape for name, shape in layer.items()}
+    shapes |= {"fc": (128, 256), "norm": (128,), "input_norm": (256,)}
+    tensors = {
+        f"{name}.weight": torch.randn(shape, generator=rng) * 0.1 + float(len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(HEAD))
+
+
+def drafted(target: Path, head: Path) -> list[list[int]]:
+    """Returns texts that consist of drafts, as all are accepted."""
+    settings = {"method": "eagle3", "num_speculative_tokens": 3, "simulate_acceptance": 1.0}
+    llm = LLM(
+        str(target), num_kv_blocks=40, max_model_len=128, dtype="float32",
+        speculative={**settings, "model": str(head)},
+    )  # fmt: skip
+    for feature in llm._core._loop_features:
+        if isinstance(feature, SpeculationFeature):
+            feature._costs = StepCosts({})
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    prompts = ["Once upon a time, there was a", "The capital of France is"]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.shutdown()
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_the_wide_head_drafts_the_same(tool: ModuleType, small: Path, tmp_path: Path) -> None:
+    shape = tool.Shape(
+        hidden=512, heads=6, kv_heads=2, layers=4, intermediate=300, vocab=6144 + 100
+    )
+    tool.widen(small, tmp_path / "wide", shape)
+    random_head(tmp_path / "head")
+    wide_head = tmp_path / "wide-head"
+    load_tool("widen_head").widen_head(tmp_path / "head", small, wide_head, shape)
+    assert drafted(small, tmp_path / "head") == drafted(tmp_path / "wide", wide_head)

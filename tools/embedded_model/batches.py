@@ -39,6 +39,18 @@ class Documents:
     def lengths(self) -> Tensor:
         return self.starts[1:] - self.starts[:-1]
 
+    def shorter(self, length: int) -> Documents:
+        """Returns the documents of fewer tokens than `length`."""
+        kept = self.lengths < length
+        which = torch.repeat_interleave(torch.arange(len(kept), device=kept.device), self.lengths)
+        lengths = self.lengths[kept]
+        starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return Documents(self.tokens[kept[which]], self.learn[kept[which]], starts)
+
+    def repeated(self, times: int) -> Documents:
+        """All of them so many times over."""
+        return self if times == 1 else self.joined(self.repeated(times - 1))
+
     def joined(self, other: Documents) -> Documents:
         """Both, one after the other."""
         return Documents(

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import corpus
 import numpy as np
 import own_chat
+import own_dialogues
+import own_stories
+from chat_score import read_prompts
 from corpus import Conversation
 from tokenizer_training import END_OF_TEXT, TURN_END, TURN_START, save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
@@ -113,9 +117,29 @@ def without(rows: list[Conversation], questions: set[str]) -> list[Conversation]
     ]
 
 
-def prepare(data: Path, work: Path) -> None:
-    """Write everything that training reads."""
-    work.mkdir(parents=True, exist_ok=True)
+@dataclass
+class Sources:
+    """Texts and conversations to train on, without the lines that are asked in tests."""
+
+    stories: list[str]
+    valid: list[str]
+    storybooks: list[str]
+    books: list[str]
+    requests: list[Conversation]
+    talk: list[Conversation]
+    questions: list[Conversation]
+    people: list[Conversation]
+    facts: list[Conversation]
+    own: list[tuple[str, Conversation]]
+    told: list[Conversation]
+    joined: list[Conversation]
+    single: list[Conversation]
+    held_out: list[Conversation]
+    closed: set[str]
+
+
+def read_sources(data: Path) -> Sources:
+    """Reads the data folder, and draws what is made of it."""
     rng = random.Random(0)
     stories, valid = corpus.stories(data)
     books = corpus.read_documents(data / "corpora/gutenberg_simple.txt")
@@ -129,8 +153,8 @@ def prepare(data: Path, work: Path) -> None:
     own, own_held = own_chat.intents(HERE / "own_data/intents.jsonl")
     held = {"own": own_held, "small_talk": talk_held, "questions": questions_held}
     prompts = held_out_prompts(data, held, requests)
-    (work / "held_out.json").write_text(json.dumps(prompts))
     closed = {plain(row[0]["content"]) for row in prompts}
+    closed |= {plain(text) for rules in read_prompts() for text in rules["ask"]}
     requests, talk, questions, people, facts = (
         without(rows, closed) for rows in (requests, talk, questions, people, own_chat.facts())
     )
@@ -143,28 +167,68 @@ def prepare(data: Path, work: Path) -> None:
         for _ in range(6)
     ]
     single, joined = without(single, closed), without(joined, closed)
+    return Sources(
+        stories, valid, storybooks, books, requests, talk, questions, people, facts, own, told,
+        joined, single, prompts, closed,
+    )  # fmt: skip
 
-    sample = [text[:40_000] for text in books] + stories + storybooks
+
+def prepare(data: Path, work: Path) -> None:
+    """Writes everything that training reads."""
+    work.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(0)
+    found = read_sources(data)
+    (work / "held_out.json").write_text(json.dumps(found.held_out))
+    talk, questions, people, facts = found.talk, found.questions, found.people, found.facts
+    sample = [text[:40_000] for text in found.books] + found.stories + found.storybooks
     sample += [m["content"] for row in people + talk + questions for m in row]
     tokenizer = train_tokenizer(sample)
     save_tokenizer(tokenizer, work / "tokenizer", CONTEXT)
 
     text = Store(tokenizer)
-    text.add_texts(stories, 4)
-    text.add_texts(storybooks, 4)
-    text.add_chats(requests + people + talk + questions + facts + single)
+    text.add_texts(found.stories, 4)
+    text.add_texts(found.storybooks, 4)
+    text.add_chats(found.requests + people + talk + questions + facts + found.single)
     text.save(work / "text.npz")
     long = Store(tokenizer)
-    long.add_texts(books)
+    long.add_texts(found.books)
     long.save(work / "books.npz")
     chat = Store(tokenizer)
     system = own_chat.with_system
-    short = [(talk, 3), (questions, 4), (facts, 3), (single, 3), (joined, 1), (told, 1)]
-    for rows, repeats in [*short, (requests, 1)]:
+    short = [(talk, 3), (questions, 4), (facts, 3), (found.single, 3), (found.joined, 1)]
+    for rows, repeats in [*short, (found.told, 1), (found.requests, 1)]:
         for _ in range(repeats):
             chat.add_chats([system(row, rng) for row in rows])
     chat.add_chats(people[::2])
     chat.save(work / "chat.npz")
     check = Store(tokenizer)
-    check.add_texts(valid)
+    check.add_texts(found.valid)
+    check.save(work / "valid.npz")
+
+
+def prepare_dialogues(data: Path, work: Path, tokenizer: Tokenizer) -> None:
+    """Writes the conversations of the last stage, and the plain text beside them.
+
+    `dialogues.npz` has what `own_dialogues` and `own_stories` draw, beside the conversations of the
+    stage before; `plain.npz` the stories, the storybooks and a part of the books.
+    """
+    rng = random.Random(3)
+    found = read_sources(data)
+    (work / "held_out.json").write_text(json.dumps(found.held_out))
+    drawn = without(own_dialogues.draw(90_000, rng), found.closed)
+    told = without(own_stories.about(found.stories, 20_000, rng), found.closed)
+    parts = [(drawn, 1), (told, 1), (found.talk, 1), (found.questions, 2), (found.facts, 2)]
+    parts += [(found.single, 2), (found.joined, 1), (rng.sample(found.requests, 4000), 1)]
+    chat = Store(tokenizer)
+    for rows, repeats in parts:
+        for _ in range(repeats):
+            chat.add_chats([own_chat.with_system(row, rng, 0.1) for row in rows])
+    chat.add_chats(found.people[::6])
+    chat.save(work / "dialogues.npz")
+    text = Store(tokenizer)
+    text.add_texts(found.stories + found.storybooks)
+    text.add_texts([book[:60_000] for book in found.books])
+    text.save(work / "plain.npz")
+    check = Store(tokenizer)
+    check.add_texts(found.valid)
     check.save(work / "valid.npz")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from batches import IGNORE, Rows, batches
+from hybrid import Hybrid
 from model import Mask, Qwen3
 from optimizer import Optimizer
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ def losses(logits: Tensor, target: Tensor, teacher: Tensor | None, hard: float) 
 class Trainer:
     """Holds the model, its compiled forms and the optimizer."""
 
-    def __init__(self, model: Qwen3, plan: Plan, teacher: Qwen3 | None = None) -> None:
+    def __init__(self, model: Qwen3 | Hybrid, plan: Plan, teacher: Qwen3 | None = None) -> None:
         self.model, self.plan = model, plan
         self.device = next(model.parameters()).device
         cuda = self.device.type == "cuda"
@@ -79,20 +80,21 @@ class Trainer:
             teacher.eval()
             self.teacher = torch.compile(teacher, dynamic=False) if cuda else teacher
 
-    def _forward(self, batch: Rows, hard: float = 0.0) -> Tensor:
+    def _forward(self, batch: Rows, hard: float = 0.0, taught: bool = True) -> Tensor:
         tokens, target, document = batch
         mask = document_mask(document, self.mask)
+        more = (document,) if isinstance(self.model, Hybrid) else ()
         with torch.autocast(self.device.type, torch.bfloat16):
             guide = None
-            if self.teacher is not None and self.model.training:
+            if self.teacher is not None and self.model.training and taught:
                 with torch.no_grad():
                     guide = self.teacher(tokens, mask)
-            logits = self.run(tokens, mask)
+            logits = self.run(tokens, mask, *more)
         return self.loss(logits, target, guide, hard)
 
-    def step(self, batch: Rows, number: int, hard: float = 0.0) -> Tensor:
-        """One update; returns the loss, still on the device."""
-        loss = self._forward(batch, hard)
+    def step(self, batch: Rows, number: int, hard: float = 0.0, taught: bool = True) -> Tensor:
+        """One update; returns the loss, still on the device. taught: whether by the teacher."""
+        loss = self._forward(batch, hard, taught)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step(rate(number, self.plan))
@@ -152,6 +154,23 @@ def train(
                 flush=True,
             )
     return plan.log
+
+
+def train_balanced(
+    trainer: Trainer, chat: Callable[[int], Rows], plain: Callable[[int], Rows], every: int = 200
+) -> None:
+    """Runs the plan: of five steps, three learn conversations, and two the teacher's distributions
+    on plain text, so that what it knows of that is kept."""
+    plan, recent = trainer.plan, []
+    trainer.model.train()
+    feeds = forever(chat, plan.batch), forever(plain, plan.batch)
+    for number in range(plan.steps):
+        taught = number % 5 in (1, 3)
+        recent.append(trainer.step(next(feeds[taught]), number, taught=taught))
+        if (number + 1) % every == 0 or number + 1 == plan.steps:
+            plan.log.append({"step": number + 1, "train": torch.stack(recent).mean().item()})
+            print("balance", plan.log[-1], flush=True)
+            recent = []
 
 
 def forever(rows: Callable[[int], Rows], size: int) -> Iterator[Rows]:

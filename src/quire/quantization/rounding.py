@@ -19,6 +19,7 @@ FORMATS = {
     "int8": WeightFormat(torch.int8, scales=torch.float32),
     "fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32),
     "w8a8": WeightFormat(torch.int8, scales=torch.float32, inputs="token"),
+    "w8a8_fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32, inputs="token"),
     "int4": WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=128, zeros=True),
 }
 """The formats by the names of `config.QUANTIZATIONS`."""

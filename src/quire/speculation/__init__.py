@@ -7,7 +7,3 @@ a `drafter.py`. `draft_count.py` decides how many drafts each row verifies; `fea
 running requests and brings drafts into plans, `device_source.py` what the device needs to know.
 What a draft says never changes a token (`StepPlan`), so all of this is about speed alone.
 """
-
-from quire.speculation.feature import SpeculationFeature, open_speculation
-
-__all__ = ["SpeculationFeature", "open_speculation"]

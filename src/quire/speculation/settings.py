@@ -25,7 +25,12 @@ Source = Literal["draft", "eagle3", "mtp"]
 """Sources of drafts on the device: a model, or a draft head."""
 _LOOKUP = 2, 16
 _LONGEST_LOOKUP = 64
-_EMBEDDED_DRAFT = "quire-tiny-draft"
+_EMBEDDED: dict[str, tuple[Source, str]] = {
+    "auto": ("draft", "quire-tiny-draft"),
+    "draft": ("draft", "quire-tiny-draft"),
+    "eagle3": ("eagle3", "quire-tiny-eagle3"),
+}
+"""Sources of drafts for the embedded model, and their folders beside its own, by method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +147,11 @@ def _source(args: EngineArgs, method: str, name: str | None) -> tuple[Source | N
     if name is not None:
         path = resolve_model_path(name)
         return ("eagle3" if method == "eagle3" or _is_eagle3(path) else "draft"), path
+    if args.model is None:
+        source, folder = _EMBEDDED[method]
+        return source, resolve_model_path(None).parent / folder
     if method == "eagle3":
         raise _wrong("method eagle3 needs a model, the folder or hub id of the head")
-    embedded = resolve_model_path(None)
-    if args.model is None:
-        return "draft", embedded.parent / _EMBEDDED_DRAFT
     if method == "draft":
         raise _wrong("method draft needs a model")
     return ("mtp" if _has_mtp(args) else None), None
