@@ -25,7 +25,7 @@ from quire import LLM, SamplingParams
 DRAWS = 40_000
 TARGET = torch.tensor([0.45, 0.25, 0.12, 0.10, 0.05, 0.03])
 DRAFT = torch.tensor([0.30, 0.20, 0.30, 0.05, 0.05, 0.10])
-PROMPTS = ("Once upon a time there was a fox", "Lily and Tom went to", "The bear", "One day, a boy")
+PROMPTS = ("Tell me a story about a fox.", "Write a tale about a boat.", "Who is it?", "Hello!")
 
 
 def ratio_test(target: Tensor, draft: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,8 @@ def run(model: Path, draft: str, drafts: int, length: int) -> tuple[list[list[in
         SamplingParams(temperature=0.7, max_tokens=length, seed=seed, ignore_eos=True)
         for seed in range(len(PROMPTS))
     ]
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    outputs = llm.chat(chats, params, use_tqdm=False)
     stats = llm.stats().speculation
     counts = stats.sources["draft"] if stats is not None and stats.sources else None
     llm.shutdown()

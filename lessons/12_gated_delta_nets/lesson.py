@@ -6,7 +6,7 @@
 1. The rule in four lines, as a memory that is written and overwritten; without the delta it blurs.
 2. A prompt a token at a time and in chunks of 64: the same state, 64 times fewer steps.
 3. Bytes of a request by its length: a state, and keys and values.
-4. The engine with a small hybrid of random weights: prompts in chunks, prefixes from checkpoints.
+4. The engine with a small trained hybrid: prompts in chunks, prefixes from checkpoints.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from quire import LLM, SamplingParams
 from quire.arrays import int32
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
-from quire.models import build_model
+from quire.models import build_model, resolve_model_path
 from quire.ops.reference.gated_delta import CHUNK, chunked
 
 HYBRID = Path(__file__).with_name("hybrid")
 SETTINGS: dict[str, Any] = {
-    "model": str(HYBRID), "load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu",
-    "max_model_len": 512, "max_num_seqs": 2, "kv_cache_gb": 0.2,
+    "model": str(HYBRID), "tokenizer": str(resolve_model_path(None)), "device": "cpu",
+    "dtype": "float32", "max_model_len": 512, "max_num_seqs": 2, "kv_cache_gb": 0.2,
 }  # fmt: skip
 
 
@@ -83,8 +83,7 @@ def chunks(length: int = 200) -> None:
             worst = max(worst, float((state.T @ q[t, head] - outputs[t, head]).abs().max()))
         worst = max(worst, float((state - states[head]).abs().max()))
     check(worst < 1e-4, f"both forms agree: the largest difference is {worst:.0e}")
-    rows = [["a token at a time", length], [f"chunks of {CHUNK}", -(-length // CHUNK)]]
-    print(table(["form", "steps that wait for each other"], rows))
+    print(f"Steps that wait for each other: {length}, and {-(-length // CHUNK)} of {CHUNK} tokens.")
 
 
 def sizes(hybrid: Loaded) -> None:
@@ -97,8 +96,7 @@ def sizes(hybrid: Loaded) -> None:
     rows = [[n, state / 1e6, token * n / 1e6, every * n / 1e6] for n in (16, 256, 4096, 65536)]
     check(state > 0, f"{layers - full} of {layers} layers have states")
     check(every > token, f"they are as large as the KV of {state / (every - token):,.0f} tokens")
-    headers = ["tokens", "states, MB", "KV of its attention, MB", "KV of attention alone, MB"]
-    print(table(headers, rows))
+    print(table(["tokens", "states, MB", "its KV, MB", "KV of attention alone, MB"], rows))
 
 
 def held() -> None:
@@ -117,9 +115,10 @@ def held() -> None:
 
 def engine(length: int) -> None:
     """Runs the hybrid: cut prompts, then a prompt that begins as another one did."""
-    prompt = torch.randint(1, 1000, (length,), generator=torch.Generator().manual_seed(2)).tolist()
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
-    longer = [*prompt[: length - 5], 7, 8, 9]
+    text = (HYBRID.parents[1] / "11_quantization/story.txt").read_text("utf-8")
+    story = Loaded(resolve_model_path(None)).tokenizer.encode(text).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    prompt, longer = story[:length], [*story[: length - 5], *story[length:][:3]]
     found, rows = [], list[list[Any]]()
     alone: dict[str, Any] = {"enable_prefix_caching": False}
     for name, settings in (
@@ -130,9 +129,10 @@ def engine(length: int) -> None:
         llm = LLM(**SETTINGS, **settings)
         outputs = [llm.generate(each, params, use_tqdm=False)[0] for each in (prompt, longer)]
         llm.shutdown()
-        found.append([output.outputs[0].token_ids for output in outputs])
+        found.append([output.outputs[0].text for output in outputs])
         rows.append([name, len(longer), outputs[1].num_cached_tokens])
-    check(found[0] == found[1] == found[2], "the same tokens, however prompts are cut or resumed")
+    check(found[0] == found[1] == found[2], "the same text, however prompts are cut or resumed")
+    print(f"The story goes on: {found[0][0]!r}")
     check(rows[2][2] > length / 2, f"{rows[2][2]} of {len(longer)} tokens came from a checkpoint")
     print(table(["engine", "tokens of the second prompt", "of them from the cache"], rows))
 
