@@ -293,7 +293,7 @@ def cudnn_us(shape: Shape, tokens: int) -> float:
 def time_prefill(shape: Shape, tokens: int, sweep: bool) -> Row:
     batch = Batch.make([(tokens, tokens)], shape.heads, shape.kv_heads, 128)
     flops = 2.0 * tokens * tokens * shape.heads * 128
-    tried = [("default", AttentionTuning())]
+    tried = [("default", AttentionTuning()), ("without wgmma", AttentionTuning(wgmma=False))]
     tried += [(name(t), AttentionTuning(prefill=t)) for t in PREFILL] if sweep else []
     trials = []
     for label, tuning in tried:

@@ -10,9 +10,12 @@ a bucket.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,6 +45,8 @@ _THREE_AT_ONCE = 168
 _MANY = 1 << 30
 _WIDE = 256
 """Dimensions of a head beyond which tiles are bounded by registers."""
+_GLUON = ("3", "6")
+"""The version of Triton that the kernel for Hopper cards is written for: Gluon still changes."""
 _SHORT_TILE = 64
 """If all rows of a bucket fit a tile of this many queries, no launch for long rows is needed."""
 
@@ -53,7 +58,8 @@ class AttentionTuning:
     many programs the KV of long rows is spread over, if they have fewer tiles of queries; 0: each
     tile walks its own alone. most_parts: of a short row's KV, or of a long one's for each tile.
     prefetch: ask for the first KV tile before waiting for the predecessor. pdl, upcast: None means
-    what the card has; upcast computes in fp32 where tensor cores do not take bf16. fixed: one
+    what the card has; upcast computes in fp32 where tensor cores do not take bf16. wgmma: long rows
+    have the kernel for Hopper cards where it takes them, unless `prefill` names tiles. fixed: one
     kernel, one tile and one order of summation for every row, whatever else is in the batch."""
 
     decode: Tiles | None = None
@@ -65,6 +71,7 @@ class AttentionTuning:
     prefetch: bool | None = None
     pdl: bool | None = None
     upcast: bool | None = None
+    wgmma: bool = True
     fixed: bool = False
 
 
@@ -295,10 +302,18 @@ def paged_attention(
     launch.short_rows(plan, min(plan.longest, max_q_len), pdl=early, prefetch=prefetch)
     if plan.long is not None:
         launch.long_parts(plan.long, shortest=plan.longest + 1)
-    elif max_q_len > plan.longest:
+    elif max_q_len > plan.longest and not launch.by_wgmma(kv, tuning, plan.longest + 1, card):
         long_tiles = tuning.prefill or prefill_tiles(tokens * heads, head_dim, width, card)
         launch.long_rows(long_tiles, shortest=plan.longest + 1)
     return out
+
+
+@functools.cache
+def _hopper(card: DeviceTraits) -> ModuleType | None:
+    """Returns the launch of the kernel for Hopper cards, if this is one."""
+    if card.capability != (9, 0) or tuple(triton.__version__.split(".")[:2]) != _GLUON:
+        return None
+    return importlib.import_module("quire.ops.triton.hopper_attention")
 
 
 def _stored(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -347,6 +362,23 @@ class _Launch:
         if plan.parts:
             queries = min(longest * int(self.constants["GROUP"]), tiles.m)
             self._combine(partial, lse, plan.items, plan.rows, queries, tiles, long=False)
+
+    def by_wgmma(
+        self, kv: KVLayer, tuning: AttentionTuning, shortest: int, card: DeviceTraits
+    ) -> bool:
+        """Launches the kernel for Hopper cards for rows of at least `shortest` tokens, and says
+        whether it takes them."""
+        module = _hopper(card) if tuning.wgmma and tuning.prefill is None else None
+        q, out = self.tensors[0], self.tensors[-1]
+        if module is None or not module.takes(q, kv):
+            return False
+        module.attend_long_rows(
+            q, kv, self.tensors[-2] if self.constants["SINKS"] else None, out, self.rows,
+            self.scales, softcap=self.constants["SOFTCAP"],
+            window=self.window if self.constants["WINDOW"] else None, shortest=shortest,
+            pdl=self.pdl,
+        )  # fmt: skip
+        return True
 
     def long_rows(self, tiles: Tiles, shortest: int, one_loop: bool = False) -> None:
         """Rows of at least `shortest` tokens."""

@@ -1,0 +1,89 @@
+"""Prefill attention by wgmma and TMA against a float64 twin, on cards that have them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import triton
+
+from quire.ops.triton.attention import AttentionTuning
+from quire.ops.triton.launch import compiling
+from tests.ops.test_sinks import sinks_of
+from tests.ops.test_triton_attention import Case
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() != (9, 0)
+    or not triton.__version__.startswith("3.6."),
+    reason="needs a Hopper card and the Gluon of Triton 3.6",
+)
+ROWS = [(1, 1), (1, 777), (140, 140), (3, 200), (170, 900), (301, 301), (9, 9), (40, 2100)]
+"""(queries, positions): whole prompts, what is left behind a cached prefix, and decodes."""
+HOPPER = AttentionTuning(spread=0)
+CASES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "one query head each": ({"heads": 2, "kv_heads": 2}, {}),
+    "groups of six": ({"heads": 12}, {}),
+    "groups of eight, heads of 64": ({"kv_heads": 1, "dim": 64}, {}),
+    "float16": ({"dtype": torch.float16}, {}),
+    "blocks of 8": ({"block_size": 8}, {}),
+    "blocks larger than a tile": ({"block_size": 256}, {}),
+    "window": ({}, {"window": 100}),
+    "soft-cap": ({}, {"softcap": 2.0}),
+    "sinks": ({}, {"sinks": True}),
+    "all three, heads of 64": ({"dim": 64}, {"window": 300, "softcap": 2.0, "sinks": True}),
+}
+
+
+def case(
+    heads: int = 8, kv_heads: int = 2, dim: int = 128, dtype: torch.dtype = torch.bfloat16,
+    block_size: int = 16,
+) -> Case:  # fmt: skip
+    return Case("cuda", ROWS, heads, kv_heads, dim, block_size, dtype, padding=(5, 2))
+
+
+def keywords(batch: Case, extra: dict[str, object]) -> dict[str, object]:
+    return extra | {"sinks": sinks_of(batch)} if "sinks" in extra else extra
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Compiles all at once: one takes ten seconds."""
+    with compiling(len(CASES)):
+        for shape, extra in CASES.values():
+            batch = case(**shape)  # type: ignore[arg-type]
+            batch.run(HOPPER, **keywords(batch, extra))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_twin(name: str) -> None:
+    shape, extra = CASES[name]
+    batch = case(**shape)  # type: ignore[arg-type]
+    batch.check(HOPPER, **keywords(batch, extra))
+
+
+def test_what_is_not_stored_may_be_anything() -> None:
+    batch = case(heads=12)
+    for row, total in enumerate(batch.seq_lens.tolist()[: batch.rows]):
+        if total % 16:
+            block = int(batch.table[row, total // 16])
+            batch.kv.k[block, :, total % 16 :] = float("nan")
+            batch.kv.v[block, :, total % 16 :] = float("nan")
+    batch.check(HOPPER)
+
+
+@pytest.mark.parametrize("programs", [0, 1, 3])
+def test_programs_share_the_tiles(programs: int) -> None:
+    from quire.ops.triton import hopper_attention
+
+    batch = case(heads=12)
+    out = torch.empty_like(batch.q)
+    rows = batch.query_start, batch.seq_lens, batch.table
+    hopper_attention.attend_long_rows(
+        batch.q, batch.kv, None, out, rows, (0.3 * math.log2(math.e), 0.0), softcap=False,
+        window=None, shortest=3, pdl=True, tiles=hopper_attention.RingTiles(128, 2, programs),
+    )  # fmt: skip
+    want = batch.check(HOPPER)
+    # The first two rows have a token each, and another kernel.
+    torch.testing.assert_close(out[2 : batch.real], want[2:], rtol=0, atol=0)
