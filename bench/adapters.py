@@ -1,16 +1,19 @@
-"""LoRA adapters on a GPU: checks, then times of decode steps with none, one and many of them.
+"""LoRA adapters on a GPU: times of decode steps with none, one and many of them, and checks.
 
     python bench/adapters.py [--layers 36] [--rank 16] [--rows 64]
 
 The model has Qwen3-8B's shape and random weights; all its linear layers are adapted. Steps are the
 engine's own captured bodies of `--rows` rows of one token, launched without an engine around them.
 Times are of one body, with the adapters' bytes and what reading them costs at the card's measured
-bandwidth. The table ends the output.
+bandwidth. Then requests with adapters drawn by Zipf's law come and go, of as many adapters as the
+device holds and of `--loaded`, which go to its slots when they are asked for. Those in host memory
+are copies of a few, as contents do not matter.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import sys
 import tempfile
@@ -49,14 +52,16 @@ CONTEXT = 256
 
 def random_adapter(hook: AdapterHook, rank: int, seed: int) -> Image:
     """Returns a random adapter of all linear layers."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator("cuda").manual_seed(seed)
     layout = hook.pool.layout
     adapter = Adapter(str(seed))
     for targets in layout.targets.values():
         for t in targets:
-            a = torch.randn(rank, t.inputs, generator=draw, dtype=torch.float32) * 0.02
-            b = torch.randn(t.size, rank, generator=draw, dtype=torch.float32) * 0.02
-            part = LowRank(a.to(layout.dtype), b.to(layout.dtype), 2.0)
+            a, b = (
+                torch.randn(shape, generator=draw, device="cuda", dtype=layout.dtype).mul_(0.02)
+                for shape in ((rank, t.inputs), (t.size, rank))
+            )
+            part = LowRank(a.cpu(), b.cpu(), 2.0)
             adapter.parts[t.layer, t.place] = part
     return layout.image(adapter, pinned=True)
 
@@ -146,6 +151,97 @@ def median_us(run: Any, repeats: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
+class Traffic:
+    """Requests of 64 to 192 tokens whose adapters are drawn by Zipf's law, exponent 1.
+
+    loaded: the adapters that are drawn from. One that is asked for takes the slot that was used
+    least recently. A request waits in line until its adapter is there, and those behind it do not.
+    """
+
+    WAITING = 16
+    """Requests in line."""
+
+    def __init__(self, bench: Bench, images: list[Image], loaded: int) -> None:
+        self._bench, self._images = bench, images
+        self._draw = np.random.default_rng(0)
+        shares = 1 / np.arange(1, loaded + 1)
+        self._shares = shares / shares.sum()
+        # By adapter, least recently used first.
+        self._resident = collections.OrderedDict((i, i) for i in reversed(range(bench.slots)))
+        self._loading: dict[int, tuple[int, torch.cuda.Event]] = {}
+        self._users = [0] * bench.slots
+        self._waiting: list[int] = []
+        self._adapters: list[int | None] = [None] * bench.rows
+        self._left = [0] * bench.rows
+        self._stream = torch.cuda.Stream()
+        self.loads = 0
+
+    def tokens_per_second(self, steps: int = 400, warmup: int = 100) -> float:
+        """Runs steps, two of them ahead of the device."""
+        bench, tokens, began = self._bench, 0, 0.0
+        slots = torch.empty(3, bench.rows, dtype=torch.int32, pin_memory=True)
+        events = [torch.cuda.Event() for _ in range(3)]
+        with torch.inference_mode():
+            for step in range(warmup + steps):
+                if step == warmup:
+                    torch.cuda.synchronize()
+                    began, self.loads, tokens = time.monotonic(), 0, 0
+                if step > 2:
+                    events[step % 3].synchronize()
+                self._plan(events[(step - 1) % 3] if step else None)
+                for row, adapter in enumerate(self._adapters):
+                    slots[step % 3, row] = -1 if adapter is None else self._resident[adapter]
+                    self._left[row] -= adapter is not None
+                    tokens += adapter is not None
+                bench.column.copy_(slots[step % 3], non_blocking=True)
+                bench.graphs.replay(bench.shapes[True])
+                events[step % 3].record()
+            torch.cuda.synchronize()
+        return tokens / (time.monotonic() - began)
+
+    def _plan(self, before: torch.cuda.Event | None) -> None:
+        """Ends and begins requests and loads. before: the end of the last step launched."""
+        for loaded, (slot, event) in list(self._loading.items()):
+            if event.query():
+                self._resident[loaded] = slot
+                del self._loading[loaded]
+        while len(self._waiting) < self.WAITING:
+            self._waiting.append(int(self._draw.choice(len(self._shares), p=self._shares)))
+        for row, adapter in enumerate(self._adapters):
+            if self._left[row]:
+                continue
+            if adapter is not None:
+                self._users[self._resident[adapter]] -= 1
+            self._adapters[row] = new = next(
+                (a for a in self._waiting if a in self._resident), None
+            )
+            if new is not None:
+                self._waiting.remove(new)
+                self._waiting.append(int(self._draw.choice(len(self._shares), p=self._shares)))
+                self._resident.move_to_end(new)
+                self._users[self._resident[new]] += 1
+                self._left[row] = int(self._draw.integers(64, 193))
+        for asked in self._waiting:
+            if asked not in self._resident and asked not in self._loading:
+                self._load(asked, before)
+
+    def _load(self, adapter: int, before: torch.cuda.Event | None) -> None:
+        """Starts to copy an adapter to the slot used least recently, if any is free."""
+        unused = (a for a, slot in self._resident.items() if not self._users[slot])
+        victim = next((a for a in unused if a not in self._waiting), None)
+        if victim is None:
+            return
+        slot = self._resident.pop(victim)
+        with torch.cuda.stream(self._stream):
+            if before is not None:
+                self._stream.wait_event(before)
+            self._bench.fill(self._images[adapter % len(self._images)], slot)
+            event = torch.cuda.Event()
+            event.record()
+        self._loading[adapter] = slot, event
+        self.loads += 1
+
+
 def read_bandwidth() -> float:
     """Returns the bytes per second at which the card sums up 4 GB."""
     data = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
@@ -213,10 +309,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--loaded", type=int, default=1000)
     options = parser.parse_args()
     began = time.monotonic()
-    check_kernels()
-    print(f"kernels agree with their twins ({time.monotonic() - began:.0f} s)", flush=True)
     bandwidth = read_bandwidth()
     with tempfile.TemporaryDirectory() as folder:
         config = {**CONFIG, "num_hidden_layers": options.layers}
@@ -228,8 +323,6 @@ def main() -> int:
     torch.cuda.synchronize()
     nbytes = images[0].data.nbytes
     print(f"loaded and captured ({time.monotonic() - began:.0f} s)", flush=True)
-    check_steps(bench)
-    print(f"base rows keep their bits ({time.monotonic() - began:.0f} s)", flush=True)
     copy_us = median_us(lambda: bench.fill(images[0], 0), 5)
     base = bench.microseconds(False)
     lines = [("base", 0, base, base)]
@@ -250,6 +343,20 @@ def main() -> int:
     print("| --- | ---: | ---: | ---: | ---: |")
     for name, _, found, floor in lines:
         print(f"| {name} | {found:.0f} | {found / base:.3f} | {floor:.0f} | {found / floor:.3f} |")
+    print("\n| adapters, by Zipf's law | tokens/s | of the first | loads |")
+    print("| --- | ---: | ---: | ---: |")
+    first = 0.0
+    for loaded in (bench.slots, options.loaded):
+        traffic = Traffic(bench, images, loaded)
+        rate = traffic.tokens_per_second()
+        first = first or rate
+        print(f"| {loaded} | {rate:.0f} | {rate / first:.3f} | {traffic.loads} |", flush=True)
+    for slot in range(options.rows):
+        bench.fill(images[slot % 2], slot)
+    check_steps(bench)
+    print(f"base rows keep their bits ({time.monotonic() - began:.0f} s)", flush=True)
+    check_kernels()
+    print(f"kernels agree with their twins ({time.monotonic() - began:.0f} s)", flush=True)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from quire.models import (
 from quire.ops.rows import StepRows
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.parallel.torch_group import TorchGroup
+from tests import fork_server
 from tests.adapters.peft_adapters import logits, make_adapter
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
@@ -182,7 +182,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         model = make(tmp_path / case / "model", case)
         models.append(model)
         folders.append((tmp_path / case / "model", adapters_of(model, tmp_path / case)))
-    context = multiprocessing.get_context("spawn")
+    context = fork_server.context()
     out = context.Queue()
     rendezvous = f"file://{tmp_path / 'rendezvous'}"
     ranks = [

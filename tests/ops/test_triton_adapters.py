@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from quire import ops
-from quire.ops import reference
 from quire.ops import triton as backend
 from quire.ops.adapters import HEAD, WORDS, AdapterRows, SlotWeights, padded_rank, scale_bits
 from quire.ops.arguments import RmsScale
 from quire.ops.reference import adapters as twins
 from quire.ops.rows import StepRows
 from quire.ops.triton import adapters as kernels
+from quire.ops.triton.adapted_gemm import adapted_gemm
+from quire.ops.triton.gemm import LinearArgs, run
+from quire.ops.triton.gemm_plan import GemmPlan
 from quire.ops.triton.linear import linear
 
 Ranks = list[tuple[int, ...]]
@@ -138,25 +142,79 @@ def test_tiles_of_many_tokens(kernel_device: str) -> None:
     )
 
 
-@pytest.mark.parametrize("act", ["silu_and_mul", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("rows", [1, 3, 17, 80])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_rows_without_an_adapter_keep_their_bits(
-    kernel_device: str, act: ops.Activation, rows: int, deterministic: bool
+@pytest.mark.parametrize("act", [None, "silu_and_mul"])
+@pytest.mark.parametrize(("rows", "deterministic"), [(3, False), (80, False), (80, True)])
+def test_adapted_linear(
+    kernel_device: str, act: ops.Activation | None, rows: int, deterministic: bool
 ) -> None:
-    """The activation as a kernel of its own gives what the fused one gives."""
-    x = draw(rows, 64).to(kernel_device)
-    weight = ops.Weight.plain(draw(96, 64, seed=1).to(kernel_device) / 8)
-    bias = draw(96, seed=2).to(kernel_device)
-    norm = RmsScale(1 + 0.1 * draw(64, seed=3).to(kernel_device), 1e-5)
+    """Rows without an adapter get what the layer alone gives them, by kernels of any kind."""
+    sizes, inputs = (48, 48), 64
+    slots = [i * i % 4 - 1 for i in range(rows)]
+    weights = slot_weights(
+        [(8, 3), (0, 0), (2, 16)], sizes, inputs, 16, torch.float32, kernel_device
+    )
+    x = draw(rows, inputs).to(kernel_device)
+    weight = ops.Weight.plain(draw(sum(sizes), inputs, seed=1).to(kernel_device) / 8)
+    bias = draw(sum(sizes), seed=2).to(kernel_device)
+    norm = RmsScale(1 + 0.1 * draw(inputs, seed=3).to(kernel_device), 1e-5)
+    residual = None if act else draw(rows, sum(sizes), seed=4).to(kernel_device)
+
+    def whole() -> Tensor | None:
+        return None if residual is None else residual.clone()
+
     with ops.use_policy(ops.Policy(deterministic=deterministic)):
-        fused = linear(x, weight, bias, None, norm, act)
-        apart = kernels.preactivation(x, weight, bias, norm, act)
-        found = backend.activate(apart, act, x.dtype)
-        # The interpreter's functions round by an element's place in an array.
-        error = 0.0 if kernel_device == "cuda" else 1e-5
-        exact = {"atol": error, "rtol": error}
-        torch.testing.assert_close(found, fused, **exact)
-    twin = reference.linear(x, weight, bias, None, norm, act)
-    apart = twins.preactivation(x, weight, bias, norm, act)
-    assert torch.equal(reference.activate(apart, act, x.dtype), twin)
+        own = rows_of(slots, kernel_device, kernels, 3)
+        found = backend.adapted_linear(x, weight, bias, whole(), norm, act, weights, own)
+        plain = linear(x, weight, bias, whole(), norm, act)
+    expected = twins.adapted_linear(
+        x, weight, bias, whole(), norm, act, weights, rows_of(slots, kernel_device, twins, 3)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    base = torch.tensor(slots, device=kernel_device) < 0
+    # The interpreter's functions round by an element's place in an array.
+    error = 0.0 if kernel_device == "cuda" else 1e-5
+    torch.testing.assert_close(found[base], plain[base], atol=error, rtol=error)
+
+
+PLAN = GemmPlan("skinny", bm=16, bn=32, bk=64, split_k=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "inputs", "ranks", "act", "plan"),
+    [
+        ((96, 32, 32), 64, [(4, 4, 4), (16, 0, 8), (0, 0, 0)], None, replace(PLAN, bm=64)),
+        ((72,), 272, [(16,), (7,), (80,)], None, PLAN),
+        ((48, 48), 256, [(8, 8), (24, 1), (0, 5)], "silu_and_mul", PLAN),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_in_the_layers_own_kernel(
+    kernel_device: str,
+    sizes: tuple[int, ...],
+    inputs: int,
+    ranks: Ranks,
+    act: ops.Activation | None,
+    plan: GemmPlan,
+    dtype: torch.dtype,
+) -> None:
+    slots = [0, -1, 1, 2, 0, 2, -1, 0, 1, 1, 0, -1, 2, 0, 0, 1, 2, -1, 1]
+    rank = max(max(own) for own in ranks)
+    weights = slot_weights(ranks, sizes, inputs, rank, dtype, kernel_device)
+    outputs = sum(sizes) // (2 if act else 1)
+    x, bias, residual = (
+        draw(*shape, seed=seed).to(dtype).to(kernel_device)
+        for seed, shape in enumerate([(len(slots), inputs), (sum(sizes),), (len(slots), outputs)])
+    )
+    weight = ops.Weight.plain(
+        (draw(sum(sizes), inputs, seed=9) * inputs**-0.5).to(dtype).to(kernel_device)
+    )
+    args = LinearArgs(x, weight, bias, None, residual, act)
+    found = adapted_gemm(args, plan, weights, rows_of(slots, kernel_device, kernels, 3))
+    twin_rows = rows_of(slots, kernel_device, twins, 3)
+    expected = twins.adapted_linear(
+        x, weight, bias, residual.clone(), None, act, weights, twin_rows
+    )
+    exact = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(found.float(), expected.float(), atol=exact, rtol=exact)
+    base = torch.tensor(slots, device=kernel_device) < 0
+    assert torch.equal(found[base], run(args, plan)[base])

@@ -15,7 +15,7 @@ from quire.ops.reference import adapters as twins
 
 adapter_rows = ops.op(twins.adapter_rows)
 _add_adapters = ops.op(twins.add_adapters)
-_preactivation = ops.op(twins.preactivation)
+_adapted_linear = ops.op(twins.adapted_linear)
 
 
 @dataclass(slots=True)
@@ -48,30 +48,31 @@ class AdaptedLinear:
             if scale is None or len(layer.stacks) > 1:
                 x, scale = norm(x), None
         shared = layer.split == "inputs" and layer.group.world > 1
-        before = None if shared or act is not None else residual
-        out = self._product(x, before, scale, act)
-        out = _add_adapters(out, x, self._weights, rows, scale)
-        if shared:
-            # Each rank has added what its share of the inputs gives.
-            return layer.group.all_reduce(out, residual, layer.name)
-        if act is not None:
-            out = ops.activate(out, act, x.dtype)
-        return out if residual is None or before is not None else out.add_(residual)
-
-    def _product(
-        self, x: Tensor, residual: Tensor | None, norm: ops.RmsScale | None, act: Activation | None
-    ) -> Tensor:
-        layer = self._layer
         # What every rank holds whole may enter the sum over ranks only once.
-        bias = None if layer.split == "inputs" and layer.group.rank else layer.bias
-        if len(layer.stacks) == 1:
-            if act is None:
-                return ops.linear(x, layer.weight, bias, residual, norm)
-            return _preactivation(x, layer.weight, bias, norm, act)
+        bias = None if shared and layer.group.rank else layer.bias
+        if len(layer.stacks) > 1:
+            return self._apart(x, residual, bias, act, rows)
+        out = _adapted_linear(
+            x, layer.weight, bias, None if shared else residual, scale, act, self._weights, rows
+        )
+        # Each rank has added what its share of the inputs gives.
+        return layer.group.all_reduce(out, residual, layer.name) if shared else out
+
+    def _apart(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        bias: Tensor | None,
+        act: Activation | None,
+        rows: AdapterRows,
+    ) -> Tensor:
+        """Computes outputs whose weights differ one after the other."""
         parts, start = [], 0
-        for weight in layer.weights:
+        for weight in self._layer.weights:
             end = start + weight.outputs
             parts.append(ops.linear(x, weight, None if bias is None else bias[start:end]))
             start = end
-        out = torch.cat(parts, 1)
+        out = _add_adapters(torch.cat(parts, 1), x, self._weights, rows)
+        if act is not None:
+            out = ops.activate(out, act, x.dtype)
         return out if residual is None else out.add_(residual)

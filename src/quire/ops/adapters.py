@@ -52,7 +52,7 @@ class AdapterRows(NamedTuple):
     order: int32 [T], the tokens of slot 0, then those of slot 1, and so on; the rest is undefined.
     tiles: int32 [most, 3], (slot, first place in `order`, tokens) of runs of at most `tile` tokens
         of one slot. num_tiles: int32 [1], how many there are.
-    The twin of `add_adapters` reads `slots` only, and leaves the others empty.
+    The twins read `slots` only, and leave the others empty.
     """
 
     slots: Tensor

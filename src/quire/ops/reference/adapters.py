@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.ops.adapters import HEAD, WORDS, AdapterRows, SlotWeights, padded_rank
 from quire.ops.arguments import Activation, RmsScale
-from quire.ops.reference.dense import linear, rms_norm
+from quire.ops.reference.dense import activate, linear, rms_norm
 from quire.ops.rows import StepRows
 from quire.ops.weight import Weight
 
@@ -54,9 +54,21 @@ def add_adapters(
     return out
 
 
-def preactivation(
-    x: Tensor, weight: Weight, bias: Tensor | None, norm: RmsScale | None, act: Activation
+def adapted_linear(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm: RmsScale | None,
+    act: Activation | None,
+    weights: SlotWeights,
+    rows: AdapterRows,
 ) -> Tensor:
-    """Returns norm(x) @ weightᵀ + bias as `ops.linear` has it before the activation `act`: wider
-    than x where a kernel applies that to its sums. `ops.activate` ends what this begins."""
-    return linear(x, weight, bias, norm=norm)
+    """Returns what `ops.linear` does of the same arguments, with the adapters of the rows' tokens
+    added before the bias and the activation. Other rows have the bits that `ops.linear` gives
+    them."""
+    out = linear(x, weight, bias, None if act is not None else residual, norm)
+    out = add_adapters(out, x, weights, rows, norm)
+    if act is not None:
+        out = activate(out, act)
+    return out if act is None or residual is None else out.add_(residual)

@@ -1,16 +1,15 @@
-"""Low-rank adapters on linear layers: two kernels for each layer of a step that has any.
+"""Low-rank adapters on linear layers of any kind: a kernel after the layer's own.
 
-Tokens are grouped by their slot once for all layers, into tiles of one slot. The first kernel
-multiplies tiles with A, cut along the inputs so that few tiles fill the card; the second adds the
-parts up, multiplies with B and adds to the layer's result (Chen et al. 2023, "Punica"; Sheng et al.
-2023, "S-LoRA"). Each program walks over the tiles that there are, so padding costs nothing, and a
-slot's weights are read once for each tile of its tokens.
+Tokens are grouped by their slot once for all layers, into tiles of one slot. Programs walk over the
+tiles that there are, so padding costs nothing, and a slot's weights are read once for each tile of
+its tokens. `adapted_gemm` has layers that need no kernel of their own for it.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+import threading
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -18,12 +17,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.adapters import HEAD, WORDS, AdapterRows, SlotWeights
+from quire.ops.adapters import AdapterRows, SlotWeights
 from quire.ops.arguments import Activation, RmsScale
 from quire.ops.choose import current_policy
 from quire.ops.reference.quantized import dequantize
 from quire.ops.rows import StepRows
-from quire.ops.triton.gemm import LinearArgs, choose, run
+from quire.ops.triton.adapter_tiles import (
+    HEAD_WORDS,
+    PLACE_WORDS,
+    READY,
+    TURNS,
+    await_tiles,
+    end_wait,
+    shrink,
+)
+from quire.ops.triton.gemm import LinearArgs, choose, fuses_norm, run
 from quire.ops.triton.gemm_plan import GemmPlan, shape_of
 from quire.ops.triton.gemm_table import BUCKETS, fixed_plan
 from quire.ops.triton.launch import launch, options, traits
@@ -35,9 +43,16 @@ from quire.ops.weight import Weight
 _FEW_TOKENS = 256
 """Up to here tiles are as small as tensor cores take them: most hold few tokens."""
 _OUTPUTS = 128
-"""Outputs of a tile of the second kernel."""
-_INPUTS = 128
-"""Inputs that the first kernel multiplies at once."""
+"""Outputs of a tile of `_adapt`."""
+VALUES = 8192
+"""Values of A that are loaded at once."""
+STAGES = 4
+"""Stages of that loop."""
+_EXPANDERS = 2
+"""Programs per multiprocessor that multiply by B."""
+_FIXED = 8
+"""Parts of the inputs under `--deterministic`."""
+_MOST_COUNTERS = 1 << 16
 _BLOCK = 256
 
 
@@ -92,13 +107,15 @@ def _group_tokens(
 
 @triton.jit
 def _cut_tiles(
-    counts_ptr, tiles_ptr, count_ptr, num_slots, most,
+    counts_ptr, tiles_ptr, count_ptr, counters_ptr, num_slots, most,
     TILE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Cuts the tokens of each slot into tiles. Grid (1)."""
+    """Cuts the tokens of each slot into tiles, and clears the words that kernels take in turn. Grid
+    (1)."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    tl.store(counters_ptr + TURNS + tl.arange(0, 4), tl.zeros([4], tl.int32))
     slot = tl.arange(0, SLOTS)
     tokens = tl.load(counts_ptr + slot, mask=slot < num_slots, other=0)
     starts = tl.cumsum(tokens, 0) - tokens
@@ -126,10 +143,9 @@ def adapter_rows(rows: StepRows, column: Tensor, *, num_tokens: int, num_slots: 
     few = num_tokens <= _FEW_TOKENS or current_policy().deterministic
     tile = 16 if few else 64
     most = min(num_tokens, num_slots + num_tokens // tile)
-    made = torch.empty(2 * num_tokens + num_slots + 3 * most + 1, dtype=torch.int32, device=device)
-    slots, order, counts, tiles, count = made.split(
-        [num_tokens, num_tokens, num_slots, 3 * most, 1]
-    )
+    sizes = [num_tokens, num_tokens, num_slots, 3 * most, 1]
+    made = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    slots, order, counts, tiles, count = made.split(sizes)
     count_rows = len(rows.lanes)
     launch(_token_slots, (count_rows + 1,))(
         rows.lanes, rows.query_start, column, slots, count_rows, num_tokens,
@@ -139,141 +155,90 @@ def adapter_rows(rows: StepRows, column: Tensor, *, num_tokens: int, num_slots: 
         slots, order, counts, num_tokens, BLOCK=_BLOCK, PDL=pdl, **options(pdl, num_warps=4)
     )
     launch(_cut_tiles, (1,))(
-        counts, tiles, count, num_slots, most, TILE=tile,
+        counts, tiles, count, counters_of(device).words, num_slots, most, TILE=tile,
         SLOTS=triton.next_power_of_2(num_slots), BLOCK=32, PDL=pdl, **options(pdl, num_warps=4),
     )  # fmt: skip
     return AdapterRows(slots, order, tiles.view(most, 3), count, tile)
 
 
 @triton.jit
-def _shrink(
-    x_ptr, memory_ptr, table_ptr, order_ptr, tiles_ptr, count_ptr, norm_ptr, inner_ptr, squares_ptr,
-    T, K, slot_stride, table_stride, x_stride, inner_width, part,
-    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
-    EVEN: tl.constexpr, NORM: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+def _adapt(
+    out_ptr, x_ptr, memory_ptr, table_ptr, order_ptr, tiles_ptr, count_ptr, norm_ptr, inner_ptr,
+    parts_ptr, counters_ptr, blocks_ptr, workers, K, num_blocks, slot_stride, table_stride,
+    out_stride, x_stride, inner_stride, ranks, eps,
+    SHRINK: tl.constexpr, EXPAND: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, EACH: tl.constexpr, PLACES: tl.constexpr,
+    WIDTH: tl.constexpr, FIXED: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    NORM: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies tiles of x [T, K], or of x times a norm's weight, with A of their slot: sums over
-    each of SPLITS parts of K, fp32 [SPLITS, T, inner_width]. With NORM also the sums of squares of
-    x, [SPLITS, T]. part: of K, a multiple of BK. EVEN: the parts are equal."""
+    """Adds B times `shrink` of x to tiles of `out`: both in one kernel, whose first `workers`
+    programs shrink, or one of them. blocks: int32 [num_blocks, 4], runs of at most BN outputs of
+    one projection: its place, the first output in the projection, the first in the layer, how
+    many. EVEN_N: all are of BN outputs."""
+    pid = tl.program_id(0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    items = tl.load(count_ptr) * SPLITS
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        tile = tiles_ptr + (item // SPLITS) * 3
-        split = item % SPLITS
-        slot = tl.load(tile).to(tl.int64)
-        first = tl.load(tile + 1)
-        tokens = tl.load(tile + 2)
-        line = table_ptr + slot * table_stride
-        total = tl.load(line + 1)
-        m = tl.arange(0, BM)
-        token = tl.load(order_ptr + first + m, mask=m < tokens, other=0).to(tl.int64)
-        a_ptr = memory_ptr + slot * slot_stride + tl.multiple_of(tl.load(line), 16)
-        begin = split * part
-        end = begin + part
-        if not EVEN:
-            end = tl.minimum(K, end)
-        for r0 in range(0, total, BR):
-            r = r0 + tl.arange(0, BR)
-            acc = tl.zeros([BM, BR], tl.float32)
-            squares = tl.zeros([BM], tl.float32)
-            for k0 in range(begin, end, BK):
-                k = k0 + tl.arange(0, BK)
-                x_mask = (m < tokens)[:, None]
-                a_mask = (r < total)[None, :]
-                if not EVEN:
-                    x_mask = x_mask & (k < end)[None, :]
-                    a_mask = a_mask & (k < end)[:, None]
-                x = tl.load(x_ptr + token[:, None] * x_stride + k[None, :], mask=x_mask, other=0.0)
-                a = tl.load(a_ptr + r[None, :] * K + k[:, None], mask=a_mask, other=0.0)
-                if NORM:
-                    xf = x.to(tl.float32)
-                    squares += tl.sum(xf * xf, 1)
-                    g = tl.load(norm_ptr + k, mask=k < end, other=0.0).to(tl.float32)
-                    x = (xf * g[None, :]).to(x.dtype)
-                if UPCAST:
-                    x = x.to(tl.float32)
-                    a = a.to(tl.float32)
-                acc = tl.dot(x, a, acc, input_precision="ieee")
-            line_of = split * T + token
-            tl.store(
-                inner_ptr + line_of[:, None] * inner_width + r[None, :], acc,
-                mask=(m < tokens)[:, None] & (r < total)[None, :],
-            )  # fmt: skip
-            if NORM:
-                tl.store(squares_ptr + line_of, squares, mask=m < tokens)
-
-
-@triton.jit
-def _expand(
-    out_ptr, inner_ptr, squares_ptr, memory_ptr, table_ptr, order_ptr, tiles_ptr, count_ptr,
-    blocks_ptr, T, K, num_blocks, slot_stride, table_stride, out_stride, inner_width,
-    inner_stride, eps,
-    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, SPLITS: tl.constexpr,
-    EVEN: tl.constexpr, NORM: tl.constexpr, HEAD: tl.constexpr, WORDS: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Adds scale * B times the sums of `_shrink` to tiles of `out`. blocks: int32 [num_blocks, 4],
-    runs of at most BN outputs of one projection: its place, the first output in the projection,
-    the first in the layer, how many. EVEN: all are of BN outputs."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    items = tl.load(count_ptr) * num_blocks
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        tile = tiles_ptr + (item // num_blocks) * 3
-        block = blocks_ptr + (item % num_blocks) * 4
-        slot = tl.load(tile).to(tl.int64)
-        line = table_ptr + slot * table_stride
-        own = line + HEAD + WORDS * tl.load(block)
-        rank = tl.load(own + 1)
-        if rank > 0:
+    if SHRINK and pid < workers:
+        shrink(
+            pid, workers, x_ptr, memory_ptr, table_ptr, order_ptr, tiles_ptr, count_ptr, norm_ptr,
+            inner_ptr, parts_ptr, counters_ptr, counters_ptr + READY, K, slot_stride, table_stride,
+            x_stride, inner_stride, ranks, eps, BM, BR, BK, PLACES, WIDTH, FIXED, EVEN_K, NORM,
+            UPCAST, STAGES, EXPAND,
+        )  # fmt: skip
+    elif EXPAND:
+        count = tl.load(count_ptr)
+        start = pid
+        programs = tl.num_programs(0)
+        if SHRINK:
+            start -= workers
+            programs -= workers
+            if count > 0:
+                await_tiles(counters_ptr + READY, count, PDL)
+                end_wait(counters_ptr, programs)
+        for item in range(start, count * num_blocks, programs):
+            tile = tiles_ptr + (item // num_blocks) * 3
+            block = blocks_ptr + (item % num_blocks) * 4
+            slot = tl.load(tile).to(tl.int64)
+            place = tl.load(block)
+            own = table_ptr + slot * table_stride + HEAD_WORDS + PLACE_WORDS * place
+            rank = tl.load(own + 1)
             first = tl.load(tile + 1)
-            tokens = tl.load(tile + 2)
+            tokens = tl.where(rank > 0, tl.load(tile + 2), 0)
             m = tl.arange(0, BM)
             token = tl.load(order_ptr + first + m, mask=m < tokens, other=0).to(tl.int64)
             n = tl.arange(0, BN)
             column = tl.load(block + 2)
-            if EVEN:
-                column = tl.multiple_of(column, 16)
-            width = tl.multiple_of((rank + 7) // 8 * 8, 8)
+            width = (rank + 7) // 8 * 8
             b_row = (tl.load(block + 1) + n) * width
             b_ptr = memory_ptr + slot * slot_stride + tl.multiple_of(tl.load(own), 16)
-            inner = inner_ptr + token[:, None] * inner_width + tl.load(own + 2)
-            acc = tl.zeros([BM, BN], tl.float32)
-            for r0 in range(0, rank, BR):
-                r = r0 + tl.arange(0, BR)
-                kept = (m < tokens)[:, None] & (r < rank)[None, :]
-                h = tl.zeros([BM, BR], tl.float32)
-                for split in tl.static_range(SPLITS):
-                    h += tl.load(inner + split * inner_stride + r[None, :], mask=kept, other=0.0)
-                b_mask = (r < width)[:, None]
-                if not EVEN:
-                    b_mask = b_mask & (n < tl.load(block + 3))[None, :]
-                b = tl.load(b_ptr + b_row[None, :] + r[:, None], mask=b_mask, other=0.0)
-                if NORM:
-                    squares = tl.zeros([BM], tl.float32)
-                    for split in tl.static_range(SPLITS):
-                        squares += tl.load(
-                            squares_ptr + split * T + token, mask=m < tokens, other=0.0
-                        )
-                    h *= tl.rsqrt(squares / K + eps)[:, None]
-                if UPCAST:
-                    b = b.to(tl.float32)
-                acc = tl.dot(h.to(b.dtype), b, acc, input_precision="ieee")
-            scale = tl.load(own + 3).to(tl.float32, bitcast=True)
             at = out_ptr + token[:, None] * out_stride + (column + n)[None, :]
             mask = (m < tokens)[:, None]
-            if not EVEN:
+            if EVEN_N:
+                column = tl.multiple_of(column, 16)
+            else:
                 mask = mask & (n < tl.load(block + 3))[None, :]
             before = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            tl.store(at, (before + scale * acc).to(out_ptr.dtype.element_ty), mask=mask)
+            acc = tl.zeros([BM, BN], tl.float32)
+            for r0 in range(0, rank, EACH):
+                r = r0 + tl.arange(0, EACH)
+                kept = (m < tokens)[:, None] & (r < rank)[None, :]
+                h_ptrs = inner_ptr + token[:, None] * inner_stride + (place * WIDTH + r)[None, :]
+                h = tl.load(h_ptrs, mask=kept, other=0.0, cache_modifier=".cg")
+                b_mask = (r < width)[:, None]
+                if not EVEN_N:
+                    b_mask = b_mask & (n < tl.load(block + 3))[None, :]
+                b = tl.load(b_ptr + b_row[None, :] + r[:, None], mask=b_mask, other=0.0)
+                if UPCAST:
+                    h = h.to(tl.float32)
+                    b = b.to(tl.float32)
+                acc = tl.dot(h, b, acc, input_precision="ieee")
+            tl.store(at, (before + acc).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @functools.lru_cache(maxsize=1024)
 def _blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns the runs of outputs that the second kernel takes one by one."""
+    """Returns the runs of outputs that `_adapt` takes one by one."""
     found, start = [], 0
     for place, size in enumerate(sizes):
         for at in range(0, size, _OUTPUTS):
@@ -282,53 +247,104 @@ def _blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(found, dtype=torch.int32, device=device)
 
 
-def _splits(tokens: int, inputs: int) -> int:
-    """Returns into how many parts the inputs are cut: many where tiles may be few."""
-    wanted = 8 if tokens <= 64 or current_policy().deterministic else 4 if tokens <= 256 else 1
-    while wanted > 1 and wanted * _INPUTS > inputs:
-        wanted //= 2
-    return wanted
+@dataclass(slots=True)
+class Counters:
+    """Counters of the kernels that a thread launches on a device, zero at first. turn: which of the
+    words from `TURNS` on the next kernel takes."""
+
+    words: Tensor
+    turn: int = 0
+
+    def take_turn(self) -> int:
+        self.turn = 1 - self.turn
+        return self.turn
 
 
-def _width(rows: int) -> int:
-    return min(64, max(16, triton.next_power_of_2(rows)))
+@functools.lru_cache(maxsize=64)
+def _counters(device: torch.device, thread: int) -> Counters:
+    return Counters(torch.zeros(_MOST_COUNTERS, dtype=torch.int32, device=device))
+
+
+def counters_of(device: torch.device) -> Counters:
+    """Returns this thread's. The first call must not happen while a graph is captured."""
+    return _counters(device, threading.get_ident())
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTiles:
+    """Sizes of tiles of A and B, and buffers, of a layer's kernel.
+
+    width: columns of a projection in `inner` [T, projections * width]. br, bk: of a tile of A, rows
+    and inputs.
+    """
+
+    width: int
+    br: int
+    bk: int
+    inner: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, weights: SlotWeights) -> AdapterTiles:
+        places, device = len(weights.sizes), x.device
+        width = triton.next_power_of_2(max(16, weights.rank))
+        br = min(64, max(16, triton.next_power_of_2(weights.rows)))
+        bk = min(VALUES // br, max(64, triton.next_power_of_2(weights.inputs)))
+        inner = torch.empty(len(x), places * width, dtype=x.dtype, device=device)
+        return cls(width, br, bk, inner)
+
+    @property
+    def bn(self) -> int:
+        """Returns the rows of a tile of B."""
+        return VALUES // min(64, self.width)
+
+
+def shrink_buffers(
+    x: Tensor, weights: SlotWeights, rows: AdapterRows, tiles: AdapterTiles, most: int
+) -> tuple[int, int, Tensor]:
+    """Returns the programs of `shrink`, at most `most`, the fixed number of parts, and the memory
+    for parts."""
+    steps, count = triton.cdiv(weights.inputs, tiles.bk), len(rows.tiles)
+    fixed = min(_FIXED, steps) if current_policy().deterministic else 0
+    workers = max(1, min(most, count * (fixed or steps)))
+    size = max(workers, count * fixed) * rows.tile * (weights.rows + 1)
+    return workers, fixed, torch.empty(size, dtype=torch.float32, device=x.device)
 
 
 def add_adapters(
     out: Tensor, x: Tensor, weights: SlotWeights, rows: AdapterRows, norm: RmsScale | None = None
 ) -> Tensor:
     """See `ops.reference.adapters.add_adapters`. The norm's scale is applied to the sums."""
-    tokens, device = len(x), x.device
     if norm is not None and x.dtype == torch.float16:
         # An unscaled x * weight may exceed fp16.
         x, norm = rms_norm(x, *norm), None
-    inputs, memory, table = weights.inputs, weights.memory, weights.table
-    splits, card = _splits(tokens, inputs), traits(device)
-    part = triton.cdiv(triton.cdiv(inputs, splits), _INPUTS) * _INPUTS
-    most, width = len(rows.tiles), weights.rows
-    inner = torch.empty(splits * tokens * (width + 1), dtype=torch.float32, device=device)
-    squares = inner[splits * tokens * width :]
-    upcast = x.dtype == torch.bfloat16 and not card.bf16
-    common = {
-        "BM": rows.tile, "SPLITS": splits, "NORM": norm is not None, "UPCAST": upcast,
-        "PDL": card.pdl,
-    }  # fmt: skip
-    launch(_shrink, (min(most * splits, 4 * card.num_sms),))(
-        x, memory, table, rows.order, rows.tiles, rows.num_tiles,
-        x if norm is None else norm.weight, inner, squares, tokens, inputs, memory.stride(0),
-        table.stride(0), x.stride(0), width, part,
-        BR=_width(width), BK=_INPUTS, EVEN=part * splits == inputs, **common,
-        **options(card.pdl, num_warps=4, num_stages=3),
-    )  # fmt: skip
-    blocks = _blocks(weights.sizes, device)
-    launch(_expand, (min(most * len(blocks), 16 * card.num_sms),))(
-        out, inner, squares, memory, table, rows.order, rows.tiles, rows.num_tiles, blocks, tokens,
-        inputs, len(blocks), memory.stride(0), table.stride(0), out.stride(0), width,
-        tokens * width, 0.0 if norm is None else norm.eps,
-        BN=_OUTPUTS, BR=_width(weights.rank),
-        EVEN=all(size % _OUTPUTS == 0 for size in weights.sizes), HEAD=HEAD, WORDS=WORDS, **common,
-        **options(card.pdl, num_warps=4, num_stages=2),
-    )  # fmt: skip
+    memory, table, card = weights.memory, weights.table, traits(x.device)
+    blocks, most = _blocks(weights.sizes, x.device), len(rows.tiles)
+    tiles, few = AdapterTiles.of(x, weights), len(x) <= _FEW_TOKENS
+    workers, fixed, sums = shrink_buffers(x, weights, rows, tiles, card.num_sms)
+    counters = counters_of(x.device).words
+    expanders = min(most * len(blocks), (_EXPANDERS if few else 16) * card.num_sms)
+
+    def start(programs: int, *, shrink: bool, expand: bool) -> None:
+        launch(_adapt, (programs,))(
+            out, x, memory, table, rows.order, rows.tiles, rows.num_tiles,
+            x if norm is None else norm.weight, tiles.inner, sums, counters, blocks,
+            workers, weights.inputs, len(blocks), memory.stride(0), table.stride(0),
+            out.stride(0), x.stride(0), tiles.inner.stride(0), weights.rows,
+            0.0 if norm is None else norm.eps, SHRINK=shrink, EXPAND=expand, BM=rows.tile,
+            BR=tiles.br, BK=tiles.bk, BN=_OUTPUTS, EACH=min(64, tiles.width),
+            PLACES=len(weights.sizes), WIDTH=tiles.width, FIXED=fixed,
+            EVEN_K=weights.inputs % tiles.bk == 0,
+            EVEN_N=all(size % _OUTPUTS == 0 for size in weights.sizes), NORM=norm is not None,
+            UPCAST=x.dtype == torch.bfloat16 and not card.bf16, STAGES=STAGES, PDL=card.pdl,
+            **options(card.pdl, num_warps=4),
+        )  # fmt: skip
+
+    if few:
+        start(workers + expanders, shrink=True, expand=True)
+    else:
+        # Many tokens: who waited would hold places that others need.
+        start(workers, shrink=True, expand=False)
+        start(expanders, shrink=False, expand=True)
     return out
 
 
@@ -347,7 +363,7 @@ def preactivation(
     plan = _plan(args)
     if plan is None:
         return linear(x, weight, bias, None, norm)
-    if norm is not None and plan.norm == "separate":
+    if norm is not None and not fuses_norm(args, plan):
         args = replace(args, x=rms_norm(x, *norm), norm=None)
     sums = replace(args, apart=True) if args.gated else replace(args, act=None)
     return run(sums, plan, out_dtype=torch.float32)
