@@ -26,7 +26,7 @@ from timing import DEVICE, graph_us
 from torch import Tensor
 
 from quire.ops.arguments import RmsScale
-from quire.ops.experts import SILU, ExpertWeights, Routing, Swiglu
+from quire.ops.experts import SILU, ExpertCopies, ExpertWeights, Routing, Swiglu
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
 from quire.ops.triton.experts import run_experts
@@ -175,6 +175,11 @@ def check_route(model: Model, tokens: int) -> float:
     norm = RmsScale(torch.rand(model.hidden, device=DEVICE).bfloat16(), 1e-6)
     live = torch.tensor([tokens - 1], dtype=torch.int32, device=DEVICE)
     args = (x, weight, Routing(top_k=model.top_k))
+    found = route(*args, live=live, norm=norm, copies=copies_of(model.experts))
+    expected = twins.route(*args, live=live, norm=norm, copies=copies_of(model.experts))
+    same = (found.ids.sort(1).values == expected.ids.sort(1).values).all(1).float().mean()
+    if same < 0.9:
+        return float("inf")
     found = route(*args, live=live, norm=norm)
     expected = twins.route(*args, live=live, norm=norm)
     if (found.ids[-1] >= 0).any():
@@ -183,6 +188,15 @@ def check_route(model: Model, tokens: int) -> float:
     same = (found.ids.sort(1).values == expected.ids.sort(1).values).all(1).float().mean()
     error = (found.weights - expected.weights).abs().max() / 1e-2
     return float(error) if same > 0.9 else float("inf")
+
+
+def copies_of(experts: int) -> ExpertCopies:
+    """Returns copies on two ranks, the second of which this is: both have every second expert, and
+    the first has the others."""
+    both = torch.arange(experts, device=DEVICE) % 2 == 0
+    slots = torch.full((experts, 2), -1, dtype=torch.int32, device=DEVICE)
+    slots[both, 1] = torch.arange(int(both.sum()), dtype=torch.int32, device=DEVICE)
+    return ExpertCopies(1 + both.int(), slots, torch.zeros_like(slots[:, 0]))
 
 
 def check_layer(model: Model, name: str, tokens: int) -> float:
@@ -270,6 +284,8 @@ def time_layer(model: Model, name: str, tokens: int, sweep: bool) -> Line:
                 f"{model.name} {name} {tokens} {label}: {type(error).__name__}: {str(error)[:90]}"
             )
     line.route_us = time_route(model, batches)
+    with_copies = time_route(model, batches, copies_of(model.experts))
+    print(f"{model.name} {tokens}: router {line.route_us:.1f} µs, with copies {with_copies:.1f}")
     best = min(line.trials, key=line.trials.__getitem__, default="")
     print(
         f"{model.name} {name} {tokens}: best {best} {line.trials.get(best, 0):.1f} µs", flush=True
@@ -277,12 +293,14 @@ def time_layer(model: Model, name: str, tokens: int, sweep: bool) -> Line:
     return line
 
 
-def time_route(model: Model, batches: list[Batch]) -> float:
+def time_route(model: Model, batches: list[Batch], copies: ExpertCopies | None = None) -> float:
     weight = (torch.randn(model.experts, model.hidden, device=DEVICE) / 40).bfloat16()
     norm = RmsScale(torch.ones(model.hidden, device=DEVICE).bfloat16(), 1e-6)
     live = torch.tensor([len(batches[0].x)], dtype=torch.int32, device=DEVICE)
     calls: list[Callable[[], object]] = [
-        functools.partial(route, batch.x, weight, Routing(top_k=model.top_k), live=live, norm=norm)
+        functools.partial(
+            route, batch.x, weight, Routing(top_k=model.top_k), live=live, norm=norm, copies=copies
+        )
         for batch in batches
     ]
     return graph_us(calls, 2.0, 32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from quire.balance.balanced_experts import ENOUGH, BalancedExperts
+from quire.balance.placement import imbalance
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
 from quire.errors import ConfigError
+from quire.layers.experts import Experts
 from quire.models import (
+    Decoder,
     build_model,
     load_config,
     load_weights,
@@ -23,6 +26,7 @@ from quire.models import (
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.parallel.torch_group import TorchGroup
 from quire.runner import ModelRunner
+from tests import fork_server
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.models.quantized_checkpoints import make_quantized
@@ -49,7 +53,33 @@ def all_tokens(folders: list[Path], group: ProcessGroup) -> dict[str, list[list[
             load_weights(model, folder)
             name = f"{folder.name}, {'whole' if whole else 'cut'} experts"
             found[name] = Harness(model).generate(PROMPTS, 8, chunk=5)
+        if group.world > 1:
+            rearrange_copies(model)
+        found[f"{folder.name}, copies"] = (
+            found[name] if group.world == 1 else Harness(model).generate(PROMPTS, 8, chunk=5)
+        )
     return found
+
+
+def rearrange_copies(model: Decoder) -> None:
+    """Gives ranks three further experts each layer, and places them twice, each time as if tokens
+    had chosen those that one rank has alone."""
+    for module in model.modules():
+        if not isinstance(module, Experts):
+            continue
+        layer, loads = BalancedExperts(module, 3), module.router.copies.loads
+        for _ in range(2):
+            before = layer.placement
+            first, second = map(set, before)
+            alone = max(first - second, second - first, key=len)
+            loads.fill_(1)
+            loads[sorted(alone)] = 10
+            assert imbalance(loads.tolist(), before) > ENOUGH
+            layer.rearrange()
+            assert not loads.any()
+            assert layer.placement != before
+        assert layer.stats.moves > 0
+        assert layer.stats.most_work > ENOUGH * layer.stats.mean_work
 
 
 def _rank(rank: int, world: int, folders: list[Path], rendezvous: str, out: Any) -> None:
@@ -69,7 +99,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
             make(folder, folder.name)
     expected = all_tokens(folders, SingleGroup())
 
-    context = multiprocessing.get_context("spawn")
+    context = fork_server.context()
     out = context.Queue()
     rendezvous = f"file://{tmp_path / 'rendezvous'}"
     ranks = [

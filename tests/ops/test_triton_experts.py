@@ -21,7 +21,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 from quire.errors import ConfigError
 from quire.ops.arguments import RmsScale
 from quire.ops.choose import Policy, use_policy
-from quire.ops.experts import GELU_TANH, SILU, ExpertWeights, Routing, Swiglu
+from quire.ops.experts import GELU_TANH, SILU, ExpertCopies, ExpertWeights, Routing, Swiglu
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
 from quire.ops.triton.experts import experts_mlp, run_experts
@@ -49,6 +49,36 @@ ROUTINGS = {
     "sigmoid": Routing(top_k=2, score="sigmoid", scale=2.5),
     "groups": Routing(top_k=3, score="sigmoid", groups=4, top_groups=2),
 }
+
+
+@pytest.mark.parametrize("tokens", [3, 21])
+def test_routes_to_copies(tokens: int) -> None:
+    """One of an expert's copies computes a token, and each token counts once for its experts."""
+    routing, live = ROUTINGS["softmax-normed"], torch.tensor([tokens - 1]).int().to(DEVICE)
+    x, weight = noise(tokens, 40), noise(6, 40, seed=1) / 6
+    counts = torch.tensor([2, 1, 1, 2, 1, 2], dtype=torch.int32, device=DEVICE)
+    # Two ranks: experts 0, 1, 3, 5 and 2, 0, 4, 5, 3.
+    tables = ([[0, -1], [1, -1], [-1, -1], [2, -1], [-1, -1], [-1, 3]],
+              [[-1, 1], [-1, -1], [0, -1], [-1, 4], [2, -1], [3, -1]])  # fmt: skip
+    held = ([0, 1, 3, 5], [2, 0, 4, 5, 3])
+    whole = twins.route(x, weight, routing, live=live)
+    seen = torch.full_like(whole.ids, -1)
+    for table, experts in zip(tables, held, strict=True):
+        slots = torch.tensor(table, dtype=torch.int32, device=DEVICE)
+        found = []
+        for run in (twins.route, route):
+            loads = torch.zeros(6, dtype=torch.int32, device=DEVICE)
+            copies = ExpertCopies(counts, slots, loads)
+            found.append(run(x, weight, routing, live=live, copies=copies))
+            assert torch.equal(loads.long(), whole.ids[whole.ids >= 0].bincount(minlength=6))
+        assert torch.equal(found[0].ids, found[1].ids)
+        torch.testing.assert_close(found[0].weights, found[1].weights)
+        own = found[0].ids >= 0
+        assert not (own & (seen >= 0)).any()
+        seen[own] = torch.tensor(experts, dtype=torch.int32, device=DEVICE)[
+            found[0].ids[own].long()
+        ]
+    assert torch.equal(seen, whole.ids)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 21])
@@ -167,9 +197,10 @@ def check(
 @pytest.mark.parametrize("plan", [GEMV, GROUPED, SWAPPED], ids=["gemv", "grouped", "swapped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, slow(torch.float16)])
 def test_products(plan: ExpertsPlan, dtype: torch.dtype) -> None:
+    several = 3 if plan is GEMV else 6
     check(plan, None, dtype, 1)
-    check(plan, None, dtype, 6, residual=False)
-    check(plan, None, dtype, 6, act=GPT_OSS, bias=True)
+    check(plan, None, dtype, several, residual=False)
+    check(plan, None, dtype, several, act=GPT_OSS, bias=True)
     check(plan, None, dtype, 2, act=GELU_TANH)
 
 
@@ -189,7 +220,7 @@ QUICK = ("uint4-g32-zeros", "float8_e4m3fn", "e2m1")
 )
 def test_formats(plan: ExpertsPlan, name: str) -> None:
     format = FORMATS.get(name, E2M1)
-    check(plan, format, torch.float32, 5, hidden=96, width=64)
+    check(plan, format, torch.float32, 2 if plan is GEMV else 5, hidden=96, width=64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

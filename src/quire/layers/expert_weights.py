@@ -93,17 +93,44 @@ class ExpertLinear(nn.Module):
             raise ModelError(
                 f"{build.name}: {width} inputs cannot be stored {scheme.format.packed} to a byte"
             )
+        self._columns = width
+        # A sum over ranks has each bias once.
+        self.own_bias = cut.columns[0] == 0
+        self._make(build.device, build.dtype if bias else None)
+
+    def _make(self, device: torch.device, bias: torch.dtype | None) -> None:
+        """Makes parameters without content, for `count` experts. bias: the dtype of biases."""
         self.weight = ops.Weight.empty(
-            scheme.format, self.count * len(self.names) * self.size, width, build.device,
-            before=cut.columns[0], whole=cut.inputs, stacked=self.count * len(self.names),
+            self.scheme.format, self.count * len(self.names) * self.size, self._columns, device,
+            before=self.cut.columns[0], whole=self.cut.inputs,
+            stacked=self.count * len(self.names),
         )  # fmt: skip
         for name in ("values", "scales", "zeros", "input_scale"):
             tensor = getattr(self.weight, name)
             if tensor is not None:
                 self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        # A sum over ranks has each bias once.
-        self.own_bias = cut.columns[0] == 0
-        self.bias = build.empty(self.count, len(self.names) * self.size) if bias else None
+        self.bias: nn.Parameter | None = None
+        if bias is not None:
+            shape = self.count, len(self.names) * self.size
+            tensor = torch.empty(shape, device=device, dtype=bias)
+            self.bias = nn.Parameter(tensor, requires_grad=False)
+
+    def grow(self, more: int) -> None:
+        """Makes room for further experts behind those that are loaded; it has no content yet."""
+        old = [self.tensors(expert) for expert in range(self.count)]
+        self.count += more
+        self._make(self.weight.values.device, None if self.bias is None else self.bias.dtype)
+        for expert, tensors in enumerate(old):
+            for new, tensor in zip(self.tensors(expert), tensors, strict=True):
+                new.copy_(tensor)
+
+    def tensors(self, expert: int) -> list[Tensor]:
+        """Returns all that is stored of one of this rank's experts, views."""
+        each = len(self.names)
+        weight = self.weight.rows(expert * each * self.size, (expert + 1) * each * self.size)
+        found = [weight.values, weight.scales, weight.zeros]
+        found.append(None if self.bias is None else self.bias.data[expert])
+        return [tensor for tensor in found if tensor is not None]
 
     @property
     def weights(self) -> ExpertWeights:

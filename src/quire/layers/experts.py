@@ -23,7 +23,7 @@ from quire.layers.linear import Linear, Output
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
 from quire.layers.residual import Residual
-from quire.ops.experts import SILU, Routed, Routing, Swiglu
+from quire.ops.experts import SILU, ExpertCopies, Routed, Routing, Swiglu
 from quire.ops.reference import experts as twins
 
 _route = ops.op(twins.route)
@@ -63,7 +63,7 @@ class ExpertsSpec:
 class Router(nn.Module):
     """Chooses experts. Every rank holds it whole.
 
-    local: the experts of this rank.
+    local: the experts of this rank. copies: where experts are instead, if ranks hold copies.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Router(nn.Module):
         super().__init__()
         self.routing = spec.routing
         self.local = local
+        self.copies: ExpertCopies | None = None
         self.weight = build.empty(spec.experts, hidden)
         self.bias = build.empty(spec.experts) if spec.router_bias else None
         self.correction = as_fp32(spec.experts, build) if spec.correction else None
@@ -91,6 +92,7 @@ class Router(nn.Module):
             correction=self.correction,
             first=self.local[0],
             count=self.local[1] - self.local[0],
+            copies=self.copies,
         )
 
     def slices(self) -> Iterator[ParameterSlice]:

@@ -52,11 +52,25 @@ GELU_TANH = Swiglu(alpha=_GELU, cubic=0.044715 * _GELU)
 (Hendrycks & Gimpel 2016)."""
 
 
+class ExpertCopies(NamedTuple):
+    """The places of experts' copies, over which their tokens are shared out by turns: the copy of
+    token t is the one numbered t modulo their count.
+
+    counts: int32 [experts], copies of each. slots: int32 [experts, most copies], this rank's number
+    of each copy, -1 of another rank's. loads: int32 [experts], to which the tokens are added that
+    choose each.
+    """
+
+    counts: Tensor
+    slots: Tensor
+    loads: Tensor
+
+
 class Routed(NamedTuple):
     """Tokens and their experts.
 
-    x: [T, hidden], what the experts compute on. ids: int32 [T, k], counted from the first expert of
-    this rank; -1 for none, where a token is padding or the expert is another rank's.
+    x: [T, hidden], what the experts compute on. ids: int32 [T, k], this rank's numbers of experts;
+    -1 for none, where a token is padding or the expert is another rank's.
     weights: float32 [T, k].
     """
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.arguments import RmsScale
-from quire.ops.experts import ExpertWeights, Routed, Routing, Swiglu
+from quire.ops.experts import ExpertCopies, ExpertWeights, Routed, Routing, Swiglu
 from quire.ops.reference.dense import linear, rms_norm
 
 _TINY = 1e-20
@@ -24,13 +24,14 @@ def route(
     correction: Tensor | None = None,
     first: int = 0,
     count: int | None = None,
+    copies: ExpertCopies | None = None,
 ) -> Routed:
     """Returns norm(x) [T, hidden] and each token's experts, best first, computed in fp32 from
     logits norm(x) @ weight [experts, hidden]ᵀ + bias [experts].
 
     live: int32 [1], the tokens that are not padding, which comes last. correction: fp32 [experts],
     added to scores for the choice, but not in the weights (Wang et al. 2024). first, count: the
-    experts of this rank, by default all.
+    experts of this rank, by default all. copies: where experts are instead.
     """
     if norm is not None:
         x = rms_norm(x, *norm)
@@ -46,9 +47,15 @@ def route(
     weights = scores.gather(1, ids)
     if routing.renormalize:
         weights = weights / (weights.sum(1, keepdim=True) + _TINY)
-    local = ids - first
-    end = len(weight) - first if count is None else count
     tokens = torch.arange(len(x), device=x.device).unsqueeze(1)
+    if copies is None:
+        local = ids - first
+        end = len(weight) - first if count is None else count
+    else:
+        local = copies.slots[ids, tokens % copies.counts[ids]].long()
+        end = copies.slots.numel()
+        chosen = (tokens < live).expand_as(ids).flatten().int()
+        copies.loads.index_add_(0, ids.flatten(), chosen)
     known = (local >= 0) & (local < end) & (tokens < live)
     weights = (weights * routing.scale).float()
     return Routed(x, local.masked_fill(~known, -1).int(), weights.masked_fill(~known, 0.0))

@@ -10,7 +10,7 @@ import torch
 
 from quire.ops.weight import WeightFormat
 
-GEMV_TOKENS = 8
+GEMV_TOKENS = 4
 """Tokens up to which experts' weights are read once for each token that takes them."""
 
 
@@ -68,14 +68,16 @@ def plan_for(shape: ExpertsShape, *, deterministic: bool = False) -> ExpertsPlan
         return ExpertsPlan("grouped", Tile(32, 32, 64, 4, 3), Tile(32, 64, 64, 4, 3))
     if shape.tokens <= GEMV_TOKENS:
         return ExpertsPlan("gemv", _row_tile(shape, gated=True), _row_tile(shape, gated=False))
-    few = shape.bits < 16
     wide = shape.dtype == torch.float32
     if shape.mean <= 24:
         # A read of weights: tiles that keep many loads under way, whatever the tokens.
-        bk = 64 if few or wide else 128
-        return ExpertsPlan(
-            "grouped", Tile(16, 32, bk, 4, 3 if few else 4), Tile(16, 64, bk, 4, 3 if few else 4)
-        )
+        if wide or shape.bits < 8:
+            bk, stages = (64, 3) if wide else (128, 4)
+            up, down = Tile(16, 32, bk, 4, stages), Tile(16, 64, bk, 4, stages)
+        else:
+            swap = shape.bits >= 16
+            up, down = Tile(16, 64, 128, 4, 3, swap), Tile(16, 128, 128, 4, 3, swap)
+        return ExpertsPlan("grouped", up, down)
     if shape.mean <= 48 or wide:
         return ExpertsPlan("grouped", Tile(32, 64, 64, 4, 3), Tile(32, 128, 64, 4, 3))
     if shape.mean <= 96:
@@ -88,4 +90,6 @@ def _row_tile(shape: ExpertsShape, *, gated: bool) -> Tile:
     short, so that more of them have to be under way."""
     if gated:
         return Tile(1, 4, 1024, 4, 1 if shape.bits >= 16 else 3)
-    return Tile(1, 8, 256, 4)
+    if shape.bits >= 16:
+        return Tile(1, 4, 512, 4)
+    return Tile(1, 4, 1024 if shape.bits < 8 and shape.width >= 1024 else 256, 4)

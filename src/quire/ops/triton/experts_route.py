@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.ops.arguments import RmsScale
 from quire.ops.choose import current_policy
-from quire.ops.experts import Routed, Routing
+from quire.ops.experts import ExpertCopies, Routed, Routing
 from quire.ops.triton.gemm import default_workspace
 from quire.ops.triton.gemm_common import load_k, norm_weight, normalise, wait_for_predecessor
 from quire.ops.triton.launch import launch, options, traits
@@ -45,9 +45,11 @@ def _allowed(
 @triton.jit
 def _choose(
     logits, ms, correction_ptr, ids_ptr, weights_ptr, T, E, live, scale, first, count,
+    counts_ptr, slots_ptr, loads_ptr, stride_se,
     BM: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr,
     SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, CORRECTED: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, GP: tl.constexpr,
+    COPIES: tl.constexpr,
 ):  # fmt: skip
     """Stores the experts of tokens `ms` [BM], and their weights, from logits [BM, EP]."""
     es = tl.arange(0, EP)[None, :]
@@ -79,10 +81,16 @@ def _choose(
         weights = tl.where(ks == k, weight[:, None], weights)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
-    local = ids - first
-    own = (local >= 0) & (local < count) & (ms < live)[:, None]
     at = ms[:, None] * TOP_K + ks
     mask = (ms < T)[:, None] & (ks < TOP_K)
+    if COPIES:
+        copy = ms[:, None] % tl.load(counts_ptr + ids, mask=mask, other=1)
+        local = tl.load(slots_ptr + ids * stride_se + copy, mask=mask, other=-1)
+        own = (local >= 0) & (ms < live)[:, None]
+        tl.atomic_add(loads_ptr + ids, 1, mask=mask & (ms < live)[:, None], sem="relaxed")
+    else:
+        local = ids - first
+        own = (local >= 0) & (local < count) & (ms < live)[:, None]
     tl.store(ids_ptr + at, tl.where(own, local, -1), mask=mask)
     tl.store(weights_ptr + at, tl.where(own, weights * scale, 0.0), mask=mask)
 
@@ -91,11 +99,12 @@ def _choose(
 def route_kernel(
     x_ptr, g_ptr, w_ptr, bias_ptr, correction_ptr, live_ptr, normed_ptr, logits_ptr, counters_ptr,
     ids_ptr, weights_ptr, T, K, E, stride_xm, stride_wn, eps, scale, first, count,
+    counts_ptr, slots_ptr, loads_ptr, stride_se,
     BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, EP: tl.constexpr, EVEN_K: tl.constexpr,
     TOP_K: tl.constexpr, KP: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, GP: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, CORRECTED: tl.constexpr, DOT: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, CORRECTED: tl.constexpr,
+    COPIES: tl.constexpr, DOT: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes logits [T, E] of norm(x) [T, K]; the last program of a tile of tokens chooses.
     Grid: tiles of experts, tiles of tokens. Without DOT, a tile is one token and BK >= K."""
@@ -151,8 +160,8 @@ def route_kernel(
         full = tl.load(at, mask=(ms < T)[:, None] & (every < E), other=0.0, cache_modifier=".cg")
         _choose(
             full, ms, correction_ptr, ids_ptr, weights_ptr, T, E, tl.load(live_ptr), scale, first,
-            count, BM, EP, TOP_K, KP, SIGMOID, RENORMALIZE, CORRECTED, GROUPS, TOP_GROUPS,
-            GROUP_SIZE, GP,
+            count, counts_ptr, slots_ptr, loads_ptr, stride_se, BM, EP, TOP_K, KP, SIGMOID,
+            RENORMALIZE, CORRECTED, GROUPS, TOP_GROUPS, GROUP_SIZE, GP, COPIES,
         )  # fmt: skip
 
 
@@ -195,6 +204,7 @@ def route(
     correction: Tensor | None = None,
     first: int = 0,
     count: int | None = None,
+    copies: ExpertCopies | None = None,
 ) -> Routed:
     """See `reference.experts.route`."""
     tokens, hidden = x.shape
@@ -207,20 +217,23 @@ def route(
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     plan = route_plan(tokens, hidden, experts, current_policy().deterministic)
     card = traits(x.device)
+    given = ExpertCopies(live, live, live) if copies is None else copies
     grid = triton.cdiv(experts, plan.be), triton.cdiv(tokens, plan.bm)
     launch(route_kernel, grid)(
         x, x if norm is None else norm.weight, weight, weight if bias is None else bias,
         weight if correction is None else correction, live, normed, logits,
         default_workspace(x.device).counters, ids, weights, tokens, hidden, experts, x.stride(0),
         weight.stride(0), 0.0 if norm is None else norm.eps, routing.scale, first,
-        experts - first if count is None else count,
+        experts - first if count is None else count, given.counts, given.slots, given.loads,
+        given.slots.stride(0),
         BM=plan.bm, BE=plan.be, BK=plan.bk, EP=max(triton.next_power_of_2(experts), 2),
         EVEN_K=hidden % plan.bk == 0, TOP_K=top_k, KP=triton.next_power_of_2(top_k),
         SIGMOID=routing.score == "sigmoid", RENORMALIZE=routing.renormalize,
         GROUPS=routing.groups, TOP_GROUPS=routing.top_groups,
         GROUP_SIZE=experts // routing.groups, GP=triton.next_power_of_2(routing.groups),
         HAS_NORM=norm is not None, HAS_BIAS=bias is not None, CORRECTED=correction is not None,
-        DOT=plan.dot, UPCAST=x.dtype == torch.bfloat16 and not card.bf16, PDL=card.pdl,
+        COPIES=copies is not None, DOT=plan.dot, PDL=card.pdl,
+        UPCAST=x.dtype == torch.bfloat16 and not card.bf16,
         **options(card.pdl, num_warps=plan.warps, num_stages=plan.stages),
     )  # fmt: skip
     return Routed(normed, ids, weights)

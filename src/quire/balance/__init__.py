@@ -1,0 +1,1 @@
+"""Copies of experts on several ranks, placed by how often tokens choose each."""

@@ -1,0 +1,120 @@
+"""The placement of experts and their further copies, such that ranks have equal work."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+Placement = tuple[tuple[int, ...], ...]
+"""The experts of each rank, in the order of its slots; -1: the slot is empty."""
+
+_MOST_SWAPS = 200
+
+
+def place(loads: Sequence[float], rooms: Sequence[int]) -> Placement:
+    """Returns which experts each rank holds. An expert's load is shared out evenly over its copies,
+    of which a rank has one at most.
+
+    Copies go, one after the other, to the expert whose copies have most work each. They are then
+    put on ranks, the heaviest first, each on the one with the least work that has room; and where
+    the exchange of two evens out ranks, they are exchanged.
+
+    loads: of each expert. rooms: slots of each rank, which differ by one at most, and are together
+        as many as there are experts, or more.
+    """
+    ranks = len(rooms)
+    copies = _copies(loads, min(sum(rooms), len(loads) * ranks), ranks)
+    shares = [load / count for load, count in zip(loads, copies, strict=True)]
+    held: list[set[int]] = [set() for _ in rooms]
+    work = [0.0] * ranks
+    order = sorted(range(len(loads)), key=lambda expert: (-shares[expert], expert))
+    for expert in order:
+        for _ in range(copies[expert]):
+            fit = [r for r in range(ranks) if len(held[r]) < rooms[r] and expert not in held[r]]
+            rank = min(fit, key=lambda r: (work[r], r), default=-1)
+            if rank < 0:
+                rank = _make_room(expert, held, rooms, shares, work)
+            held[rank].add(expert)
+            work[rank] += shares[expert]
+    for _ in range(_MOST_SWAPS):
+        if not _swap(held, shares, work):
+            break
+    return tuple(
+        (*sorted(own), *(-1,) * (room - len(own))) for own, room in zip(held, rooms, strict=True)
+    )
+
+
+def _copies(loads: Sequence[float], total: int, ranks: int) -> list[int]:
+    """Returns how many copies each expert has, `total` together."""
+    copies = [1] * len(loads)
+    heap = [(-load, expert) for expert, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for _ in range(total - len(loads)):
+        _, expert = heapq.heappop(heap)
+        copies[expert] += 1
+        if copies[expert] < ranks:
+            heapq.heappush(heap, (-loads[expert] / copies[expert], expert))
+    return copies
+
+
+def _make_room(
+    expert: int,
+    held: list[set[int]],
+    rooms: Sequence[int],
+    shares: Sequence[float],
+    work: list[float],
+) -> int:
+    """Returns a full rank without the expert, one of whose others has gone to a rank with room, all
+    of which have the expert: such a rank has no fewer experts than they, so one that they lack."""
+    target = next(r for r in range(len(rooms)) if len(held[r]) < rooms[r])
+    rank = min((r for r in range(len(rooms)) if expert not in held[r]), key=lambda r: work[r])
+    moved = min(held[rank] - held[target], key=lambda e: (shares[e], e))
+    held[rank].remove(moved)
+    held[target].add(moved)
+    work[rank] -= shares[moved]
+    work[target] += shares[moved]
+    return rank
+
+
+def _swap(held: list[set[int]], shares: Sequence[float], work: list[float]) -> bool:
+    """Exchanges two experts of the ranks with most and least work, as far as that evens them out;
+    returns whether it did."""
+    most = max(range(len(work)), key=lambda r: work[r])
+    least = min(range(len(work)), key=lambda r: work[r])
+    wanted = (work[most] - work[least]) / 2
+    pairs = (
+        (abs(wanted - (shares[mine] - shares[other])), mine, other)
+        for mine in held[most] - held[least]
+        for other in held[least] - held[most]
+    )
+    error, mine, other = min(pairs, default=(wanted, -1, -1))
+    if error >= wanted * (1 - 1e-6):
+        return False
+    held[most] ^= {mine, other}
+    held[least] ^= {mine, other}
+    moved = shares[mine] - shares[other]
+    work[most] -= moved
+    work[least] += moved
+    return True
+
+
+def imbalance(loads: Sequence[float], placement: Placement) -> float:
+    """Returns the largest work of a rank, divided by the mean; 1 where there is none."""
+    copies = [0] * len(loads)
+    for own in placement:
+        for expert in own:
+            if expert >= 0:
+                copies[expert] += 1
+    work = [sum(loads[e] / copies[e] for e in own if e >= 0) for own in placement]
+    return max(work) * len(work) / sum(work) if sum(work) else 1.0
+
+
+def keep_slots(before: Placement, after: Placement) -> Placement:
+    """Returns `after` with the slots in another order: what a rank has already stays in place."""
+    kept = []
+    for old, new in zip(before, after, strict=True):
+        come = iter([expert for expert in new if expert not in old or expert < 0])
+        kept.append(
+            tuple(expert if expert >= 0 and expert in new else next(come) for expert in old)
+        )
+    return tuple(kept)
