@@ -1,21 +1,25 @@
-"""Quire beside `transformers.generate` on this machine's CPU, as ratios within one run.
+"""Compares Quire with `transformers.generate` on this machine's CPU, as ratios within one process.
 
-    python bench/cpu_vs_transformers.py [--tokens 64] [--out bench/results/cpu.jsonl]
+    python bench/cpu_vs_transformers.py [--tokens 24] [--rounds 5] [--out bench/results/cpu.jsonl]
 
-SmolLM2-135M's shape with random fp32 weights. Median of three for each figure: one request at a
-time in both, then 16 concurrent requests in Quire. Both share one process and its threads; the
-order alternates, so that a machine that slows down slows both.
+SmolLM2-135M's shape with random weights, saved in bfloat16 and in fp32, both computed in fp32 by
+both engines. Rounds alternate between the engines, so that what slows the machine slows both. A
+decoding step is the difference between a long answer and a short one. Seconds are the wall clock's
+and the processor's, which other programs disturb less where there is one thread
+(OMP_NUM_THREADS=1). Ratios are of medians, and the least and the most of a round.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,8 +27,6 @@ from quire import LLM, SamplingParams
 from quire.bench.record import append_jsonl, format_table, make_record
 
 SMOLLM2_135M = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
     "hidden_size": 576,
     "intermediate_size": 1536,
     "num_hidden_layers": 30,
@@ -36,27 +38,24 @@ SMOLLM2_135M = {
     "rope_theta": 100000,
     "tie_word_embeddings": True,
     "vocab_size": 49152,
-    "torch_dtype": "float32",
 }
 PROMPT_TOKENS = 64
 CONCURRENT = 16
-RUNS = 3
+CASES = "bfloat16", "float32"
 
 
 class Peer:
-    """`transformers` with random weights of the same shape: the time does not depend on values."""
+    """`transformers` on the checkpoint in a folder."""
 
-    def __init__(self, config: dict[str, object]) -> None:
+    def __init__(self, folder: str) -> None:
         import transformers
 
-        shape = transformers.LlamaConfig(
-            **{k: v for k, v in config.items() if k != "architectures"}
-        )
-        self.model = transformers.LlamaForCausalLM(shape).float().eval()
-        self.version = transformers.__version__
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = model.eval()
 
-    def generate(self, prompt: list[int], tokens: int) -> None:
-        ids = torch.tensor([prompt])
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[int]:
+        """Returns the first answer."""
+        ids = torch.tensor(prompts)
         with torch.inference_mode():
             out = self.model.generate(
                 ids,
@@ -66,79 +65,111 @@ class Peer:
                 min_new_tokens=tokens,
                 pad_token_id=0,
             )
-        if out.shape[1] != len(prompt) + tokens:
+        if out.shape[1] != len(prompts[0]) + tokens:
             raise SystemExit("transformers stopped early")
+        answer: list[int] = out[0, len(prompts[0]) :].tolist()
+        return answer
 
 
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+class Ours:
+    """Quire on the checkpoint in a folder."""
 
-
-def measure(tokens: int) -> tuple[dict[str, float], str]:
-    draw = torch.Generator().manual_seed(0)
-    prompts = torch.randint(10, 10000, (CONCURRENT, PROMPT_TOKENS), generator=draw).tolist()
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SMOLLM2_135M))
-        llm = LLM(
+    def __init__(self, folder: str) -> None:
+        self.llm = LLM(
             folder,
             device="cpu",
-            load_format="dummy",
             skip_tokenizer_init=True,
             max_model_len=1024,
             kv_cache_gb=0.5,
             enable_prefix_caching=False,
         )
-    peer = Peer(SMOLLM2_135M)
 
-    def ours(batch: list[list[int]]) -> float:
-        return seconds(lambda: llm.generate(batch, params, use_tqdm=False))
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[int]:
+        """Returns the first answer."""
+        params = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        return list(self.llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids)
 
-    def theirs() -> float:
-        return seconds(lambda: peer.generate(prompts[0], tokens))
 
-    ours(prompts[:2])
-    theirs()
-    times: dict[str, list[float]] = {"one": [], "peer": [], "many": []}
-    for _ in range(RUNS):
-        times["one"].append(ours(prompts[:1]))
-        times["peer"].append(theirs())
-        times["many"].append(ours(prompts))
-    one, other, many = (statistics.median(times[name]) for name in ("one", "peer", "many"))
-    llm.shutdown()
-    metrics = {
-        "quire_tok_s": tokens / one,
-        "transformers_tok_s": tokens / other,
-        "quire_16_tok_s": CONCURRENT * tokens / many,
-        "ratio_to_transformers": other / one,
-        "ratio_16_to_1": CONCURRENT * one / many,
-    }
-    return metrics, peer.version
+@contextmanager
+def checkpoint(dtype: str) -> Iterator[str]:
+    """Yields a folder with a checkpoint of random weights while the context lasts."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMOLLM2_135M)
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        del model
+        yield folder
+
+
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """Returns the wall clock's and the processor's seconds."""
+    wall, own = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - own
+
+
+def step(work: Callable[[int], object], tokens: int) -> tuple[float, float]:
+    """Returns the seconds of a decoding step of `work`, which answers with so many tokens."""
+    short, long = seconds(lambda: work(2)), seconds(lambda: work(2 + tokens))
+    return (long[0] - short[0]) / tokens, (long[1] - short[1]) / tokens
+
+
+def measure(dtype: str, tokens: int, rounds: int) -> dict[str, float]:
+    draw = torch.Generator().manual_seed(0)
+    prompts = torch.randint(10, 10000, (CONCURRENT, PROMPT_TOKENS), generator=draw).tolist()
+    with checkpoint(dtype) as folder:
+        ours, peer = Ours(folder), Peer(folder)
+    equal = ours.generate(prompts[:1], 8) == peer.generate(prompts[:1], 8)
+    times: dict[str, list[tuple[float, float]]] = {"ours": [], "peer": [], "many": []}
+    for index in range(rounds):
+        turns: list[tuple[str, Any]] = [("ours", ours), ("peer", peer)]
+        for name, engine in turns if index % 2 else reversed(turns):
+            times[name].append(step(lambda n, own=engine: own.generate(prompts[:1], n), tokens))
+        times["many"].append(step(lambda n: ours.generate(prompts, n), max(1, tokens // 3)))
+    ours.llm.shutdown()
+    metrics: dict[str, float] = {"same_tokens": float(equal)}
+    for place, clock in enumerate(("wall", "cpu")):
+        own, other, many = ([t[place] for t in times[n]] for n in ("ours", "peer", "many"))
+        ratios = [theirs / mine for theirs, mine in zip(other, own, strict=True)]
+        metrics |= {
+            f"{clock}_ratio": statistics.median(other) / statistics.median(own),
+            f"{clock}_ratio_least": min(ratios),
+            f"{clock}_ratio_most": max(ratios),
+            f"{clock}_16_to_1": CONCURRENT * statistics.median(own) / statistics.median(many),
+        }
+    return metrics
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate per request")
-    parser.add_argument("--out", type=Path, help="append the record to this JSONL file")
+    parser.add_argument("--tokens", type=int, default=24, help="steps that are measured at once")
+    parser.add_argument("--rounds", type=int, default=5, help="times that all is measured")
+    parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
     args = parser.parse_args()
-    metrics, version = measure(args.tokens)
-    record = make_record(
-        "cpu_vs_transformers",
-        metrics,
-        model="SmolLM2-135M (dummy, fp32)",
-        settings={
+    import transformers
+
+    records = []
+    for dtype in CASES:
+        settings = {
             "prompt_tokens": PROMPT_TOKENS,
-            "output_tokens": args.tokens,
+            "steps": args.tokens,
+            "rounds": args.rounds,
             "threads": torch.get_num_threads(),
-            "transformers": version,
-        },
-    )
-    print(format_table([record]))
+            "transformers": transformers.__version__,
+        }
+        metrics = measure(dtype, args.tokens, args.rounds)
+        model = f"SmolLM2-135M (random, {dtype} computed in fp32)"
+        records.append(make_record("cpu_vs_transformers", metrics, model=model, settings=settings))
+        gc.collect()
+    print(format_table(records))
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        append_jsonl(args.out, [record])
+        append_jsonl(args.out, records)
 
 
 if __name__ == "__main__":

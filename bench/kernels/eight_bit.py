@@ -24,7 +24,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from quire.ops.arguments import RmsScale
-from quire.ops.reference.quantized import dequantize, round_inputs
+from quire.ops.reference.quantized import dequantize
 from quire.ops.triton.eight_bit_gemm import EightBitTile, eight_bit_gemm, tile_for
 from quire.ops.triton.gemm_plan import LinearArgs
 from quire.ops.triton.round_inputs import quantize_inputs
@@ -40,12 +40,12 @@ LAYERS = {
     "o": (4096, 4096, None),
     "down": (4096, 12288, None),
 }
-ROWS = (64, 128, 256, 512, 2048, 8192)
+ROWS = (64, 128, 256, 2048, 512, 8192)
 TILES = [
-    EightBitTile(bm, bn, bk, warps, stages)
-    for bm, bn, warps in ((64, 128, 4), (64, 256, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8))
-    for bk in (64, 128)
+    EightBitTile(bm, bn, 128, warps, stages, splits)
+    for bm, bn, warps in ((64, 64, 4), (64, 128, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8))
     for stages in (3, 4)
+    for splits in (1, 2, 4)
 ]
 
 
@@ -58,17 +58,16 @@ def draw(name: str, outputs: int, inputs: int) -> Weight:
     return weight
 
 
-def product(args: LinearArgs, tile: EightBitTile) -> Tensor:
-    return eight_bit_gemm(*quantize_inputs(args.x, args.weight, None), args, tile)
-
-
-def check(name: str, rows: int, outputs: int, inputs: int, tile: EightBitTile) -> float:
-    """Returns the relative error of a product."""
+def check(name: str, rows: int, outputs: int, inputs: int, tile: EightBitTile | None) -> float:
+    """Returns the relative error of a product of the inputs as they were rounded."""
     args = LinearArgs(
         torch.randn(rows, inputs, device=DEVICE).bfloat16(), draw(name, outputs, inputs)
     )
-    wanted = round_inputs(args.x.double(), args.weight) @ dequantize(args.weight, torch.float64).T
-    return float((product(args, tile).double() - wanted).norm() / wanted.norm())
+    q, scales = quantize_inputs(args.x, args.weight, None)
+    found = eight_bit_gemm(q, scales, args, tile or tile_for(rows, args)).double()
+    x = q.double() * scales.double().repeat_interleave(inputs // scales.shape[1], 1)
+    wanted = x @ dequantize(args.weight, torch.float64).T
+    return float((found - wanted).norm() / wanted.norm())
 
 
 Call = Callable[[], object]
@@ -111,8 +110,9 @@ def library(q: Tensor, scales: Tensor, weight: Weight) -> Call:
 def own_times(q: Tensor, scales: Tensor, args: list[LinearArgs], tiles: list[EightBitTile]) -> str:
     """Returns µs of the tile that is chosen, and of the best where that is faster by 2 %."""
     gated = args[0].gated
-    own = tile_for(len(q), gated, bool(args[0].weight.format.group))
+    own = tile_for(len(q), args[0])
     results = []
+    tiles = [t for t in tiles if t.splits == 1 or (not gated and len(q) <= 256)]
     for tile in [own, *(t._replace(bn=t.bn // 2) if gated else t for t in tiles)]:
         try:
             us = graph_us([partial(eight_bit_gemm, q, scales, a, tile) for a in args], 2.0)
@@ -137,21 +137,19 @@ def main() -> None:
     for name in FORMATS:
         for rows in (5, 130):
             size = (32, 128) if small else (512, 1024)
-            tile = EightBitTile(32, 16, 64, 4, 2) if small else tile_for(rows, False, "g" in name)
+            tile = EightBitTile(32, 16, 64, 4, 2) if small else None
             error = check(name, rows, *size, tile)
             print(f"check {name} {rows} rows: {error:.1e} {'ok' if error < 5e-3 else 'WRONG'}")
     if small:
         return
-    lines = []
+    print("| rows | layer | bf16 | int8 | _scaled_mm | fp8 | fp8-g128 | round | norm+round |")
     for rows in ROWS:
         for layer in LAYERS:
             if time.monotonic() > end:
-                lines.append(f"| {rows} | {layer} | skipped: out of time |")
+                print(f"| {rows} | {layer} | skipped: out of time |")
                 continue
             found = times(rows, layer, TILES if options.sweep else [])
-            lines.append("| " + " | ".join([str(rows), layer, *found.values()]) + " |")
-    print("| rows | layer | bf16 | int8 | _scaled_mm | fp8 | fp8-g128 | round | norm+round |")
-    print("\n".join(lines))
+            print("| " + " | ".join([str(rows), layer, *found.values()]) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -151,6 +151,20 @@ def test_rounding_of_inputs(values: torch.dtype, inputs: str, dtype: torch.dtype
         torch.testing.assert_close(found, expected, rtol=rtol, atol=0)
 
 
+def test_a_norm_on_tensor_cores_is_of_one_row_and_of_the_weights_dtype() -> None:
+    plan = GemmPlan("mma", bm=8, bn=16, bk=128, warps=4, norm="late")
+    weight = drawn(FORMATS["uint4-g128-zeros"], 32, 512)
+    one = replace(make_args(1, 32, 512, torch.bfloat16, norm="late"), weight=weight)
+    launch = gemm.prepare(one, plan, torch.empty(1, 32, dtype=torch.bfloat16), pdl=False)
+    assert launch.options["NORM"] is True
+    assert one.norm is not None
+    wide = replace(one, norm=one.norm._replace(weight=one.norm.weight.float()))
+    two = replace(make_args(2, 32, 512, torch.bfloat16, norm="late"), weight=weight)
+    for args in (wide, two, replace(one, x=one.x.half())):
+        with pytest.raises(ConfigError, match="tensor cores"):
+            gemm.prepare(args, plan, torch.empty(len(args.x), 32, dtype=args.x.dtype), pdl=False)
+
+
 def test_rules_of_thumb_for_few_bits() -> None:
     format = FORMATS["uint4-g128-zeros"]
     for m in (1, 4, 8, 64, 128, 256):

@@ -27,6 +27,16 @@ def test_light_imports(code: str) -> None:
     assert done.stdout.split() == []
 
 
+def test_the_server_needs_no_torch() -> None:
+    """The API process starts the engine's, and should do so at once."""
+    check = (
+        "import quire.cli.serve, quire.engine.client, quire.server.app\n"
+        "import sys\nprint('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
 def test_help_loads_nothing_heavy() -> None:
     check = (
         "import sys\nfrom quire.cli.main import app\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -83,6 +83,8 @@ class Weight:
     groups: int32 [inputs], the group of each input where the format is `ordered`, else None.
     input_scale: fp32 [stacked projections], the fixed scale of inputs, the same in all after
         loading; else None.
+    prepacked: what a CPU multiplies by instead (`reference/prepacked.py`), or None. The values then
+        have a shape only, on the device "meta".
     first: where the first input stands in its group: a rank's share of the inputs may begin within
         one.
     """
@@ -94,6 +96,7 @@ class Weight:
     first: int = 0
     groups: Tensor | None = None
     input_scale: Tensor | None = None
+    prepacked: Any = None
 
     @classmethod
     def plain(cls, values: Tensor) -> Weight:

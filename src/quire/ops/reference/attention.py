@@ -252,15 +252,12 @@ def _values(
     if scale is None:
         return _gather(name, cache, rows, workspace).view(shape).to(dtype)
     # Most caches hold keys and values as they are.
-    from quire.ops.reference.kv8 import dequantize
+    from quire.ops.reference import kv8
 
-    stored = _gather(name, cache.view(torch.int8), rows, workspace).view(shape)
-    if scale.dim() == 1:
-        scales = scale.unsqueeze(1).expand(shape[:-1])
-    else:
-        name = f"{name} scale"
-        scales = _gather(name, scale.unsqueeze(-1), rows, workspace).view(shape[:-1])
-    return dequantize(stored, scales, kv_format, dtype)
+    def gather(part: str, stored: Tensor) -> Tensor:
+        return _gather(part, stored, rows, workspace)
+
+    return kv8.load(name, cache, scale, kv_format, gather, shape).to(dtype)
 
 
 def _gather(name: str, cache: Tensor, rows: Tensor, workspace: dict[Any, Tensor]) -> Tensor:
@@ -287,13 +284,18 @@ def _products(
     dtype = q.dtype
     if dtype not in (torch.float32, torch.float64):
         q, k, v, mask = q.float(), k.float(), v.float(), mask.float()
-    scores = torch.matmul(q * scale, k.transpose(-1, -2))
-    if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    scores = scores.add_(mask)
+    pieces, kv_heads, rows = q.shape[:3]
+    mask = mask.expand(-1, kv_heads, -1, -1).flatten(0, 1)
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1)
+    if softcap is None:
+        scores = torch.baddbmm(mask, q, k, alpha=scale)
+    else:
+        scores = torch.bmm(q, k).mul_(scale / softcap).tanh_().mul_(softcap).add_(mask)
     if sinks is None:
-        return torch.matmul(scores.softmax(-1), v).to(dtype)
-    # Few models have sinks.
-    from quire.ops.reference.sinks import softmax
+        scores = scores.softmax(-1)
+    else:
+        # Few models have sinks.
+        from quire.ops.reference.sinks import softmax
 
-    return torch.matmul(softmax(scores, sinks), v).to(dtype)
+        scores = softmax(scores.view(pieces, kv_heads, rows, -1), sinks).flatten(0, 1)
+    return torch.bmm(scores, v).view(pieces, kv_heads, rows, -1).to(dtype)

@@ -59,12 +59,9 @@ def _put(
         plan.store(values, cache)
         return
     # Most caches hold keys and values as they are.
-    from quire.ops.reference.kv8 import quantize
+    from quire.ops.reference import kv8
 
-    stored, scales = quantize(values, kv_format, scale)
-    plan.store(stored, cache.view(torch.int8))
-    if kv_format.scales == "token":
-        plan.store(scales.unsqueeze(-1), scale.unsqueeze(-1))
+    kv8.store(plan, values, cache, scale, kv_format)
 
 
 def cos_sin_of(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +10,7 @@ from quire.ops.arguments import Activation, RmsScale
 from quire.ops.weight import Weight
 
 _WIDE = (torch.float32, torch.float64)
+_ZERO = torch.zeros(())
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -21,6 +20,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     The normalized value is rounded to the weight's dtype before the product: models with weights of
     x's dtype were trained like that, others round only what comes out.
     """
+    if x.numel() == weight.numel() and x.dtype is torch.float32 and x.device.type == "cpu" and eps:
+        # PyTorch's takes nine operations, which cost more than their work on one row.
+        row = x.reshape(-1)
+        factor = (torch.dot(row, row).item() / len(row) + eps) ** -0.5
+        return torch.addcmul(_ZERO if residual is None else residual, x, weight, value=factor)
     if x.dtype in _WIDE:
         out = F.rms_norm(x, (x.shape[-1],), weight, eps)
     else:
@@ -63,32 +67,20 @@ def linear(
     """
     if norm is not None:
         x = rms_norm(x, *norm)
-    if weight.format.scales is None:
-        out = _product(x, weight.values, bias)
+    if weight.format.scales is None and weight.prepacked is None:
+        out = product(x, weight.values, bias)
     else:
         # Most weights are stored as they are.
         from quire.ops.reference import quantized
 
-        x = quantized.round_inputs(x, weight)
-        out = _scaled_product(x, weight)
+        out = quantized.product(x, weight, product)
         out = out if bias is None else out.add_(bias)
     if act is not None:
         out = activate(out, act)
     return out if residual is None else out.add_(residual)
 
 
-def _scaled_product(x: Tensor, weight: Weight) -> Tensor:
-    """Returns x @ weightᵀ, with the scales applied to the products where outputs have one each."""
-    from quire.ops.reference.quantized import dequantize
-
-    scales = weight.scales
-    if scales is None or weight.format.group or weight.format.zeros or x.dtype not in _WIDE:
-        return _product(x, dequantize(weight, x.dtype), None)
-    out = _product(x, dequantize(replace(weight, scales=None), x.dtype), None)
-    return out.mul_(scales.squeeze(1))
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _suits_onednn(x, weight):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
@@ -96,25 +88,25 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
-    """PyTorch sends fp32 products on a CPU to BLAS, which uses one thread for a single row and was
-    measured twice as slow as oneDNN from one row to a thousand; only for tiny products does the
-    10 µs that a call of oneDNN takes cost more than it saves."""
+    """PyTorch sends fp32 products on a CPU to BLAS, which multiplies a single row in one thread.
+
+    oneDNN uses all. In tiny products the 10 µs that a call of it takes cost more than that saves;
+    it keeps a program of some 0.5 MB for each number of rows, and a copy of most strided weights.
+    """
     return (
-        _HAS_ONEDNN_LINEAR
+        torch.get_num_threads() > 1
         and x.dtype is torch.float32
         and x.device.type == "cpu"
+        and x.shape[0] <= _ONEDNN_ROWS
         and x.shape[0] * weight.numel() >= _ONEDNN_PRODUCTS
-    )
-
-
-def _has_onednn_linear() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
-        torch.ops.mkldnn, "_linear_pointwise"
+        and (weight.is_contiguous() or weight.t().is_contiguous())
+        and _HAS_ONEDNN_LINEAR
     )
 
 
 _ONEDNN_PRODUCTS = 1 << 17
-_HAS_ONEDNN_LINEAR = _has_onednn_linear()
+_ONEDNN_ROWS = 16
+_HAS_ONEDNN_LINEAR = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def embedding(ids: Tensor, table: Tensor, start: int = 0) -> Tensor:

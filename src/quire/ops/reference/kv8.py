@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from quire.ops.kv import LARGEST_VALUE, SMALLEST_TOP, KVFormat
+
+
+class Store(Protocol):
+    """Writes values of a step's tokens [T, Hkv, D] into a cache."""
+
+    def store(self, values: Tensor, cache: Tensor) -> None: ...
+
+
+def store(plan: Store, values: Tensor, cache: Tensor, scale: Tensor, kv_format: KVFormat) -> None:
+    """Stores values [T, Hkv, D], and their scales where each token has its own."""
+    stored, scales = quantize(values, kv_format, scale)
+    plan.store(stored, cache.view(torch.int8))
+    if kv_format.scales == "token":
+        plan.store(scales.unsqueeze(-1), scale.unsqueeze(-1))
+
+
+def load(
+    name: str,
+    cache: Tensor,
+    scale: Tensor,
+    kv_format: KVFormat,
+    gather: Callable[[str, Tensor], Tensor],
+    shape: tuple[int, ...],
+) -> Tensor:
+    """Returns stored values as float32 of `shape`. gather: returns a bucket's rows of a cache, in
+    memory of that name."""
+    stored = gather(name, cache.view(torch.int8)).view(shape)
+    if scale.dim() == 1:
+        scales = scale.unsqueeze(1).expand(shape[:-1])
+    else:
+        scales = gather(f"{name} scale", scale.unsqueeze(-1)).view(shape[:-1])
+    return dequantize(stored, scales, kv_format, torch.float32)
 
 
 def quantize(x: Tensor, kv_format: KVFormat, scale: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -43,6 +46,21 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     if weight.scales is not None:
         out *= _each(weight.scales.to(wide), groups)
     return out.to(dtype)
+
+
+def product(x: Tensor, weight: Weight, plain: Callable[[Tensor, Tensor, None], Tensor]) -> Tensor:
+    """Returns x @ weightᵀ, [T, outputs]: x rounded as the format says, the scales applied to the
+    products where outputs have one each. plain: the product with weights as they are."""
+    x = round_inputs(x, weight)
+    if weight.prepacked is not None:
+        out: Tensor = weight.prepacked.product(x)
+        return out
+    scales = weight.scales
+    wide = x.dtype in (torch.float32, torch.float64)
+    if scales is None or weight.format.group or weight.format.zeros or not wide:
+        return plain(x, dequantize(weight, x.dtype), None)
+    out = plain(x, dequantize(replace(weight, scales=None), x.dtype), None)
+    return out.mul_(scales.squeeze(1))
 
 
 def _each(x: Tensor, groups: Tensor | None) -> Tensor:

@@ -1,7 +1,8 @@
 """Triton kernels for NVIDIA GPUs, under the ops' names and signatures (see `ops.reference`)."""
 
 from quire.ops.triton.activation import run as activate
-from quire.ops.triton.adapters import adapter_rows, add_adapters, preactivation
+from quire.ops.triton.adapted_gemm import adapted_linear
+from quire.ops.triton.adapters import adapter_rows, add_adapters
 from quire.ops.triton.adjust import adjust
 from quire.ops.triton.attention import attention_schedule, paged_attention
 from quire.ops.triton.drafts import begin_drafts, keep_drafts
@@ -33,6 +34,7 @@ from quire.ops.triton.step import (
 
 __all__ = [
     "activate",
+    "adapted_linear",
     "adapter_rows",
     "add_adapters",
     "adjust",
@@ -56,7 +58,6 @@ __all__ = [
     "paged_attention",
     "place_drafts",
     "pool_rows",
-    "preactivation",
     "qk_norm_rope_store",
     "rms_norm",
     "route",

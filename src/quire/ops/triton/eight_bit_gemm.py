@@ -14,38 +14,43 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.triton.activation import run as activate
+from quire.ops.triton.gemm import default_workspace
 from quire.ops.triton.gemm_common import load_k, tile_rows, wait_for_predecessor
 from quire.ops.triton.gemm_plan import LinearArgs
 from quire.ops.triton.launch import launch, options, traits
 from quire.ops.triton.round_inputs import quantize_inputs
-from quire.ops.triton.skinny_gemm import store_tile
+from quire.ops.triton.skinny_gemm import meet, store_tile
 from quire.ops.weight import Weight
 
+_LIBRARY_ROWS = 128
+"""Rows up to which the kernel here, with all that is behind the product, is as fast as cuBLAS."""
 _BAND = 8
 """Tiles of rows that run side by side, so that they find a tile of the weight in L2."""
 
 
 class EightBitTile(NamedTuple):
-    """A program's share of the result, and how it is computed. bn: weight rows, half of them gates
-    where the layer is gated."""
+    """A program's share of the result, and how it is computed. bn: weight rows, and as many gates
+    where the layer is gated. splits: programs that share a tile's inputs, each a run of them."""
 
     bm: int
     bn: int
     bk: int
     warps: int
     stages: int
+    splits: int = 1
 
 
 @triton.jit
 def _kernel(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, res_ptr, y_ptr, M, N, K, stride_xm,
-    stride_xsm, stride_wn, stride_wsn, stride_rm, stride_ym,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr, M, N,
+    K, stride_xm, stride_xsm, stride_wn, stride_wsn, stride_rm, stride_ym, share,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, SPLIT: tl.constexpr,
     EVEN_K: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, GROUP: tl.constexpr,
     INTEGERS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). x_scale_ptr: [M, 1] or
-    [M, groups]; w_scale_ptr: [N, 1] or [N, groups]. Grid: tiles of the result, in bands."""
+    [M, groups]; w_scale_ptr: [N, 1] or [N, groups]. share: inputs of a split. Grid: tiles of the
+    result, in bands; splits."""
     R: tl.constexpr = 2 * BN if GLU else BN
     SUM: tl.constexpr = tl.int32 if INTEGERS else tl.float32
     tiles_m = tl.cdiv(M, BM)
@@ -67,7 +72,12 @@ def _kernel(
     if PDL:
         wait_for_predecessor(False)
     acc = tl.zeros([BM, R], tl.float32 if GROUP > 0 else SUM)
-    for k0 in range(0, K, BK):
+    begin = 0
+    end = K
+    if SPLIT:
+        begin = tl.program_id(1) * share
+        end = tl.minimum(K, begin + share)
+    for k0 in range(begin, end, BK):
         k = (k0 + ks)[None, :]
         x = load_k(x_ptrs + k, k, K, EVEN_K)
         w = load_k(w_ptrs + k, k, K, EVEN_K)
@@ -77,13 +87,18 @@ def _kernel(
             acc += part * tl.load(x_scales + group)[:, None] * tl.load(w_scales + group)[None, :]
         else:
             acc = tl.dot(x, tl.trans(w), acc, out_dtype=SUM)
-    y = acc.to(tl.float32)
-    if GROUP == 0:
-        y *= tl.load(x_scales)[:, None]
-    store_tile(
-        y, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_wsn, stride_rm,
-        stride_ym, GLU, ACT, GROUP == 0, HAS_BIAS, HAS_RES, False,
-    )  # fmt: skip
+    last = True
+    if SPLIT:
+        part, parts = tl.program_id(1), tl.num_programs(1)
+        acc, last = meet(acc, parts_ptr, counters_ptr, tl.program_id(0), part, parts, BM, R)
+    if last:
+        y = acc.to(tl.float32)
+        if GROUP == 0:
+            y *= tl.load(x_scales)[:, None]
+        store_tile(
+            y, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_wsn, stride_rm,
+            stride_ym, GLU, ACT, GROUP == 0, HAS_BIAS, HAS_RES, False,
+        )  # fmt: skip
 
 
 def takes(weight: Weight) -> bool:
@@ -96,26 +111,26 @@ def takes(weight: Weight) -> bool:
     return not form.group or form.group % 128 == 0
 
 
-def tile_for(rows: int, gated: bool, grouped: bool) -> EightBitTile:
-    """Returns the tile of a product of `rows` rows. Groups take registers for two sums."""
-    wide = rows > 128 and not grouped
-    bn = 256 if wide else 128
-    return EightBitTile(
-        64 if rows <= 64 else 128,
-        bn // 2 if gated else bn,
-        128,
-        8 if wide or grouped else 4,
-        3 if wide else 4,
-    )
+def tile_for(rows: int, args: LinearArgs) -> EightBitTile:
+    """Returns the tile of a product of `rows` rows."""
+    gated, grouped = args.gated, bool(args.weight.format.group)
+    if gated:
+        tile = EightBitTile(128 if 64 < rows <= 128 and not grouped else 64, 64, 128, 4, 3)
+    elif rows <= 256 or grouped:
+        tile = EightBitTile(64, 128, 128, 4, 4)
+    else:
+        tile = EightBitTile(128, 256, 128, 8, 3)
+    programs = triton.cdiv(rows, tile.bm) * triton.cdiv(args.n, tile.bn)
+    # Too few programs leave most of the card without work; a short run of inputs is not worth it.
+    splits = min(traits(args.x.device).num_sms // programs, args.k // (4 * tile.bk))
+    return tile._replace(splits=max(1, splits))
 
 
 def product(args: LinearArgs) -> Tensor:
     """Returns y [T, N], see `LinearArgs`, of a weight that `takes` says yes to."""
     q, scales = quantize_inputs(args.x, args.weight, args.norm)
     if not _library_takes(args):
-        return eight_bit_gemm(
-            q, scales, args, tile_for(len(q), args.gated, bool(args.weight.format.group))
-        )
+        return eight_bit_gemm(q, scales, args, tile_for(len(q), args))
     weight, bias = args.weight, args.bias
     assert weight.scales is not None
     out = torch._scaled_mm(
@@ -128,12 +143,14 @@ def product(args: LinearArgs) -> Tensor:
 
 
 def _library_takes(args: LinearArgs) -> bool:
-    """Whether cuBLAS multiplies a weight: 8-bit floats with a scale for each output."""
+    """Whether cuBLAS multiplies a weight: 8-bit floats with a scale for each output, and so many
+    rows that what it leaves to other kernels costs less than it gains."""
     weight = args.weight
     assert weight.scales is not None
     floats = weight.dtype == torch.float8_e4m3fn and not weight.format.group
     wide = args.x.dtype == torch.bfloat16 and weight.scales.dtype == torch.float32
-    return args.x.is_cuda and floats and wide and weight.outputs % 16 == 0
+    many = args.x.is_cuda and len(args.x) > _LIBRARY_ROWS
+    return many and floats and wide and weight.outputs % 16 == 0
 
 
 def eight_bit_gemm(
@@ -149,15 +166,24 @@ def eight_bit_gemm(
     assert weight.scales is not None
     pdl = traits(q.device).pdl if pdl is None else pdl
     out = torch.empty(rows, n, dtype=args.x.dtype, device=q.device)
-    grid = triton.cdiv(rows, tile.bm) * triton.cdiv(n, tile.bn)
-    launch(_kernel, (grid,))(
+    tiles = triton.cdiv(rows, tile.bm) * triton.cdiv(n, tile.bn)
+    share = triton.cdiv(triton.cdiv(k, tile.bk), tile.splits) * tile.bk
+    splits = triton.cdiv(k, share)
+    integers, group = weight.dtype == torch.int8, weight.format.group
+    parts = out
+    if splits > 1:
+        size = tiles * splits * tile.bm * tile.bn * (2 if args.gated else 1)
+        exact = torch.int32 if integers and not group else torch.float32
+        parts = torch.empty(size, dtype=exact, device=q.device)
+    launch(_kernel, (tiles, splits))(
         q, scales, weight.values, weight.scales, q if args.bias is None else args.bias,
-        q if res is None else res, out, rows, n, k, q.stride(0),
+        q if res is None else res, out, parts, default_workspace(q.device).counters, rows, n, k,
+        q.stride(0),
         scales.stride(0) if len(scales) > 1 else 0, weight.values.stride(0),
         weight.scales.stride(0), 0 if res is None else res.stride(0), out.stride(0),
-        BM=tile.bm, BN=tile.bn, BK=tile.bk, BAND=_BAND, EVEN_K=k % tile.bk == 0, GLU=args.gated,
-        ACT=args.act_name, GROUP=weight.format.group,
-        INTEGERS=weight.dtype == torch.int8, HAS_BIAS=args.bias is not None,
+        share, BM=tile.bm, BN=tile.bn, BK=tile.bk, BAND=_BAND, SPLIT=splits > 1,
+        EVEN_K=k % tile.bk == 0, GLU=args.gated, ACT=args.act_name, GROUP=group,
+        INTEGERS=integers, HAS_BIAS=args.bias is not None,
         HAS_RES=res is not None, PDL=pdl,
         **options(pdl, num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

@@ -308,8 +308,9 @@ def _scan(
                     slot = tl.load(table + 2 + 2 * each).to(tl.int64)
                     tl.store(state_ptr + slot * state_stride + at, copy, mask=held)
                     if DRAFTS:
-                        to = base_ptr + slot * base_stride + entry
-                        tl.store(to, tl.zeros_like(j) + 2 * (start + base + end), mask=in_value)
+                        known_until = base_ptr + slot * base_stride + entry
+                        length_then = tl.zeros_like(j) + 2 * (start + base + end)
+                        tl.store(known_until, length_then, mask=in_value)
 
         left = tl.exp(last - total) * k_inverse
         matrix = matrix * tl.exp(last)
@@ -317,8 +318,8 @@ def _scan(
         number += heads
     tl.store(own + at, matrix, mask=held)
     if DRAFTS:
-        to = base_ptr + slot_of_row * base_stride + entry
-        tl.store(to, tl.zeros_like(j) + 2 * (start + length), mask=in_value)
+        entries = base_ptr + slot_of_row * base_stride + entry
+        tl.store(entries, tl.zeros_like(j) + 2 * (start + length), mask=in_value)
 
 
 def chunked(

@@ -97,10 +97,10 @@ def _conv(
         )  # fmt: skip
         if DRAFTS > 0:
             for draft in tl.static_range(DRAFTS):
-                at = tl.zeros_like(channel) + (certain + draft)
-                here = inside & (at < length)
-                value = tl.load(x + at.to(tl.int64) * x_stride + channel, mask=here, other=0.0)
-                tl.store(state + (TAPS - 1 + draft) * channels + channel, value, mask=here)
+                place = tl.zeros_like(channel) + (certain + draft)
+                kept = inside & (place < length)
+                drafted = tl.load(x + place.to(tl.int64) * x_stride + channel, mask=kept, other=0.0)
+                tl.store(state + (TAPS - 1 + draft) * channels + channel, drafted, mask=kept)
             entry = base_ptr + own * base_stride + channel
             tl.store(entry, tl.zeros_like(channel) + 2 * (start + certain), mask=inside)
 
@@ -252,22 +252,22 @@ def _recurrent(
         if slot >= 0:
             tl.store(state_ptr + slot.to(tl.int64) * state_stride + place, matrix, mask=inside)
             if DRAFTS > 0:
-                to = base_ptr + slot.to(tl.int64) * base_stride + entry
-                tl.store(to, tl.zeros_like(j) + 2 * (start + offset + 1), mask=in_value)
+                base = base_ptr + slot.to(tl.int64) * base_stride + entry
+                tl.store(base, tl.zeros_like(j) + 2 * (start + offset + 1), mask=in_value)
         if DRAFTS > 0:
             if offset == certain - 1:
                 tl.store(own + place, matrix, mask=inside)
             if offset >= certain:
                 line = which * DRAFTS + offset - certain
-                to = draft_mixed_ptr + slot_of_row * draft_mixed_stride + line * channels
-                tl.store(to + of_key, k, mask=in_key)
-                tl.store(to + of_value, v, mask=in_value)
-                to = draft_gates_ptr + slot_of_row * draft_gates_stride + line * 2 * heads
-                tl.store(to + head, a)
-                tl.store(to + heads + head, b)
+                drafted = draft_mixed_ptr + slot_of_row * draft_mixed_stride + line * channels
+                tl.store(drafted + of_key, k, mask=in_key)
+                tl.store(drafted + of_value, v, mask=in_value)
+                gated = draft_gates_ptr + slot_of_row * draft_gates_stride + line * 2 * heads
+                tl.store(gated + head, a)
+                tl.store(gated + heads + head, b)
     if DRAFTS > 0:
-        to = base_ptr + slot_of_row * base_stride + entry
-        tl.store(to, tl.zeros_like(j) + 2 * (start + certain) + which, mask=in_value)
+        entries = base_ptr + slot_of_row * base_stride + entry
+        tl.store(entries, tl.zeros_like(j) + 2 * (start + certain) + which, mask=in_value)
     else:
         tl.store(own + place, matrix, mask=inside)
 

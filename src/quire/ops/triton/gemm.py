@@ -24,6 +24,7 @@ from quire.ops.triton.gemm_plan import (
     LinearArgs,
     Shape,
     multiplies,
+    norms_late,
     shape_of,
     streams,
 )
@@ -36,6 +37,7 @@ from quire.ops.triton.skinny_gemm import MAX_SPLIT_TILES, Workspace, skinny_gemm
 __all__ = [
     "LinearArgs",
     "choose",
+    "fuses_norm",
     "prepare",
     "run",
     "run_fixed",
@@ -102,6 +104,14 @@ def _fits(bk: int, group: int) -> bool:
     return bk % group == 0 or group % bk == 0
 
 
+def fuses_norm(args: LinearArgs, plan: GemmPlan) -> bool:
+    """Whether the plan's kernel applies the layer's norm."""
+    if plan.kernel != "mma":
+        return plan.norm != "separate"
+    alike = args.norm is not None and args.norm.weight.dtype == args.x.dtype
+    return plan.norm == "late" and alike and norms_late(shape_of(args))
+
+
 def prepare(
     args: LinearArgs, plan: GemmPlan, out: Tensor, *, workspace: Workspace | None = None,
     pdl: bool | None = None,
@@ -112,7 +122,7 @@ def prepare(
     x = args.x
     pdl = traits(x.device).pdl if pdl is None else pdl
     if plan.kernel == "mma":
-        if args.norm is not None or not multiplies(shape_of(args)):
+        if not (multiplies(shape_of(args)) and (args.norm is None or fuses_norm(args, plan))):
             raise ConfigError("a plan for tensor cores got what they do not take", "plan")
         return mma_gemv(args, out, plan, pdl=pdl)
     if args.norm is not None:
@@ -162,7 +172,7 @@ def small_linear(
     plan = choose(args)
     if plan.kernel == "torch":
         return None
-    if args.norm is not None and plan.norm == "separate":
+    if args.norm is not None and not fuses_norm(args, plan):
         args = replace(args, x=rms_norm(args.x, args.norm), norm=None)
     return run(args, plan, out_dtype=out_dtype)
 

@@ -167,6 +167,12 @@ def multiplies(shape: Shape) -> bool:
     return shape.k % inputs == 0 and form.group % inputs == 0
 
 
+def norms_late(shape: Shape) -> bool:
+    """Whether `mma_gemv` applies a norm. Each program reads all of x for it; and an unscaled x *
+    weight may exceed fp16."""
+    return shape.m == 1 and shape.dtype == torch.bfloat16
+
+
 def streams(weight: Weight) -> bool:
     """Whether our kernels load tiles of a weight; others are dequantized as a whole."""
     format = weight.format

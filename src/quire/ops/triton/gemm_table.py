@@ -132,10 +132,11 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
 
 
 def _mma_plan(shape: Shape) -> GemmPlan:
-    inputs = chunk_inputs(shape.format.bits if shape.format and shape.format.bits else 8)
+    bits = shape.format.bits if shape.format and shape.format.bits else 8
+    inputs = chunk_inputs(bits)
     chunks = shape.k // inputs
     # Few enough warps that a multiprocessor holds programs of the next layer beside this one's.
-    warps = 4 if chunks <= 32 else 8 if chunks <= 64 else 16
+    warps = 4 if chunks <= 32 or bits == 4 else 8 if chunks <= 64 else 16
     return GemmPlan(
         "mma", bm=8, bn=8 if shape.gated else 16, bk=inputs, warps=warps,
         stages=min(8, max(1, chunks // warps)), norm="separate" if shape.norm else "none",
@@ -150,13 +151,14 @@ def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
     bm = min(128, max(16, triton.next_power_of_2(shape.m)))
     rows = shape.n * (2 if shape.gated else 1)
     bk = 128 if shape.k >= 128 and shape.dtype.itemsize <= 2 else 64
-    tile_rows = _power_of_two(rows / (2 * sms), 32, 64)
+    # What is unpacked takes instructions, which large tiles share with more rows of x.
+    tile_rows = _power_of_two(rows / (2 * sms), 32 if shape.format is None else 64, 64)
     tiles = triton.cdiv(rows, tile_rows)
     split_k = _power_of_two(min(2 * sms / tiles, shape.k / (4 * bk)), 1, 8)
     return GemmPlan(
         "skinny", bm=bm, bn=tile_rows // (2 if shape.gated else 1), bk=bk, warps=4,
         stages=4 if bm <= 32 else 3, split_k=split_k, norm="separate" if shape.norm else "none",
-        prefetch=1024, swap=_unpacks(shape) and tile_rows == 64 and bm <= 64,
+        prefetch=1024, swap=shape.format is not None and bm <= 64,
     )  # fmt: skip
 
 

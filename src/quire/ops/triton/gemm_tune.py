@@ -31,6 +31,7 @@ from quire.ops.triton.gemm_plan import (
     Shape,
     chunk_inputs,
     multiplies,
+    norms_late,
 )
 from quire.ops.triton.gemm_table import GemmTable, bucket, key_of
 from quire.ops.triton.launch import compiling, traits
@@ -149,7 +150,8 @@ def candidates(shape: Shape, sms: int) -> list[GemmPlan]:
 def refinements(plan: GemmPlan, shape: Shape, *, norms: bool) -> list[GemmPlan]:
     """The ways to apply the norm (`norms`), or the prefetch depths, of a tile that did well."""
     if plan.kernel == "mma":
-        return []
+        late = norms and shape.norm and norms_late(shape) and plan.norm != "late"
+        return [replace(plan, norm="late")] if late else []
     if norms:
         if not shape.norm:
             return []

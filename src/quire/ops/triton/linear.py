@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +11,7 @@ from quire.ops.choose import current_policy
 from quire.ops.reference.quantized import dequantize as dequantize_any
 from quire.ops.triton.activation import run as activate
 from quire.ops.triton.eight_bit_gemm import product, takes
-from quire.ops.triton.gemm import LinearArgs, choose, run_fixed, small_linear
+from quire.ops.triton.gemm import LinearArgs, run_fixed, small_linear
 from quire.ops.triton.gemm_plan import streams
 from quire.ops.triton.gemm_table import BUCKETS
 from quire.ops.triton.launch import traits
@@ -21,6 +19,9 @@ from quire.ops.triton.norm import rms_norm
 from quire.ops.triton.quantized_tiles import dequantize
 from quire.ops.triton.round_inputs import round_inputs
 from quire.ops.weight import Weight
+
+_FEW_ROWS = 32
+"""Rows up to which a layer's inputs in 8 bits are multiplied as 16-bit numbers."""
 
 
 def linear(
@@ -36,10 +37,9 @@ def linear(
     policy = current_policy()
     if weight.format.inputs != "none":
         if not policy.deterministic and takes(weight) and loads(weight):
-            args = LinearArgs(x, weight, bias, norm, residual, act)
             # Few rows are bound by the weight's bytes, whatever they are multiplied in.
-            if len(x) > BUCKETS[-1] or choose(replace(args, norm=None)).kernel == "torch":
-                return product(args)
+            if len(x) > _FEW_ROWS:
+                return product(LinearArgs(x, weight, bias, norm, residual, act))
         if norm is not None:
             x, norm = rms_norm(x, *norm), None
         x = round_inputs(x, weight)

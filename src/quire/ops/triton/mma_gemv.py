@@ -117,11 +117,24 @@ INSTRUCTIONS = {
 
 
 @triton.jit
-def _load_words(pointers):
-    """Returns four neighbouring words of each thread, which no other thread reads."""
+def _load_words(pointers, wanted):
+    """Returns four neighbouring words of each thread, which no other thread reads; anything where
+    they are not `wanted`."""
     return tl.inline_asm_elementwise(
-        "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [pointers],
+        "{\n.reg .pred p;\nsetp.ne.s32 p, $5, 0;\n"
+        "@p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];\n}",
+        "=r,=r,=r,=r,l,r", [pointers, wanted],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _keep_order(thread):
+    """Keeps loads before it there: the assembler moves those of the next round to where they are
+    used, and nothing is under way while a warp computes."""
+    tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r,r", [thread], dtype=tl.int32,
+        is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -132,6 +145,26 @@ def _load_inputs(pointers):
         "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [pointers],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def _times(pairs, weights):
+    """Returns products of pairs of bf16 numbers."""
+    return tl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, weights], dtype=tl.int32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _inverse_rms(x_ptr, K, eps, THREADS: tl.constexpr):
+    BLOCK: tl.constexpr = 8 * THREADS
+    squares = tl.zeros([BLOCK], tl.float32)
+    at = tl.arange(0, BLOCK)
+    for k in range(0, K, BLOCK):
+        x = tl.load(x_ptr + k + at, mask=k + at < K, other=0.0).to(tl.float32)
+        squares += x * x
+    return tl.rsqrt(tl.sum(squares, 0) / K + eps)
 
 
 @triton.jit
@@ -155,18 +188,33 @@ def _multiply8(ASM: tl.constexpr, low, high, x0, x1, sums):
 
 
 @triton.jit
+def _inputs(x_ptrs, g_ptrs, at, NORM: tl.constexpr):
+    """Returns eight neighbouring inputs of each thread, as pairs, times weights of a norm."""
+    p0, p1, p2, p3 = _load_inputs(x_ptrs + at)
+    if NORM:
+        g0, g1, g2, g3 = _load_inputs(g_ptrs + at)
+        p0 = _times(p0, g0)
+        p1 = _times(p1, g1)
+        p2 = _times(p2, g2)
+        p3 = _times(p3, g3)
+    return p0, p1, p2, p3
+
+
+@triton.jit
 def _load_chunks(
     low_ptrs, high_ptrs, low_scale, high_scale, low_zero, high_zero, first, turn, W,
     WARPS: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr, PER_GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Returns COUNT chunks of words of both rows from `first` on, with their groups' scales and
-    zeros. Pointers are at the warp's turn. Any chunk behind the last is the last, unless all are
-    WHOLE."""
+    zeros. Pointers are at the warp's turn. Of chunks behind the last, unless all are WHOLE, words
+    may be anything."""
     chunks = ()
     for index in tl.static_range(COUNT):
         at = first + index * WARPS * CHUNK
+        wanted = tl.full([32 * WARPS], 1, tl.int32)
         if not WHOLE:
+            wanted = (at + turn * CHUNK < W).to(tl.int32)
             at = tl.minimum(at, W - (turn + 1) * CHUNK)
         scales = ()
         zeros = ()
@@ -175,9 +223,9 @@ def _load_chunks(
             scales = (tl.load(low_scale + group), tl.load(high_scale + group))
             if HAS_ZEROS:
                 zeros = (tl.load(low_zero + group), tl.load(high_zero + group))
-        chunks = chunks + (
-            (_load_words(low_ptrs + at), _load_words(high_ptrs + at), scales, zeros),
-        )
+        low = _load_words(low_ptrs + at, wanted)
+        high = _load_words(high_ptrs + at, wanted)
+        chunks = chunks + ((low, high, scales, zeros),)
     return chunks
 
 
@@ -193,8 +241,9 @@ def _pair(zeros, ROW: tl.constexpr, WARPS: tl.constexpr, FP16: tl.constexpr, STO
 
 @triton.jit
 def _add_chunk(
-    sums, chunk, x_ptrs, inside, WARPS: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr,
-    FP16: tl.constexpr, GROUPED: tl.constexpr, HAS_ZEROS: tl.constexpr, EVEN: tl.constexpr,
+    sums, chunk, x_ptrs, g_ptrs, inside, WARPS: tl.constexpr, BITS: tl.constexpr,
+    ASM: tl.constexpr, FP16: tl.constexpr, GROUPED: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    EVEN: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Returns sums plus the products of a chunk: 4 words of each of two rows."""
     low, high, scales, zeros = chunk
@@ -203,14 +252,14 @@ def _add_chunk(
         none = tl.zeros([32 * WARPS], tl.float32)
         new = (none, none, none, none)
     for half in tl.static_range(2):
-        p0, p1, p2, p3 = _load_inputs(x_ptrs + half * (8 if BITS == 4 else 4))
+        p0, p1, p2, p3 = _inputs(x_ptrs, g_ptrs, half * (8 if BITS == 4 else 4), NORM)
         if not EVEN:
             p0 = tl.where(inside, p0, 0)
             p1 = tl.where(inside, p1, 0)
             p2 = tl.where(inside, p2, 0)
             p3 = tl.where(inside, p3, 0)
         if BITS == 4:
-            q0, q1, q2, q3 = _load_inputs(x_ptrs + half * 8 + 4)
+            q0, q1, q2, q3 = _inputs(x_ptrs, g_ptrs, half * 8 + 4, NORM)
             if not EVEN:
                 q0 = tl.where(inside, q0, 0)
                 q1 = tl.where(inside, q1, 0)
@@ -236,21 +285,29 @@ def _add_chunk(
 
 
 @triton.jit
-def _store(y, res_ptr, y_ptr, stride_rm, stride_ym, m, cols, M, N, HAS_RES: tl.constexpr):
-    mask = (m < M) & (cols < N)
+def _residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr):
+    value = 0.0
     if HAS_RES:
-        y += tl.load(res_ptr + m * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
+        mask = (m < M) & (cols < N)
+        value = tl.load(res_ptr + m * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _store(y, y_ptr, stride_ym, m, cols, M, N):
+    mask = (m < M) & (cols < N)
     tl.store(y_ptr + m * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
 def mma_gemv_kernel(
-    x_ptr, w_ptr, w_scale_ptr, w_zero_ptr, bias_ptr, res_ptr, y_ptr, M, N, W,
-    stride_xm, stride_wn, stride_sn, stride_rm, stride_ym,
+    x_ptr, x16_ptr, g_ptr, w_ptr, w_scale_ptr, w_zero_ptr, bias_ptr, res_ptr, y_ptr, M, N, W, K,
+    eps, stride_xm, stride_wn, stride_sn, stride_rm, stride_ym,
     WARPS: tl.constexpr, COUNT: tl.constexpr, SINGLE: tl.constexpr, EVEN: tl.constexpr,
     BITS: tl.constexpr, ASM: tl.constexpr, FP16: tl.constexpr, PER_GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RES: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K] and w [N, W words] (gated: [2 N, W]), 16 weight rows a program.
 
@@ -279,28 +336,54 @@ def mma_gemv_kernel(
         w_zero_ptr + low * stride_sn, w_zero_ptr + high * stride_sn, 0, turn, W, WARPS, COUNT,
         SINGLE and EVEN, PER_GROUP, HAS_ZEROS,
     )  # fmt: skip
+    # What ends the sums is asked for before them: at the end nothing would hide its latency.
+    lane = tl.arange(0, 32)
+    m = lane % 4 * 2
+    cols = pid * (8 if GLU else 16) + lane // 4
+    low1 = tl.minimum(cols, N - 1)
+    high1 = low1 + N if GLU else tl.minimum(cols + 8, N - 1)
+    s0 = 1.0
+    s1 = 1.0
+    if PER_GROUP == 0:
+        s0 = tl.load(w_scale_ptr + low1 * stride_sn).to(tl.float32)
+        s1 = tl.load(w_scale_ptr + high1 * stride_sn).to(tl.float32)
+    b0 = 0.0
+    b1 = 0.0
+    if HAS_BIAS:
+        b0 = tl.load(bias_ptr + low1).to(tl.float32)
+        b1 = tl.load(bias_ptr + high1).to(tl.float32)
     if PDL:
         wait_for_predecessor(EAGER)
+    r0 = _residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES)
+    r1 = _residual(res_ptr, stride_rm, m + 1, cols, M, N, HAS_RES)
+    r2 = _residual(res_ptr, stride_rm, m, cols + 8, M, N, HAS_RES and not GLU)
+    r3 = _residual(res_ptr, stride_rm, m + 1, cols + 8, M, N, HAS_RES and not GLU)
+    inverse = 1.0
+    if NORM:
+        inverse = _inverse_rms(x16_ptr, K, eps, 32 * WARPS)
     # Columns of the product that x has no rows for repeat its last row, and are not stored.
-    x_ptrs = x_ptr + tl.minimum(eighth, M - 1) * stride_xm + (turn * CHUNK + quarter * 4) * PAIRS
+    own = (turn * CHUNK + quarter * 4) * PAIRS
+    x_ptrs = x_ptr + tl.minimum(eighth, M - 1) * stride_xm + own
     none = tl.zeros([32 * WARPS], tl.float32)
     sums = (none, none, none, none)
     for first in range(0, STEP if SINGLE else W, STEP):
         current = chunks
         if not SINGLE:
             chunks = _load_chunks(
-                low_ptrs, high_ptrs, w_scale_ptr + low * stride_sn, w_scale_ptr + high * stride_sn,
-                w_zero_ptr + low * stride_sn, w_zero_ptr + high * stride_sn, first + STEP, turn, W,
-                WARPS, COUNT, False, PER_GROUP, HAS_ZEROS,
+                low_ptrs, high_ptrs, w_scale_ptr + low * stride_sn,
+                w_scale_ptr + high * stride_sn, w_zero_ptr + low * stride_sn,
+                w_zero_ptr + high * stride_sn, first + STEP, turn, W, WARPS, COUNT, False,
+                PER_GROUP, HAS_ZEROS,
             )  # fmt: skip
+            _keep_order(thread)
         for index in tl.static_range(COUNT):
             at = first + index * WARPS * CHUNK
             inside = at + turn * CHUNK < W
             if not EVEN:
                 at = tl.minimum(at, W - (turn + 1) * CHUNK)
             sums = _add_chunk(
-                sums, current[index], x_ptrs + at * PAIRS, inside, WARPS, BITS, ASM, FP16,
-                PER_GROUP > 0, HAS_ZEROS, EVEN,
+                sums, current[index], x_ptrs + at * PAIRS, g_ptr + own + at * PAIRS, inside,
+                WARPS, BITS, ASM, FP16, PER_GROUP > 0, HAS_ZEROS, EVEN, NORM,
             )  # fmt: skip
     y0, y1, y2, y3 = sums
     if WARPS > 1:
@@ -309,68 +392,49 @@ def mma_gemv_kernel(
         y02, y13 = tl.split(total)
         y0, y1 = tl.split(y02)
         y2, y3 = tl.split(y13)
-    lane = tl.arange(0, 32)
-    m = lane % 4 * 2
-    if GLU:
-        cols = pid * 8 + lane // 4
-        low1 = tl.minimum(cols, N - 1)
-        high1 = low1 + N
-    else:
-        cols = pid * 16 + lane // 4
-        low1 = tl.minimum(cols, N - 1)
-        high1 = tl.minimum(cols + 8, N - 1)
-    if PER_GROUP == 0:
-        s0 = tl.load(w_scale_ptr + low1 * stride_sn).to(tl.float32)
-        s1 = tl.load(w_scale_ptr + high1 * stride_sn).to(tl.float32)
-        y0 *= s0
-        y1 *= s0
-        y2 *= s1
-        y3 *= s1
-    if HAS_BIAS:
-        b0 = tl.load(bias_ptr + low1).to(tl.float32)
-        b1 = tl.load(bias_ptr + high1).to(tl.float32)
-        y0 += b0
-        y1 += b0
-        y2 += b1
-        y3 += b1
-    if not APART:
-        y0 = activate(y0, ACT)
-        y1 = activate(y1, ACT)
+    if NORM:
+        s0 *= inverse
+        s1 *= inverse
+    y0 = y0 * s0 + b0
+    y1 = y1 * s0 + b0
+    y2 = y2 * s1 + b1
+    y3 = y3 * s1 + b1
     if APART:
-        _store(y0, res_ptr, y_ptr, stride_rm, stride_ym, m, cols, M, N, False)
-        _store(y1, res_ptr, y_ptr, stride_rm, stride_ym, m + 1, cols, M, N, False)
-        _store(y2, res_ptr, y_ptr + N, stride_rm, stride_ym, m, cols, M, N, False)
-        _store(y3, res_ptr, y_ptr + N, stride_rm, stride_ym, m + 1, cols, M, N, False)
+        _store(y0, y_ptr, stride_ym, m, cols, M, N)
+        _store(y1, y_ptr, stride_ym, m + 1, cols, M, N)
+        _store(y2, y_ptr + N, stride_ym, m, cols, M, N)
+        _store(y3, y_ptr + N, stride_ym, m + 1, cols, M, N)
     elif GLU:
-        _store(y0 * y2, res_ptr, y_ptr, stride_rm, stride_ym, m, cols, M, N, HAS_RES)
-        _store(y1 * y3, res_ptr, y_ptr, stride_rm, stride_ym, m + 1, cols, M, N, HAS_RES)
+        _store(activate(y0, ACT) * y2 + r0, y_ptr, stride_ym, m, cols, M, N)
+        _store(activate(y1, ACT) * y3 + r1, y_ptr, stride_ym, m + 1, cols, M, N)
     else:
-        y2 = activate(y2, ACT)
-        y3 = activate(y3, ACT)
-        _store(y0, res_ptr, y_ptr, stride_rm, stride_ym, m, cols, M, N, HAS_RES)
-        _store(y1, res_ptr, y_ptr, stride_rm, stride_ym, m + 1, cols, M, N, HAS_RES)
-        _store(y2, res_ptr, y_ptr, stride_rm, stride_ym, m, cols + 8, M, N, HAS_RES)
-        _store(y3, res_ptr, y_ptr, stride_rm, stride_ym, m + 1, cols + 8, M, N, HAS_RES)
+        _store(activate(y0, ACT) + r0, y_ptr, stride_ym, m, cols, M, N)
+        _store(activate(y1, ACT) + r1, y_ptr, stride_ym, m + 1, cols, M, N)
+        _store(activate(y2, ACT) + r2, y_ptr, stride_ym, m, cols + 8, M, N)
+        _store(activate(y3, ACT) + r3, y_ptr, stride_ym, m + 1, cols + 8, M, N)
 
 
 def mma_gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Launch:
-    """`args` without a norm into `out` [M, N], where `multiplies` holds for their shape."""
-    x, own, res, n = args.x, Operands(args.weight), args.residual, args.n
-    words = own.values.view(torch.int32)
+    """`args` into `out` [M, N], where `multiplies` holds for their shape; with a norm, `norms_late`
+    too."""
+    x, own, res, norm, n = args.x, Operands(args.weight), args.residual, args.norm, args.n
+    words, pairs = own.values.view(torch.int32), x.view(torch.int32)
     count = words.shape[1]
-    step = plan.warps * plan.stages * CHUNK_WORDS
     bits = own.bits or 8
+    step = plan.warps * plan.stages * CHUNK_WORDS
     operands = (
-        x.view(torch.int32), words, own.scales, own.zeros, x if args.bias is None else args.bias,
-        x if res is None else res, out, x.shape[0], n, count, x.stride(0) // 2, words.stride(0),
-        own.scales.stride(0), 0 if res is None else res.stride(0), out.stride(0),
+        pairs, x, pairs if norm is None else norm.weight.view(torch.int32), words, own.scales,
+        own.zeros, x if args.bias is None else args.bias, x if res is None else res, out,
+        x.shape[0], n, count, args.k, 0.0 if norm is None else norm.eps, pairs.stride(0),
+        words.stride(0), own.scales.stride(0), 0 if res is None else res.stride(0), out.stride(0),
     )  # fmt: skip
     named = options(
         pdl, WARPS=plan.warps, COUNT=plan.stages, SINGLE=count <= step, EVEN=count % step == 0,
         BITS=bits, ASM=INSTRUCTIONS[args.weight.dtype, x.dtype], FP16=x.dtype == torch.float16,
         PER_GROUP=own.group // chunk_inputs(bits), HAS_ZEROS=own.has_zeros, GLU=args.gated,
         ACT=args.act_name, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
-        APART=args.apart, PDL=pdl, EAGER=plan.eager, num_warps=plan.warps, num_stages=1,
+        APART=args.apart, PDL=pdl, EAGER=plan.eager, NORM=norm is not None,
+        num_warps=plan.warps, num_stages=1,
     )  # fmt: skip
     rows = 8 if args.gated else 16
     return Launch(mma_gemv_kernel, (triton.cdiv(n, rows),), operands, named)

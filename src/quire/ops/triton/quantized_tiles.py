@@ -87,6 +87,48 @@ def _number(words, zeros, scales, PLACE: tl.constexpr, E2M1: tl.constexpr):
     return value
 
 
+def _unpack_pairs() -> str:
+    """Returns instructions for words $8 and $9 and the pair of their scales, $10: pairs of the
+    values at each place, times the scales. A value in the mantissa of 2^7 is exact in bf16."""
+    lines = []
+    for byte in range(4):
+        lines.append(f"prmt.b32 t, $8, $9, 0x{byte + 4}{byte + 4}{byte}{byte};")
+        for half in range(2):
+            out = f"${2 * byte + half}"
+            if half:
+                lines.append("shr.u32 t, t, 4;")
+            lines.append(f"lop3.b32 {out}, t, 0x000F000F, 0x43004300, 0xEA;")
+            lines.append(f"fma.rn.bf16x2 {out}, {out}, one, zero;")
+            lines.append(f"mul.rn.bf16x2 {out}, {out}, $10;")
+    text = "\n".join(lines)
+    return (
+        "{\n.reg .b32 t, one, zero;\nmov.b32 one, 0x3F803F80;\nmov.b32 zero, 0xC308C308;\n"
+        f"{text}\n}}"
+    )
+
+
+_UNPACK: tl.constexpr = tl.constexpr(_unpack_pairs())
+
+
+@triton.jit
+def widen_pairs(w, scales, R: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
+    """Returns bf16 [R, BK] of words of 4 bits, (value - 8) * scale rounded. scales: bf16,
+    widened."""
+    GROUPS: tl.constexpr = BK // GROUP if BK > GROUP else 1
+    s = tl.broadcast_to(_spread(scales.to(tl.bfloat16), R, GROUPS, BK // 8 // GROUPS), [R, BK // 8])
+    v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+        _UNPACK, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r", [w, s],
+        dtype=(
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+            tl.bfloat16, tl.bfloat16,
+        ),
+        is_pure=True, pack=2,
+    )  # fmt: skip
+    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
+    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+    return tl.reshape(tl.join(even, odd), [R, BK])
+
+
 @triton.jit
 def widen(
     w, scales, zeros, R: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,

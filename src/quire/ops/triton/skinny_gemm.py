@@ -26,7 +26,14 @@ from quire.ops.triton.gemm_common import (
 )
 from quire.ops.triton.gemm_plan import GemmPlan, Launch, LinearArgs
 from quire.ops.triton.launch import options, traits
-from quire.ops.triton.quantized_tiles import LIFT, Operands, load_groups, load_tile, widen
+from quire.ops.triton.quantized_tiles import (
+    LIFT,
+    Operands,
+    load_groups,
+    load_tile,
+    widen,
+    widen_pairs,
+)
 
 MAX_SPLIT_TILES = 16384
 
@@ -62,6 +69,7 @@ def product(
     BM: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     NORM: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr = False,
+    IN_PAIRS: tl.constexpr = False,
 ):  # fmt: skip
     """fp32 sums over [k_begin, k_end): [BM, R]; x_ptrs [BM, 1], w_ptrs, s_ptrs, z_ptrs [R, 1]."""
     ks = tl.arange(0, BK)
@@ -79,7 +87,10 @@ def product(
                 s = load_groups(s_ptrs, k0, K, BK, GROUP, EVEN_K)
             if HAS_ZEROS:
                 z = load_groups(z_ptrs, k0, K, BK, GROUP, EVEN_K)
-            w = widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS, E2M1)
+            if IN_PAIRS:
+                w = widen_pairs(w, s, R, BK, GROUP)
+            else:
+                w = widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS, E2M1)
             if E2M1 and dtype == tl.float16:
                 w *= LIFT
         if NORM == "exact":
@@ -141,6 +152,21 @@ def _sum_of_parts(parts_ptr, offsets, parts, PART: tl.constexpr):
     return total
 
 
+@triton.jit
+def meet(acc, parts_ptr, counters_ptr, tile, part, parts, BM: tl.constexpr, R: tl.constexpr):
+    """Returns the sum [BM, R] of the parts of all programs of a tile, and whether this is the last
+    one to come: the others' sums are not whole. part: which of `parts` this one has."""
+    parts_ptr += tile.to(tl.int64) * parts * BM * R
+    offsets = tl.arange(0, BM)[:, None] * R + tl.arange(0, R)[None, :]
+    tl.store(parts_ptr + part * BM * R + offsets, acc)
+    tl.debug_barrier()  # every thread's part is written before the one atomic that says so
+    last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == parts - 1
+    if last:
+        acc = _sum_of_parts(parts_ptr, offsets, parts, BM * R)
+        tl.store(counters_ptr + tile, 0)
+    return acc, last
+
+
 @triton.jit(do_not_specialize=["M", "prefetch_k", "steps_per_split"])
 def skinny_kernel(
     x_ptr, w_ptr, w_scale_ptr, w_zero_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, parts_ptr,
@@ -151,6 +177,7 @@ def skinny_kernel(
     NORM: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, APART: tl.constexpr,
     UPCAST: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). For w, w_scale_ptr and
     w_zero_ptr see `Operands`. Grid: N tiles, K splits, M tiles."""
@@ -178,25 +205,26 @@ def skinny_kernel(
         scale = _row_scales(x_ptrs, K, eps, BM, BK, EVEN_K)
     acc = product(
         x_ptrs, w_ptrs, s_ptrs, z_ptrs, g_ptr, scale, k_begin, k_end, K, eps, BM, R, BK, EVEN_K,
-        NORM, SWAP, UPCAST, BITS, GROUP, HAS_ZEROS,
+        NORM, SWAP, UPCAST, BITS, GROUP, HAS_ZEROS, False, IN_PAIRS,
     )  # fmt: skip
     last = True
     if SPLIT:
-        parts = tl.num_programs(1)
         tile = pid_m * tl.num_programs(0) + pid_n
-        parts_ptr += tile.to(tl.int64) * parts * BM * R
-        offsets = tl.arange(0, BM)[:, None] * R + tl.arange(0, R)[None, :]
-        tl.store(parts_ptr + pid_k * BM * R + offsets, acc)
-        tl.debug_barrier()  # every thread's part is written before the one atomic that says so
-        last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == parts - 1
-        if last:
-            acc = _sum_of_parts(parts_ptr, offsets, parts, BM * R)
-            tl.store(counters_ptr + tile, 0)
+        acc, last = meet(
+            acc, parts_ptr, counters_ptr, tile, pid_k, tl.num_programs(1), BM, R
+        )  # fmt: skip
     if last:
         store_tile(
             acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_sn, stride_rm,
             stride_ym, GLU, ACT, HAS_SCALES, HAS_BIAS, HAS_RES, APART,
         )  # fmt: skip
+
+
+def _unpacks_pairs(args: LinearArgs, own: Operands) -> bool:
+    """Whether values are unpacked as pairs of bf16, which scales of bf16 round no further."""
+    plain = own.bits == 4 and not (own.has_zeros or own.e2m1) and own.group > 0
+    of_pairs = args.x.dtype == own.scales.dtype == torch.bfloat16
+    return plain and of_pairs and traits(args.x.device).capability >= (9, 0)
 
 
 def skinny_gemm(
@@ -233,7 +261,7 @@ def skinny_gemm(
         HAS_SCALES=own.has_scales, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
         BITS=own.bits, GROUP=own.group, HAS_ZEROS=own.has_zeros, APART=args.apart,
         UPCAST=x.dtype == torch.bfloat16 and not traits(x.device).bf16,
-        PDL=pdl, EAGER=plan.eager, PREFETCH=pdl,
+        PDL=pdl, EAGER=plan.eager, PREFETCH=pdl, IN_PAIRS=_unpacks_pairs(args, own),
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return Launch(skinny_kernel, (tiles[0], split_k, tiles[1]), operands, named)

@@ -1,0 +1,279 @@
+"""Plans of one row's products in few bits, chosen within a whole decode step.
+
+    PYTHONPATH=src python bench/gemm/few_bits.py int4 int8 fp8 [--model Qwen3-8B] [--store]
+
+Each plan is held against float64 and timed in a graph of all layers' weights. The fastest few of
+each product are then tried in a step of all layers, with rotary embedding, attention at a context
+of 256 and the head in bf16, and the fastest of these are printed as entries of the card's table.
+--store: also puts them into the user's table. --warm 0/4: compiles a share of the plans and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.ops import RmsScale
+from quire.ops.triton import gemm
+from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs, shape_of
+from quire.ops.triton.gemm_table import GemmTable, key_of, plan_for, store, table_for
+from quire.ops.triton.gemm_tune import candidates, refinements
+from quire.ops.triton.launch import compiling, traits
+from quire.ops.triton.norm import rms_norm
+from quire.ops.triton.quantized_tiles import dequantize
+from quire.ops.triton.rope_store import qk_norm_rope_store
+from quire.ops.weight import Weight, WeightFormat
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
+from attention_cases import AttentionTuning, Batch
+from shapes import MODELS
+from shapes import Shape as Model
+
+FORMATS = {
+    "int8": WeightFormat(torch.int8, scales=torch.float32),
+    "fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32),
+    "int4": WeightFormat(torch.uint8, bits=4, scales=torch.bfloat16, group=128),
+}
+PRODUCTS = ("gate_up", "down", "qkv", "o")
+DEVICE = torch.device("cuda", 0)
+CONTEXT = 256
+BANDWIDTH = 4.24e6
+"""Bytes per µs of a GEMV, measured on an H200."""
+TOLERANCE = 1e-2
+"""Relative error against float64."""
+BETWEEN_STEPS = 25.0
+"""µs of a step that no kernel of it takes."""
+
+Plans = dict[str, GemmPlan]
+
+
+def draw(form: WeightFormat, outputs: int, inputs: int) -> Weight:
+    weight = Weight.empty(form, outputs, inputs, DEVICE)
+    stored = weight.values.view(torch.uint8).random_(0, 256)
+    largest = 8 if form.bits else 128
+    if form.values == torch.float8_e4m3fn:
+        stored.bitwise_and_(0xBF)  # up to 1.875
+        largest = 1
+    assert weight.scales is not None
+    weight.scales.uniform_(0.01 / largest, 0.03 / largest)
+    return weight
+
+
+class Step:
+    """Weights and buffers of a decode step of one sequence."""
+
+    def __init__(self, model: Model, form: WeightFormat, layers: int) -> None:
+        self.model, self.form = model, form
+        self.weights = [
+            {name: draw(form, n, k) for name, (n, k) in model.projections.items()}
+            for _ in range(layers)
+        ]
+
+        def values(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE)
+
+        self.head = Weight.plain(values(model.vocab, model.hidden).mul_(0.02))
+        self.norm = RmsScale(values(model.hidden).abs(), 1e-6)
+        self.bias = values(model.qkv_width) if model.bias else None
+        self.h, self.h1 = values(1, model.hidden), values(1, model.hidden)
+        self.qkv = values(1, model.qkv_width)
+        self.attention = values(1, model.heads * model.head_dim)
+        self.wide = values(1, model.intermediate)
+        self.logits = values(1, model.vocab)
+        self.outputs = {"qkv": self.qkv, "o": self.h1, "gate_up": self.wide, "down": self.h}
+        self.batch = Batch.make([(1, CONTEXT)], model.heads, model.kv_heads, model.head_dim, layers)
+        self.angles = torch.rand(CONTEXT, model.head_dim, device=DEVICE)
+        self.positions = torch.tensor([CONTEXT - 1], device=DEVICE)
+        self.slots = self.batch.table[0, -1:].long() * 16 + 15
+        self.gain = values(model.head_dim) if model.qk_norm else None
+        self.schedule = self.batch.schedule(AttentionTuning())
+        self.card = torch.cuda.get_device_name()
+        self.head_plan = self.known(LinearArgs(self.h, self.head))
+
+    def known(self, args: LinearArgs) -> GemmPlan:
+        return plan_for(shape_of(args), self.card, traits(DEVICE))
+
+    def args(self, layer: int, name: str) -> LinearArgs:
+        weight = self.weights[layer][name]
+        if name == "qkv":
+            return LinearArgs(self.h, weight, self.bias, norm=self.norm)
+        if name == "o":
+            return LinearArgs(self.attention, weight, residual=self.h)
+        if name == "gate_up":
+            return LinearArgs(self.h1, weight, norm=self.norm, act="silu_and_mul")
+        return LinearArgs(self.wide, weight, residual=self.h1)
+
+    def product(self, layer: int, name: str, plan: GemmPlan) -> None:
+        run(self.args(layer, name), plan, self.outputs[name])
+
+    def products(self, name: str, plan: GemmPlan) -> None:
+        for layer in range(len(self.weights)):
+            self.product(layer, name, plan)
+
+    def run(self, plans: Plans) -> None:
+        model, rows = self.model, self.batch
+        heads = model.heads + 2 * model.kv_heads
+        for layer in range(len(self.weights)):
+            self.product(layer, "qkv", plans["qkv"])
+            rows.q[layer] = qk_norm_rope_store(
+                self.qkv.view(1, heads, model.head_dim), rows.caches[layer],
+                positions=self.positions, slots=self.slots, cos_sin=self.angles,
+                q_weight=self.gain, k_weight=self.gain,
+            )  # fmt: skip
+            self.attention = rows.run(layer, AttentionTuning(), scratch=self.schedule).view(1, -1)
+            for name in ("o", "gate_up", "down"):
+                self.product(layer, name, plans[name])
+        gemm.run(LinearArgs(self.h, self.head), self.head_plan, out=self.logits)
+
+
+def run(args: LinearArgs, plan: GemmPlan, out: Tensor) -> None:
+    if args.norm is not None and plan.norm == "separate":
+        args = replace(args, x=rms_norm(args.x, *args.norm), norm=None)
+    gemm.run(args, plan, out=out)
+
+
+def expected(args: LinearArgs) -> Tensor:
+    x = args.x.double()
+    if args.norm is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + args.norm.eps)
+        x = x * args.norm.weight.double()
+    y = x @ dequantize(args.weight, torch.float32).double().T
+    if args.bias is not None:
+        y = y + args.bias.double()
+    if args.gated:
+        gate, up = y.chunk(2, -1)
+        y = torch.nn.functional.silu(gate) * up
+    return y if args.residual is None else y + args.residual.double()
+
+
+def graph_us(work: Callable[[], None], replays: int = 4, rounds: int = 3) -> float:
+    """µs of a graph of the work, the best of `rounds`."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        work()
+        stream.synchronize()
+        graph.capture_begin()
+        try:
+            work()
+        finally:
+            graph.capture_end()
+        graph.replay()
+        best = math.inf
+        for _ in range(rounds):
+            start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+            start.record()
+            for _ in range(replays):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end) * 1e3 / replays)
+    return best
+
+
+def plans_of(args: LinearArgs) -> list[GemmPlan]:
+    """Returns plans of the tensor-core GEMV."""
+    shape = shape_of(args)
+    plans = [plan for plan in candidates(shape, traits(DEVICE).num_sms) if plan.kernel == "mma"]
+    return plans + [other for plan in plans for other in refinements(plan, shape, norms=True)]
+
+
+def label(plan: GemmPlan) -> str:
+    return f"{plan.kernel} w{plan.warps} s{plan.stages} {plan.norm}"
+
+
+def choose(step: Step, until: float) -> Plans:
+    """Returns the fastest plans of a step's products."""
+    best = {name: step.known(step.args(0, name)) for name in PRODUCTS}
+    print(f"plans of the table: {graph_us(lambda: step.run(best)):.0f} us a step", flush=True)
+    ranked: dict[str, list[tuple[float, GemmPlan]]] = {}
+    for name in PRODUCTS:
+        args = step.args(0, name)
+        residual = None if args.residual is None else torch.randn_like(args.residual)
+        args = replace(args, x=torch.randn_like(args.x), residual=residual)
+        want, out = expected(args), torch.empty_like(step.outputs[name])
+        found = []
+        for plan in dict.fromkeys((best[name], *plans_of(args))):
+            try:
+                out.fill_(math.nan)
+                run(args, plan, out)
+                error = float((out.double() - want).norm() / want.norm())
+                if not error < TOLERANCE:
+                    print("WRONG", name, label(plan), error)
+                    continue
+                work = functools.partial(step.products, name, plan)
+                found.append((graph_us(work) / len(step.weights), plan))
+            except Exception as problem:
+                print("FAILED", name, label(plan), type(problem).__name__, str(problem)[:150])
+        ranked[name] = found = sorted(found, key=lambda pair: pair[0])
+        floor = step.form.weight_bytes(*step.model.projections[name]) / BANDWIDTH
+        share = 100 * floor / found[0][0]
+        told = "; ".join(f"{us:.1f} {label(plan)}" for us, plan in found[:5])
+        print(f"  {name:8} floor {floor:.1f} us, {share:.0f} %: {told}", flush=True)
+    best = {name: found[0][1] for name, found in ranked.items()}
+    fastest = graph_us(lambda: step.run(best))
+    print(f"each as it is fastest alone: {fastest:.0f} us a step", flush=True)
+    for name in PRODUCTS:
+        for _, plan in ranked[name][1:7]:
+            trial = {**best, name: plan}
+            if time.monotonic() > until:
+                break
+            us = graph_us(functools.partial(step.run, trial))
+            if us < fastest:
+                fastest, best = us, trial
+        print(f"  {name:8} {label(best[name])}: {fastest:.0f} us a step", flush=True)
+    print(f"{fastest:.0f} us a step: {1e6 / (fastest + BETWEEN_STEPS):.0f} tokens/s")
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("formats", nargs="+", choices=FORMATS)
+    parser.add_argument("--model", default="Qwen3-8B")
+    parser.add_argument("--seconds", type=float, default=20.0, help="limit for each format")
+    parser.add_argument("--store", action="store_true")
+    parser.add_argument("--warm", default="", metavar="SHARE/OF")
+    options = parser.parse_args()
+    model = next(m for m in MODELS if m.name == options.model)
+    torch.manual_seed(0)
+    card = torch.cuda.get_device_name()
+    for name in options.formats:
+        began = time.monotonic()
+        if options.warm:
+            share, of = map(int, options.warm.split("/"))
+            step = Step(model, FORMATS[name], 1)
+            with compiling(4):
+                work = [(part, plan) for part in PRODUCTS for plan in plans_of(step.args(0, part))]
+                for part, plan in work[share::of]:
+                    args = step.args(0, part)
+                    args = replace(args, norm=None) if plan.norm == "separate" else args
+                    gemm.prepare(args, plan, step.outputs[part]).run()
+            if share == 0:
+                step.run({part: step.known(step.args(0, part)) for part in PRODUCTS})
+                torch.cuda.synchronize()
+            continue
+        print(f"{model.name} {name}")
+        step = Step(model, FORMATS[name], model.layers)
+        best = choose(step, began + options.seconds)
+        entries = {key_of(shape_of(step.args(0, part))): plan for part, plan in best.items()}
+        for key, plan in entries.items():
+            print(f"  {json.dumps(key)}: {json.dumps(plan.as_json())},")
+        if options.store:
+            known = table_for(card).entries
+            store(GemmTable(card, entries={**known, **entries}))
+        print(f"{time.monotonic() - began:.0f} s", flush=True)
+        del step
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
