@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -28,7 +28,7 @@ KV_CACHE_DTYPES = (
 """The values of `EngineArgs.kv_cache_dtype`. fp8 is fp8_e4m3."""
 
 
-QUANTIZATIONS = ("fp8", "int4", "int8", "w8a8")
+QUANTIZATIONS = ("fp8", "int4", "int8", "w8a8", "w8a8_fp8")
 """The values of `EngineArgs.quantization`."""
 
 
@@ -53,14 +53,14 @@ class EngineArgs:
     )
     tokenizer: str | None = _setting(None, "Tokenizer folder or hub id, if not the model's.")
     revision: str | None = _setting(None, "Hub revision of the model (branch, tag or commit).")
-    dtype: str = _setting(
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = _setting(
         "auto", "auto, float32, float16 or bfloat16. auto: the checkpoint's on a GPU, fp32 on CPU."
     )
     quantization: str | None = _setting(
         None,
         "How linear layers store their weights, rounded as they are read. fp8, int8: 8 bits with a "
-        "scale per output. int4: 4 bits with scales of 128 inputs. w8a8: int8, and inputs too. "
-        "Default: as the checkpoint does.",
+        "scale per output. int4: 4 bits with scales of 128 inputs. w8a8, w8a8_fp8: int8 or fp8, "
+        "and inputs too. Default: as the checkpoint does.",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = _setting(
         "auto", "dummy gives random weights for a folder that holds only config.json."
@@ -154,7 +154,11 @@ class EngineArgs:
     node_rank: int = _setting(0, "This machine's number; on 0 the engine runs, others wait for it.")
     master_addr: str = _setting("127.0.0.1", "Address of machine 0.")
     master_port: int = _setting(29600, "Port there for other machines; the next one is used, too.")
+    distributed_executor: Literal["process", "ray"] = _setting(
+        "process", "Who places ranks: each machine its own, or Ray, which finds the machines."
+    )
     enable_expert_parallel: bool = _setting(False, "Ranks hold whole experts, not parts of all.")
+    redundant_experts: int = _setting(0, "Further copies of experts that many tokens choose.")
     trace_dir: str | None = _setting(
         None, "Folder for a trace of every step, for Perfetto (256 MB at most; slows it a little)."
     )
@@ -163,6 +167,8 @@ class EngineArgs:
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
             object.__setattr__(self, name, _checked(name, getattr(self, name), kind))
+            if get_origin(kind) is Literal:
+                _one_of(name, getattr(self, name), get_args(kind))
         for name in _COUNTS:
             _at_least_one(name, getattr(self, name))
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
@@ -189,21 +195,14 @@ class EngineArgs:
             )
         for name in self.disable:
             _one_of("disable", name, OPTIMIZATIONS)
-        _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
-        _one_of("pooling", self.pooling, ("auto", "last", "mean"))
-        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
 
     def _check_tiers(self) -> None:
-        for name, value in (
-            ("host_cache_gb", self.host_cache_gb),
-            ("disk_cache_gb", self.disk_cache_gb),
-        ):
-            if value < 0.0:
-                raise ConfigError(f"{name} must be >= 0, got {value}", name)
+        for name in ("host_cache_gb", "disk_cache_gb"):
+            if getattr(self, name) < 0.0:
+                raise ConfigError(f"{name} must be >= 0, got {getattr(self, name)}", name)
         if self.host_cache_gb and not self.enable_prefix_caching:
             raise ConfigError("host_cache_gb needs enable_prefix_caching", "host_cache_gb")
         if self.disk_cache is not None and not self.host_cache_gb:
@@ -218,6 +217,13 @@ class EngineArgs:
     def ranks(self) -> int:
         """Returns how many devices the engine runs on."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def parallel(self) -> bool:
+        """Whether any setting of several ranks or machines is used."""
+        sizes = self.ranks, self.nnodes, self.node_rank + 1, self.redundant_experts + 1
+        others = self.enable_expert_parallel or self.distributed_executor != "process"
+        return others or max(sizes) > 1
 
     @property
     def speculates(self) -> bool:

@@ -27,7 +27,8 @@ PARAMS = [
 
 
 def generated(**settings: Any) -> tuple[list[list[int]], LLM]:
-    llm = LLM(device="cuda", deterministic=True, max_model_len=512, max_num_seqs=32, **settings)
+    sizes: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 32, "kv_cache_gb": 2.0}
+    llm = LLM(device="cuda", deterministic=True, **sizes, **settings)
     tokenizer = llm.get_tokenizer()
     prompts = []
     for asked in ASKED:

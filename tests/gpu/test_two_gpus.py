@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.balance import feature
 from quire.engine.workers import WorkerExecutor
 from quire.errors import EngineDeadError
 from tests.gpu.test_graphs import COSTLY, PARAMS, run
@@ -43,11 +44,25 @@ def test_two_stages(tmp_path: Path, config: dict[str, object]) -> None:
         assert same >= 0.9 * len(one), settings
 
 
-def test_whole_experts(tmp_path: Path) -> None:
+def test_whole_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are placed anew while graphs stay."""
+    monkeypatch.setattr(feature, "FIRST_STEPS", 8)
+    monkeypatch.setattr(feature, "STEPS", 16)
     (tmp_path / "config.json").write_text(json.dumps(TINY_EXPERTS))
     one = run(tmp_path, PARAMS + COSTLY)
-    settings = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-    two = run(tmp_path, PARAMS + COSTLY, **settings)
+    for copies in (0, 3):
+        two = run(
+            tmp_path, PARAMS + COSTLY, tensor_parallel_size=2, enable_expert_parallel=True,
+            redundant_experts=copies,
+        )  # fmt: skip
+        assert sum(a == b for a, b in zip(one, two, strict=True)) >= 0.9 * len(one), copies
+
+
+def test_blocks_on_the_host(tmp_path: Path) -> None:
+    """Each rank moves its heads' part of a block."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    one = run(tmp_path, PARAMS)
+    two = run(tmp_path, PARAMS, tensor_parallel_size=2, num_kv_blocks=40, host_cache_gb=0.01)
     assert sum(a == b for a, b in zip(one, two, strict=True)) >= 0.9 * len(one)
 
 

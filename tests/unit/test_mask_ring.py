@@ -48,7 +48,7 @@ def test_a_place_never_goes_back() -> None:
     ring.bring(4, lines(1))
     ring.bring(2, lines(2))
     assert ring.has(4, wait=False)
-    ring.open()
+    ring.close()
     ring.bring(6, lines(3))
     assert ring.has(10**9, wait=False)
 
@@ -105,7 +105,7 @@ def test_waiting_for_another_thread() -> None:
 
 def test_an_open_ring_lets_those_through_who_wait() -> None:
     ring = MaskRing(CPU, depth=2, rows=1, words=1)
-    opened = threading.Timer(0.05, ring.open)
+    opened = threading.Timer(0.05, ring.close)
     opened.start()
     assert ring.has(3, wait=True)
     opened.join()

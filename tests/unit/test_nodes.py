@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineArgs
+from quire.engine import nodes
 from quire.engine.builder import resolve
-from quire.engine.nodes import run_node
+from quire.engine.nodes import connect, run_node
 from quire.errors import ConfigError, EngineDeadError
 from tests.unit.tiny_engine import TINY, model_folder
 
@@ -51,7 +54,8 @@ def machine(port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def child_of(process: subprocess.Popen[bytes]) -> int:
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+    command = ["pgrep", "-P", str(process.pid), "-f", "quire.engine.worker_process"]
+    found = subprocess.run(command, capture_output=True, text=True)
     return int(found.stdout.split()[0])
 
 
@@ -76,6 +80,44 @@ def test_two_machines(machine: subprocess.Popen[bytes], port: int) -> None:
         go_on()
     llm.shutdown()
     assert machine.poll() is None
+
+
+def test_an_engine_that_dies_as_workers_connect(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker tries again where the engine ends before it has said who it is. One that has ended
+    while others were waited for does not count as come."""
+    tries: list[int] = []
+    with socket.create_server(("127.0.0.1", port)) as server:
+
+        def reset_first(connected: socket.socket) -> None:
+            accepted, _ = server.accept()
+            tries.append(len(tries))
+            if len(tries) == 1:
+                # A process that is killed resets what it has not read.
+                linger = struct.pack("ii", 1, 0)
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                accepted.close()
+            else:
+                found[1] = Connection(accepted.detach())
+
+        found: dict[int, Connection] = {}
+        monkeypatch.setattr(nodes, "_keep_alive", reset_first)
+        monkeypatch.setattr(nodes, "_AGAIN", 0.0)
+        pipe = connect("127.0.0.1", port, 1, 0)
+        assert tries == [0, 1]
+        nodes.drop_ended(found)
+        assert found[1].poll(5.0)
+        pipe.close()
+        nodes.drop_ended(found)
+        assert not found
+
+
+def test_workers_of_a_machine_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_LEAVE", 0.0)
+    workers = [subprocess.Popen(["sleep", seconds]) for seconds in ("600", "0")]
+    nodes.wait_for_end(workers)
+    assert workers[0].poll() is None
+    workers[0].kill()
+    assert [worker.wait() for worker in workers] == [-signal.SIGKILL, 0]
 
 
 def test_settings_of_machines(tmp_path: Path) -> None:

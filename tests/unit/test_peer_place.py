@@ -102,16 +102,16 @@ def test_a_move_has_ended_when_it_has_on_every_rank() -> None:
     memory = StagingPool([layouts[0].size], 4, SingleGroup(), "cpu")
     memory.board = torch.zeros(2, 2, dtype=torch.int64).numpy()
     copiers = [HostCopier([layouts[0]], memory), Slow([layouts[1]], memory)]
-    first, second = (PeerPlace(memory, copier, [True]) for copier in copiers)
+    found = []
+    for memory.rank, copier in enumerate(copiers):
+        found.append(PeerPlace(memory, copier, [True]))
+    first, second = found
     transfer = Transfer(7, "out", "peer", 0, int32([0]), slots=int32([0]))
     move([first, second], transfer)
-    memory.rank = 0
     assert first.ended() == ([], [])
-    memory.rank = 1
     assert second.ended() == ([], [])
     copiers[1].done = True  # type: ignore[attr-defined]
     assert second.ended() == ([7], [])
-    memory.rank = 0
     assert first.ended() == ([7], [])
     assert not first.busy
 

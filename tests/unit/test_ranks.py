@@ -87,11 +87,14 @@ def test_heads_that_ranks_cannot_share(tmp_path: Path) -> None:
     assert refusal(lone, tensor_parallel_size=2).endswith("it takes one")
 
 
-@pytest.mark.parametrize(("name", "value"), [("host_cache_gb", 1.0)])
-def test_settings_that_take_one_rank(tmp_path: Path, name: str, value: Any) -> None:
-    message = refusal(model_folder(tmp_path, TINY), tensor_parallel_size=2, **{name: value})
-    assert name in message
-    assert "tensor_parallel_size=2" in message
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("disk_cache", "tensor_parallel_size"), ("host_cache_gb", "pipeline_parallel_size")],
+)
+def test_settings_that_take_one_rank(tmp_path: Path, name: str, size: str) -> None:
+    tiers = {"host_cache_gb": 1.0, **({"disk_cache": "/x"} if name == "disk_cache" else {})}
+    message = refusal(model_folder(tmp_path, TINY), **{size: 2}, **tiers)
+    assert message.startswith(f"{name} is not supported with {size}=2")
 
 
 def test_ranks_and_results_to_the_bit() -> None:

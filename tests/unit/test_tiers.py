@@ -18,6 +18,7 @@ from quire.errors import ConfigError
 from quire.offload.tier_stats import TierStats
 from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.metrics import ServerMetrics
+from tests.slow import slow
 from tests.unit.tiny_engine import TINY, TINY_WINDOW, model_folder, random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -78,6 +79,19 @@ def test_what_the_device_lost_comes_back_from_the_host(folder: Path) -> None:
     assert stats.prefix_hit_tokens >= stats.tiers.host_hit_tokens
     assert stats.blocks_used == [0]
     llm.shutdown()
+    assert found == list(plain(folder, 0, 1))
+
+
+def test_ranks_keep_their_heads_on_the_host(folder: Path) -> None:
+    """Ranks share the host's memory out, and their blocks are as much smaller."""
+    llm = engine(folder, host_cache_gb=100 * BLOCK_GB, tensor_parallel_size=2)
+    found = [answers(llm, tail) for tail in range(2)]
+    stats = llm.stats()
+    llm.shutdown()
+    assert stats.tiers is not None
+    assert stats.tiers.host_blocks_total == 100
+    assert stats.tiers.host_hit_tokens >= 4 * 48
+    assert stats.tiers.swapped_in_bytes == stats.tiers.swapped_in * round(BLOCK_GB * 1e9)
     assert found == list(plain(folder, 0, 1))
 
 
@@ -175,9 +189,10 @@ def test_models_with_windows_are_refused(tmp_path: Path) -> None:
         engine(folder, host_cache_gb=0.001)
 
 
-def test_no_leak_and_no_mismatch_under_stress(tmp_path: Path) -> None:
+@pytest.mark.parametrize("requests", [60, slow(150)])
+def test_no_leak_and_no_mismatch_under_stress(tmp_path: Path, requests: int) -> None:
     folder = model_folder(tmp_path / "model", stress_cache.TINY)
-    found = stress_cache.stress(stress_cache.parse(["--requests", "150"]), str(folder))
+    found = stress_cache.stress(stress_cache.parse(["--requests", str(requests)]), str(folder))
     assert found["mismatches"] == 0
     assert found["leaked_blocks"] == 0
     assert found["with_tiers"]["preemptions"] > 0

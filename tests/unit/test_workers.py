@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 
 from quire.arrays import int32
+from quire.engine.rank_stats import Ranks
 from quire.errors import EngineDeadError
+from quire.executor import Capacity
 from quire.plan import HeadInputs, RowFlag
 from quire.sampling_params import SamplingParams
 from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
@@ -77,7 +80,14 @@ def test_masks_reach_all_ranks(pair: TinyEngine) -> None:
 
 
 def test_a_rank_that_dies_is_an_error(pair: TinyEngine) -> None:
+    """The loop is told at once, also while it has nothing to do."""
+    ranks = Ranks(pair.executor.local.config)
+    ranks.start(pair.executor, Capacity((), ()))
+    assert ranks.poll(0.0) == ((), ())
     os.kill(pair.executor.workers[0].process.pid, signal.SIGKILL)
+    assert select.select(ranks.fds(), [], [], 60.0)[0]
+    with pytest.raises(EngineDeadError, match="rank 1 has ended"):
+        ranks.poll(0.0)
     pair.add("a", JOBS[0])
     with pytest.raises(EngineDeadError, match="rank 1"):
         pair.drain()

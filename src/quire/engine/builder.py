@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.core import EngineCore
@@ -40,16 +40,16 @@ def resolve(args: EngineArgs) -> EngineConfig:
 
         check_settings(args, spec)
     device = _device(args.device)
-    if max(args.ranks, args.nnodes, args.node_rank + 1) > 1 or args.enable_expert_parallel:
+    if args.parallel:
         from quire.engine.ranks import check_ranks
 
         check_ranks(args, device, spec, quantization)
-    tokenizer = path
-    if args.tokenizer is not None:
-        tokenizer = models.resolve_model_path(args.tokenizer, None)
+    own = args.tokenizer is None
+    tokenizer = path if own else models.resolve_model_path(args.tokenizer, None)
     defaults = dict(_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)
     defaults["steps_in_flight"] += args.pipeline_parallel_size - 1
-    picked = {name: _or(getattr(args, name), default) for name, default in defaults.items()}
+    given = {name: getattr(args, name) for name in defaults}
+    picked = defaults | {name: value for name, value in given.items() if value is not None}
     if "overlap" in args.disable:
         picked["steps_in_flight"] = 1
     if args.deterministic and device == "cpu":
@@ -71,6 +71,13 @@ def resolve(args: EngineArgs) -> EngineConfig:
     )
     dtype = _dtype(args.dtype, device, str(spec.dtype).removeprefix("torch."))
     tokenizer_path = None if args.skip_tokenizer_init else str(tokenizer)
+    embeddings: dict[str, Any] = {}
+    marks = map(hf_config.get, ("is_matryoshka", "matryoshka_dimensions"))
+    if args.pooling != "auto" or (path / "1_Pooling").exists() or any(marks):
+        # Few models say how they embed.
+        from quire.engine.embedding_settings import embedding_settings
+
+        embeddings = embedding_settings(args.pooling, path, hf_config)
     return EngineConfig(
         args=args,
         model_path=str(path),
@@ -84,8 +91,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
         eos_token_ids=_eos_ids(path, hf_config, tokenizer_path, spec.vocab_size),
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
-        pooling=_pooling(path) if args.pooling == "auto" else args.pooling,
-        matryoshka=_matryoshka(hf_config),
+        **embeddings,
     )
 
 
@@ -138,10 +144,6 @@ def _order(config: SchedulerConfig, tenants: bool) -> Order:
     from quire.scheduler.fair_share import FairShare
 
     return FairShare(config)
-
-
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value
 
 
 def _device(wanted: str) -> str:
@@ -224,20 +226,3 @@ def _eos_ids(
 
         ids = [*ids, *eos_token_ids(Path(tokenizer_path))]
     return tuple(dict.fromkeys(int(id) for id in ids if 0 <= int(id) < vocab_size))
-
-
-def _pooling(path: Path) -> Literal["last", "mean"]:
-    """Returns the pooling of sentence-transformers' configuration, or "last" without one."""
-    try:
-        found = json.loads((path / "1_Pooling" / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return "last"
-    mean = isinstance(found, dict) and found.get("pooling_mode_mean_tokens")
-    return "mean" if mean else "last"
-
-
-def _matryoshka(hf_config: dict[str, Any]) -> tuple[int, ...] | None:
-    sizes = hf_config.get("matryoshka_dimensions")
-    if isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes):
-        return tuple(sorted(sizes))
-    return () if hf_config.get("is_matryoshka") is True else None

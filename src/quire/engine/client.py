@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
@@ -19,9 +20,11 @@ from quire.engine.messages import (
     AddRequest,
     ChangeAdapters,
     Failure,
+    GetEvents,
     GetSnapshot,
     GrantPrompt,
     PeerReply,
+    SetPeers,
     ShakeHands,
 )
 from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
@@ -41,6 +44,7 @@ from quire.errors import (
     RequestError,
 )
 from quire.executor import OnProgress
+from quire.kv_events.messages import KVEvents
 from quire.pooling_params import PoolingParams
 from quire.request import FinishReason
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
@@ -48,7 +52,7 @@ from quire.structured import Compiler, build_compiler
 
 __all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
 
-Wanted = TypeVar("Wanted", Welcome, Grant)
+Wanted = TypeVar("Wanted", Welcome, Grant, list[str])
 
 _LONG_TEXT = 2000
 """Characters of a prompt above which it is tokenized off the event loop."""
@@ -182,12 +186,15 @@ class EngineClient:
         tenant: str = "",
         share: float = 1.0,
         adapter: str = "",
+        prefill: str | None = None,
+        traceparent: str = "",
     ) -> AsyncIterator[StreamUpdate]:
         """Streams a request's `n` completions. Closing the iterator aborts what still runs.
 
         Args:
             keep_special: special tokens that are in the text despite `skip_special_tokens`.
             tenant, share, adapter: see `Request`.
+            prefill, traceparent: see `AddRequest`.
 
         Raises:
             RequestError: the request is invalid, or can never run; before the first update.
@@ -213,6 +220,8 @@ class EngineClient:
                     tenant=tenant,
                     share=share,
                     adapter=adapter,
+                    prefill=prefill,
+                    traceparent=traceparent,
                 )
             )
             prompt_tokens = ids.tolist()
@@ -424,6 +433,28 @@ class EngineClient:
         reply: PeerReply = await engine.ask(lambda call: GrantPrompt(call, asked, tenant, share))
         return _wanted(reply, reply.grant)
 
+    async def set_peers(self, peers: list[str]) -> list[str]:
+        """Says which servers compute prompts for the engines here; returns their addresses.
+
+        Raises:
+            RequestError: these engines ask nobody, or an address is none.
+            EngineDeadError: an engine is gone.
+        """
+        known: list[str] = []
+        for engine in self.replicas:
+            reply: PeerReply = await engine.ask(lambda call: SetPeers(call, peers))
+            known = _wanted(reply, reply.peers)
+        return known
+
+    async def kv_events(self, after: Sequence[tuple[str, int]]) -> list[KVEvents]:
+        """Returns what has changed in the engines' caches since these events, (epoch, last) of
+        each engine; without any, all that they hold. Raises EngineDeadError."""
+        places = [*after, *[("", 0)] * (len(self.replicas) - len(after))]
+        found: list[KVEvents] = []
+        for engine, place in zip(self.replicas, places, strict=True):
+            found.append(await engine.ask(functools.partial(_events_after, place)))
+        return found
+
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the adapters that all engines which are alive have told of."""
@@ -467,6 +498,10 @@ class EngineClient:
         engine = self._replicas.first_alive
         snapshot: Snapshot = await engine.ask(lambda call: GetSnapshot(call, tokens))
         return snapshot
+
+
+def _events_after(place: tuple[str, int], call: int) -> GetEvents:
+    return GetEvents(call, *place)
 
 
 def _wanted(reply: PeerReply, found: Wanted | None) -> Wanted:

@@ -55,12 +55,17 @@ FEATURES = (
         wanted=lambda config: config.args.kv_peers is not None,
     ),
     FeatureEntry(
-        _imported("quire.speculation:open_speculation"),
+        _imported("quire.speculation.feature:open_speculation"),
         _imported("quire.speculation.hook:open_hook"),
         wanted=lambda config: config.args.speculates,
     ),
     FeatureEntry(
-        _imported("quire.engine.rank_stats:RankStatistics"),
+        _imported("quire.balance.feature:Balance"),
+        _imported("quire.balance.hook:BalanceHook"),
+        wanted=lambda config: config.args.redundant_experts > 0,
+    ),
+    FeatureEntry(
+        _imported("quire.engine.rank_stats:Ranks"),
         wanted=lambda config: config.args.ranks > 1,
     ),
     # After drafts: masks of their positions need what others have written.

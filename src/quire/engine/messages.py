@@ -16,6 +16,7 @@ from quire.disagg.messages import Grant, PromptRequest, Welcome
 from quire.engine.snapshot import Snapshot
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, QuireError, RequestError
+from quire.kv_events.messages import KVEvents
 from quire.plan import Logprobs
 from quire.pooling_params import Pooling
 from quire.sampling_params import SamplingParams
@@ -69,6 +70,8 @@ class AddRequest(msgspec.Struct, tag=True):
         max_total: length, prompt included, at which it must end.
         pooling: set for an embedding.
         tenant, share, adapter: see `Request`.
+        prefill: the peer to compute the prompt, "" for none of them; None: the engine decides.
+        traceparent: what such a peer is told of the request's trace.
     """
 
     handle: int
@@ -81,6 +84,8 @@ class AddRequest(msgspec.Struct, tag=True):
     tenant: str = ""
     share: float = 1.0
     adapter: str = ""
+    prefill: str | None = None
+    traceparent: str = ""
 
 
 class AbortRequest(msgspec.Struct, tag=True):
@@ -139,6 +144,21 @@ class GrantPrompt(msgspec.Struct, tag=True):
     share: float = 1.0
 
 
+class SetPeers(msgspec.Struct, tag=True):
+    """Says which servers compute prompts for this engine; answered by `PeerAnswer`."""
+
+    call: int
+    peers: list[str]
+
+
+class GetEvents(msgspec.Struct, tag=True):
+    """Asks for the events behind event `last` of an epoch; answered by `EventsReply`."""
+
+    call: int
+    epoch: str
+    last: int
+
+
 class Ping(msgspec.Struct, tag=True):
     """Asks for a `Pong`, which comes when the loop turns."""
 
@@ -149,7 +169,7 @@ class Shutdown(msgspec.Struct, tag=True):
 
 ToEngine = (
     Start | Hello | AddRequest | AbortRequest | GetStats | GetSnapshot | ResetPrefixCache
-    | ChangeAdapters | ShakeHands | GrantPrompt | Ping | Shutdown
+    | ChangeAdapters | ShakeHands | GrantPrompt | SetPeers | GetEvents | Ping | Shutdown
 )  # fmt: skip
 
 
@@ -236,11 +256,17 @@ class AdaptersChanged(msgspec.Struct, tag=True):
     failure: Failure | None = None
 
 
+class EventsReply(msgspec.Struct, tag=True):
+    call: int
+    events: KVEvents
+
+
 class PeerReply(msgspec.Struct):
-    """welcome, grant: what was asked for, or failure: why not."""
+    """welcome, grant, peers: what was asked for, or failure: why not."""
 
     welcome: Welcome | None = None
     grant: Grant | None = None
+    peers: list[str] | None = None
     failure: Failure | None = None
 
 
@@ -261,7 +287,7 @@ class Pong(msgspec.Struct, tag=True):
 
 FromEngine = (
     Loading | Ready | Failed | RequestRefused | StepOutputs | StatsReply | SnapshotReply
-    | PrefixCacheReset | AdaptersChanged | AdapterNames | PeerAnswer | Pong
+    | PrefixCacheReset | AdaptersChanged | AdapterNames | PeerAnswer | EventsReply | Pong
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)

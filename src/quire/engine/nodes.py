@@ -7,12 +7,16 @@ group. Whoever reaches the port may become a worker, so it belongs in a network 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 from quire.config import EngineArgs, EngineConfig
@@ -27,6 +31,10 @@ _WAIT = 600.0
 """Seconds within which all machines must have come."""
 _HELLO = 10.0
 """Seconds within which who connects must say who it is."""
+_GLANCE = 1.0
+"""Seconds between two looks at what may end a wait."""
+_LEAVE = 5.0
+"""Seconds in which a machine's workers end once one of them has."""
 _AGAIN = 0.5
 """Seconds between two tries to reach the engine."""
 _SILENCE = 10
@@ -38,8 +46,12 @@ def rendezvous_of(args: EngineArgs) -> str:
     return f"tcp://{args.master_addr}:{args.master_port + 1}"
 
 
-def accept_workers(config: EngineConfig, world: int, timeout: float) -> list[RemoteWorker]:
-    """Waits for the workers of all other machines, and makes them. timeout: see `Setup`.
+def accept_workers(
+    config: EngineConfig, world: int, timeout: float, check: Callable[[], None] = lambda: None
+) -> list[RemoteWorker]:
+    """Waits for the workers of all other machines, and makes them.
+
+    timeout: see `Setup`. check: called every second at least; raises to end the wait.
 
     Raises:
         ConfigError: the address is not this machine's, or the port is taken.
@@ -50,11 +62,14 @@ def accept_workers(config: EngineConfig, world: int, timeout: float) -> list[Rem
     deadline = time.monotonic() + _WAIT
     with _listen(args) as server:
         logger.info("waiting for the %d workers of other machines", world - each)
+        server.settimeout(_GLANCE)
         while len(found) < world - each:
-            server.settimeout(max(0.1, deadline - time.monotonic()))
+            check()
             try:
                 accepted, address = server.accept()
             except TimeoutError:
+                if time.monotonic() < deadline:
+                    continue
                 missing = sorted(set(range(each, world)) - found.keys())
                 raise EngineDeadError(f"the workers of ranks {missing} have not come") from None
             accepted.settimeout(None)
@@ -69,6 +84,7 @@ def accept_workers(config: EngineConfig, world: int, timeout: float) -> list[Rem
             if rank in found:  # a worker that was started again
                 found[rank].close()
             found[rank] = pipe
+            drop_ended(found)
     return [
         RemoteWorker(
             Setup(config_of_rank(config, rank), rank, world, rendezvous_of(args), None, timeout),
@@ -98,28 +114,65 @@ def run_node(args: EngineArgs) -> None:
             for index in range(args.ranks // args.nnodes):
                 workers.append(_start(args, index))
             logger.info("%d workers of machine %d run", len(workers), args.node_rank)
-            for worker in workers:
-                worker.wait()
+            wait_for_end(workers)
         finally:
             for worker in workers:
                 worker.kill()
                 worker.wait()
 
 
+def wait_for_end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Waits until a worker has ended, and a little longer for the others, which may be leaving. All
+    begin anew together: the engine may be waiting for the one alone."""
+    poller = select.poll()
+    with contextlib.ExitStack() as opened:
+        for worker in workers:
+            descriptor = os.pidfd_open(worker.pid)
+            opened.callback(os.close, descriptor)
+            poller.register(descriptor, select.POLLIN)
+        poller.poll()
+    deadline = time.monotonic() + _LEAVE
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        for worker in workers:
+            worker.wait(max(0.0, deadline - time.monotonic()))
+
+
 def _start(args: EngineArgs, index: int) -> subprocess.Popen[bytes]:
     """Connects a worker to the engine, for which it waits, and starts its process."""
     logger.info("waiting for the engine at %s:%d", args.master_addr, args.master_port)
-    while True:
-        try:
-            connected = socket.create_connection((args.master_addr, args.master_port))
-            break
-        except OSError:
-            time.sleep(_AGAIN)
-    connected.settimeout(None)
-    _keep_alive(connected)
-    with Connection(connected.detach()) as pipe:
-        pipe.send_bytes(encode(Here(args.node_rank, index)))
+    with connect(args.master_addr, args.master_port, args.node_rank, index) as pipe:
         return start_process(pipe.fileno())
+
+
+def connect(address: str, port: int, node_rank: int, index: int) -> Connection:
+    """Returns a connection to the engine, for which it waits, of a worker: of which machine, and
+    which of its."""
+    while True:
+        connected = None
+        try:
+            connected = socket.create_connection((address, port))
+            # A port that nobody listens at may be given to the very socket that asks for it.
+            if connected.getsockname() != connected.getpeername():
+                connected.settimeout(None)
+                _keep_alive(connected)
+                pipe = Connection(os.dup(connected.fileno()))
+                pipe.send_bytes(encode(Here(node_rank, index)))
+                return pipe
+        except OSError:
+            # Nobody listens yet, or who did has ended since.
+            time.sleep(_AGAIN)
+        finally:
+            if connected is not None:
+                connected.close()
+
+
+def drop_ended(found: dict[int, Connection]) -> None:
+    """Forgets workers that have ended while others were waited for; they come again."""
+    for rank, pipe in list(found.items()):
+        poller = select.poll()
+        poller.register(pipe.fileno(), select.POLLRDHUP)
+        if poller.poll(0):
+            found.pop(rank).close()
 
 
 def _listen(args: EngineArgs) -> socket.socket:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 from quire.arrays import int32
@@ -21,15 +21,18 @@ from quire.disagg.messages import Grant
 from quire.engine.builder import build_core, resolve
 from quire.engine.completion_table import Client, CompletionTable
 from quire.engine.core import EngineCore
+from quire.engine.load import load_of
 from quire.engine.messages import (
     AbortRequest,
     AdapterNames,
     AdaptersChanged,
     AddRequest,
     ChangeAdapters,
+    EventsReply,
     Failed,
     Failure,
     FromEngine,
+    GetEvents,
     GetSnapshot,
     GetStats,
     GrantPrompt,
@@ -43,6 +46,7 @@ from quire.engine.messages import (
     Ready,
     RequestRefused,
     ResetPrefixCache,
+    SetPeers,
     ShakeHands,
     Shutdown,
     SnapshotReply,
@@ -54,6 +58,7 @@ from quire.engine.messages import (
 from quire.engine.snapshot import take_snapshot
 from quire.engine.socket_server import Connection, SocketServer
 from quire.errors import OverloadedError, PeerMismatchError, QuireError, RequestError
+from quire.kv_events.feature import KVEventFeature
 from quire.sampling_params import SamplingParams
 
 _ORPHAN_CHECK = 0.5
@@ -101,6 +106,7 @@ class EngineProcess:
         self._server = server
         self._core: EngineCore | None = None
         self._completions: CompletionTable | None = None
+        self._events = KVEventFeature()
         self._running = True
         self._clients = Clients()
         self._changes: list[tuple[Client, int, Future[None]]] = []
@@ -148,6 +154,7 @@ class EngineProcess:
         config = resolve(message.args)
         self._completions = CompletionTable(config.scheduler.max_num_seqs)
         self._core = build_core(config, progress, tenants=True)
+        self._core.scheduler.add_feature(self._events)
         for descriptor in self._core.fds:
             self._server.watch(descriptor)
         # What stands now stands for good: the collector need not walk it again and again.
@@ -209,15 +216,16 @@ class EngineProcess:
                 self._send(client, StatsReply(call, self.core.stats()))
             case GetSnapshot(call, tokens):
                 self._send(client, SnapshotReply(call, take_snapshot(self.core, tokens)))
+            case GetEvents(call, epoch, last):
+                load = load_of(self.core, self._events)
+                self._send(client, EventsReply(call, self._events.events(epoch, last, load)))
             case ResetPrefixCache(call):
                 whole = self.core.scheduler.reset_prefix_cache()
                 self._send(client, PrefixCacheReset(call, whole))
             case ChangeAdapters():
                 self._change_adapters(client, message)
-            case ShakeHands(call, facts):
-                self._answer_peer(client, call, lambda: self._shake_hands(facts))
-            case GrantPrompt(call):
-                self._answer_peer(client, call, lambda: self._grant(message))
+            case ShakeHands() | GrantPrompt() | SetPeers():
+                self._answer_peer(client, message)
             case Hello():
                 self._greet(client)
             case Shutdown():
@@ -243,23 +251,48 @@ class EngineProcess:
                 share=message.share,
                 adapter=message.adapter,
             )
+            if message.prefill is not None or message.traceparent:
+                self._choose_peer(client.request(message.handle), message)
         except (RequestError, OverloadedError) as error:
             self._send(client, RequestRefused(message.handle, Failure.of(error)))
             return
         self.completions.add(client, message.handle, requests)
 
-    def _answer_peer(self, client: Client, call: int, ask: Callable[[], PeerReply]) -> None:
+    def _choose_peer(self, name: str, message: AddRequest) -> None:
+        """Says who computes a new request's prompt. Raises RequestError, without the request."""
+        peer, trace = message.prefill, message.traceparent
+        asked = {"op": "choose_peer", "request": name, "peer": peer, "traceparent": trace}
         try:
-            reply = ask()
+            if self.core.control(asked) is None and peer:
+                raise RequestError("this server asks no others for prompts (role)", "prefill")
+        except RequestError:
+            self.core.abort(name)
+            raise
+
+    def _answer_peer(self, client: Client, message: ShakeHands | GrantPrompt | SetPeers) -> None:
+        try:
+            match message:
+                case ShakeHands():
+                    reply = self._shake_hands(message.facts)
+                case GrantPrompt():
+                    reply = self._grant(message)
+                case SetPeers():
+                    reply = self._set_peers(message.peers)
         except (RequestError, OverloadedError, PeerMismatchError) as error:
             reply = PeerReply(failure=Failure.of(error))
-        self._send(client, PeerAnswer(call, reply))
+        self._send(client, PeerAnswer(message.call, reply))
 
     def _shake_hands(self, facts: KVFacts) -> PeerReply:
         welcome = self.core.control({"op": "handshake", "facts": facts})
         if welcome is None:
             raise _no_prompts()
         return PeerReply(welcome=welcome)
+
+    def _set_peers(self, peers: list[str]) -> PeerReply:
+        known = self.core.control({"op": "set_peers", "peers": peers})
+        if known is None:
+            raise RequestError("this server asks no others for prompts (role)", code="wrong_role")
+        return PeerReply(peers=known)
 
     def _grant(self, message: GrantPrompt) -> PeerReply:
         """Adds a request whose blocks, not its tokens, are wanted."""
@@ -311,6 +344,8 @@ class EngineProcess:
 
     def _step(self) -> None:
         progress = self.core.step()
+        if progress is not None:
+            self._events.step_ended()
         if self._changes:
             self._answer_changes()
         for request, error in self.core.take_failures():

@@ -31,6 +31,8 @@ class RankWatch:
     """Watches workers from a thread, from its making until `close`.
 
     abort: ends this process's collectives. timeout: seconds that a step may take.
+    error: what has ended the ranks, None as long as nothing has. news: a descriptor that becomes
+    readable with it.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class RankWatch:
         timeout: float,
     ) -> None:
         self.error: EngineDeadError | None = None
+        self.news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._workers = {worker.fileno(): worker for worker in workers}
         self._recorder = recorder
         self._abort = abort
@@ -50,6 +53,7 @@ class RankWatch:
         self._idle.set()
         self._broken = threading.Event()
         self._closing, self._closed = os.pipe()
+        self._descriptors: tuple[int, ...] = self._closing, self._closed, self.news
         self._thread = threading.Thread(target=self._watch, daemon=True, name="rank-watch")
         self._thread.start()
 
@@ -82,8 +86,9 @@ class RankWatch:
         if self._thread.is_alive():
             os.write(self._closed, b"x")
             self._thread.join()
-            os.close(self._closing)
-            os.close(self._closed)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = ()
 
     def _watch(self) -> None:
         poller = select.poll()
@@ -112,6 +117,7 @@ class RankWatch:
     def _fail(self, error: EngineDeadError) -> None:
         logger.error("%s", error)
         self.error = error
+        os.eventfd_write(self.news, 1)
         self._broken.set()
         self._abort()
         if not self._idle.wait(_GRACE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
 from quire.executor import OnProgress
+from quire.extras import installing
 from quire.models import Decoder, ModelSpec, build_model
 from quire.models.stages import stage_layers
 from quire.parallel import SingleGroup
@@ -31,11 +33,13 @@ class _Ranked(SingleGroup):
         self.world = world
 
 
-def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
+def config_of_rank(config: EngineConfig, rank: int, devices: Sequence[str] = ()) -> EngineConfig:
     """Returns the settings with the rank's device: a machine's ranks have neighbouring GPUs, in
-    order."""
+    order, or `devices` where these are known."""
     if config.device == "cpu":
         return config
+    if rank < len(devices):
+        return replace(config, device=devices[rank])
     first, nodes = torch.device(config.device).index or 0, config.args.nnodes
     index = rank if nodes == 1 else rank % ranks_of_node(config, config.args.ranks)
     return replace(config, device=f"cuda:{first + index}")
@@ -98,6 +102,7 @@ def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Qu
     if args.enable_expert_parallel and (world == 1 or not has_experts(spec)):
         lack = f"{_PARAM} of at least 2" if world == 1 else "a model with experts"
         raise ConfigError(f"enable_expert_parallel needs {lack}", "enable_expert_parallel")
+    _check_copies(args, spec)
     if device != "cpu":
         _check_devices(device, args)
     whole = args.enable_expert_parallel
@@ -112,11 +117,12 @@ def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Qu
 
 _ADAPTERS = "adapters are loaded into all layers at once"
 _DRAFTS = "drafts would have to be drawn in the first stage, and verified in the last"
-_BLOCKS = "KV blocks are moved to the host by one rank only"
+_BLOCKS = "KV blocks would have to be moved by stages at different times"
+_FILES = "files hold blocks of all heads, and each rank has some"
 _REASONS = {
     _PARAM: {
         "deterministic": "sums over ranks round otherwise than those of one rank",
-        "host_cache_gb": _BLOCKS,
+        "disk_cache": _FILES,
     },
     _STAGES: {
         "speculative": _DRAFTS,
@@ -137,6 +143,8 @@ def _check_settings(args: EngineArgs) -> None:
             if count > 1 and getattr(args, name):
                 raise ConfigError(f"{name} is not supported with {size}={count}: {reason}", name)
     _check_nodes(args)
+    if args.distributed_executor == "ray":
+        _check_ray(args)
     stages, depth = args.pipeline_parallel_size, args.steps_in_flight
     if 1 < stages < (depth or 0) - 1:
         raise ConfigError(
@@ -164,6 +172,37 @@ def _check_nodes(args: EngineArgs) -> None:
         )
     if not 1 <= args.master_port < 65535:
         raise ConfigError(f"master_port={args.master_port} must be in [1, 65535)", "master_port")
+
+
+def _check_copies(args: EngineArgs, spec: ModelSpec) -> None:
+    copies, stages = args.redundant_experts, args.pipeline_parallel_size
+    counts = [getattr(layer.ffn, "experts", 0) for layer in spec.layers]
+    fewest = min(filter(None, counts), default=0)
+    reason, most = None, fewest * (args.tensor_parallel_size - 1)
+    if copies < 0:
+        reason = "must not be negative"
+    elif copies and not args.enable_expert_parallel:
+        reason = "needs enable_expert_parallel: copies are of whole experts"
+    elif copies and stages > 1:
+        reason = f"is not supported with {_STAGES}={stages}: stages have layers of their own"
+    elif copies > most:
+        reason = f"is more than the {most} that ranks can hold, which have one of an expert each"
+    if reason is not None:
+        raise ConfigError(f"redundant_experts={copies} {reason}", "redundant_experts")
+
+
+def _check_ray(args: EngineArgs) -> None:
+    reason = ""
+    if importlib.util.find_spec("ray") is None:
+        reason = f"Ray is not installed; {installing('ray')}"
+    elif args.ranks == 1:
+        reason = f"one rank is this process; Ray places those of {_PARAM} and {_STAGES}"
+    elif args.device.startswith("cuda:"):
+        reason = f"Ray chooses the GPUs, not device={args.device}"
+    elif args.master_addr != EngineArgs.master_addr:
+        reason = f"Ray knows this machine's address, so master_addr={args.master_addr} must go"
+    if reason:
+        raise ConfigError(f"distributed_executor=ray: {reason}", "distributed_executor")
 
 
 def has_experts(spec: ModelSpec) -> bool:

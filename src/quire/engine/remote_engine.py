@@ -14,6 +14,7 @@ from quire.engine.link import Heartbeat, Link
 from quire.engine.messages import (
     AdapterNames,
     AdaptersChanged,
+    EventsReply,
     Failed,
     FromEngine,
     Hello,
@@ -177,6 +178,7 @@ class RemoteEngine:
                 | PrefixCacheReset(call, found)
                 | AdaptersChanged(call, found)
                 | PeerAnswer(call, found)
+                | EventsReply(call, found)
             ):
                 answer = self._calls.get(call)
                 if answer is not None and not answer.done():

@@ -147,6 +147,8 @@ def environments(args: EngineArgs, count: int) -> list[dict[str, str]]:
         return [{}]
     if args.nnodes > 1:
         raise ConfigError(f"nnodes is for one engine, not {_PARAM}={count}", "nnodes")
+    if args.distributed_executor == "ray":
+        raise ConfigError(f"Ray places the ranks of one engine, not {_PARAM}={count}", _PARAM)
     if args.disk_cache is not None:
         raise ConfigError(f"disk_cache is for one engine, not {_PARAM}={count}", "disk_cache")
     import torch

@@ -17,7 +17,7 @@ from quire.cache.block_hash import next_hash, root_hash
 
 PIECE = 64
 """Tokens of a prompt's piece; a key stands for all tokens up to a piece's end."""
-_RUNNING_TOKENS = 32
+RUNNING_TOKENS = 32
 """Prompt tokens that a running request counts as much as."""
 _UNKNOWN_TOKENS = 1 << 17
 """Tokens that a replica holds, as long as nobody has said how many."""
@@ -52,12 +52,16 @@ class Replica:
 
     def held(self, keys: Sequence[bytes]) -> int:
         """Returns how many tokens of a prompt it probably holds."""
+        return self.held_pieces(keys) * PIECE
+
+    def held_pieces(self, keys: Sequence[bytes]) -> int:
+        """Returns how many pieces of a prompt it probably holds."""
         count = 0
         for key in keys:
             if key not in self._held:
                 break
             count += 1
-        return count * PIECE
+        return count
 
     def take(self, keys: Sequence[bytes]) -> None:
         """Takes note of a prompt that it will hold, the end of which goes first."""
@@ -66,6 +70,11 @@ class Replica:
             self._held.move_to_end(key)
         while len(self._held) > self._most:
             self._held.popitem(last=False)
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Takes note that a prompt counts no more."""
+        for key in keys:
+            self._held.pop(key, None)
 
     def forget(self) -> None:
         """Takes note that it holds nothing any more, as after a restart."""
@@ -107,7 +116,7 @@ def cheapest(
     costs = {}
     for index, replica in able.items():
         lacks = max(0, tokens - replica.held(keys))
-        load = replica.waiting / 2 + _RUNNING_TOKENS * (replica.running + replica.others)
+        load = replica.waiting / 2 + RUNNING_TOKENS * (replica.running + replica.others)
         costs[index] = (lacks + load, (index - first) % around, lacks)
     chosen = min(costs, key=lambda index: costs[index])
     able[chosen].take(keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.balance.expert_stats import ExpertStats
 from quire.disagg.disagg_stats import DisaggStats
 from quire.engine.telemetry import Histogram
 from quire.offload.tier_stats import TierStats
@@ -28,8 +29,8 @@ class EngineStats(msgspec.Struct):
     broken_logits: completions that ended as their logits were not numbers.
     evicted_blocks: evicted from the device's cache. copied_blocks: shared only in part.
     swapped: preemptions after which blocks were to be brought back rather than computed again.
-    tiers, disagg, speculation: None without any. adapters: see `AdapterFeature.stats`. ranks: empty
-        where there is one. histograms: see `Telemetry`.
+    tiers, disagg, speculation, experts: None without any. adapters: see `AdapterFeature.stats`.
+    ranks: empty where there is one. histograms: see `Telemetry`.
     """
 
     running: int = 0
@@ -53,5 +54,6 @@ class EngineStats(msgspec.Struct):
     disagg: DisaggStats | None = None
     adapters: dict[str, float] = {}
     speculation: SpeculationStats | None = None
+    experts: ExpertStats | None = None
     ranks: list[RankStats] = []
     histograms: dict[str, Histogram] = {}

@@ -8,11 +8,11 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
-from quire.engine.rank_stats import ASK
+from quire.engine.rank_stats import ASK, WATCH
 from quire.engine.rank_watch import RankWatch
 from quire.engine.ranks import config_of_rank, open_worker, ranks_of_node
 from quire.engine.remote_worker import LocalWorker, RemoteWorker
@@ -33,6 +33,9 @@ from quire.executor import Capacity, OnProgress
 from quire.parallel.torch_group import abort_group, leave_group
 from quire.plan import HeadInputs, StepPlan, StepResult
 from quire.runner import Hook
+
+if TYPE_CHECKING:
+    from quire.engine.ray_placement import RayPlacement
 
 _MEMORY = "/dev/shm"
 _STEP_SECONDS = 60.0
@@ -62,6 +65,7 @@ class WorkerExecutor:
         timeout = timeout or (_STEP_SECONDS if self._captured else _EAGER_STEP_SECONDS)
         self.workers: list[RemoteWorker] = []
         self._watch: RankWatch | None = None
+        self._placement: RayPlacement | None = None
         # Files there are memory, which a GPU can be given to read.
         place = _MEMORY if os.access(_MEMORY, os.W_OK) else None
         self._folder = tempfile.TemporaryDirectory(prefix="quire-", dir=place)
@@ -70,17 +74,24 @@ class WorkerExecutor:
         each = ranks_of_node(config, world)
         self._recorder = FlightRecorder(folder, each, create=True)
         self._launched: deque[int] = deque()
-        own = config_of_rank(config, 0)
+        devices: Sequence[str] = ()
         try:
+            if config.args.distributed_executor == "ray":
+                # Few engines are placed by Ray.
+                from quire.engine.ray_placement import RayPlacement
+
+                self._placement = RayPlacement(config, world)
+                config, devices = self._placement.config, self._placement.devices
+            own = config_of_rank(config, 0, devices)
             rendezvous = f"file://{folder}/ranks"
             if config.args.nnodes > 1:
                 # Few engines run on several machines.
                 from quire.engine.nodes import accept_workers, rendezvous_of
 
                 rendezvous = rendezvous_of(config.args)
-                self.workers += accept_workers(config, world, timeout)
+                self.workers += accept_workers(config, world, timeout, self._check_placement)
             for rank in range(1, each):
-                own_config = config_of_rank(config, rank)
+                own_config = config_of_rank(config, rank, devices)
                 setup = Setup(own_config, rank, world, rendezvous, folder, timeout)
                 self.workers.append(LocalWorker(setup))
             self._watch = RankWatch(self.workers, self._recorder, abort_group, timeout)
@@ -91,6 +102,10 @@ class WorkerExecutor:
         except BaseException:
             self.shutdown()
             raise
+
+    def _check_placement(self) -> None:
+        if self._placement is not None:
+            self._placement.check()
 
     def start(self) -> Capacity:
         """Starts all ranks with as many blocks as the one with the least room has."""
@@ -159,6 +174,10 @@ class WorkerExecutor:
         return result
 
     def control(self, message: dict[str, Any]) -> Any:
+        if message == WATCH:
+            if self._watched.error is not None:
+                raise self._watched.error
+            return self._watched.news
         return self._recorder.stats() if message == ASK else self.local.control(message)
 
     def shutdown(self) -> None:
@@ -178,4 +197,6 @@ class WorkerExecutor:
         for worker in self.workers:
             worker.stop(at_once=broken)
         self.workers = []
+        if self._placement is not None:
+            self._placement.close()
         self._folder.cleanup()

@@ -79,7 +79,9 @@ def open_tiers(config: EngineConfig, executor: Executor, capacity: Capacity) -> 
             rates.into / 1e9,
         )
     if config.args.disk_cache is None:
-        return OffloadFeature(capacity.host_blocks, group.block_bytes, costs)
+        # Rates are a rank's; counts are of all.
+        block_bytes = group.block_bytes * config.args.tensor_parallel_size
+        return OffloadFeature(capacity.host_blocks, block_bytes, costs)
     found: Int32 = executor.control({"op": "disk_keys"})
     keys = [key.tobytes() for key in found]
     most = int(config.args.disk_cache_gb * 1e9) // group.block_bytes

@@ -23,8 +23,7 @@ def stage_of(rank: int, world: int, stages: int) -> int:
 class Channel:
     """Two ranks, of which one sends and the other receives, in the same order.
 
-    What passes is a broadcast of two: the group's communicator is there from its making, where a
-    `send` might make one of its own when it is first used.
+    What passes is a broadcast of two, as a `send` might make a communicator of its own.
     """
 
     def __init__(self, handle: dist.ProcessGroup, sender: int) -> None:
@@ -93,7 +92,12 @@ class Pipeline:
 
     def _join(self, ranks: Sequence[int]) -> Any:
         # All ranks make all groups, in the same order.
-        return dist.new_group(list(ranks), timeout=self._limit)
+        handle = dist.new_group(list(ranks), timeout=self._limit)
+        if dist.get_rank() in ranks and dist.get_backend() == "nccl":
+            # The first collective connects the ranks, and each waits there for the other: later,
+            # one might wait for a step that the other has not been told of.
+            dist.broadcast(torch.zeros(1, device="cuda"), ranks[0], group=handle)
+        return handle
 
     def receive(self, hidden: Tensor) -> None:
         """Fills `hidden` with what the stage before has sent."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from quire.errors import EngineDeadError
@@ -50,14 +50,11 @@ class SymmetricGroup(TorchGroup):
         for size in sizes:
             starts.append(-(-(starts[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
         # Held as long as kernels may use it.
-        self._memory = symmetric_memory.empty(starts[-1], dtype=torch.uint8, device=device)
-        self._handle = symmetric_memory.rendezvous(
-            self._memory, handle or dist.distributed_c10d._get_default_group()
-        )
-        self._memory.zero_()
+        self._memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+        self._storages = self._share(self._memory.untyped_storage())
 
         def addresses(start: int) -> Tensor:
-            found = [pointer + start for pointer in self._handle.buffer_ptrs]
+            found = [storage.data_ptr() + start for storage in self._storages]
             return torch.tensor(found, dtype=torch.int64, device=device)
 
         self._first_epoch = one_tiles
@@ -76,6 +73,21 @@ class SymmetricGroup(TorchGroup):
         # Nobody writes into a buffer that is not zero yet.
         torch.cuda.synchronize(device)
         dist.barrier(handle)
+
+    def _share(self, own: torch.UntypedStorage) -> list[torch.UntypedStorage]:
+        """Returns the memory of all ranks, mapped for this rank's device.
+
+        By CUDA's handles for other processes: `torch.distributed._symmetric_memory` keeps groups by
+        name for a process's life, and a second engine's ranks would not meet in it.
+        """
+        told: list[Any] = [None] * self.world
+        dist.all_gather_object(told, own._share_cuda_(), group=self.handle)  # type: ignore[no-untyped-call]
+        device = torch.cuda.current_device()
+        # The first of what is told is the device of the memory; it is opened for the reader's.
+        return [
+            own if rank == self.rank else torch.UntypedStorage._new_shared_cuda(device, *rest)
+            for rank, (_, *rest) in enumerate(told)
+        ]
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
         words = kernels.words_of(x)
@@ -177,8 +189,9 @@ def symmetric_group(
     """
     plain = TorchGroup(handle)
     own = device.index or 0
-    # Ranks have neighbouring devices.
-    others = [own + rank - plain.rank for rank in range(plain.world) if rank != plain.rank]
+    # Ranks of one host see the same devices.
+    all_devices = plain.all_gather(torch.tensor([own], device=device), dim=0).tolist()
+    others = all_devices[: plain.rank] + all_devices[plain.rank + 1 :]
     fine = all(torch.cuda.can_device_access_peer(own, other) for other in others)
     if not _all_agree(fine, device, handle):
         logger.warning("GPUs have no access to each other's memory: NCCL does all sums")

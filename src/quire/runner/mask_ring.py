@@ -42,7 +42,8 @@ class MaskRing:
             pinned = device.type == "cuda"
             size = self.size(depth, rows, words)
             memory = torch.zeros(size, dtype=torch.int8, pin_memory=pinned).numpy()
-        elif device.type == "cuda":
+        self._pinned = self._shared and device.type == "cuda"
+        if self._pinned:
             pin(memory)
         self._memory = torch.from_numpy(memory)
         self.flags = self._memory[: 8 * depth].view(torch.int64)
@@ -90,11 +91,16 @@ class MaskRing:
         low, high = (step_id + 1) & _WORD, (step_id + 1) >> 32
         return step_id % len(self._host_flags), low - (low >> 31 << 32), high
 
-    def open(self) -> None:
-        """Lets everything through, for good."""
+    def close(self) -> None:
+        """Lets everything through, for good. Idempotent."""
         with self._brought:
             self._host_flags[:] = _EVER
             self._brought.notify_all()
+        if self._pinned:
+            # A step may still look at a flag.
+            torch.cuda.synchronize()
+            unpin(self._memory.numpy())
+            self._pinned = False
 
 
 def pin(memory: np.ndarray[tuple[int], np.dtype[np.int8]]) -> None:
@@ -104,3 +110,9 @@ def pin(memory: np.ndarray[tuple[int], np.dtype[np.int8]]) -> None:
     error = runtime.cudaHostRegister(address, size, 1)  # portable
     if int(error):
         raise QuireError(f"shared memory cannot be pinned for the GPU (CUDA error {int(error)})")
+
+
+def unpin(memory: np.ndarray[tuple[int], np.dtype[np.int8]]) -> None:
+    """Undoes `pin`, before the memory is unmapped and its addresses are given to others."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(memory.ctypes.data)

@@ -6,6 +6,7 @@ Nothing here waits for the device but `collect`. On a CPU the same programs run 
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import time
 from collections import deque
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 _LOGIT_ROWS = 64
 """Logit rows that a step has at least, if rows have drafts and all lanes' drafts need them."""
 
+
+_CACHED_WEIGHTS = 1 << 24
+"""Weights that a CPU's caches may hold."""
 
 _LATE_HOOKS = {"logprobs": "SampledLogprobs", "prompt_logprobs": "PromptLogprobs"}
 """Hooks that few requests need, by the parameter that asks for them, which their module is named
@@ -91,6 +95,12 @@ class ModelRunner:
         began = time.perf_counter()
         self._load()
         self._models = self.model, *(model for hook in self._features for model in hook.models())
+        for model in self._models if self.device.type == "cpu" else ():
+            if sum(parameter.numel() for parameter in model.parameters()) >= _CACHED_WEIGHTS:
+                # Smaller models stay in a CPU's caches, where nothing is gained.
+                from quire.models.prepack import prepack_weights
+
+                prepack_weights(model)
         head_dims = [size for model in self._models for size in model.spec.head_dims]
         self._kv_format = ops.kv_format(self.config.kv_cache_dtype, self.dtype, *head_dims)
         groups: list[KVGroup] = []
@@ -434,6 +444,8 @@ class ModelRunner:
         """Gives the device's memory back. Idempotent."""
         for hook in self._features:
             hook.close()
+        self._features = ()
+        self._models = ()
         self._steps.clear()
         self._later.clear()
         self._graphs = None
@@ -443,6 +455,8 @@ class ModelRunner:
         for name in ("model", "cache", "state", "program", "hooks"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
+            # Graphs and what they were captured from refer to each other.
+            gc.collect()
             torch.cuda.empty_cache()
 
 

@@ -76,7 +76,7 @@ class Mask(Hook):
 
     def close(self) -> None:
         if self.ring is not None:
-            self.ring.open()
+            self.ring.close()
 
 
 def _in_head(plan: StepPlan) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -27,14 +27,14 @@ class HostPool:
         self._groups = [_Slots(layout.size, slots, pinned) for layout in layouts]
 
     @staticmethod
-    def slots_within(layouts: Sequence[BlockLayout], limit: int) -> int:
-        """Returns how many slots of each group fit `limit` bytes.
+    def slots_within(layouts: Sequence[BlockLayout], limit: int, ranks: int = 1) -> int:
+        """Returns how many slots of each group fit a rank's share of `limit` bytes.
 
         Raises:
             ConfigError: not a single one, or the machine has less memory than that.
         """
         free = available_memory()
-        slots = limit // sum(layout.size for layout in layouts)
+        slots = limit // ranks // sum(layout.size for layout in layouts)
         if slots < 1:
             raise ConfigError("host_cache_gb has no room for a single KV block", "host_cache_gb")
         if limit > free:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,70 +22,36 @@ from quire.models import ModelSpec
 from quire.parallel import ProcessGroup
 from quire.plan import Transfer
 from quire.runner.kv_cache import KVCache
-from quire.runner.mask_ring import pin
+from quire.runner.mask_ring import pin, unpin
 from quire.runner.transfer.copier import Copier, HostCopier, PinnedCopier
 from quire.runner.transfer.layout import BlockLayout, HeadRange, head_range
+from quire.runner.transfer.moves import INTO, OUT, Moves, board_bytes, board_of
+from quire.runner.transfer.shared_memory import map_shared
 
 _BYTES = 256 << 20
 """Bytes of the memory, unless a few blocks need more."""
 _LEAST_SLOTS, _MOST_SLOTS = 8, 4096
-_BOARD = 64
-"""The beginning of the board, behind the token."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """Memory of one process that others on its host can map.
-
-    descriptor: of the process `pid`. token: its first bytes, by which it is known to be the one
-    that was meant: with containers, process ids may name others.
-    """
-
-    pid: int
-    descriptor: int
-    size: int
-    token: bytes
-
-    @property
-    def path(self) -> str:
-        return f"/proc/{self.pid}/fd/{self.descriptor}"
 
 
 class StagingPool:
     """Slots for the blocks of each group, in memory that processes of this host can map.
 
-    sizes: bytes of a slot, by group. handle: for other processes. board: int64 [ranks, 2], how many
-    moves in and out of the memory each rank has ended.
+    sizes: bytes of a slot, by group. handle: for other processes. board: see `Moves`.
     """
 
     def __init__(self, sizes: Sequence[int], slots: int, group: ProcessGroup, device: str) -> None:
         self.sizes = tuple(sizes)
         self.slots = slots
-        head = -(-(_BOARD + 16 * group.world) // mmap.PAGESIZE) * mmap.PAGESIZE
+        head = -(-board_bytes(group.world) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._starts = [head + sum(sizes[:g]) * slots for g in range(len(sizes))]
         size = head + sum(sizes) * slots
-        self.handle = self._make(size) if group.rank == 0 else None
-        named = (0, 0) if self.handle is None else (self.handle.pid, self.handle.descriptor)
-        if group.world > 1:
-            told = torch.tensor([named], dtype=torch.int32, device=device)
-            named = tuple(group.all_gather(told, 0)[0].tolist())
-        descriptor = named[1] if self.handle is not None else _open(*named)
-        self._memory = mmap.mmap(descriptor, size)
-        if self.handle is None:
-            os.close(descriptor)
-        else:
-            self._memory[: len(self.handle.token)] = self.handle.token
+        self._memory, self.handle = map_shared(size, group, device)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
-        self.board = self._bytes[_BOARD : _BOARD + 16 * group.world].view(np.int64).reshape(-1, 2)
+        self.board = board_of(self._bytes, group.world)
         self.rank = group.rank
-        if device.startswith("cuda"):
+        self._pinned = device.startswith("cuda")
+        if self._pinned:
             pin(self._bytes.view(np.int8))
-
-    @staticmethod
-    def _make(size: int) -> SharedMemory:
-        descriptor = os.memfd_create("quire-kv")
-        os.ftruncate(descriptor, size)
-        return SharedMemory(os.getpid(), descriptor, size, secrets.token_bytes(16))
 
     def start(self, group: int, slot: int) -> int:
         """Returns where a slot begins in the memory, in bytes."""
@@ -111,14 +74,13 @@ class StagingPool:
         if self.handle is not None:
             os.close(self.handle.descriptor)
             self.handle = None
+        if self._pinned:
+            unpin(self._bytes.view(np.int8))
+            self._pinned = False
 
 
 def _at_once() -> bool:
     return True
-
-
-def _open(pid: int, descriptor: int) -> int:
-    return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
 class PeerPlace:
@@ -132,49 +94,27 @@ class PeerPlace:
         self.pool = pool
         self._owns = owns
         self._copier = copier
-        self._begun = [0, 0]
-        self._own: tuple[deque[tuple[int, Callable[[], bool]]], ...] = deque(), deque()
-        """By direction, moves that have not ended here: their numbers."""
-        self._all: tuple[deque[tuple[int, int]], ...] = deque(), deque()
-        """By direction, moves that have not ended everywhere: numbers and ids."""
+        self._moves = Moves(pool.board, pool.rank)
 
     def out(self, transfer: Transfer) -> None:
-        self._begin(0, transfer, self._copier.out)
+        done = _at_once
+        if self._owns[transfer.group]:
+            done = self._copier.out(transfer.group, transfer.blocks, transfer.slots)
+        self._moves.begin(OUT, transfer.id, done)
 
     def into(self, transfer: Transfer) -> None:
-        self._begin(1, transfer, self._copier.into)
-
-    def _begin(
-        self,
-        direction: int,
-        transfer: Transfer,
-        move: Callable[[int, Int32, Int32], Callable[[], bool]],
-    ) -> None:
-        self._begun[direction] += 1
-        done = _at_once
-        if direction == 1 or self._owns[transfer.group]:
-            done = move(transfer.group, transfer.blocks, transfer.slots)
-        self._own[direction].append((self._begun[direction], done))
-        self._all[direction].append((self._begun[direction], transfer.id))
+        done = self._copier.into(transfer.group, transfer.blocks, transfer.slots)
+        self._moves.begin(INTO, transfer.id, done)
 
     def ended(self) -> tuple[list[int], list[int]]:
-        finished: list[int] = []
-        board = self.pool.board
-        for direction, (own, everywhere) in enumerate(zip(self._own, self._all, strict=True)):
-            while own and own[0][1]():
-                board[self.pool.rank, direction] = own.popleft()[0]
-            ended = int(board[:, direction].min()) if everywhere else 0
-            while everywhere and everywhere[0][0] <= ended:
-                finished.append(everywhere.popleft()[1])
-        return finished, []
+        return self._moves.ended(), []
 
     @property
     def busy(self) -> bool:
-        return any(self._all)
+        return self._moves.busy
 
     def close(self) -> None:
-        while any(self._own):
-            self.ended()
+        self._moves.drain()
         self.pool.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,7 +15,7 @@ from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.models import ModelSpec
-from quire.parallel import ProcessGroup
+from quire.parallel import ProcessGroup, SingleGroup
 from quire.plan import Transfer
 from quire.runner.gpu_memory import staging_bytes
 from quire.runner.kv_cache import KVCache
@@ -25,6 +24,7 @@ from quire.runner.transfer.copier import Copier, CudaCopier, HostCopier
 from quire.runner.transfer.disk import DiskStore, identity
 from quire.runner.transfer.host import HostPool
 from quire.runner.transfer.layout import BlockLayout
+from quire.runner.transfer.moves import INTO, OUT, Moves, shared_moves
 from quire.runner.transfer.place import Place
 from quire.runner.transfer.threads import succeeded
 
@@ -103,35 +103,30 @@ class KVTransfer:
 
 
 class HostPlace:
-    """The host's memory: a pool of slots."""
+    """The host's memory: a pool of slots, on each rank of its own heads' blocks."""
 
-    def __init__(self, pool: HostPool, copier: Copier) -> None:
+    def __init__(self, pool: HostPool, copier: Copier, moves: Moves) -> None:
         self.pool = pool
         self._copier = copier
-        self._pending: deque[tuple[int, Callable[[], bool]]] = deque()
+        self._moves = moves
 
     def out(self, transfer: Transfer) -> None:
         done = self._copier.out(transfer.group, transfer.blocks, transfer.slots)
-        self._pending.append((transfer.id, done))
+        self._moves.begin(OUT, transfer.id, done)
 
     def into(self, transfer: Transfer) -> None:
         done = self._copier.into(transfer.group, transfer.blocks, transfer.slots)
-        self._pending.append((transfer.id, done))
+        self._moves.begin(INTO, transfer.id, done)
 
     def ended(self) -> tuple[list[int], list[int]]:
-        finished = [id for id, done in self._pending if done()]
-        if finished:
-            gone = set(finished)
-            self._pending = deque(entry for entry in self._pending if entry[0] not in gone)
-        return finished, []
+        return self._moves.ended(), []
 
     @property
     def busy(self) -> bool:
-        return bool(self._pending)
+        return self._moves.busy
 
     def close(self) -> None:
-        while self._pending:
-            self.ended()
+        self._moves.drain()
 
 
 class DiskPlace:
@@ -184,11 +179,13 @@ def tiers(
     slots: int,
     staging: int = 0,
     disk: DiskStore | None = None,
+    group: ProcessGroup | None = None,
 ) -> dict[str, Place]:
     """Returns the host's memory, and files, as places.
 
-    tensors: of each group, all that hold its blocks, with blocks as their first dimension.
-    slots: of the host's pool, per group. staging: bytes on the device.
+    tensors: of each KV group, all that hold its blocks, with blocks as their first dimension.
+    slots: of the host's pool, per KV group. staging: bytes on the device. group: of the ranks that
+    move blocks at once; None: this is the only one.
     """
     layouts = [BlockLayout(group) for group in tensors]
     device = tensors[0][0].device
@@ -198,7 +195,8 @@ def tiers(
         if device.type == "cuda"
         else HostCopier(layouts, pool)
     )
-    places: dict[str, Place] = {"host": HostPlace(pool, copier)}
+    moves = shared_moves(group or SingleGroup(), str(device))
+    places: dict[str, Place] = {"host": HostPlace(pool, copier, moves)}
     if disk is not None:
         places["disk"] = DiskPlace(pool, disk)
     return places
@@ -216,7 +214,7 @@ def open_places(
         ConfigError: the host's memory does not suffice, a folder cannot be used, or the model's KV
             cannot be moved.
     """
-    places = open_tiers(config, cache)
+    places = open_tiers(config, cache, group)
     if config.args.kv_peers is not None:
         # Few engines have peers.
         from quire.runner.transfer.peer import open_peer_place
@@ -226,8 +224,9 @@ def open_places(
     return KVTransfer(places)
 
 
-def open_tiers(config: EngineConfig, cache: KVCache) -> dict[str, Place]:
-    """Opens the host's memory, and files, as the settings ask for them.
+def open_tiers(config: EngineConfig, cache: KVCache, group: ProcessGroup) -> dict[str, Place]:
+    """Opens the host's memory, of which each rank has an equal share, and files, as the settings
+    ask for them; all ranks call it at once.
 
     Raises:
         ConfigError: the host's memory does not suffice, or the folder cannot be used.
@@ -235,15 +234,18 @@ def open_tiers(config: EngineConfig, cache: KVCache) -> dict[str, Place]:
     args = config.args
     if not args.host_cache_gb:
         return {}
-    tensors = [cache.block_tensors(group) for group in range(len(cache.groups))]
-    slots = HostPool.slots_within(
-        [BlockLayout(group) for group in tensors], int(args.host_cache_gb * GB)
-    )
+    tensors = [cache.block_tensors(index) for index in range(len(cache.groups))]
+    layouts = [BlockLayout(each) for each in tensors]
+    slots = HostPool.slots_within(layouts, int(args.host_cache_gb * GB), group.world)
+    if group.world > 1:
+        # All have as many; and none takes its memory while another looks how much is free.
+        found = torch.tensor([slots], device=config.device)
+        slots = int(group.all_gather(found).min())
     disk = None
     if args.disk_cache is not None:
-        shapes = [[(tuple(t.shape[1:]), str(t.dtype)) for t in group] for group in tensors]
+        shapes = [[(tuple(t.shape[1:]), str(t.dtype)) for t in each] for each in tensors]
         seed = args.seed if args.load_format == "dummy" else None
         name = identity(Path(config.model_path), args.load_format, seed, config.dtype, shapes)
         disk = DiskStore(Path(args.disk_cache), int(args.disk_cache_gb * GB), name)
-    staging = staging_bytes(config, cache.groups, sum(t.nbytes for group in tensors for t in group))
-    return tiers(tensors, slots, staging, disk)
+    staging = staging_bytes(config, cache.groups, sum(t.nbytes for each in tensors for t in each))
+    return tiers(tensors, slots, staging, disk, group)

@@ -1,0 +1,30 @@
+"""A model's own settings of embeddings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+
+def embedding_settings(wanted: str, folder: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns `EngineConfig.pooling` and `EngineConfig.matryoshka`. wanted: what is set."""
+    pooling = _pooling(folder) if wanted == "auto" else wanted
+    return {"pooling": pooling, "matryoshka": _matryoshka(hf_config)}
+
+
+def _pooling(folder: Path) -> Literal["last", "mean"]:
+    """Returns the pooling of sentence-transformers' configuration, or "last" without one."""
+    try:
+        found = json.loads((folder / "1_Pooling" / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return "last"
+    mean = isinstance(found, dict) and found.get("pooling_mode_mean_tokens")
+    return "mean" if mean else "last"
+
+
+def _matryoshka(hf_config: dict[str, Any]) -> tuple[int, ...] | None:
+    sizes = hf_config.get("matryoshka_dimensions")
+    if isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes):
+        return tuple(sorted(sizes))
+    return () if hf_config.get("is_matryoshka") is True else None
