@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
@@ -35,7 +35,11 @@ class HttpClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def request(
-        self, method: str, path: str, body: str | None = None
+        self,
+        method: str,
+        path: str,
+        body: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """Returns the connection, which the caller closes, and the answer, whatever its status.
 
@@ -47,7 +51,9 @@ class HttpClient:
         )
         connection = make(self.address, timeout=self._timeout)
         try:
-            connection.request(method, self._base + path, body, self._headers)
+            connection.request(
+                method, self._base + path, body, {**self._headers, **(headers or {})}
+            )
             return connection, connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()

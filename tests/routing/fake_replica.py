@@ -10,13 +10,18 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import uvicorn
+
+from quire.kv_events.messages import KVEventLine
+from quire.kv_events.prompt_report import PROMPT_HEADER
 
 
 @dataclass
 class FakeReplica:
     """A server of one model. status: of answers to requests. parts: of their bodies; all but the
-    first wait for `gate`. stored: ids of answers that it has."""
+    first wait for `gate`. stored: ids of answers that it has. peers: as it was told last.
+    events: to be sent. report: of each prompt."""
 
     name: str = "fake"
     status: int = 200
@@ -26,6 +31,9 @@ class FakeReplica:
     stored: tuple[str, ...] = ()
     seen: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
     left: int = 0
+    peers: list[str] = field(default_factory=list)
+    events: asyncio.Queue[KVEventLine | None] | None = None
+    report: bytes = b""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     server: Any = None
     url: str = ""
@@ -44,6 +52,11 @@ class FakeReplica:
         elif path == "/load":
             load = {"running": self.running, "waiting": 0, "kv_tokens": 1 << 20}
             await _answer(send, 200, json.dumps(load).encode())
+        elif path == "/kv/events":
+            await self._events(send)
+        elif path == "/kv/peers":
+            self.peers = json.loads(body)["peers"]
+            await _answer(send, 200, body)
         else:
             headers = {name.decode(): value.decode() for name, value in scope["headers"]}
             target = path + ("?" + scope["query_string"].decode() if scope["query_string"] else "")
@@ -54,9 +67,22 @@ class FakeReplica:
             else:
                 await self._stream(receive, send)
 
+    async def _events(self, send: Any) -> None:
+        """Sends the lines that the test puts into `events`; 404 without any."""
+        if self.events is None:
+            await _answer(send, 404, b"")
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while (line := await self.events.get()) is not None:
+            data = msgspec.json.encode(line) + b"\n"
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
     async def _stream(self, receive: Any, send: Any) -> None:
         leaving = asyncio.create_task(receive())
         headers = [(b"content-type", b"text/event-stream"), (b"x-own", b"kept")]
+        if self.report:
+            headers.append((PROMPT_HEADER, self.report))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for index, part in enumerate(self.parts):
             if index:

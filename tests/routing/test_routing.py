@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 from quire.cli.main import app as command
 from quire.errors import ConfigError
 from quire.routing.fleet import Fleet, FleetSettings
+from quire.routing.replica_state import Role
 from quire.routing.server import build_router
+from quire.server.telemetry.tracing import Exporter
 from tests.routing.fake_replica import FakeReplica, serving
 
 ADMIN = {"authorization": "Bearer adm"}
@@ -39,16 +41,22 @@ class Setup:
 
 
 @contextlib.asynccontextmanager
-async def routed(*replicas: FakeReplica, **settings: Any) -> AsyncIterator[Setup]:
+async def routed(
+    *replicas: FakeReplica,
+    roles: Sequence[Role] = (),
+    exporter: Exporter | None = None,
+    **settings: Any,
+) -> AsyncIterator[Setup]:
     """A router before these, all of which are ready."""
     async with contextlib.AsyncExitStack() as stack:
         for replica in replicas:
             await stack.enter_async_context(serving(replica))
         fleet = Fleet(FleetSettings(check_seconds=0.02, **settings))
-        for replica in replicas:
-            fleet.join(replica.url)
+        for replica, role in zip(replicas, roles or ["both"] * len(replicas), strict=True):
+            fleet.join(replica.url, role)
         stack.push_async_callback(fleet.close)
-        url = await stack.enter_async_context(serving(build_router(fleet, "adm", 100_000)))
+        app = build_router(fleet, "adm", 100_000, exporter)
+        url = await stack.enter_async_context(serving(app))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
         setup = Setup(http, fleet)
         await setup.until(
@@ -81,7 +89,9 @@ def test_requests_and_answers_pass_unchanged() -> None:
             assert (await setup.http.head("/v1/other")).status_code == 200
             large = await setup.http.post("/v1/x", content=b"x" * 100_001)
             assert large.status_code == 413
-            # One connection served them all.
+            # Connections are kept for the next request.
+            (routed_replica,) = setup.fleet
+            assert routed_replica.upstream._idle
             assert replica.server.server_state.total_requests > 5
 
     run(main)
@@ -182,7 +192,7 @@ def test_prompts_go_where_their_beginning_is_and_load_outweighs_it() -> None:
             busy = next(r for r in replicas if r.seen)
             text = json.loads(busy.seen[0][3])["messages"][0]["content"]
             busy.running = 10_000
-            await setup.until(lambda: any(r.reported == 10_000 for r in setup.fleet))
+            await setup.until(lambda: any(r.state.reported == 10_000 for r in setup.fleet))
             seen = len(busy.seen)
             body = {"messages": [{"role": "user", "content": text}]}
             await setup.http.post("/v1/chat/completions", json=body)
@@ -196,7 +206,7 @@ def test_least_loaded() -> None:
         busy, idle = FakeReplica(running=5), FakeReplica()
         idle.gate.set()
         async with routed(busy, idle, policy="least-loaded") as setup:
-            await setup.until(lambda: any(r.reported == 5 for r in setup.fleet))
+            await setup.until(lambda: any(r.state.reported == 5 for r in setup.fleet))
             for _ in range(3):
                 await setup.ask()
             assert (len(busy.seen), len(idle.seen)) == (0, 3)

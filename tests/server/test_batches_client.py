@@ -27,6 +27,7 @@ from quire.server.errors import ApiError
 from tests.server.fakes import FakeClient, PlainTokenizer, Update
 from tests.server.inprocess import assert_error, run
 from tests.server.server_process import MODEL, WAIT, Server
+from tests.slow import examples
 
 URL = "/v1/completions"
 
@@ -400,7 +401,7 @@ async def _refuses_uploads(http: httpx.AsyncClient) -> None:
 # -- forms -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     content=st.binary(max_size=200) | st.sampled_from([b"\r\n--b", b"\r\n--", b"--bound", b"\r"]),
     size=st.integers(1, 40),

@@ -3,6 +3,7 @@ reader that does not match see, and what becomes of requests when either dies.""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,13 +13,17 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.server.server_process import MODEL, Server, start_server
+from quire.routing.fleet import Fleet, FleetSettings
+from quire.routing.prompts import read_prompt
+from quire.routing.server import build_router
+from tests.routing.fake_replica import serving
+from tests.server.server_process import MODEL, WAIT, Server, start_server
 from tests.server.test_faults import child
 
 STORY = "One day, a little fox went into the woods to look for berries and to see the owl. " * 5
@@ -62,11 +67,14 @@ def fetches(server: Server, outcome: str = "done") -> float:
     return metric(server, f'quire_kv_fetches_total{{outcome="{outcome}"}}')
 
 
-def post(server: Server, path: str, body: object, key: str = KEY) -> tuple[int, Any]:
+def post(
+    server: Server, path: str, body: object, key: str = KEY, method: str = "POST"
+) -> tuple[int, Any]:
     asked = urllib.request.Request(
         server.url + path,
         json.dumps(body).encode(),
         {"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
+        method=method,
     )
     try:
         with urllib.request.urlopen(asked, timeout=60) as response:
@@ -118,6 +126,67 @@ def test_who_does_not_match_is_told_both_sides_values(servers: tuple[Server, Ser
         status, answer = post(reader, path, body)
         assert (status, answer["error"]["code"]) == (400, "wrong_role")
     assert "a reader does not match" in "".join(writer.output)
+
+
+def test_a_router_has_prompts_computed_where_that_costs_least(
+    servers: tuple[Server, Server],
+) -> None:
+    writer, reader = servers
+
+    async def main() -> None:
+        fleet = Fleet(FleetSettings(key=KEY, check_seconds=0.1))
+        fleet.join(writer.url, "prefill")
+        decoding = fleet.join(reader.url, "decode")
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(fleet.close)
+            url = await stack.enter_async_context(serving(build_router(fleet, None, 1 << 20)))
+            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+            await until(lambda: all(r.able and r.state.informed for r in fleet))
+            await until(lambda: bool(decoding.state.peers))
+
+            async def ask_router(prompt: str) -> str:
+                made = await client.completions.create(
+                    model=MODEL, prompt=prompt, max_tokens=12, temperature=0.0
+                )
+                return str(made.choices[0].text)
+
+            # Nothing decodes: what would be late?
+            before, prompt = fetches(reader), "an idle reader " + STORY
+            assert await ask_router(prompt) == ask(writer, prompt, KEY, temperature=0.0)
+            assert fetches(reader) == before
+            # It holds that now, and says so in the engine's own words.
+            held = read_prompt(json.dumps({"model": MODEL, "prompt": prompt}).encode())
+            known = fleet.chooser.prefixes.look_up(held)
+            assert len(known.blocks) > 0
+            await until(lambda: decoding.state.held_tokens(known) > 0)
+            stream = await client.completions.create(
+                model=MODEL, prompt="On and on", max_tokens=2000, stream=True,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            await until(lambda: decoding.state.load.running > 0)
+            # What costs least goes by rates that were measured, which other programs disturb.
+            for attempt in range(6):
+                prompt = f"a busy reader {attempt} " + STORY * 3
+                assert await ask_router(prompt) == ask(writer, prompt, KEY, temperature=0.0)
+                if fetches(reader) > before:
+                    break
+            assert fetches(reader) == before + 1
+            await stream.close()
+
+    asyncio.run(main())
+    # A name that is no peer's is refused, also at a server that asks nobody.
+    for server, key in ((reader, "none"), (writer, KEY)):
+        with pytest.raises(openai.BadRequestError, match=r"no peer|asks no others"):
+            ask(server, STORY, key, extra_headers={"x-quire-prefill": "http://127.0.0.1:1"})
+    assert post(writer, "/kv/peers", {"peers": []}, method="PUT")[0] == 400
+    assert post(reader, "/kv/peers", {"peers": ["ftp://x"]}, method="PUT")[0] == 400
+    assert post(reader, "/kv/peers", {"peers": [writer.url]}, method="PUT")[0] == 200
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT):
+        while not condition():
+            await asyncio.sleep(0.02)
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_a_stopped_engine_is_not_ready(launch: Callable[..., Server]) -> None:
 
 
 def test_not_ready_while_draining(launch: Callable[..., Server]) -> None:
-    server = launch()
+    server = launch("--drain-timeout", str(WAIT))
     client = server.client()
     stream = iter(client.completions.create(**{**LONG, "max_tokens": 300}, stream=True))
     next(stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.process import supervisor
 from quire.server.process.supervisor import Supervisor
+from tests.fork_server import BARE
 from tests.server.fakes import FakeClient
 from tests.server.inprocess import PROMPT, assert_error, run
 from tests.server.server_process import MODEL, WAIT, Server
@@ -33,14 +35,11 @@ LONG: dict[str, Any] = {
 }
 
 
-def children(pid: int) -> list[int]:
-    """Processes below `pid`, all generations."""
-    listing = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True)
-    pairs = [tuple(map(int, line.split())) for line in listing.stdout.splitlines()]
-    found = [pid]
-    for parent in found:
-        found += [child for child, above in pairs if above == parent]
-    return found[1:]
+def engines(server: Server) -> list[int]:
+    """Returns the processes of the server's engine."""
+    command = ["pgrep", "-P", str(server.process.pid), "-f", "quire.engine.process"]
+    listing = subprocess.run(command, capture_output=True, text=True)
+    return [int(pid) for pid in listing.stdout.split()]
 
 
 def health(server: Server) -> int:
@@ -51,18 +50,23 @@ def health(server: Server) -> int:
         return error.code
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_drains_and_exits_with_0(launch: Callable[..., Server], number: int) -> None:
-    server = launch()
+@pytest.mark.parametrize(("number", "bare"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_a_signal_drains_and_exits_with_0(
+    launch: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, number: int, bare: bool
+) -> None:
+    """Also of processes that are started as users start them."""
+    if bare:
+        monkeypatch.setenv(BARE, "1")
+    server = launch("--drain-timeout", str(WAIT))
     stream = iter(server.client().completions.create(**{**LONG, "max_tokens": 150}, stream=True))
     next(stream)
-    below = children(server.process.pid)
+    below = engines(server)
     assert below
     server.process.send_signal(number)
     chunks = list(stream)  # what runs may finish
     assert chunks[-1].choices[0].finish_reason == "length"
     assert server.process.wait(WAIT) == 0
-    server.wait_for(lambda: not set(below) & set(children(1)), "the engine to end")
+    server.wait_for(lambda: not any(map(_alive, below)), "the engine to end")
     server.wait_for(lambda: "Stopped. Goodbye." in "".join(server.output), "its last words")
     assert "Traceback" not in "".join(server.output)
 
@@ -127,10 +131,8 @@ def test_engine_death(launch: Callable[..., Server]) -> None:
     thread = threading.Thread(target=wait_whole)
     thread.start()
     server.wait_for(lambda: server.metric("quire_requests_running") == 2, "both requests")
-    for child in children(server.process.pid):
-        command = Path(f"/proc/{child}/cmdline").read_text()
-        if "resource_tracker" not in command:
-            subprocess.run(["kill", "-9", str(child)], check=True)
+    for engine in engines(server):
+        os.kill(engine, signal.SIGKILL)
     with pytest.raises(openai.APIError) as error:
         list(stream)
     assert error.value.code == "engine_dead"
@@ -145,7 +147,7 @@ def test_engine_death(launch: Callable[..., Server]) -> None:
 
 def test_api_death_ends_the_engine(launch: Callable[..., Server]) -> None:
     server = launch()
-    below = children(server.process.pid)
+    below = engines(server)
     server.process.kill()
     server.process.wait(WAIT)
 

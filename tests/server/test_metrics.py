@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.balance.expert_stats import ExpertStats
 from quire.disagg.disagg_stats import DisaggStats
 from quire.engine.stats import EngineStats, RankStats
 from quire.engine.telemetry import Histogram, Telemetry
@@ -21,7 +23,7 @@ from quire.offload.tier_stats import TierStats
 from quire.server.errors import ApiError
 from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.gpu_metrics import GpuMetrics
-from quire.server.telemetry.metrics import ServerMetrics
+from quire.server.telemetry.metrics import ServerMetrics, WorkerValues
 from quire.server.telemetry.vllm_names import NAMES
 from quire.speculation.source_stats import SourceStats, SpeculationStats
 
@@ -77,6 +79,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
         adapters=dict.fromkeys(ADAPTERS, 0.0),
         speculation=SpeculationStats(sources={"suffix": SourceStats(3, 6, 4, [3, 1])}),
         ranks=[RankStats(1, 0.5, 2, 3)],
+        experts=ExpertStats(5.0, 4.0, 1),
         histograms=Telemetry().histograms,
     )
     EngineMetrics(metrics, "a-model").update(stats, replicas=[True])
@@ -253,3 +256,13 @@ def test_no_gpus(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = GpuMetrics(metrics, "cpu" if fault == "cpu" else "cuda")
     gpus.update()
     assert not any("gpu" in name for name in families(metrics))
+
+
+def test_worker_that_has_just_begun(tmp_path: Path) -> None:
+    """A file that a worker has made and not yet filled is no error, and the others count."""
+    (tmp_path / "counter_1.db").touch()
+    values = MmapedDict(str(tmp_path / "counter_2.db"))  # type: ignore[no-untyped-call]
+    values.write_value(mmap_key("quire_x_total", "quire_x_total", [], [], "Help."), 3.0, 0.0)  # type: ignore[no-untyped-call]
+    (metric,) = WorkerValues(tmp_path).collect()
+    assert [sample.value for sample in metric.samples] == [3.0]
+    values.close()  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from quire.server.args import ServerArgs
 from quire.server.openapi import ROUTES, document
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import connect, run
+from tests.slow import examples
 
 schemathesis = pytest.importorskip("schemathesis")
 from schemathesis import checks  # noqa: E402
@@ -58,15 +59,18 @@ class _Engine(FakeClient):
     async def grant(self, asked: PromptRequest, **of_its_key: Any) -> NoReturn:
         raise RequestError("this engine computes no prompts for others", "role")
 
+    async def set_peers(self, peers: list[str]) -> NoReturn:
+        raise RequestError("this server asks no others for prompts", "role")
+
 
 APP = build_app(
     _Engine(tokenizer=PlainTokenizer(), config=CONFIG),  # type: ignore[arg-type]
     ServerArgs(generation_config="none", allowed_hosts=("testserver",)),
 )
-# Not the live view, which never ends, and not the sleep, in which all others would fail: they have
-# tests of their own.
+# Not the live view and the events, which never end, and not the sleep, in which all others would
+# fail: they have tests of their own.
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP).exclude(
-    path=["/engine/live", "/sleep"]
+    path=["/engine/live", "/kv/events", "/sleep"]
 )
 
 
@@ -98,7 +102,7 @@ def test_the_document() -> None:
 
 @SCHEMA.parametrize()
 @settings(
-    max_examples=12,
+    max_examples=examples(12),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

@@ -19,7 +19,11 @@ def test_a_dead_replica(launch: Callable[..., Server]) -> None:
     engines = children(server.process.pid, "quire.engine.process")
     assert len(engines) == 2
     streams = [
-        iter(server.client().completions.create(**{**LONG, "prompt": prompt}, stream=True))
+        iter(
+            server.client().completions.create(
+                **{**LONG, "max_tokens": 200, "prompt": prompt}, stream=True
+            )
+        )
         for prompt in ("Once", "Twice")
     ]
     for stream in streams:

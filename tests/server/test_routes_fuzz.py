@@ -16,9 +16,12 @@ from quire.server.responses.protocol import CreateRequest
 from tests.server.inprocess import connect, run
 from tests.server.scripted import scripted_engine
 from tests.server.test_fuzz import VALUES
+from tests.slow import examples
 
 ENGINE = scripted_engine("one", " two")
-SMALL = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SMALL = settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 KEYS = st.sampled_from(["a", "b"])
 
 

@@ -149,6 +149,19 @@ def test_compose_servers() -> None:
     assert "COMPOSE_PROFILES=cpu" in read(".env").splitlines()
 
 
+def test_compose_has_prefill_and_decode_apart() -> None:
+    services = COMPOSE["services"]
+    parts = {name: each for name, each in services.items() if each.get("profiles") == ["disagg"]}
+    assert list(parts) == ["quire-prefill", "quire-decode", "quire-router"]
+    for name in ("quire-prefill", "quire-decode"):
+        role = name.removeprefix("quire-")
+        assert parts[name]["command"] == ["serve", "--role", role]
+        assert parts[name]["environment"]["QUIRE_ALLOWED_HOSTS"] == name
+        words = parts["quire-router"]["command"]
+        assert words[words.index(f"--{role}") + 1] == f"http://{name}:{PORT}"
+    assert parts["quire-router"]["command"][0] == "route"
+
+
 def test_compose_mounts_what_is_there() -> None:
     mounts = [
         volume.split(":")[0]

@@ -70,7 +70,7 @@ class LocalPeer:
         self.asked: queue.SimpleQueue[tuple[PromptRequest, Future[Grant]]] = queue.SimpleQueue()
         self.epoch = ""
 
-    def ask(self, tokens: list[int], first: int, salt: str) -> Grant:
+    def ask(self, tokens: list[int], first: int, salt: str, traceparent: str = "") -> Grant:
         answer: Future[Grant] = Future()
         self.asked.put((PromptRequest(tokens, first, "reader", self.epoch, salt), answer))
         return answer.result(60)
@@ -282,7 +282,6 @@ def test_what_does_not_travel_is_refused(
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"role": "decode"}, "needs a peer"),
         ({"role": "prefill", "peer": ("localhost:1",)}, "asks no peer"),
         ({"role": "router"}, "role must be one of"),
         ({"peer": ("ftp://localhost",)}, "peer: .* is no http address"),

@@ -35,6 +35,7 @@ from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Scheduler
 from tests.fakes import FakeExecutor, expected_output
+from tests.slow import examples
 
 SIZE = 4
 LEASE = 10.0
@@ -336,7 +337,7 @@ class DisaggMachine(RuleBasedStateMachine):
 
 
 TestDisagg = DisaggMachine.TestCase
-TestDisagg.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestDisagg.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 
 
 def test_blocks_that_a_step_is_yet_to_fill_are_not_sent() -> None:

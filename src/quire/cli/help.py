@@ -61,7 +61,8 @@ SUBJECTS = (
         ("device", "gpu_memory_utilization", "kv_cache_gb", "kv_cache_dtype"),
         (
             "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "nnodes",
-            "node_rank", "master_addr", "master_port",
+            "node_rank", "master_addr", "master_port", "distributed_executor",
+            "redundant_experts",
             "num_kv_blocks", "block_size", "enable_prefix_caching", "host_cache_gb", "disk_cache",
             "disk_cache_gb",
         ),

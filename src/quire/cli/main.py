@@ -73,11 +73,26 @@ def route(
         ),
     ] = None,
     *,
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Server that computes prompts for those of --decode (may be repeated).",
+        ),
+    ] = None,
+    decode: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Server that answers, and has long prompts computed by those of --prefill (may be "
+            "repeated).",
+        ),
+    ] = None,
     policy: Annotated[
         str,
         typer.Option(
-            help="Who takes a request. prefix: the replica with least to compute, by the prompts "
-            "it was sent and by load. Else least-loaded, or round-robin."
+            help="Who takes a request. prefix: the replica with least to compute, by what it holds "
+            "and has to do. Else least-loaded, or round-robin."
         ),
     ] = "prefix",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -85,7 +100,8 @@ def route(
     api_key: Annotated[
         str | None,
         typer.Option(
-            envvar="QUIRE_REPLICA_KEY", help="Key of the replicas, for their health and load."
+            envvar="QUIRE_REPLICA_KEY",
+            help="Key of the replicas, an admin's, for their health, load and events.",
         ),
     ] = None,
     admin_api_key: Annotated[
@@ -111,14 +127,23 @@ def route(
         float, typer.Option(min=0.0, help="Time that requests have when a replica leaves.")
     ] = 120.0,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request body.")] = 16.0,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Collector for OpenTelemetry traces, as in http://localhost:4318 (needs the extra "
+            "otel)."
+        ),
+    ] = None,
 ) -> None:
     """Spread requests over several servers of one model."""
     from quire.cli.route import route as run
 
     run(
-        replicas or [], policy=policy, host=host, port=port, key=api_key, admin_key=admin_api_key,
+        replicas or [], prefill or [], decode or [], policy=policy, host=host, port=port,
+        key=api_key, admin_key=admin_api_key,
         check_seconds=check_seconds, check_timeout=check_timeout, connect_timeout=connect_timeout,
         drain_timeout=drain_timeout, leave_timeout=leave_timeout, max_body_mb=max_body_mb,
+        otlp_endpoint=otlp_endpoint,
     )  # fmt: skip
 
 
@@ -326,7 +351,7 @@ def roofline(
     """Predict times and memory of a model on a card, from its shapes, before anything runs."""
     from quire.cli.roofline import roofline as run
 
-    engine = EngineArgs(
+    engine = EngineArgs.from_kwargs(
         model=model, revision=revision, dtype=dtype, device="cpu", quantization=quantization,
         tensor_parallel_size=tensor_parallel_size,
     )  # fmt: skip
@@ -408,3 +433,58 @@ def trace(
     from quire.cli.trace import trace as run
 
     run(output, engine, requests, prompt_tokens, output_tokens)
+
+
+@app.command()
+def simulate(
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Requests, in Mooncake's or Qwen's format."),
+    ] = None,
+    *,
+    nodes: Annotated[int, typer.Option(min=1, max=100_000, help="Replicas.")] = 4,
+    prefill_nodes: Annotated[
+        int, typer.Option(min=0, help="How many of them compute prompts for the others.")
+    ] = 0,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="As of quire route; may be repeated. Default: each of them."),
+    ] = None,
+    engine: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="What an engine takes, as --calibrate wrote it."),
+    ] = None,
+    speed: Annotated[float, typer.Option(help="How often faster requests come.")] = 1.0,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="The first so many. Default: all.")
+    ] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Measure this server, which does nothing else, and write --out."
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="QUIRE_REPLICA_KEY", help="Its key, an admin's.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="CSV with a line for each policy, or an engine's JSON."),
+    ] = None,
+) -> None:
+    """Run a trace through the router's own code before modelled engines."""
+    from quire.cli.simulate import measure
+    from quire.cli.simulate import simulate as run
+
+    if calibrate is not None:
+        if out is None:
+            raise ConfigError("--calibrate needs --out FILE.json", "out")
+        measure(calibrate, key=api_key, model=None, out=out)
+        return
+    if trace is None:
+        raise ConfigError("name the requests: --trace FILE.jsonl", "trace")
+    run(
+        nodes=nodes, prefill_nodes=prefill_nodes, trace=trace,
+        policies=policy or ["prefix", "least-loaded", "round-robin"], engine=engine, speed=speed,
+        most=requests, out=out,
+    )  # fmt: skip

@@ -11,13 +11,17 @@ from typing import cast, get_args
 import typer
 
 from quire.errors import ConfigError
-from quire.routing.fleet import FleetSettings, Policy
+from quire.routing.choice import Policy
+from quire.routing.fleet import FleetSettings
+from quire.routing.replica_state import Role
 from quire.routing.server import RouterArgs, run_router
-from quire.server.args import check_secret
+from quire.server.args import check_endpoint, check_secret
 
 
 def route(
     replicas: Sequence[str],
+    prefill: Sequence[str],
+    decode: Sequence[str],
     *,
     policy: str,
     host: str,
@@ -30,8 +34,10 @@ def route(
     drain_timeout: float,
     leave_timeout: float,
     max_body_mb: float,
+    otlp_endpoint: str | None,
 ) -> None:
-    """Runs a router; once it listens, prints its address.
+    """Runs a router; once it listens, prints its address. prefill: servers that compute prompts for
+    those in decode.
 
     Raises:
         ConfigError: a setting is wrong, or there is no replica and no way for one to join.
@@ -46,20 +52,30 @@ def route(
     numbers = (check_seconds, check_timeout, connect_timeout, drain_timeout, leave_timeout)
     if not all(map(math.isfinite, (*numbers, max_body_mb))):
         raise ConfigError("times and sizes must be finite numbers")
-    if not replicas and admin_key is None:
+    if prefill and not decode and admin_key is None:
+        raise ConfigError("servers of --prefill compute prompts for those of --decode", "decode")
+    if not (*replicas, *decode) and admin_key is None:
         raise ConfigError(
             "name the servers, as in `quire route http://10.0.0.1:8000 http://10.0.0.2:8000`, or "
             "let them join with --admin-api-key",
             "replicas",
         )
+    if otlp_endpoint is not None:
+        check_endpoint(otlp_endpoint)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
     fleet = FleetSettings(
         policy=cast(Policy, policy), key=key, check_seconds=check_seconds,
         check_timeout=check_timeout, connect_timeout=connect_timeout, drain_timeout=leave_timeout,
     )  # fmt: skip
+    roles: list[tuple[Role, Sequence[str]]] = [
+        ("both", replicas), ("prefill", prefill), ("decode", decode)
+    ]  # fmt: skip
+    members = [(url, role) for role, urls in roles for url in urls]
+    if len({url for url, _ in members}) < len(members):
+        raise ConfigError("a server has one role, and is named once", "replicas")
     args = RouterArgs(
-        replicas=replicas, fleet=fleet, host=host, port=port, admin_key=admin_key,
-        max_body_mb=max_body_mb, drain_timeout=drain_timeout,
+        replicas=members, fleet=fleet, host=host, port=port, admin_key=admin_key,
+        max_body_mb=max_body_mb, drain_timeout=drain_timeout, otlp_endpoint=otlp_endpoint,
     )  # fmt: skip
 
     def on_ready(url: str) -> None:

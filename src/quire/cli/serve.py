@@ -9,8 +9,6 @@ from rich.console import Console
 
 from quire.cli.progress import progress_bar
 from quire.config import EngineArgs
-from quire.models.config import is_hub_id, load_config, resolve_model_path, spec_from_config
-from quire.models.files import weight_files
 from quire.server.args import ServerArgs
 from quire.server.process.server import run_server
 from quire.server.telemetry import logs
@@ -57,7 +55,13 @@ def check_folder(engine: EngineArgs) -> None:
 
     A hub id passes: the engine fetches it.
     """
-    if engine.model is None or is_hub_id(engine.model):
+    if engine.model is None:
+        return
+    # They import PyTorch, of which this process needs nothing else.
+    from quire.models.config import is_hub_id, load_config, resolve_model_path, spec_from_config
+    from quire.models.files import weight_files
+
+    if is_hub_id(engine.model):
         return
     path = resolve_model_path(engine.model)
     spec_from_config(load_config(path))

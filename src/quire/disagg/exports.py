@@ -92,17 +92,20 @@ class Export:
     finished: its request has ended. settled: a plan was made since the blocks are held. ended: it
     is forgotten. moving: batches on their way to the memory between engines, by transfer. sent:
     batches that the reader has not taken. done: how often its request was preempted, and how many
-    tokens were planned, at the last plan. deadline: when the reader counts as dead. told: when it
-    was last told that work goes on.
+    tokens were planned, at the last plan. granted: when it was. computed: seconds from then until
+    its request had ended. deadline: when the reader counts as dead. told: when it was last told
+    that work goes on.
     """
 
     grant: Grant
     tokens: Int32
     salt: str
     sent_to: list[int]
+    granted: float
     deadline: float
     request: Request | None = None
     finished: bool = False
+    computed: float = 0.0
     link: ReaderLink | None = None
     held: LoadingPrefix | None = None
     settled: bool = False
@@ -168,9 +171,9 @@ class Exports:
             lease=self._lease,
             port=self._port,
         )
-        deadline = self._clock() + self._lease
+        now = self._clock()
         sent_to = [first if group.grows else 0 for group in self._blocks.groups]
-        self._by_name[grant.name] = Export(grant, tokens, salt, sent_to, deadline)
+        self._by_name[grant.name] = Export(grant, tokens, salt, sent_to, now, now + self._lease)
         return grant
 
     def revoke(self, name: str) -> None:
@@ -196,7 +199,8 @@ class Exports:
             return
         if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             export.held = self._loader.hold((0, export.salt), export.tokens)
-        export.deadline = self._clock() + self._lease
+        now = self._clock()
+        export.computed, export.deadline = now - export.granted, now + self._lease
         if export.held is None:
             self._refuse(export, (503, "the prompt's blocks could not be kept"), "aborted")
 
@@ -376,7 +380,7 @@ class Exports:
         if export.settled and all(
             export.sent_to[g] >= end for g, (_, end) in enumerate(self._ranges(held))
         ):
-            export.link.send(End())
+            export.link.send(End(export.computed))
             self._close(export, "done")
 
     def _refuse(self, export: Export, status: Status, outcome: str) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from quire.config import EngineConfig
 from quire.plan import KVGroup
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of the messages between engines."""
 _SAMPLE_BYTES = 1 << 16
 

@@ -77,6 +77,8 @@ class DisaggLoop(LoopFeature):
 
     Messages (`on_control`): `handshake` with facts gives a `Welcome`; `grant` with a
     `PromptRequest` gives a `Grant`, whose request the caller adds; `revoke` undoes that.
+    `set_peers` replaces the peers; `choose_peer` says, before a request is added, which of them
+    computes its prompt, "" for none; `handover` gives the line of `HandoverTime`.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -163,18 +165,43 @@ class DisaggLoop(LoopFeature):
         return (self._inbox.fd,)
 
     def on_control(self, message: dict[str, Any]) -> Any:
-        if self._exports is None:
-            return None
+        if self._exports is not None:
+            answer = self._of_writer(self._exports, message)
+            if answer is not None:
+                return answer
+        if self._fetches is not None and self._pulls is not None:
+            return self._of_reader(self._fetches, self._pulls.peers, message)
+        return None
+
+    def _of_reader(self, fetches: Fetches, peers: PeerList, message: dict[str, Any]) -> Any:
+        match message:
+            case {"op": "handover"}:
+                return fetches.handover.line
+            case {"op": "set_peers", "peers": urls}:
+                try:
+                    peers.replace(urls)
+                except ConfigError as error:
+                    raise RequestError(str(error), "peers") from None
+                _log.info("prompts are asked for at %s", ", ".join(peers.urls) or "no server")
+                return peers.urls
+            case {"op": "choose_peer", "request": request, "peer": peer, "traceparent": trace}:
+                if peer and peer not in peers.urls:
+                    raise RequestError(f"{peer} is no peer of this server", "prefill", "no_peer")
+                fetches.choose(request, peer, trace)
+                return True
+        return None
+
+    def _of_writer(self, exports: Exports, message: dict[str, Any]) -> Any:
         match message:
             case {"op": "handshake", "facts": facts}:
                 if found := differences(self._facts, facts):
                     _log.error("a reader does not match: %s", "; ".join(found))
                     raise PeerMismatchError("the engines do not match: " + "; ".join(found))
-                return Welcome(self._facts, self._exports.epoch)
+                return Welcome(self._facts, exports.epoch)
             case {"op": "grant", "asked": asked}:
-                return self._grant(self._exports, asked)
+                return self._grant(exports, asked)
             case {"op": "revoke", "name": name}:
-                self._exports.revoke(name)
+                exports.revoke(name)
         return None
 
     def _grant(self, exports: Exports, asked: PromptRequest) -> Grant:

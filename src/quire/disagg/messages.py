@@ -106,7 +106,10 @@ class Taken(msgspec.Struct, tag=True):
 
 
 class End(msgspec.Struct, tag=True):
-    """Tells that all blocks have been sent."""
+    """Tells that all blocks have been sent. computed: seconds from the grant to the prompt's
+    end."""
+
+    computed: float
 
 
 Message = Redeem | Accepted | Mapped | Refused | Working | BlockBatch | Taken | End

@@ -74,19 +74,21 @@ class Peer:
         """Leaves the peer alone for a while."""
         self._not_before = time.monotonic() + _PAUSES.get(outcome, 0.0)
 
-    def ask(self, tokens: Sequence[int], first: int, salt: str) -> Grant:
-        """Asks for a prompt. Raises PeerError."""
+    def ask(self, tokens: Sequence[int], first: int, salt: str, traceparent: str = "") -> Grant:
+        """Asks for a prompt. traceparent: of the trace that it belongs to, "" for none. Raises
+        PeerError."""
         with self._lock:
             epoch = self._epoch or self._shake_hands()
         request = PromptRequest(list(tokens), first, self.reader, epoch, salt)
         try:
-            return self._post("/kv/prefill", request, Grant)
+            return self._post("/kv/prefill", request, Grant, traceparent)
         except PeerError as error:
             if error.status != 409:
                 raise
         with self._lock:  # it was started again since
             epoch = self._shake_hands()
-        return self._post("/kv/prefill", msgspec.structs.replace(request, epoch=epoch), Grant)
+        request = msgspec.structs.replace(request, epoch=epoch)
+        return self._post("/kv/prefill", request, Grant, traceparent)
 
     def _shake_hands(self) -> str:
         """Compares facts; returns the peer's epoch."""
@@ -98,10 +100,13 @@ class Peer:
         self._epoch = welcome.epoch
         return welcome.epoch
 
-    def _post(self, path: str, body: msgspec.Struct, kind: type[Answer]) -> Answer:
+    def _post(
+        self, path: str, body: msgspec.Struct, kind: type[Answer], traceparent: str = ""
+    ) -> Answer:
+        headers = {"traceparent": traceparent} if traceparent else None
         try:
             connection, answer = self._client.request(
-                "POST", path, msgspec.json.encode(body).decode()
+                "POST", path, msgspec.json.encode(body).decode(), headers
             )
         except ConfigError as error:
             outcome = "timeout" if "timed out" in str(error) else "dead"
@@ -139,17 +144,41 @@ def _reason(data: bytes) -> str:
 
 
 class PeerList:
-    """All peers. From any thread."""
+    """All peers. From any thread.
+
+    Raises:
+        ConfigError: an address is none.
+    """
 
     def __init__(self, urls: Sequence[str], key: str | None, facts: KVFacts) -> None:
-        self._peers = [Peer(url, key, facts) for url in urls]
+        self._key = key
+        self._facts = facts
+        self._peers: list[Peer] = []
+        self.replace(urls)
+
+    @property
+    def urls(self) -> list[str]:
+        """Returns the addresses."""
+        return [peer.url for peer in self._peers]
+
+    def replace(self, urls: Sequence[str]) -> None:
+        """Takes these in place of those that there are; what is under way goes on. Raises
+        ConfigError."""
+        known = {peer.url: peer for peer in self._peers}
+        fresh = [Peer(url, self._key, self._facts) for url in urls]
+        self._peers = [known.get(peer.url, peer) for peer in fresh]
 
     @property
     def up(self) -> int:
         """Counts those that can be asked now."""
         return sum(peer.up for peer in self._peers)
 
-    def choose(self, without: Peer | None = None) -> Peer | None:
-        """Returns the one with the fewest pulls that can be asked, or None."""
-        able = [peer for peer in self._peers if peer.up and peer is not without]
+    def choose(self, without: Peer | None = None, url: str | None = None) -> Peer | None:
+        """Returns the one with the fewest pulls that can be asked, or None. url: of the only one
+        that may be."""
+        able = [
+            peer
+            for peer in self._peers
+            if peer.up and peer is not without and url in (None, peer.url)
+        ]
         return min(able, key=lambda peer: peer.pulls, default=None)

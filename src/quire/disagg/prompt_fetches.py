@@ -24,6 +24,7 @@ from quire.cache import BlockManager
 from quire.cache.loading import LoadingPrefix, PrefixLoader
 from quire.disagg.disagg_stats import DisaggStats
 from quire.disagg.free_slots import FreeSlots
+from quire.disagg.handover_time import HandoverTime
 from quire.plan import Transfer
 from quire.request import Request
 from quire.scheduler import PlanBuilder
@@ -37,12 +38,15 @@ _FIRST_ID = 1 << 41
 @dataclass(frozen=True, slots=True)
 class PullOrder:
     """A prompt that a thread is to bring: tokens, int32 [whole blocks], of which `first` blocks are
-    here. name: for the log."""
+    here. name: for the log. peer: the one to ask, and no other; None: any. traceparent: of its
+    trace, "" for none."""
 
     name: str
     tokens: Int32
     first: int
     salt: str
+    peer: str | None = None
+    traceparent: str = ""
 
 
 class Pull(Protocol):
@@ -76,11 +80,13 @@ class Brought:
 
 @dataclass(slots=True)
 class Ended:
-    """The end of a thread: it touches no slot any more. outcome: see `OUTCOMES`."""
+    """The end of a thread: it touches no slot any more. outcome: see `OUTCOMES`. seconds: of a
+    prompt that came, beyond those in which it was computed."""
 
     pull: Pull
     outcome: str
     reason: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -144,6 +150,9 @@ class Fetches:
         self._by_pull: dict[Pull, Fetch] = {}
         self._by_request: dict[str, Fetch | None] = {}
         """Requests that were decided about; None where they compute their prompts themselves."""
+        self._chosen: dict[str, tuple[str | None, str]] = {}
+        """By request, the peer that was chosen for it, "" for none, and its traceparent."""
+        self.handover = HandoverTime()
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
         self._blocks = blocks
@@ -155,6 +164,11 @@ class Fetches:
 
     # -- requests ------------------------------------------------------------------------------
 
+    def choose(self, request: str, peer: str | None, traceparent: str) -> None:
+        """Notes which peer is to compute a request's prompt, however short; "": none, None: as
+        without a choice."""
+        self._chosen[request] = peer, traceparent
+
     def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
         """Decides, once for each request, whether a peer computes its prompt."""
         name = request.request_id
@@ -162,16 +176,18 @@ class Fetches:
             return self._by_request[name] is not None
         size = self._blocks.block_size
         whole = limit // size * size
-        if whole < self._least or request.lora_id or request.num_preemptions:
+        peer, traceparent = self._chosen.get(name.rpartition("/")[0], (None, ""))
+        least = self._least if peer is None else size
+        if whole < least or peer == "" or request.lora_id or request.num_preemptions:
             return False
         match = self._blocks.match(request.namespace, tokens, whole, whole_only=True)
-        if whole - match.length < self._least or not self._puller.up:
+        if whole - match.length < least or not self._puller.up:
             return False
         prefix = tokens[:whole].copy()
         loading = self._loader.begin(request.namespace, match, prefix, request.known)
         if loading is None:
             return False  # it would find no room to start, either; it is asked about again
-        order = PullOrder(name, prefix, match.whole, request.cache_salt)
+        order = PullOrder(name, prefix, match.whole, request.cache_salt, peer, traceparent)
         fetch = Fetch(name, loading, self._puller.start(order), [set() for _ in loading.blocks])
         self._by_pull[fetch.pull] = fetch
         self._by_request[name] = fetch
@@ -179,6 +195,7 @@ class Fetches:
 
     def finish(self, request: Request) -> None:
         """Gives up the fetch of a request that has ended."""
+        self._chosen.pop(request.request_id.rpartition("/")[0], None)
         fetch = self._by_request.pop(request.request_id, None)
         if fetch is not None:
             self._drop(fetch)
@@ -213,6 +230,9 @@ class Fetches:
                 self._drop(fetch)
             case Ended():
                 fetch.outcome = event.outcome
+                if event.outcome == "done":
+                    missing = len(fetch.loading.tokens) - fetch.loading.start
+                    self.handover.add(missing, event.seconds)
                 if event.outcome == "done" and not fetch.complete and not fetch.dropped:
                     fetch.outcome = "broken"
                 self._stats.fetches[fetch.outcome] = self._stats.fetches.get(fetch.outcome, 0) + 1

@@ -7,6 +7,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from quire.disagg.channel import BrokenMessageError, PeerChannel
@@ -89,6 +90,7 @@ class PeerPull:
         self._cancelled = threading.Event()
         self._channel: PeerChannel | None = None
         self._lock = threading.Lock()
+        self._computed = 0.0
 
     def cancel(self) -> None:
         with self._lock:
@@ -98,6 +100,7 @@ class PeerPull:
 
     def run(self) -> None:
         """Runs on a thread; tells the loop of every batch and, last, of the end."""
+        begun = time.monotonic()
         try:
             outcome, reason = self._pull()
         except Exception as error:  # the request must not wait for ever
@@ -105,20 +108,21 @@ class PeerPull:
             outcome, reason = "broken", type(error).__name__
         if self._cancelled.is_set():
             outcome = "aborted"
-        self._threads.tell(Ended(self, outcome, reason))
+        seconds = time.monotonic() - begun - self._computed
+        self._threads.tell(Ended(self, outcome, reason, seconds))
 
     def _pull(self) -> tuple[str, str]:
         outcome, reason = "dead", "no peer can be asked"
         last: Peer | None = None
         for _ in range(_ATTEMPTS):
-            peer = self._threads.peers.choose(last)
+            peer = self._threads.peers.choose(last, self._order.peer)
             if peer is None or self._cancelled.is_set():
                 break
             last = peer
             peer.pulls += 1
             try:
                 order = self._order
-                grant = peer.ask(order.tokens.tolist(), order.first, order.salt)
+                grant = peer.ask(order.tokens.tolist(), order.first, order.salt, order.traceparent)
                 return self._redeem(peer, grant)
             except PeerError as error:
                 outcome, reason = error.outcome, str(error)
@@ -153,7 +157,8 @@ class PeerPull:
                         trouble = self._take(channel, memory, batch)
                         if trouble:
                             return "broken", trouble
-                    case End():
+                    case End(computed):
+                        self._computed = computed
                         return "done", ""
                     case Refused(status, why):
                         return _STATUS_OUTCOMES.get(status, "refused"), f"{status}: {why}"

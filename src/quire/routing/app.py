@@ -11,9 +11,11 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from quire.errors import ConfigError
-from quire.routing.fleet import Fleet, OtherModelError, RoutedReplica, UnknownReplicaError
+from quire.routing.fleet import Fleet, OtherModelError, UnknownReplicaError
 from quire.routing.metrics import RouterMetrics
 from quire.routing.proxy import Proxy, Receive, Scope, Send
+from quire.routing.replica import RoutedReplica
+from quire.routing.replica_state import Role
 from quire.routing.upstream import ReplicaLostError
 from quire.server.errors import ApiError
 
@@ -21,29 +23,36 @@ _PAGE = Path(__file__).with_name("fleet.html")
 
 
 class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of POST /replicas. url: of a server. swap: all others leave."""
+    """Body of POST /replicas. url: of a server. role: see `Role`. swap: all others leave."""
 
     url: str
+    role: Role = "both"
     swap: bool = False
 
 
-class ReplicaState(msgspec.Struct):
-    """running: requests from this router. reported: requests that it has, as it said last."""
+class ReplicaEntry(msgspec.Struct):
+    """running: requests from this router. reported: requests that it has, as it said last.
+    informed: what it holds is known by its events, not estimated. prompt_tokens: of prompts that it
+    has to compute. prefill_rate: how many it computes in a second, 0 if that is not known."""
 
     name: str
     url: str
+    role: Role
     ready: bool
     leaving: bool
     running: int
     reported: int
     requests: int
     failures: int
+    informed: bool
+    prompt_tokens: int
+    prefill_rate: float
     models: list[str]
 
 
 class FleetState(msgspec.Struct):
     policy: str
-    replicas: list[ReplicaState]
+    replicas: list[ReplicaEntry]
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ class RouterApp:
         except msgspec.DecodeError as error:
             raise ApiError(400, f"The body is no replica: {error}") from None
         try:
-            return await self.fleet.admit(wanted.url, swap=wanted.swap)
+            return await self.fleet.admit(wanted.url, wanted.role, swap=wanted.swap)
         except ConfigError as error:
             raise ApiError(400, str(error), param="url") from None
         except ReplicaLostError as error:
@@ -124,16 +133,20 @@ class RouterApp:
             raise ApiError(401, "This needs the admin key.", code="invalid_api_key")
 
 
-def _state(replica: RoutedReplica) -> ReplicaState:
-    return ReplicaState(
+def _state(replica: RoutedReplica) -> ReplicaEntry:
+    return ReplicaEntry(
         name=replica.name,
         url=replica.upstream.url,
+        role=replica.role,
         ready=replica.well,
         leaving=replica.leaving,
         running=replica.state.running,
-        reported=replica.reported,
+        reported=replica.state.reported,
         requests=replica.requests,
         failures=replica.failures,
+        informed=replica.state.informed,
+        prompt_tokens=replica.state.queued_tokens,
+        prefill_rate=round(replica.state.load.prefill_rate, 1),
         models=sorted(entry.id for entry in replica.model or ()),
     )
 

@@ -1,4 +1,4 @@
-"""The replicas behind a router: which of them are well, what each does, and who takes a request."""
+"""The replicas behind a router: who they are, which of them are well, and who takes a request."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
-from quire.engine.router import Placement, Replica, cheapest
 from quire.errors import QuireError
+from quire.routing.choice import Chooser, Policy, RouteChoice
+from quire.routing.prefixes import Block
 from quire.routing.prompts import Prompt
-from quire.routing.upstream import Headers, ReplicaLostError, Upstream
-
-Policy = Literal["prefix", "least-loaded", "round-robin"]
+from quire.routing.questions import QuestionRefusedError, Questions
+from quire.routing.replica import Model, RoutedReplica, model_names
+from quire.routing.replica_state import Role
+from quire.routing.upstream import ReplicaLostError, Upstream
 
 logger = logging.getLogger("quire.routing")
+
+_REFUSED_SECONDS = 30.0
+"""Seconds until a replica that has no events for this router is asked again."""
 
 
 class OtherModelError(QuireError):
@@ -28,27 +32,6 @@ class OtherModelError(QuireError):
 
 class UnknownReplicaError(QuireError):
     """The fleet has no replica of that name."""
-
-
-class ModelEntry(msgspec.Struct, frozen=True):
-    """id: the name in the API. root: the checkpoint behind it. parent: of an adapter, its model."""
-
-    id: str
-    root: str | None = None
-    parent: str | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[ModelEntry] = []
-
-
-class _ReplicaLoad(msgspec.Struct):
-    running: int
-    waiting: int
-    kv_tokens: int | None = None
-
-
-Model = frozenset[ModelEntry]
 
 
 @dataclass(frozen=True)
@@ -66,58 +49,20 @@ class FleetSettings:
     drain_timeout: float = 120.0
 
 
-class RoutedReplica:
-    """A replica, by its address.
+class Fleet:
+    """The replicas of one model. Not thread-safe; an event loop owns it.
 
     Attributes:
-        name: of the replica, its address without the scheme.
-        well: whether it was ready when it was last asked.
-        leaving: it gets no further requests.
-        state: what the router estimates of it.
-        reported: running and waiting requests, as it said last.
-        model: what it serves, None until it is known.
+        chooser: decides who takes a request.
     """
-
-    def __init__(self, number: int, upstream: Upstream) -> None:
-        self.number = number
-        self.upstream = upstream
-        self.name = upstream.url.partition("//")[2]
-        self.well = False
-        self.leaving = False
-        self.state = Replica()
-        self.reported = 0
-        self.requests = self.failures = 0
-        self.model: Model | None = None
-        self.since = time.time()
-        self.watch: asyncio.Task[None] | None = None
-
-    @property
-    def able(self) -> bool:
-        return self.well and not self.leaving
-
-    @property
-    def load(self) -> int:
-        """Requests that it has, from this router or from others."""
-        return max(self.state.running, self.reported)
-
-    def lost(self, why: object) -> None:
-        """Takes note that it does not answer: what it held is gone."""
-        self.failures += 1
-        if self.well:
-            logger.warning("replica %s is lost: %s", self.name, why)
-        self.well = False
-        self.state.forget()
-        self.upstream.close()
-
-
-class Fleet:
-    """The replicas of one model. Not thread-safe; an event loop owns it."""
 
     def __init__(self, settings: FleetSettings) -> None:
         self.settings = settings
         self.replicas: dict[str, RoutedReplica] = {}
+        self.chooser = Chooser(settings.policy)
+        self._questions = Questions(settings.key, settings.check_timeout)
         self._numbers = itertools.count()
-        self._turn = 0
+        self._by_number: dict[int, RoutedReplica] = {}
 
     def __iter__(self) -> Iterator[RoutedReplica]:
         return iter(self.replicas.values())
@@ -130,20 +75,20 @@ class Fleet:
 
     # -- members -------------------------------------------------------------------------------
 
-    def join(self, url: str) -> RoutedReplica:
+    def join(self, url: str, role: Role = "both") -> RoutedReplica:
         """Takes a replica in, which gets requests once it is well. One that was there already is
-        taken back if it was leaving. Raises ConfigError if the address is none."""
+        taken back if it was leaving, in its new role. Raises ConfigError if the address is none."""
         upstream = Upstream(url, self.settings.connect_timeout)
         known = next((r for r in self if r.upstream.url == upstream.url), None)
         if known is not None:
-            known.leaving = False
+            known.leaving, known.state.role = False, role
             return known
-        replica = RoutedReplica(next(self._numbers), upstream)
-        self.replicas[replica.name] = replica
-        replica.watch = asyncio.create_task(self._watch(replica))
+        replica = RoutedReplica(next(self._numbers), upstream, role)
+        self.replicas[replica.name] = self._by_number[replica.number] = replica
+        replica.tasks = [asyncio.create_task(each(replica)) for each in (self._watch, self._follow)]
         return replica
 
-    async def admit(self, url: str, *, swap: bool) -> RoutedReplica:
+    async def admit(self, url: str, role: Role = "both", *, swap: bool) -> RoutedReplica:
         """Takes in a replica that is well now. swap: it may serve another model, and all others
         leave.
 
@@ -154,14 +99,14 @@ class Fleet:
         """
         visitor = RoutedReplica(-1, Upstream(url, self.settings.connect_timeout))
         try:
-            await self._look(visitor)
+            await self._questions.look(visitor)
         finally:
             visitor.upstream.close()
         model = self.model
         if model not in (None, visitor.model) and not swap:
-            theirs, ours = (_names(each) for each in (visitor.model, model))
+            theirs, ours = (model_names(each) for each in (visitor.model, model))
             raise OtherModelError(f"{visitor.name} serves {theirs}, this router {ours}")
-        replica = self.join(url)
+        replica = self.join(url, role)
         replica.well, replica.model = True, visitor.model
         for other in list(self) if swap else ():
             if other is not replica:
@@ -183,67 +128,78 @@ class Fleet:
     async def close(self) -> None:
         """Ends the watching of all replicas, and their idle connections."""
         for replica in self:
-            if replica.watch is not None:
-                replica.watch.cancel()
+            for task in replica.tasks:
+                task.cancel()
             replica.upstream.close()
 
-    # -- health --------------------------------------------------------------------------------
+    # -- health and events ---------------------------------------------------------------------
 
     async def _watch(self, replica: RoutedReplica) -> None:
         """Looks at a replica again and again, until it has left."""
         while not self._gone(replica):
             try:
-                await self._look(replica)
+                await self._questions.look(replica)
+                await self._name_peers(replica)
             except ReplicaLostError as error:
                 replica.lost(error)
             except Exception:
                 logger.exception("cannot look at %s", replica.name)
             else:
                 if not replica.leaving and replica.model != self.model:
-                    logger.error("%s serves %s now: it leaves", replica.name, _names(replica.model))
+                    serves = model_names(replica.model)
+                    logger.error("%s serves %s now: it leaves", replica.name, serves)
                     replica.leaving = True
                 elif not replica.well:
                     logger.info("replica %s is ready", replica.name)
                     replica.since = time.time()
                     replica.well = True
             await asyncio.sleep(self.settings.check_seconds)
+        for task in replica.tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
         replica.upstream.close()
-        del self.replicas[replica.name]
+        del self.replicas[replica.name], self._by_number[replica.number]
         logger.info("replica %s has left", replica.name)
 
     def _gone(self, replica: RoutedReplica) -> bool:
         waited = time.time() - replica.since > self.settings.drain_timeout
         return replica.leaving and (not replica.state.running or waited)
 
-    async def _look(self, replica: RoutedReplica) -> None:
-        """Asks a replica whether it is ready, for its load, and once for its model. Raises
-        ReplicaLostError."""
-        await self._ask(replica, b"/ready")
-        if replica.model is None or not replica.well:
-            models = msgspec.json.decode(await self._ask(replica, b"/v1/models"), type=_Models)
-            # Adapters come and go on each server by itself.
-            replica.model = frozenset(m for m in models.data if m.parent is None)
-        load = msgspec.json.decode(await self._ask(replica, b"/load"), type=_ReplicaLoad)
-        replica.reported = load.running + load.waiting
-        if load.kv_tokens is not None:
-            replica.state.has_room(load.kv_tokens)
-
-    async def _ask(self, replica: RoutedReplica, target: bytes) -> bytes:
-        headers: Headers = []
-        if self.settings.key:
-            headers.append((b"authorization", b"Bearer " + self.settings.key.encode()))
+    async def _name_peers(self, replica: RoutedReplica) -> None:
+        """Tells a replica that decodes who computes prompts, where that has changed."""
+        if replica.role != "decode":
+            replica.state.peers = {}
+            return
+        peers = [r for r in self if r.role == "prefill" and not r.leaving]
+        urls = tuple(peer.upstream.url for peer in peers)
+        if urls == replica.told_peers:
+            return
+        replica.state.peers = {}
         try:
-            async with asyncio.timeout(self.settings.check_timeout):
-                answer = await replica.upstream.send("GET", target, headers, b"")
+            names = await self._questions.name_peers(replica, urls)
+        except QuestionRefusedError as error:
+            logger.error("%s computes its prompts itself: %s", replica.name, error)
+        else:
+            numbers = (peer.number for peer in peers)
+            replica.state.peers = dict(zip(numbers, names, strict=True))
+        replica.told_peers = urls
+
+    async def _follow(self, replica: RoutedReplica) -> None:
+        """Takes in a replica's events as long as it is there."""
+        while True:
+            pause = self.settings.check_seconds
+            if replica.well:
                 try:
-                    body = b"".join([part async for part in answer.parts()])
-                finally:
-                    answer.close()
-        except TimeoutError:
-            raise ReplicaLostError(f"no answer to {target.decode()}") from None
-        if answer.status != 200:
-            raise ReplicaLostError(f"{target.decode()} answered {answer.status}")
-        return body
+                    await self._questions.follow(replica)
+                except QuestionRefusedError as error:
+                    logger.warning("what %s holds is estimated: %s", replica.name, error)
+                    pause = _REFUSED_SECONDS
+                except ReplicaLostError as error:
+                    logger.info("no events of %s: %s", replica.name, error)
+                except msgspec.DecodeError as error:
+                    logger.error("%s sends no valid events: %s", replica.name, error)
+                    pause = _REFUSED_SECONDS
+            await asyncio.sleep(pause)
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -253,29 +209,21 @@ class Fleet:
 
     def place(
         self, prompt: Prompt, tried: Collection[RoutedReplica] = ()
-    ) -> tuple[RoutedReplica, Placement] | None:
-        """Chooses a replica for a request, by the policy; None if none is able that was not
-        tried."""
-        able = {r.number: r for r in self if r.able and r not in tried}
+    ) -> tuple[RoutedReplica, RouteChoice] | None:
+        """Chooses replicas for a request, by the policy: the one that answers; None if none is able
+        that was not tried."""
+        able = {r.number: r.state for r in self if r.able and r not in tried}
         if not able:
             return None
-        self._turn += 1
-        if self.settings.policy == "prefix":
-            for replica in able.values():
-                # Others' requests count as well, as far as they are known.
-                replica.state.others = max(0, replica.reported - replica.state.running)
-            states = {number: replica.state for number, replica in able.items()}
-            placement = cheapest(states, prompt.keys, prompt.tokens, self._turn)
-            return able[placement.index], placement
-        turns = sorted(able)
-        number = turns[self._turn % len(turns)]
-        if self.settings.policy == "least-loaded":
-            around = max(turns) + 1
-            number = min(able, key=lambda n: (able[n].load, (n - self._turn) % around))
-        return able[number], Placement(able[number].state, number, prompt.tokens)
+        choice = self.chooser.choose(prompt, able)
+        return self._by_number[choice.index], choice
 
-
-def _names(model: Model | None) -> str:
-    """Returns the names of a model, with the checkpoint where it is known."""
-    entries = sorted(model or (), key=lambda entry: entry.id)
-    return ", ".join(e.id if e.root in (None, e.id) else f"{e.id} ({e.root})" for e in entries)
+    def learn(
+        self, prompt: Prompt, choice: RouteChoice, tokens: int, blocks: Sequence[Block]
+    ) -> None:
+        """Takes note of the tokens and blocks of a prompt that is answered."""
+        self.chooser.prefixes.learn(prompt, tokens, blocks)
+        for placement in choice.placements:
+            replica = self._by_number.get(placement.index)
+            if replica is not None:
+                replica.state.settle(prompt.keys, blocks)

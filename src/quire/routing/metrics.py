@@ -27,6 +27,12 @@ class RouterMetrics:
         self.broken = Counter(
             "quire_router_broken_answers", "Answers within which a replica was lost", registry=own
         )
+        self.prompts = Counter(
+            "quire_router_prompts",
+            "Prompts of requests to replicas that decode: computed there (local) or apart",
+            ["where"],
+            registry=own,
+        )
         self.left = Counter(
             "quire_router_clients_left", "Requests whose client left before the end", registry=own
         )

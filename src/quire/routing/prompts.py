@@ -15,7 +15,7 @@ import msgspec
 from quire.engine.router import PIECE
 
 _BYTES_PER_TOKEN = 4
-_PIECE_BYTES = PIECE * _BYTES_PER_TOKEN
+PIECE_BYTES = PIECE * _BYTES_PER_TOKEN
 _MOST_PIECES = 1024
 """Pieces that are looked at: what is behind them is hardly shared in part."""
 
@@ -39,11 +39,11 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """keys: of the whole pieces, by which equal beginnings are found. tokens: about how many.
+    """keys: of the whole pieces, by which equal beginnings are found. size: in bytes.
     continues: whether it goes on after an answer that only one replica may have stored."""
 
     keys: tuple[bytes, ...] = ()
-    tokens: int = 0
+    size: int = 0
     continues: bool = False
 
 
@@ -58,11 +58,11 @@ def read_prompt(body: bytes) -> Prompt:
     )  # fmt: skip
     text = b"".join(bytes(part) for part in parts)
     root = hashlib.blake2b(bytes(found.model) + b"\0" + bytes(found.cache_salt), digest_size=16)
-    whole = min(len(text) // _PIECE_BYTES, _MOST_PIECES)
-    pieces = (text[at * _PIECE_BYTES : (at + 1) * _PIECE_BYTES] for at in range(whole))
+    whole = min(len(text) // PIECE_BYTES, _MOST_PIECES)
+    pieces = (text[at * PIECE_BYTES : (at + 1) * PIECE_BYTES] for at in range(whole))
     keys = accumulate(pieces, _next_key, initial=root.digest())
     continues = bytes(found.previous_response_id) not in (b"", b"null")
-    return Prompt(tuple(keys)[1:], len(text) // _BYTES_PER_TOKEN, continues)
+    return Prompt(tuple(keys)[1:], len(text), continues)
 
 
 def _next_key(before: bytes, piece: bytes) -> bytes:

@@ -9,11 +9,22 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from quire.engine.router import Placement
-from quire.routing.fleet import Fleet, RoutedReplica
+from quire.kv_events.prompt_report import (
+    LOCAL,
+    PREFILL_HEADER,
+    PROMPT_HEADER,
+    REPORT_HEADER,
+    decode_report,
+)
+from quire.routing.choice import RouteChoice
+from quire.routing.fleet import Fleet
 from quire.routing.metrics import RouterMetrics
 from quire.routing.prompts import Prompt, read_prompt
+from quire.routing.replica import RoutedReplica
+from quire.routing.tracing import RequestSpan
 from quire.routing.upstream import Headers, ReplicaAnswer, ReplicaLostError
 from quire.server.errors import ApiError
+from quire.server.telemetry.tracing import CONTEXT_HEADERS, Exporter
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -24,7 +35,8 @@ _OF_A_CONNECTION = {
     b"transfer-encoding", b"upgrade",
 }  # fmt: skip
 """Headers that are of one connection (RFC 9110, 7.6.1)."""
-_SET_HERE = {b"host", b"content-length", b"expect"}
+_SET_HERE = {b"host", b"content-length", b"expect", PREFILL_HEADER, REPORT_HEADER}
+_KEPT_BACK = {*_OF_A_CONNECTION, PROMPT_HEADER}
 _STORED = re.compile(r"(/v1)?/(responses|chat/completions)/[^/]+")
 _FILED = re.compile(r"(/v1)?/(files|batches)(/.*)?")
 
@@ -37,10 +49,17 @@ class Proxy:
     for: a stored answer at all of them in turn, files and batches at the fleet's home.
     """
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: RouterMetrics,
+        max_body_bytes: int,
+        exporter: Exporter | None = None,
+    ) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
+        self._exporter = exporter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
@@ -51,14 +70,18 @@ class Proxy:
         assert task is not None
         leaving = asyncio.create_task(_left(receive))
         leaving.add_done_callback(lambda left: None if left.cancelled() else task.cancel())
+        span = None if self._exporter is None else RequestSpan(self._exporter, scope)
+        status = 0
         try:
-            await self._pass_on(scope, body, send, began)
+            status = await self._pass_on(scope, body, send, began, span)
         except asyncio.CancelledError:
             if not leaving.done() or task.uncancel():
                 raise
             self._metrics.left.inc()
         finally:
             leaving.cancel()
+            if span is not None:
+                span.end(status)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
         """Returns the body; None if the client leaves before it is whole. Raises ApiError."""
@@ -74,7 +97,10 @@ class Proxy:
             more = message.get("more_body", False)
         return b"".join(parts)
 
-    async def _pass_on(self, scope: Scope, body: bytes, send: Send, began: float) -> None:
+    async def _pass_on(
+        self, scope: Scope, body: bytes, send: Send, began: float, span: RequestSpan | None
+    ) -> int:
+        """Returns the answer's status."""
         prompt = read_prompt(body) if body else Prompt()
         stored = prompt.continues or _STORED.fullmatch(scope["path"]) is not None
         tried: list[RoutedReplica] = []
@@ -83,11 +109,15 @@ class Proxy:
             found = self._choose(scope["path"], prompt, tried)
             if found is None:
                 raise _nobody(last)
-            replica, placement = found
+            replica, choice = found
             tried.append(replica)
+            if span is not None:
+                span.chosen(replica, choice, len(tried))
             try:
                 try:
-                    answer = await self._send(replica, scope, body)
+                    answer = await self._send(
+                        replica, self._headers(replica, choice, prompt, scope, span), scope, body
+                    )
                 except ReplicaLostError as error:
                     replica.lost(error)
                     last = f"{replica.name}: {error}"
@@ -101,22 +131,26 @@ class Proxy:
                     replica.requests += 1
                     self._metrics.requests.labels(replica.name, answer.status).inc()
                     self._metrics.first_byte.observe(time.perf_counter() - began)
-                    await self._return(replica, answer, placement, send)
-                    return
+                    if choice.prefill is not None:
+                        where = "apart" if choice.prefill else "local"
+                        self._metrics.prompts.labels(where).inc()
+                    self._learn(prompt, choice, answer)
+                    await self._return(replica, answer, choice, send)
+                    return answer.status
                 finally:
                     answer.close()
             finally:
-                placement.end()
+                choice.end()
 
     def _choose(
         self, path: str, prompt: Prompt, tried: list[RoutedReplica]
-    ) -> tuple[RoutedReplica, Placement] | None:
+    ) -> tuple[RoutedReplica, RouteChoice] | None:
         if not _FILED.fullmatch(path):
             return self._fleet.place(prompt, tried)
         home = self._fleet.home()
         if home is None or home in tried or not home.well:
             return None
-        return home, Placement(home.state, home.number, 0)
+        return home, RouteChoice(home.number, (Placement(home.state, home.number, 0),))
 
     def _has_more(self, path: str, tried: list[RoutedReplica]) -> bool:
         """Whether a further replica could take a request."""
@@ -124,27 +158,54 @@ class Proxy:
             return False
         return any(replica.able and replica not in tried for replica in self._fleet)
 
-    async def _send(self, replica: RoutedReplica, scope: Scope, body: bytes) -> ReplicaAnswer:
+    def _headers(
+        self,
+        replica: RoutedReplica,
+        choice: RouteChoice,
+        prompt: Prompt,
+        scope: Scope,
+        span: RequestSpan | None,
+    ) -> Headers:
+        """Returns what is sent to a replica besides the body."""
         headers: Headers = [
             (name, value)
             for name, value in scope["headers"]
             if name not in _OF_A_CONNECTION and name not in _SET_HERE
         ]
+        if choice.prefill is not None:
+            headers.append((PREFILL_HEADER, (choice.prefill or LOCAL).encode()))
+        if prompt.keys and replica.state.informed:
+            headers.append((REPORT_HEADER, b"1"))
         if scope.get("client"):
             headers.append((b"x-forwarded-for", scope["client"][0].encode()))
+        if span is not None:
+            headers = [header for header in headers if header[0] not in CONTEXT_HEADERS]
+            headers += span.headers
+        return headers
+
+    async def _send(
+        self, replica: RoutedReplica, headers: Headers, scope: Scope, body: bytes
+    ) -> ReplicaAnswer:
         target = scope.get("raw_path") or scope["path"].encode()
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
         return await replica.upstream.send(scope["method"], target, headers, body)
 
+    def _learn(self, prompt: Prompt, choice: RouteChoice, answer: ReplicaAnswer) -> None:
+        """Takes note of what an answer says of its prompt's blocks."""
+        value = next((value for name, value in answer.headers if name == PROMPT_HEADER), None)
+        report = None if value is None else decode_report(value)
+        if report is not None:
+            self._fleet.learn(prompt, choice, *report)
+
     async def _return(
-        self, replica: RoutedReplica, answer: ReplicaAnswer, placement: Placement, send: Send
+        self, replica: RoutedReplica, answer: ReplicaAnswer, choice: RouteChoice, send: Send
     ) -> None:
-        kept = [(name, v) for name, v in answer.headers if name not in _OF_A_CONNECTION]
+        kept = [(name, v) for name, v in answer.headers if name not in _KEPT_BACK]
         await send({"type": "http.response.start", "status": answer.status, "headers": kept})
         try:
             async for part in answer.parts():
-                placement.answered()
+                choice.answered()
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         except ReplicaLostError as error:
             # The client has a part of the answer: that it ends too early must show.

@@ -16,22 +16,26 @@ from quire.routing.app import RouterApp
 from quire.routing.fleet import Fleet, FleetSettings
 from quire.routing.metrics import RouterMetrics
 from quire.routing.proxy import Proxy
+from quire.routing.replica_state import Role
 from quire.server.args import ServerArgs
 from quire.server.process.http_protocol import BoundedHttpProtocol
 from quire.server.process.listen import bind
+from quire.server.telemetry.tracing import Exporter
 
 
 @dataclass(frozen=True)
 class RouterArgs:
-    """Settings of a router. replicas: addresses of servers. admin_key: for changes of the fleet."""
+    """Settings of a router. replicas: addresses of servers, with their roles. admin_key: for
+    changes of the fleet. otlp_endpoint: a collector for traces, None for none."""
 
-    replicas: Sequence[str]
+    replicas: Sequence[tuple[str, Role]]
     fleet: FleetSettings
     host: str = "127.0.0.1"
     port: int = 8080
     admin_key: str | None = None
     max_body_mb: float = 16.0
     drain_timeout: float = 30.0
+    otlp_endpoint: str | None = None
 
 
 def run_router(args: RouterArgs, on_ready: Callable[[str], None]) -> None:
@@ -48,19 +52,24 @@ def run_router(args: RouterArgs, on_ready: Callable[[str], None]) -> None:
         runner.run(_route(args, sock, on_ready))
 
 
-def build_router(fleet: Fleet, admin_key: str | None, max_body_bytes: int) -> RouterApp:
-    """Returns the application of a fleet's router."""
+def build_router(
+    fleet: Fleet, admin_key: str | None, max_body_bytes: int, exporter: Exporter | None = None
+) -> RouterApp:
+    """Returns the application of a fleet's router. exporter: of its spans."""
     metrics = RouterMetrics(fleet)
-    return RouterApp(fleet, Proxy(fleet, metrics, max_body_bytes), metrics, admin_key)
+    proxy = Proxy(fleet, metrics, max_body_bytes, exporter)
+    return RouterApp(fleet, proxy, metrics, admin_key)
 
 
 async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
-    fleet = Fleet(args.fleet)
+    fleet, exporter = Fleet(args.fleet), None
+    if args.otlp_endpoint is not None:
+        exporter = Exporter(args.otlp_endpoint, "quire-router")
     try:
-        for url in args.replicas:
-            fleet.join(url)
+        for url, role in args.replicas:
+            fleet.join(url, role)
         config = uvicorn.Config(
-            build_router(fleet, args.admin_key, int(args.max_body_mb * 1e6)),
+            build_router(fleet, args.admin_key, int(args.max_body_mb * 1e6), exporter),
             loop="none",
             http=BoundedHttpProtocol,
             ws="none",
@@ -70,6 +79,7 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
             access_log=False,
             server_header=False,
             date_header=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=int(args.drain_timeout),
         )
         host, port = sock.getsockname()[:2]
@@ -81,6 +91,8 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
         await server.serve(sockets=[sock])
     finally:
         await fleet.close()
+        if exporter is not None:
+            await asyncio.to_thread(exporter.close)
 
 
 class _RouterServer(uvicorn.Server):

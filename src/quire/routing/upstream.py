@@ -35,7 +35,7 @@ class _Connection(asyncio.Protocol):
         self._more = asyncio.Event()
         self._parts: deque[bytes] = deque()
         self._waiting = 0
-        self._lost = self._bare = False
+        self._lost = self._bare = self._keeps = False
         self.headers: Headers = []
         self.complete = True
         self.silent = True
@@ -47,7 +47,7 @@ class _Connection(asyncio.Protocol):
     @property
     def reusable(self) -> bool:
         """Whether another request can be sent."""
-        return self.complete and not self._lost and self._parser.should_keep_alive()
+        return self.complete and not self._lost and self._keeps
 
     @property
     def lost(self) -> bool:
@@ -128,6 +128,8 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._head.done():
+            # The parser knows it now, and no more when it has left this message.
+            self._keeps = self._parser.should_keep_alive()
             self.complete = True
             self._more.set()
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from quire import __version__
 from quire.errors import QuireError
-from quire.server import management, peers
+from quire.server import kv_events, management, peers
 from quire.server.anthropic.routes import count_tokens, create_message
 from quire.server.args import ServerArgs
 from quire.server.batch.service import BatchService
@@ -192,6 +192,8 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/reset_prefix_cache", management.reset_prefix_cache, methods=["POST"])
     app.add_api_route("/kv/handshake", peers.handshake, methods=["POST"])
     app.add_api_route("/kv/prefill", peers.prefill, methods=["POST"])
+    app.add_api_route("/kv/events", kv_events.events, methods=["GET"])
+    app.add_api_route("/kv/peers", kv_events.peers, methods=["PUT"])
     app.add_api_route("/sleep", management.sleep, methods=["POST"])
     app.add_api_route("/wake_up", management.wake_up, methods=["POST"])
     app.add_api_route("/is_sleeping", management.is_sleeping, methods=["GET"])

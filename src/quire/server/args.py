@@ -288,8 +288,6 @@ class ServerArgs(ApiArgs):
                 f"remote_prefill_tokens must be at least 1, got {self.remote_prefill_tokens}",
                 "remote_prefill_tokens",
             )
-        if self.role == "decode" and not self.peer:
-            raise ConfigError("role=decode needs a peer to ask", "peer")
         if self.role == "prefill" and self.peer:
             raise ConfigError("role=prefill asks no peer", "peer")
         if self.role != "decode" and self.kv_peers is not None and self.data_parallel_size > 1:

@@ -84,7 +84,7 @@ async def load(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    state = _for_admins(request)
+    state = for_admins(request)
     config = state.client.config
     if config.args.kv_peers is not None:  # it has the peers' key
         config = replace(config, args=replace(config.args, kv_peers=None))
@@ -93,7 +93,7 @@ async def server_info(request: Request) -> Response:
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Forgets all prefixes that no running request uses."""
-    state = _for_admins(request)
+    state = for_admins(request)
     try:
         async with asyncio.timeout(_TIMEOUT):
             return json_response(CacheResetAnswer(await state.client.reset_prefix_cache()))
@@ -107,7 +107,7 @@ async def sleep(request: Request) -> Response:
     Raises:
         ApiError: 409, requests run, or another call is at it.
     """
-    state = _for_admins(request)
+    state = for_admins(request)
     level = Query(request, "level").integer("level", 1, 1, 2)
     with _alone(state):
         if not state.client.asleep:
@@ -137,7 +137,7 @@ async def _fall_asleep(state: ServerState) -> None:
 
 async def wake_up(request: Request) -> Response:
     """Starts the engine again, and answers when it takes requests."""
-    state = _for_admins(request)
+    state = for_admins(request)
     Query(request)
     with _alone(state):
         if state.client.asleep:
@@ -183,7 +183,7 @@ def _advise(config: EngineConfig, *, keep: bool) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, advice)
 
 
-def _for_admins(request: Request) -> ServerState:
+def for_admins(request: Request) -> ServerState:
     """Returns the state. Raises ApiError, 403, unless the request's key is an admin's."""
     if not context_of(request).key.admin:
         raise ApiError(403, "This key is not an admin's.", code="not_an_admin")

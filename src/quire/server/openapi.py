@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.disagg.messages import Grant, Welcome
-from quire.server import management, peers
+from quire.server import kv_events, management, peers
 from quire.server.anthropic import objects as anthropic
 from quire.server.anthropic.errors import AnthropicErrorBody
 from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
@@ -176,6 +176,10 @@ ROUTES = (
     Route("post", "/kv/handshake", "Compare engines, before one reads blocks of the other",
           peers.HandshakeBody, Welcome),
     Route("post", "/kv/prefill", "Compute a prompt for another engine", peers.PrefillBody, Grant),
+    Route("get", "/kv/events", "What the caches hold, and their changes, for admins", None,
+          kv_events.NDJSON),
+    Route("put", "/kv/peers", "Say who computes prompts for this server, for admins",
+          kv_events.PeersBody, kv_events.PeersAnswer),
     Route("post", "/sleep", "Free the engine's devices, for admins", None, management.SleepState,
           query={"level": {"type": "integer", "minimum": 1, "maximum": 2}}),
     Route("post", "/wake_up", "Start the engine again, for admins", None, management.SleepState),

@@ -12,6 +12,7 @@ from quire.server.args import ServerArgs
 from quire.server.parsers.registry import REASONING_FORMATS, TOOL_PARSERS
 from quire.server.parsers.think import ThinkParser
 from tests.server.parsers.harness import read
+from tests.slow import examples
 
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<function=", "weather", "now", ">", "<parameter=", "city",
@@ -42,7 +43,7 @@ def normal(parts: list[object]) -> list[object]:
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 @given(text=TEXTS, sizes=CUTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_cuts_do_not_matter(name: str, text: str, sizes: list[int]) -> None:
     parser = TOOL_PARSERS[name]
     whole = read(parser, [text])
@@ -57,7 +58,7 @@ def test_cuts_do_not_matter(name: str, text: str, sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("begins_open", [None, True, False])
 @given(text=TEXTS, sizes=CUTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_cuts_of_reasoning_do_not_matter(
     begins_open: bool | None, text: str, sizes: list[int]
 ) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from quire.errors import OverloadedError
+from quire.kv_events.prompt_report import encode_report
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.generation.usage import CompletionUsage, PromptTokensDetails
@@ -220,6 +221,8 @@ class TextGeneration:
                 tenant=self.context.tenant,
                 share=self.context.share,
                 adapter=self.context.adapter,
+                prefill=self.context.prefill,
+                traceparent=self.context.traceparent,
             ),
         )
 
@@ -229,6 +232,11 @@ class TextGeneration:
             info.token_ids = update.prompt_token_ids
             info.logprobs = update.prompt_logprobs
             info.num_cached_tokens = update.num_cached_tokens
+            # Adapters' blocks have names that only the engine knows.
+            if self.context.reports and index == 0 and not self.context.adapter:
+                self.context.report = encode_report(
+                    info.token_ids, self.cache_salt, self.state.client.config.block_size
+                )
         self.completion_tokens += len(update.token_ids)
         choice = index * self.params.n + update.index
         piece = self._pieces.get(choice)

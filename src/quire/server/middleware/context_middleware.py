@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import math
+import re
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -13,6 +14,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.kv_events.prompt_report import LOCAL, PREFILL_HEADER, PROMPT_HEADER, REPORT_HEADER
 from quire.server.errors import stopping
 from quire.server.middleware.api_keys import ApiKey
 from quire.server.middleware.error_handler import error_response, is_anthropic, route_of
@@ -39,6 +41,7 @@ EXPOSED_HEADERS = [
 ]
 """Response headers that scripts of allowed origins may read."""
 
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _NO_ROUTE = "other"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _CLIENT_GONE = 499
@@ -100,7 +103,7 @@ class RequestContextMiddleware:
         on_end = None
         if tracing is not None and trace is not None:
             on_end = functools.partial(tracing.export, trace)
-        return RequestContext(
+        context = RequestContext(
             id=_given_id(scope) or new_id("req", "_"),
             key=batch_key or self.state.keys.anonymous,
             batch=batch_key is not None,
@@ -109,6 +112,8 @@ class RequestContextMiddleware:
             trace=trace,
             on_end=on_end,
         )
+        _read_routing(scope, context, peers=self.state.args.kv_peers is not None)
+        return context
 
 
 def _given_id(scope: Scope) -> str | None:
@@ -120,8 +125,22 @@ def _given_id(scope: Scope) -> str | None:
     return None
 
 
+def _read_routing(scope: Scope, context: RequestContext, *, peers: bool) -> None:
+    """Reads what a router says: who computes the prompt, and whether it wants its blocks. peers:
+    others may compute prompts, and are told of the trace."""
+    for name, value in scope["headers"]:
+        if name == PREFILL_HEADER:
+            context.prefill = value.decode("latin-1").removeprefix(LOCAL)
+        elif name == REPORT_HEADER:
+            context.reports = True
+        elif name == b"traceparent" and peers and _TRACEPARENT.fullmatch(value):
+            context.traceparent = value.decode()
+
+
 def _headers(context: RequestContext, anthropic: bool) -> Iterator[tuple[bytes, bytes]]:
     yield b"x-request-id", context.id.encode()
+    if context.report:
+        yield PROMPT_HEADER, context.report
     if anthropic:
         yield b"request-id", context.id.encode()
     for what, left in (("requests", context.levels.requests), ("tokens", context.levels.tokens)):

@@ -43,6 +43,9 @@ class RequestContext:
         on_end: called once, when the request is over.
         adapter: the LoRA adapter that the request chose as its model, "" for none.
         batch: the request is a batch's, so others go first.
+        prefill: the peer that a router chose to compute the prompt, "" for none of them.
+        traceparent: of the trace that the request belongs to, where a peer may compute the prompt.
+        reports: a router wants to know the prompt's blocks. report: these, once they are known.
     """
 
     id: str
@@ -60,6 +63,10 @@ class RequestContext:
     prompts: list[str] = field(default_factory=list)
     adapter: str = ""
     batch: bool = False
+    prefill: str | None = None
+    traceparent: str = ""
+    reports: bool = False
+    report: bytes = b""
     trace: RequestTrace | None = None
     on_end: Callable[[RequestContext], None] | None = None
     _taken: int = 0

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire import __version__
+from quire.balance.expert_stats import ExpertStats
 from quire.disagg.disagg_stats import OUTCOMES, DisaggStats
 from quire.server.telemetry.metrics import ServerMetrics
 
@@ -150,6 +151,8 @@ class EngineMetrics(Collector):
                 yield from _speculation(self._stats.speculation)
             if self._stats.ranks:
                 yield from _ranks(self._stats.ranks)
+            if self._stats.experts is not None:
+                yield from _experts(self._stats.experts)
 
 
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
@@ -243,6 +246,16 @@ def _ranks(ranks: Sequence[RankStats]) -> Iterator[Metric]:
         steps.add_metric([str(rank)], stats.steps)
         seconds.add_metric([str(rank)], stats.device_seconds)
     yield from (held, steps, seconds)
+
+
+def _experts(stats: ExpertStats) -> Iterator[Metric]:
+    work = CounterMetricFamily(
+        "quire_expert_work", "Tokens that a rank's experts computed.", labels=("rank",)
+    )
+    work.add_metric(["most"], stats.most_work)
+    work.add_metric(["mean"], stats.mean_work)
+    yield work
+    yield CounterMetricFamily("quire_expert_moves", "Copies that came to ranks.", value=stats.moves)
 
 
 def _counters(stats: object, names: dict[str, tuple[str, str]]) -> Iterator[Metric]:

@@ -28,12 +28,53 @@ _OPERATIONS = {
     "/rerank": "embeddings",
     "/v1/rerank": "embeddings",
     "/v2/rerank": "embeddings",
+    "/kv/prefill": "prefill",
 }
 """Maps traced routes to the GenAI conventions' names of their operations."""
 
-_CONTEXT_HEADERS = (b"traceparent", b"tracestate")
+CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 _EXPORT_SECONDS = 5.0
 _CLOSE_SECONDS = 2.0
+
+
+class Exporter:
+    """Sends spans from a thread of its own; the SDK reads its OTEL_* variables.
+
+    Raises:
+        ConfigError: `endpoint` is no URL, or OpenTelemetry is not installed.
+    """
+
+    def __init__(self, endpoint: str, service: str) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        check_endpoint(endpoint)
+        if urlsplit(endpoint).path in ("", "/"):
+            endpoint = endpoint.rstrip("/") + "/v1/traces"
+        service = os.environ.get("OTEL_SERVICE_NAME", service)
+        resource = Resource.create({"service.name": service, "service.version": __version__})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_SECONDS)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self.tracer = self._provider.get_tracer("quire", __version__)
+        self.propagator = TraceContextTextMapPropagator()
+
+    def parent(self, scope: Scope) -> Any:
+        """Returns the context that a request's headers name."""
+        carrier = {
+            name.decode(): value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name in CONTEXT_HEADERS
+        }
+        return self.propagator.extract(carrier)
+
+    def close(self) -> None:
+        """Sends the remaining spans, and waits a moment for it. Blocks."""
+        self._provider.force_flush(round(_CLOSE_SECONDS * 1000))
+        self._provider.shutdown()
 
 
 class Tracing:
@@ -45,22 +86,8 @@ class Tracing:
 
     def __init__(self, endpoint: str, model: str) -> None:
         """Sends to the collector at `endpoint`; without a path to its `/v1/traces`."""
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        check_endpoint(endpoint)
-        if urlsplit(endpoint).path in ("", "/"):
-            endpoint = endpoint.rstrip("/") + "/v1/traces"
-        service = os.environ.get("OTEL_SERVICE_NAME", "quire")
-        resource = Resource.create({"service.name": service, "service.version": __version__})
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_SECONDS)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("quire", __version__)
-        self._propagator = TraceContextTextMapPropagator()
+        self._exporter = Exporter(endpoint, "quire")
+        self._tracer = self._exporter.tracer
         self._model = model
 
     def begin(self, path: str, scope: Scope) -> RequestTrace | None:
@@ -69,12 +96,7 @@ class Tracing:
         operation = _OPERATIONS.get(path) if scope["method"] == "POST" else None
         if operation is None:
             return None
-        carrier = {
-            name.decode(): value.decode("latin-1")
-            for name, value in scope["headers"]
-            if name in _CONTEXT_HEADERS
-        }
-        return RequestTrace(operation, self._propagator.extract(carrier), scope)
+        return RequestTrace(operation, self._exporter.parent(scope), scope)
 
     def export(self, trace: RequestTrace, context: RequestContext) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -130,8 +152,7 @@ class Tracing:
 
     def close(self) -> None:
         """Sends the remaining spans, and waits a moment for it. Blocks."""
-        self._provider.force_flush(round(_CLOSE_SECONDS * 1000))
-        self._provider.shutdown()
+        self._exporter.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,85 @@
+"""`quire simulate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast, get_args
+
+import typer
+from rich.console import Console
+
+from quire.errors import ConfigError
+from quire.routing.choice import Policy
+from quire.simulate.calibrate import calibrate, encode
+from quire.simulate.engine_model import EngineModel, read_engine
+from quire.simulate.fleet import SimulatedFleet
+from quire.simulate.summary import Summary, summarize, write_csv
+from quire.simulate.trace import read_trace
+
+_SHOWN = ("ttft_p50", "ttft_p99", "latency_p50", "latency_p99", "itl_p50", "itl_p99")
+
+
+def simulate(
+    *,
+    nodes: int,
+    prefill_nodes: int,
+    trace: Path,
+    policies: Sequence[str],
+    engine: Path | None,
+    speed: float,
+    most: int | None,
+    out: Path | None,
+) -> None:
+    """Runs a trace by each policy, prints a table, and writes a CSV file.
+
+    Raises:
+        ConfigError: a setting or a file is wrong.
+    """
+    for policy in policies:
+        if policy not in get_args(Policy):
+            raise ConfigError(
+                f"policy must be one of {', '.join(get_args(Policy))}, got {policy!r}", "policy"
+            )
+    if not 0 <= prefill_nodes < nodes:
+        raise ConfigError(
+            f"prefill_nodes must leave nodes to decode, got {prefill_nodes} of {nodes}",
+            "prefill_nodes",
+        )
+    if not speed > 0.0:
+        raise ConfigError(f"speed must be > 0, got {speed}", "speed")
+    model = EngineModel() if engine is None else read_engine(engine)
+    read = read_trace(trace, speed=speed, most=most)
+    console, summaries = Console(stderr=True), list[Summary]()
+    for policy in cast("Sequence[Policy]", policies):
+        began = time.perf_counter()
+        fleet = SimulatedFleet(nodes, model, policy, read.block_size, prefill_nodes)
+        summaries.append(summarize(fleet.run(read), policy, nodes, prefill_nodes))
+        console.print(f"{policy}: simulated in {time.perf_counter() - began:.1f} s")
+    typer.echo(_table(summaries))
+    if out is not None:
+        write_csv(out, summaries)
+
+
+def _table(summaries: Sequence[Summary]) -> str:
+    lines = ["".join(f"{name:>14}" for name in ("policy", "hits", "apart", "tokens/s", *_SHOWN))]
+    for each in summaries:
+        shares = f"{each.policy:>14}{each.hit_rate:>14.1%}{each.apart:>14.1%}"
+        times = "".join(f"{getattr(each, name):>14.4f}" for name in _SHOWN)
+        lines.append(f"{shares}{each.output_tok_s:>14.0f}{times}")
+    return "\n".join(lines)
+
+
+def measure(url: str, *, key: str | None, model: str | None, out: Path) -> None:
+    """Measures a server, and writes the model of its engine.
+
+    Raises:
+        ConfigError: the server does not answer, or the file cannot be written.
+    """
+    found = calibrate(url, key=key, model=model)
+    try:
+        out.write_bytes(encode(found))
+    except OSError as error:
+        raise ConfigError(f"out: {error}", "out") from None
+    typer.echo(f"Wrote {out}.")

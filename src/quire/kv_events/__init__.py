@@ -1,0 +1,1 @@
+"""KV events: which prefixes an engine's cache holds, and what it has to do, for routers."""

@@ -1,0 +1,124 @@
+"""A router's questions to replicas, besides requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.kv_events.messages import KVEventLine
+from quire.routing.replica import ModelEntry, RoutedReplica
+from quire.routing.upstream import Headers, ReplicaLostError
+
+logger = logging.getLogger("quire.routing")
+
+_MOST_LINE_BYTES = 1 << 26
+
+
+class _Models(msgspec.Struct):
+    data: list[ModelEntry] = []
+
+
+class _ReplicaLoad(msgspec.Struct):
+    running: int
+    waiting: int
+    kv_tokens: int | None = None
+
+
+class _Peers(msgspec.Struct):
+    peers: list[str]
+
+
+class QuestionRefusedError(Exception):
+    """A replica answered with another status than 200."""
+
+
+class Questions:
+    """Asks replicas. key: sent along. timeout: seconds until a replica that does not answer is
+    taken for lost."""
+
+    def __init__(self, key: str | None, timeout: float) -> None:
+        self._headers: Headers = [(b"content-type", b"application/json")]
+        if key:
+            self._headers.append((b"authorization", b"Bearer " + key.encode()))
+        self._timeout = timeout
+        self._line = msgspec.json.Decoder(KVEventLine)
+
+    async def look(self, replica: RoutedReplica) -> None:
+        """Asks whether it is ready, for its load, and once for its model. Raises
+        ReplicaLostError."""
+        try:
+            await self._ask(replica, b"/ready")
+            if replica.model is None or not replica.well:
+                models = msgspec.json.decode(await self._ask(replica, b"/v1/models"), type=_Models)
+                # Adapters come and go on each server by itself.
+                replica.model = frozenset(m for m in models.data if m.parent is None)
+            load = msgspec.json.decode(await self._ask(replica, b"/load"), type=_ReplicaLoad)
+        except QuestionRefusedError as error:
+            raise ReplicaLostError(str(error)) from None
+        if not replica.state.informed:
+            replica.state.reported = load.running + load.waiting
+        if load.kv_tokens is not None:
+            replica.state.has_room(load.kv_tokens)
+
+    async def name_peers(self, replica: RoutedReplica, urls: Sequence[str]) -> list[str]:
+        """Tells a replica who computes prompts for it; returns how it calls these.
+
+        Raises:
+            ReplicaLostError: it does not answer.
+            QuestionRefusedError: it does not ask others, or the key is no admin's.
+        """
+        body = msgspec.json.encode(_Peers(list(urls)))
+        answer = await self._ask(replica, b"/kv/peers", body)
+        return msgspec.json.decode(answer, type=_Peers).peers
+
+    async def _ask(self, replica: RoutedReplica, target: bytes, body: bytes | None = None) -> bytes:
+        method = "GET" if body is None else "PUT"
+        try:
+            async with asyncio.timeout(self._timeout):
+                answer = await replica.upstream.send(method, target, self._headers, body or b"")
+                try:
+                    found = b"".join([part async for part in answer.parts()])
+                finally:
+                    answer.close()
+        except TimeoutError:
+            raise ReplicaLostError(f"no answer to {target.decode()}") from None
+        if answer.status != 200:
+            raise QuestionRefusedError(f"{target.decode()} answered {answer.status}")
+        return found
+
+    async def follow(self, replica: RoutedReplica) -> None:
+        """Takes in the events of a replica until they end.
+
+        Raises:
+            ReplicaLostError: the connection ended, or nothing has come for too long.
+            QuestionRefusedError: it has no events for this router.
+            msgspec.DecodeError: what came is no event.
+        """
+        state = replica.state
+        try:
+            async with asyncio.timeout(self._timeout) as patience:
+                answer = await replica.upstream.send("GET", b"/kv/events", self._headers, b"")
+                try:
+                    if answer.status >= 500:
+                        raise ReplicaLostError(f"/kv/events answered {answer.status}")
+                    if answer.status != 200:
+                        raise QuestionRefusedError(f"/kv/events answered {answer.status}")
+                    rest = bytearray()
+                    async for part in answer.parts():
+                        patience.reschedule(asyncio.get_running_loop().time() + self._timeout)
+                        rest += part
+                        *lines, last = rest.split(b"\n") if b"\n" in part else (rest,)
+                        for line in lines:
+                            state.take_line(self._line.decode(line))
+                        rest = bytearray(last)
+                        if len(rest) > _MOST_LINE_BYTES:
+                            raise ReplicaLostError("a line of its events has no end")
+                finally:
+                    answer.close()
+        except TimeoutError:
+            raise ReplicaLostError("its events stopped") from None
+        finally:
+            state.lose_events()

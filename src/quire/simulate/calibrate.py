@@ -1,0 +1,142 @@
+"""Measurement of an engine's model at a server: times of prompts of several lengths, and of several
+streams at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.bench.online.client import Answer
+from quire.bench.online.drive import Server, drive
+from quire.bench.online.load import Ask, body
+from quire.errors import ConfigError
+from quire.simulate.engine_model import EngineModel
+
+Float64 = np.ndarray[Any, np.dtype[np.float64]]
+
+_LENGTHS = (1.0, 0.5, 0.25, 0.125)
+"""Lengths of prompts, as shares of the longest."""
+_LONGEST = 4096
+_REPEATS = 5
+_STREAMS = (1, 4, 8, 16)
+_OUTPUT = 48
+_SHORT = 16
+
+
+class StepSample(msgspec.Struct, frozen=True):
+    """Seconds of a step without prompts, with so many rows and tokens that they attend to."""
+
+    rows: int
+    context: int
+    seconds: float
+
+
+class PromptSample(msgspec.Struct, frozen=True):
+    """Seconds until the first token of a prompt that is alone."""
+
+    tokens: int
+    seconds: float
+
+
+def fit(
+    steps: Sequence[StepSample], prompts: Sequence[PromptSample], limits: EngineModel
+) -> EngineModel:
+    """Fits the coefficients of time by least squares, none of them negative. limits: has the other
+    fields."""
+    rows = np.array([[1.0, step.rows, step.context] for step in steps])
+    base, row, context = _least_squares(rows, np.array([step.seconds for step in steps]))
+    lengths = np.array([[1.0, prompt.tokens] for prompt in prompts])
+    start, token = _least_squares(lengths, np.array([prompt.seconds for prompt in prompts]))
+    return msgspec.structs.replace(
+        limits,
+        step_seconds=max(base, 1e-6),
+        row_seconds=row,
+        context_token_seconds=context,
+        prompt_token_seconds=token,
+        request_seconds=max(0.0, start - base),
+    )
+
+
+def _least_squares(columns: Float64, values: Float64) -> list[float]:
+    """Returns coefficients by which relative errors are least; those that would be negative are 0,
+    from the last on."""
+    weighted, ones = columns / values[:, None], np.ones(len(values))
+    used = list(range(columns.shape[1]))
+    while True:
+        found, *_ = np.linalg.lstsq(weighted[:, used], ones, rcond=None)
+        negative = [place for place, value in zip(used, found, strict=True) if value < 0.0]
+        if not negative:
+            break
+        used.remove(negative[-1])
+    values_of = dict(zip(used, found.tolist(), strict=True))
+    return [float(values_of.get(place, 0.0)) for place in range(columns.shape[1])]
+
+
+def calibrate(url: str, *, key: str | None, model: str | None) -> EngineModel:
+    """Measures a server that does nothing else.
+
+    Raises:
+        ConfigError: it does not answer, or the key is no admin's.
+    """
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    server = Server(url.rstrip("/").removesuffix("/v1"), headers)
+    name = model or server.model()
+    info = server.call("/server_info")["engine"]["scheduler"]
+    limits = EngineModel(
+        max_tokens=info["max_num_batched_tokens"],
+        max_rows=info["max_num_seqs"],
+        kv_tokens=server.call("/load")["kv_tokens"],
+    )
+    top, draw = server.top(name), random.Random(0)
+
+    def ask(prompts: Sequence[int], output: int, streams: int) -> list[Answer]:
+        asks = [Ask([draw.randrange(top) for _ in range(length)], output) for length in prompts]
+        sampling = {"temperature": 0.0, "ignore_eos": True}
+        bodies = [body(each, name, "completions", sampling) for each in asks]
+        target = f"{server.base_url}/v1/completions"
+        answers, _ = drive(target, headers, bodies, concurrency=streams, processes=1)
+        failed = next((answer.error for answer in answers if answer.error), None)
+        if failed is not None:
+            raise ConfigError(f"a request failed: {failed}", "calibrate")
+        return answers
+
+    longest = min(_LONGEST, info["max_model_len"] - _OUTPUT - 1)
+    ask([_SHORT] * 4, _OUTPUT, 2)  # what is first is slow
+    lengths = [int(longest * share) for share in _LENGTHS]
+    prompts = [
+        PromptSample(length, float(np.median([a.times[0] - a.sent for a in answers])))
+        for length in lengths
+        for answers in (ask([length] * _REPEATS, 1, 1),)
+    ]
+    steps = [
+        StepSample(streams, streams * (length + _OUTPUT // 2), _between(answers))
+        for length in (_SHORT, longest // 2)
+        for streams in _STREAMS
+        if streams <= limits.max_rows
+        for answers in (ask([length] * streams, _OUTPUT, streams),)
+    ]
+    return fit(steps, prompts, limits)
+
+
+def _between(answers: Sequence[Answer]) -> float:
+    """Returns the median seconds between two tokens, while all generate."""
+    begin = max(answer.times[0] for answer in answers)
+    end = min(answer.times[-1] for answer in answers)
+    gaps = [
+        float(gap)
+        for answer in answers
+        for now, gap in zip(answer.times[1:], np.diff(answer.times), strict=True)
+        if begin < now <= end
+    ]
+    if not gaps:
+        gaps = [float(gap) for answer in answers for gap in np.diff(answer.times)]
+    return float(np.median(gaps))
+
+
+def encode(model: EngineModel) -> bytes:
+    """Returns a model's JSON."""
+    return msgspec.json.format(msgspec.json.encode(model), indent=2) + b"\n"

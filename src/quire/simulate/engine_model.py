@@ -1,0 +1,57 @@
+"""The model of an engine: what a step takes, and what fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from quire.errors import ConfigError
+
+
+class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Coefficients of an engine, as `quire simulate --calibrate` measures them.
+
+    step_seconds: of a step, whatever is in it. prompt_token_seconds, row_seconds,
+    context_token_seconds: for each prompt token, each generating row, and each token that a row
+    attends to. request_seconds: of a request outside of steps: tokenizing, HTTP.
+    max_tokens, max_rows: of a step. kv_tokens: that the cache has room for.
+    handover_seconds, handover_token_seconds: of a prompt that was computed elsewhere.
+    """
+
+    step_seconds: float = 4e-3
+    prompt_token_seconds: float = 4e-5
+    row_seconds: float = 2e-5
+    context_token_seconds: float = 3e-8
+    request_seconds: float = 2e-3
+    max_tokens: int = 8192
+    max_rows: int = 256
+    kv_tokens: int = 400_000
+    handover_seconds: float = 0.01
+    handover_token_seconds: float = 3e-6
+
+    def step(self, prompt_tokens: int, rows: int, context: int) -> float:
+        """Returns the seconds of a step. context: tokens that all rows attend to."""
+        return (
+            self.step_seconds
+            + self.prompt_token_seconds * prompt_tokens
+            + self.row_seconds * rows
+            + self.context_token_seconds * context
+        )
+
+
+def read_engine(path: Path) -> EngineModel:
+    """Reads a model's JSON.
+
+    Raises:
+        ConfigError: the file cannot be read, or a value is wrong.
+    """
+    try:
+        model = msgspec.json.decode(path.read_bytes(), type=EngineModel)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"engine: {error}", "engine") from None
+    for name in EngineModel.__struct_fields__:
+        value = getattr(model, name)
+        if value < 0 or (value == 0 and name in ("step_seconds", "max_tokens", "max_rows")):
+            raise ConfigError(f"engine: {name} must be positive, got {value}", "engine")
+    return model

@@ -1,0 +1,88 @@
+"""Traces of requests: when they came, how long they were, and which blocks their prompts share.
+
+Two published formats are read, a JSON object a line. Mooncake's (Qin et al., 2024): `timestamp` in
+ms, blocks of 512 tokens. Qwen's (Wang et al., 2025): `timestamp` in s, blocks of 16 tokens, with
+`chat_id`. Both have `input_length`, `output_length` and `hash_ids`, where equal ids stand for equal
+blocks behind equal prefixes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from quire.errors import ConfigError
+
+MOONCAKE_BLOCK = 512
+QWEN_BLOCK = 16
+
+
+class _Line(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+    chat_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """at: seconds from the trace's start. blocks: ids of the prompt's whole blocks."""
+
+    at: float
+    prompt: int
+    output: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadTrace:
+    """Requests in order of arrival. block_size: tokens of a block."""
+
+    requests: list[TraceRequest]
+    block_size: int
+
+
+def read_trace(path: Path, *, speed: float = 1.0, most: int | None = None) -> WorkloadTrace:
+    """Reads a trace. speed: how often faster requests come than they did. most: requests to read.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is none of a trace.
+    """
+    decoder = msgspec.json.Decoder(_Line)
+    lines: list[_Line] = []
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if len(lines) == most:
+                    break
+                if text.strip():
+                    lines.append(decoder.decode(text))
+                    _check(lines[-1], number)
+    except OSError as error:
+        raise ConfigError(f"trace: {error}", "trace") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"trace: line {number}: {error}", "trace") from None
+    if not lines:
+        raise ConfigError("trace: there are no requests", "trace")
+    qwen = lines[0].chat_id is not None
+    size, second = (QWEN_BLOCK, 1.0) if qwen else (MOONCAKE_BLOCK, 1e3)
+    lines.sort(key=lambda line: line.timestamp)
+    begin = lines[0].timestamp
+    requests = [
+        TraceRequest(
+            (line.timestamp - begin) / second / speed,
+            line.input_length,
+            line.output_length,
+            tuple(line.hash_ids[: line.input_length // size]),
+        )
+        for line in lines
+    ]
+    return WorkloadTrace(requests, size)
+
+
+def _check(line: _Line, number: int) -> None:
+    if line.input_length < 1 or line.output_length < 1:
+        raise ConfigError(f"trace: line {number}: lengths must be at least 1", "trace")
