@@ -3,17 +3,29 @@ asked for before the first kernel is defined, hence at import."""
 
 import gc
 import os
+import sys
 
 import pytest
 import torch
+
+from tests.slow import WHOLE
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)
 
+    from tests import fork_server
     from tests.interpreter import reuse_what_stays
 
     reuse_what_stays()
+    if sys.platform == "linux":
+        fork_server.use()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets tests know whether the slow ones run too."""
+    if "not slow" not in config.option.markexpr:
+        os.environ[WHOLE] = "1"
 
 
 def pytest_collection_finish() -> None:

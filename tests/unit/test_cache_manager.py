@@ -14,6 +14,7 @@ from quire.cache.block_manager import DetachedBlocks, Evicted
 from quire.errors import ConfigError, RequestTooLargeError
 from quire.plan import KVGroup
 from tests.brain import check_blocks, nodes_of
+from tests.slow import examples
 
 _SIZE = 4
 _FULL = KVGroup(layers=(0,), tokens_per_block=_SIZE)
@@ -476,7 +477,7 @@ class TwoGroupMachine(ManagerMachine):
     blocks = (12, 8)
 
 
-_SETTINGS = settings(max_examples=60, stateful_step_count=30, deadline=None)
+_SETTINGS = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestManagerMachine = ManagerMachine.TestCase
 TestManagerMachine.settings = _SETTINGS
 TestTwoGroupMachine = TwoGroupMachine.TestCase

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from quire.arrays import int32
 from quire.cache import BlockPool
+from tests.slow import examples
 
 
 def test_fresh_blocks_come_in_order_and_returned_ones_first() -> None:
@@ -88,4 +89,6 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPoolMachine.settings = settings(
+    max_examples=examples(40), stateful_step_count=30, deadline=None
+)

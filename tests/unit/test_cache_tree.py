@@ -15,6 +15,7 @@ from quire.cache.node import NO_BLOCK, Node, common_start
 from quire.cache.prefix_tree import Match, PrefixTree
 from quire.cache.window_blocks import WindowBlocks
 from tests.brain import check_node, nodes_of
+from tests.slow import examples
 
 _SIZE = 2
 _BASE: Namespace = (0, "")
@@ -452,4 +453,6 @@ def spell(node: Node) -> tuple[int, ...]:
 
 
 TestTreeMachine = TreeMachine.TestCase
-TestTreeMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTreeMachine.settings = settings(
+    max_examples=examples(60), stateful_step_count=30, deadline=None
+)

@@ -149,7 +149,7 @@ def test_a_trained_models_answers_stay_close(kind: str) -> None:
             ])
         )  # fmt: skip
     difference = (found[0] - found[1]).abs()
-    assert 0.0 < difference.mean() < 0.02
+    assert 0.0 < difference.mean() < 0.03
     assert difference.max() < 0.3
 
 

@@ -13,6 +13,7 @@ from quire.server.args import ServerArgs
 from quire.server.middleware.api_keys import ApiKey, ApiKeys
 from quire.server.middleware.rate_limits import RateLimiter
 from quire.server.middleware.request_context import duration, is_id
+from tests import fork_server
 
 
 class Clock:
@@ -84,7 +85,7 @@ def _take(file: Path, count: int, taken: multiprocessing.Queue[int]) -> None:
 
 
 def test_processes_share_one_bucket(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = fork_server.context()
     taken = context.Queue()
     file = tmp_path / "limits"
     workers = [context.Process(target=_take, args=(file, 400, taken)) for _ in range(3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,22 @@ def test_every_run_has_a_prediction() -> None:
     for run in runs(8):
         found = scaling.predictions(run, "NVIDIA H200")
         assert bool(found) == (run.pipeline == 1 and not run.start)
+
+
+def test_gpus_are_given_in_turn() -> None:
+    """A run that needs many is not passed by later ones that need few."""
+    gpus, order = scaling.Gpus(2), []
+    for turn in range(3):
+        gpus.ask(turn)
+
+    def go(turn: int, count: int) -> list[int]:
+        with gpus.take(turn, count) as taken:
+            order.append(turn)
+            return taken
+
+    with ThreadPoolExecutor(3) as threads, gpus.take(0, 1) as first:
+        waiting = [threads.submit(go, 1, 2), threads.submit(go, 2, 1)]
+        assert first == [0]
+        assert not any(each.done() for each in waiting)
+    assert [each.result() for each in waiting] == [[0, 1], [0]]
+    assert order == [1, 2]

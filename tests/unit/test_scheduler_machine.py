@@ -24,6 +24,7 @@ from quire.scheduler.fair_share import FairShare
 from quire.scheduler.policy import MOST_PREEMPTIONS
 from tests.brain import Loop, check_scheduler
 from tests.fakes import FakeExecutor, expected_output
+from tests.slow import examples
 
 _LONGEST = 48
 _MOST_REQUESTS = 24
@@ -336,7 +337,7 @@ class WindowedRecurrentMachine(RecurrentMachine):
     windows = (None, 6)
 
 
-_SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
+_SETTINGS = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = _SETTINGS
 TestWindowedMachine = WindowedMachine.TestCase

@@ -13,6 +13,7 @@ from quire import ops
 from quire.ops import Drafts, LogitRows, StepRows
 from quire.ops.reference.step import ENDED
 from quire.plan import NO_CLAIM, RowFlag, StopReason
+from tests.slow import examples
 
 LANES, MAX_LEN, WIDTH, VOCAB = 4, 24, 8, 5
 MOST = 3
@@ -121,7 +122,7 @@ def column(rows: list[Row], values: list[int]) -> Tensor:
     return out
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(steps(), st.integers(0, 6), st.booleans())
 def test_the_accepted_run_is_that_of_the_definition(
     rows: list[Row], chunk: int, counted: bool

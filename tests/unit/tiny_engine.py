@@ -21,7 +21,7 @@ from quire.runner import Hook, ModelRunner
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler
 from quire.scheduler.progress import StepProgress
-from quire.speculation import open_speculation
+from quire.speculation.feature import open_speculation
 
 VOCAB = 128
 MAX_LEN = 256
