@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 RECORDS = (
     HERE / "results" / "h200_throughput.jsonl",
     HERE / "results" / "two_gpus" / "h200.jsonl",
+    HERE / "results" / "scaling" / "h200.jsonl",
 )
 _LEFT_OUT = ("nano-penalized", "nano-logprobs")
 """Cases whose sampling costs more than the model knows."""

@@ -5,20 +5,25 @@
     python bench/scaling.py --seconds 500 --only 8b --only start
     python bench/scaling.py --try                # a CPU: gloo ranks, the embedded model
 
-Weights are random. Runs that need more GPUs than there are, or more time than is left, are named
-and left out. Records are appended to RESULTS/scaling/CARD.jsonl. Sums over ranks are timed by
-bench/kernels/all_reduce.py. Prints a table last.
+Weights are random. Runs share the machine: each has GPUs of its own. Runs that need more GPUs than
+there are, or more time than is left, are named and left out. Records are appended to
+RESULTS/scaling/CARD.jsonl. Sums over ranks are timed by bench/kernels/all_reduce.py. Prints a table
+last.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,13 +116,44 @@ TRIED = (
 """Runs that show on a CPU that the script works."""
 
 
-def measure(run: Run, kept: Path, more: list[str], limit: float) -> list[dict[str, Any]]:
-    """Returns the records of a run, and keeps them; none if it fails."""
+class Gpus:
+    """The GPUs of a machine, which runs take in the order of their asking."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count))
+        self._changed = threading.Condition()
+        self._turns: list[int] = []
+
+    def ask(self, turn: int) -> None:
+        self._turns.append(turn)
+
+    @contextmanager
+    def take(self, turn: int, count: int) -> Iterator[list[int]]:
+        """Yields the numbers of GPUs, once it is this turn and as many are free."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._turns[0] == turn and len(self._free) >= count)
+            taken, self._free = self._free[:count], self._free[count:]
+            self._turns.pop(0)
+            self._changed.notify_all()
+        try:
+            yield taken
+        finally:
+            with self._changed:
+                self._free = sorted(self._free + taken)
+                self._changed.notify_all()
+
+
+def measure(
+    run: Run, kept: Path, more: list[str], limit: float, gpus: list[int]
+) -> list[dict[str, Any]]:
+    """Returns the records of a run on these GPUs, and keeps them; none if it fails."""
     with tempfile.TemporaryDirectory() as scratch:
         records = Path(scratch) / "records.jsonl"
         began = time.monotonic()
         try:
-            status = str(subprocess.run(run.command(records, more), timeout=limit).returncode)
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+            command = run.command(records, more)
+            status = str(subprocess.run(command, timeout=limit, env=environment).returncode)
         except subprocess.TimeoutExpired:
             status = "out of time"
         print(f"== {run.name}: {status}, {time.monotonic() - began:.0f} s", flush=True)
@@ -201,12 +237,28 @@ def main() -> int:
         return 0
     kept = arguments.results / "scaling" / f"{slug(card)}.jsonl"
     lines, failed = [], []
-    for run in chosen:
-        left = end - time.monotonic()
-        if run.gpus > gpus or left < 15:
-            print(f"== {run.name}: left out, {'few GPUs' if run.gpus > gpus else 'no time'}")
+    pool = Gpus(gpus)
+
+    def go(turn: int, run: Run) -> list[dict[str, Any]] | None:
+        """Returns the records of a run, None of one that is left out."""
+        with pool.take(turn, run.gpus) as taken:
+            left = end - time.monotonic()
+            if left < 15:
+                print(f"== {run.name}: left out, no time", flush=True)
+                return None
+            return measure(run, kept, more, min(left, _LIMIT), taken)
+
+    few = [run for run in chosen if run.gpus > gpus]
+    for run in few:
+        print(f"== {run.name}: left out, few GPUs")
+    chosen = [run for run in chosen if run not in few]
+    for turn in range(len(chosen)):
+        pool.ask(turn)
+    with ThreadPoolExecutor(max(1, len(chosen))) as threads:
+        results = list(threads.map(go, range(len(chosen)), chosen))
+    for run, records in zip(chosen, results, strict=True):
+        if records is None:
             continue
-        records = measure(run, kept, more, min(left, _LIMIT))
         if len(records) < (1 if run.start else len(run.cases)):
             failed.append(run.name)
         lines += table(run, records, card)

@@ -6,7 +6,8 @@
 The target is quire-tiny, widened (`tools/widen_model.py`) until a step costs what one of an 8B
 model does; the draft is quire-tiny-draft, widened to the same vocabulary. Engines: `plain` has no
 speculation, `auto` looks up texts and has the draft model, `random` a draft model of random
-weights: what speculation costs where it is of no use. Others are `draft` and `suffix`.
+weights: what speculation costs where it is of no use. Others are `draft`, `suffix` and `eagle3`,
+the embedded EAGLE-3 head, widened with the target (`tools/widen_head.py`).
 
 Workloads: `chat` asks for stories, greedily and at temperature 0.7; `copy` and `edit` repeat a text
 of their prompt, the latter with a name changed, which a grammar sees to, as quire-tiny would not.
@@ -36,12 +37,15 @@ from quire.speculation.source_stats import SpeculationStats
 ROOT = Path(__file__).parents[1]
 EMBEDDED = ROOT / "src" / "quire" / "embedded"
 sys.path.insert(0, str(ROOT / "tools"))
+from widen_head import widen_head  # noqa: E402
 from widen_model import Shape, widen  # noqa: E402
 
 TARGET = Shape(hidden=5120, heads=80, kv_heads=16, layers=32, intermediate=11008, vocab=151936)
 DRAFT = Shape(hidden=512, heads=2, kv_heads=1, layers=3, intermediate=256, vocab=151936)
+HEAD = Shape(hidden=5120, heads=32, kv_heads=8, layers=1, intermediate=14336, vocab=151936)
 SMALL_TARGET = Shape(hidden=1280, heads=8, kv_heads=4, layers=8, intermediate=704, vocab=7168)
 SMALL_DRAFT = Shape(hidden=512, heads=2, kv_heads=1, layers=3, intermediate=256, vocab=7168)
+SMALL_HEAD = Shape(hidden=1280, heads=4, kv_heads=2, layers=1, intermediate=128, vocab=7168)
 ANIMALS = (
     "cat", "dog", "bird", "bear", "rabbit", "fish", "frog", "horse", "lion", "mouse", "monkey",
     "fox", "duck", "owl", "pig", "sheep", "cow", "bee", "snake", "turtle", "tiger", "elephant",
@@ -83,6 +87,7 @@ def settings(engine: str, draft: Path) -> dict[str, Any] | None:
         "auto": {"model": str(draft)},
         "draft": {"method": "draft", "model": str(draft)},
         "suffix": {"method": "suffix"},
+        "eagle3": {"method": "eagle3", "model": str(draft.with_name("head"))},
         "random": {"model": str(draft.with_name("random"))},
     }[engine]
 
@@ -242,6 +247,9 @@ def main() -> None:
             if not (out / "model.safetensors.index.json").exists():
                 widen(EMBEDDED / name, out, shape, where)
         print(f"widened in {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
+        head, shape = folder / "head", SMALL_HEAD if args.small else HEAD
+        if not head.exists():
+            widen_head(EMBEDDED / "quire-tiny-eagle3", EMBEDDED / "quire-tiny", head, shape, where)
         if not (folder / "random").exists():
             randomize(draft, folder / "random")
         records = measure(args, target, draft)

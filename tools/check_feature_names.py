@@ -20,7 +20,8 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "quire"
 
 PACKAGES = (
-    "structured", "offload", "pooling", "adapters", "speculation", "disagg", "samplers"
+    "structured", "offload", "pooling", "adapters", "speculation", "disagg", "samplers",
+    "kv_events", "balance",
 )  # fmt: skip
 WORDS = (
     "adapter", "speculat", "ngram", "eagle", "medusa", "grammar", "guidance", "json_schema",
