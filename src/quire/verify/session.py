@@ -152,7 +152,11 @@ class Session:
         return self._greedy
 
 
-PROMPT = "Write the numbers from one to forty as English words, with commas between them."
+PROMPT = (
+    "Write the numbers from one to forty as English words, with commas between them. "
+    "They are: one, two,"
+)
+"""Models that only go on with a text have something to go on with."""
 LIMIT = 48
 """Most tokens of the checks' answers."""
 
