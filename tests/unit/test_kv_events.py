@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.arrays import int32
@@ -65,6 +65,7 @@ OP = st.one_of(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(OP, max_size=60), st.integers(1, 3))
+@example([("add", (0, 4, 0)), ("step", 1), ("reset", None), ("abort", 0)], 1)
 def test_events_say_what_the_tree_holds(ops: list[tuple[str, object]], depth: int) -> None:
     group = KVGroup(layers=(0,), tokens_per_block=SIZE)
     executor = FakeExecutor([group], [24], vocab=7)

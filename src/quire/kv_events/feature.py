@@ -69,7 +69,6 @@ class KVEventFeature(Feature):
         self._held.clear()
         self._events.clear()
         self._last += 1
-        self._announced = {name: [] for name in self._announced}
 
     def finish(self, request: Request) -> None:
         if request.request_id not in self._announced:
