@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 
+import hypothesis
 import pytest
 import torch
 
@@ -23,9 +24,15 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lets tests know whether the slow ones run too."""
+    """Lets tests know whether the slow ones run too.
+
+    Hypothesis draws new examples with them only: without, all machines try the same ones.
+    """
     if "not slow" not in config.option.markexpr:
         os.environ[WHOLE] = "1"
+    else:
+        hypothesis.settings.register_profile("same", derandomize=True, database=None)
+        hypothesis.settings.load_profile("same")
 
 
 def pytest_collection_finish() -> None:
