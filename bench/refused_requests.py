@@ -36,32 +36,32 @@ def _bodies() -> dict[str, tuple[str, Callable[[], bytes]]]:
     parts = [{"type": "x", "text": ""}] * 1024
     return {
         "unknown keys, 12 MB": (_CHAT, lambda: _json({f"key{i}": 0 for i in range(800_000)})),
-        "unknown keys, 1 MB": (_CHAT, lambda: _json({f"key{i}": 0 for i in range(90_000)})),
+        "unknown keys, 0.7 MB": (_CHAT, lambda: _json({f"key{i}": 0 for i in range(49_000)})),
         "lists, 15 MB": (_CHAT, lambda: b'{"messages":[' + b"[]," * 5_000_000 + b"[]]}"),
         "bad parts, 500 x 1024": (
             _CHAT,
             lambda: _json({"messages": [{"role": "user", "content": parts}] * 500}),
         ),
-        "bad parts, 30 x 1024": (
+        "bad parts, 15 x 1024": (
             _CHAT,
-            lambda: _json({"messages": [{"role": "user", "content": parts}] * 30}),
+            lambda: _json({"messages": [{"role": "user", "content": parts}] * 15}),
         ),
-        "logit_bias of texts, 1 MB": (
+        "logit_bias of texts, 0.6 MB": (
             _CHAT,
-            lambda: _json({"messages": [_USER], "logit_bias": {str(i): "" for i in range(95_000)}}),
+            lambda: _json({"messages": [_USER], "logit_bias": {str(i): "" for i in range(49_000)}}),
         ),
         "values of unlike types, 3 MB": (
             "/v1/completions",
             lambda: _json({"prompt": [1] * 999_000 + [""]}),
         ),
-        "properties of a schema, 1.3 MB": (
+        "properties of a schema, 0.5 MB": (
             _CHAT,
             lambda: _json(
                 {
                     "messages": [_USER],
                     "response_format": {
                         "type": "json_schema",
-                        "json_schema": {"name": "x", "schema": _wide_schema(24_000)},
+                        "json_schema": {"name": "x", "schema": _wide_schema(16_000)},
                     },
                 }
             ),

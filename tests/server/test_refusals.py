@@ -152,11 +152,11 @@ UNUSUAL: list[tuple[str, Any]] = [
     ("/detokenize", {"tokens": [*([65] * 30_000), 2**30]}),
     ("/v1/completions", {"prompt": "x", "stop_token_ids": IDS}),
     ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 1 for i in range(30_000)}}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART] * 1000}] * 30}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART] * 1000}] * 15}),
     ("/v1/chat/completions", {"messages": [*([USER] * 4000), {"role": "x"}]}),
     ("/v1/chat/completions", {"messages": [USER], **{f"k{i}": 0 for i in range(40_000)}}),
     ("/v1/chat/completions", {"messages": [USER], "guided_choice": ["x"] * 40_000}),
-    ("/v1/responses", {"input": [{"role": "user", "content": [PART] * 1000}] * 30}),
+    ("/v1/responses", {"input": [{"role": "user", "content": [PART] * 1000}] * 15}),
     (
         "/v1/messages",
         {"max_tokens": 1, "messages": [{"role": "user", "content": [PART] * 999}] * 9},
@@ -195,7 +195,7 @@ def test_the_loop_does_little_for_a_refused_body(path: str, body: Any) -> None:
     ("body", "param", "code"),
     [
         (
-            {"messages": [{"role": "user", "content": [{"type": "x", "text": ""}] * 1000}] * 30},
+            {"messages": [{"role": "user", "content": [{"type": "x", "text": ""}] * 1000}] * 15},
             "messages[0].content[0]",
             "unsupported_parameter",
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.server.errors import ApiError
 
-MAX_MEMBERS = 100_000
+MAX_MEMBERS = 50_000
 MAX_STRINGS = 250_000
 MAX_VALUES = 1_000_000
 

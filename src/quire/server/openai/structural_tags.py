@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -47,7 +46,7 @@ def structural_grammar(
                 param=f"structures[{place}].begin",
                 code="invalid_value",
             )
-        document = rules.add(f"%json {json.dumps(tag.json_schema)}")
+        document = rules.schema(tag.json_schema)
         begin, end = rules.literal(tag.begin[len(trigger) :]), rules.literal(tag.end)
         rests[trigger].append(rules.add(f"{begin} {document} {end}"))
     rules.lines.append("TEXT: /(?s:.*)/")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -128,8 +127,6 @@ def structured_outputs(
                 with _within(field):
                     tags = structural_grammar(value.structures, value.triggers, added or {})
                 return StructuredOutputsParams(grammar=tags)
-            if kind == "json" and not isinstance(value, str):
-                value = json.dumps(value)
             return StructuredOutputsParams(**{kind: value})
     return None
 

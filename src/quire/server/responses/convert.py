@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from msgspec import UNSET
 
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
@@ -172,7 +172,7 @@ def _structured(text: TextConfig | None) -> StructuredOutputsParams | None:
         return None
     if format.type == "json_object":
         return StructuredOutputsParams(json_object=True)
-    return StructuredOutputsParams(json=json.dumps(format.json_schema))
+    return StructuredOutputsParams(json=msgspec.json.encode(format.json_schema).decode())
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:
