@@ -67,6 +67,7 @@ class LocalPeer:
     url, host, up, pulls = "local", "127.0.0.1", True, 0
 
     def __init__(self) -> None:
+        self.memory = b""
         self.asked: queue.SimpleQueue[tuple[PromptRequest, Future[Grant]]] = queue.SimpleQueue()
         self.epoch = ""
 
@@ -86,10 +87,12 @@ class Pair:
         self.peer = LocalPeer()
         ranks = args.pop("ranks", (1, 1))
         common = {"lease_timeout": 20.0, "remote_prefill_tokens": SIZE, "kv_transfer": mode}
+        common["transport"] = args.pop("transport", "tcp")
         patch.setattr(PeerList, "choose", lambda *_: self.peer)
         self.writer = build_core(
             config_of(folder, {"role": "prefill", **common}, tensor_parallel_size=ranks[0], **args)
         )
+        self.peer.memory = loop_of(self.writer)._memory
         reader = {"role": "decode", "peers": ["localhost"], **common}
         self.reader = build_core(config_of(folder, reader, tensor_parallel_size=ranks[1], **args))
 
@@ -98,8 +101,7 @@ class Pair:
         core = self.writer
         while not self.peer.asked.empty():
             asked, answer = self.peer.asked.get()
-            (loop,) = (f for f in core._loop_features if isinstance(f, DisaggLoop))
-            grant = core.control({"op": "grant", "asked": _of_now(asked, loop)})
+            grant = core.control({"op": "grant", "asked": _of_now(asked, loop_of(core))})
             core.add(grant.name, int32(asked.tokens), PARAMS[0], max_total=len(asked.tokens) + 1)
             answer.set_result(grant)
 
@@ -121,6 +123,11 @@ class Pair:
     def close(self) -> None:
         self.writer.shutdown()
         self.reader.shutdown()
+
+
+def loop_of(core: EngineCore) -> DisaggLoop:
+    (loop,) = (f for f in core._loop_features if isinstance(f, DisaggLoop))
+    return loop
 
 
 def _of_now(asked: PromptRequest, loop: DisaggLoop) -> PromptRequest:
@@ -238,18 +245,19 @@ def test_engines_that_do_not_match_say_both_sides_values(folders: dict[str, Path
     config = config_of(folders["full"], {"role": "prefill"})
     core = build_core(config)
     groups, sizes = core.capacity.groups, (10,)
-    own = facts_of(config, groups, sizes)
+    own = facts_of(config, groups, sizes, "tcp")
     other = facts_of(
-        dataclasses.replace(config, block_size=16, kv_cache_dtype="int8"), groups, sizes
+        dataclasses.replace(config, block_size=16, kv_cache_dtype="int8"), groups, sizes, "nixl"
     )
     found = differences(own, other)
     assert found == [
+        "transport: 'tcp' here, 'nixl' at the peer",
         "kv_cache_dtype: 'float32' here, 'int8' at the peer",
         "block_size: 8 here, 16 at the peer",
     ]
     with pytest.raises(PeerMismatchError, match="block_size: 8 here, 16 at the peer"):
         core.control({"op": "handshake", "facts": other})
-    (loop,) = (f for f in core._loop_features if isinstance(f, DisaggLoop))
+    loop = loop_of(core)
     assert isinstance(core.control({"op": "handshake", "facts": loop._facts}), Welcome)
     with pytest.raises(PeerMismatchError, match="started again"):
         core.control({"op": "grant", "asked": PromptRequest([1] * 8, 0, "reader", "another")})
@@ -285,7 +293,7 @@ def test_what_does_not_travel_is_refused(
         ({"role": "prefill", "peer": ("localhost:1",)}, "asks no peer"),
         ({"role": "router"}, "role must be one of"),
         ({"peer": ("ftp://localhost",)}, "peer: .* is no http address"),
-        ({"transport": "nixl"}, "transport must be tcp .* got 'nixl'"),
+        ({"transport": "ipc"}, "transport must be one of tcp, nixl, got 'ipc'"),
         ({"kv_transfer": "late"}, "kv_transfer must be one of"),
         ({"lease_timeout": 0.0}, "lease_timeout"),
         ({"kv_port": 70000}, "kv_port"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from quire.arrays import int32
 from quire.config import SchedulerConfig
 from quire.disagg.disagg_stats import DisaggStats
 from quire.disagg.exports import Exports, Heard, Stopped
-from quire.disagg.free_slots import FreeSlots
+from quire.disagg.free_slots import BlocksInPlace, FreeSlots
 from quire.disagg.loop import DisaggFeature
 from quire.disagg.messages import (
     BlockBatch,
@@ -30,7 +31,7 @@ from quire.disagg.messages import (
 )
 from quire.disagg.prompt_fetches import Brought, Ended, Fetches, PullOrder
 from quire.errors import RequestError
-from quire.plan import KVGroup
+from quire.plan import KVGroup, Transfer
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Scheduler
@@ -87,9 +88,14 @@ class FakePull:
     cancelled: bool = False
     grant: Grant | None = None
     wire: Wire | None = None
+    reads: BlockBatch | None = None
+    ends: deque[bool] = field(default_factory=deque)
 
     def cancel(self) -> None:
         self.cancelled = True
+
+    def moved(self, good: bool) -> None:
+        self.ends.append(good)
 
 
 class FakePuller:
@@ -103,16 +109,56 @@ class FakePuller:
         return self.pulls[-1]
 
 
+class ReadingExecutor(FakeExecutor):
+    """Reads blocks of other bodies, by their names, as they are when a read ends."""
+
+    def __init__(self, *given: Any, others: dict[bytes, Engine], **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.others = others
+        self.stuck = False
+        """The peer neither answers nor is gone."""
+
+    def _source(self, transfer: Transfer) -> list[Any]:
+        if transfer.direction == "out":
+            return super()._source(transfer)
+        return [None] * len(transfer.slots)
+
+    def _arrive(self) -> tuple[list[int], list[int]]:
+        for move in self._moving:
+            source = self.others.get(move.transfer.source)
+            if move.transfer.direction == "in" and self.stuck and source is not None:
+                move.due = self.steps + 1
+            elif move.transfer.direction == "in" and source is not None:
+                blocks = source.executor._blocks(move.transfer.group)
+                move.data = [blocks[block].copy() for block in move.transfer.slots]
+        return super()._arrive()
+
+    def _check_still(self, move: Any) -> None:
+        """What is read may change; then it must not be used."""
+
+
 class Engine:
-    """A scheduler and its body; a writer or a reader."""
+    """A scheduler and its body; a writer or a reader. others: by name, the bodies that it reads;
+    None: blocks go through memory between engines."""
 
     def __init__(
-        self, kind: str, now: list[float], seed: int, *, writes: bool, chunks: bool
+        self,
+        kind: str,
+        now: list[float],
+        seed: int,
+        *,
+        writes: bool,
+        chunks: bool,
+        others: dict[bytes, Engine] | None = None,
     ) -> None:
         groups = GROUPS[kind]
         counts = [60, 40][: len(groups)]
+        self.name = str(seed).encode()
         self.executor = FakeExecutor(groups, counts, vocab=VOCAB, seed=seed)
-        self.slots = FreeSlots(len(groups), 0, SLOTS)
+        self.slots: FreeSlots | BlocksInPlace = FreeSlots(len(groups), 0, SLOTS)
+        if others is not None:
+            self.executor = ReadingExecutor(groups, counts, vocab=VOCAB, seed=seed, others=others)
+            self.slots = BlocksInPlace()
         self.stats = DisaggStats()
         self.puller = FakePuller()
         self.exports: Exports | None = None
@@ -160,7 +206,8 @@ class Engine:
     def check_empty(self) -> None:
         """Checks that nothing of any transfer is left."""
         groups = range(len(self.scheduler.blocks.groups))
-        assert [self.slots.num_free(g) for g in groups] == [SLOTS for _ in groups]
+        if isinstance(self.slots, FreeSlots):
+            assert [self.slots.num_free(g) for g in groups] == [SLOTS for _ in groups]
         assert not self.scheduler.blocks.loading
         assert [usage.used for usage in self.scheduler.blocks.usage()] == [0 for _ in groups]
         assert not self.exports
@@ -168,10 +215,17 @@ class Engine:
 
 
 class DisaggMachine(RuleBasedStateMachine):
-    @initialize(kind=st.sampled_from(sorted(GROUPS)), chunks=st.booleans(), seed=st.integers(0, 99))
-    def begin(self, kind: str, chunks: bool, seed: int) -> None:
+    @initialize(
+        kind=st.sampled_from(sorted(GROUPS)),
+        way=st.sampled_from(["sync", "async", "direct"]),
+        seed=st.integers(0, 99),
+    )
+    def begin(self, kind: str, way: str, seed: int) -> None:
+        """way: blocks go through memory between engines, behind the prompt or behind its steps, or
+        the reader reads the writer's own."""
         self.now = [0.0]
-        self.kind, self.chunks = kind, chunks
+        self.kind, self.chunks = kind, way == "async"
+        self.writers: dict[bytes, Engine] | None = {} if way == "direct" else None
         self.random = random.Random(seed)
         self.names = 0
         self.alive: list[Request] = []
@@ -180,10 +234,24 @@ class DisaggMachine(RuleBasedStateMachine):
         self.start_reader()
 
     def start_writer(self) -> None:
-        self.writer = Engine(self.kind, self.now, self.names, writes=True, chunks=self.chunks)
+        self.names += 1
+        self.writer = Engine(
+            self.kind,
+            self.now,
+            self.names,
+            writes=True,
+            chunks=self.chunks,
+            others=self.writers,
+        )
+        if self.writers is not None:
+            self.writers.clear()
+            self.writers[self.writer.name] = self.writer
 
     def start_reader(self) -> None:
-        self.reader = Engine(self.kind, self.now, self.names + 1, writes=False, chunks=False)
+        self.names += 1
+        self.reader = Engine(
+            self.kind, self.now, self.names, writes=False, chunks=False, others=self.writers
+        )
 
     # -- what users and time do ----------------------------------------------------------------
 
@@ -204,6 +272,12 @@ class DisaggMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, LEASE / 2, LEASE + 1]))
     def wait(self, seconds: float) -> None:
         self.now[0] += seconds
+
+    @rule(stuck=st.booleans())
+    def stick(self, stuck: bool) -> None:
+        """Reads of the writer's memory do not end, or do again."""
+        if isinstance(self.reader.executor, ReadingExecutor):
+            self.reader.executor.stuck = stuck
 
     @rule()
     def forget(self) -> None:
@@ -243,8 +317,20 @@ class DisaggMachine(RuleBasedStateMachine):
         elif pull.wire is None:
             pull.wire = Wire(self.writer)
             pull.wire.hear(Redeem(pull.grant))
+        elif pull.reads is not None:
+            self.end_read(pull, pull.wire, pull.reads)
         elif pull.wire.out:
             self.read(pull, pull.wire)
+
+    def end_read(self, pull: FakePull, wire: Wire, batch: BlockBatch) -> None:
+        """Goes on once the reading engine has read a batch from the writer's cache."""
+        if not pull.ends:
+            return
+        pull.reads = None
+        if pull.ends.popleft():
+            wire.hear(Taken(batch.number))
+        else:
+            self.finish(pull, "dead")
 
     def request_grant(self, pull: FakePull) -> None:
         exports = self.writer.exports
@@ -262,7 +348,12 @@ class DisaggMachine(RuleBasedStateMachine):
     def read(self, pull: FakePull, wire: Wire) -> None:
         message = wire.out.popleft()
         match message:
+            case BlockBatch() if isinstance(self.reader.slots, BlocksInPlace):
+                assert message.slots is not None
+                name, pull.reads = wire.engine.name, message
+                self.tell(Brought(pull, message.group, message.first, message.slots, name))
             case BlockBatch():
+                assert isinstance(self.reader.slots, FreeSlots)
                 slots = self.reader.slots.await_many(message.group, message.count, 0.0)
                 if not slots:
                     wire.out.appendleft(message)
@@ -321,6 +412,7 @@ class DisaggMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "now"):
             return
+        self.stick(False)
         for _ in range(3000):
             self.run_reader(1)
             self.run_writer(1)
@@ -337,13 +429,13 @@ class DisaggMachine(RuleBasedStateMachine):
 
 
 TestDisagg = DisaggMachine.TestCase
-TestDisagg.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
+TestDisagg.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def test_blocks_that_a_step_is_yet_to_fill_are_not_sent() -> None:
     """Prompts that arrive together share blocks which the first step of both computes."""
     machine = DisaggMachine()
-    machine.begin("window", True, 0)
+    machine.begin("window", "async", 0)
     for stem, length in ((0, 4), (0, 17), (1, 5), (1, 9)):
         machine.ask(stem, length, 1)
     machine.teardown()
@@ -353,9 +445,9 @@ def test_blocks_that_a_step_is_yet_to_fill_are_not_sent() -> None:
 def test_everything_goes_well() -> None:
     """Shows what the machine's luck may not: prompts do come from the other engine."""
     for kind in GROUPS:
-        for chunks in (False, True):
+        for way in ("sync", "async", "direct"):
             machine = DisaggMachine()
-            machine.begin(kind, chunks, 0)
+            machine.begin(kind, way, 0)
             for stem, length in enumerate((40, 21, 33)):
                 machine.ask(stem, length, 6)
             machine.teardown()

@@ -11,6 +11,10 @@ closed      nothing more is sent; what is under way still comes to its end
 A block of the cache is given up when its copies have ended, a slot of the memory between engines
 when its reader says that it took it, or the connection's threads have ended. A reader that gives no
 sign for the length of a lease, while it is waited for, is dead.
+
+Where readers read the cache itself, "out" copies nothing: its end says that the blocks have been
+written. They are given up when the reader took the last batch, or the grant was closed. A reader
+that still reads then gets no `End`, and throws away what it read.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.cache.loading import LoadingPrefix, PrefixLoader
 from quire.disagg.disagg_stats import DisaggStats
-from quire.disagg.free_slots import FreeSlots
+from quire.disagg.free_slots import Slots
 from quire.disagg.messages import (
     Accepted,
     BlockBatch,
@@ -48,8 +52,6 @@ from quire.scheduler import PlanBuilder
 
 _log = logging.getLogger(__name__)
 
-_BATCH = 16
-"""Most blocks of one message."""
 _FIRST_ID = 1 << 40
 """Ids of transfers are unlike those of other features."""
 
@@ -121,19 +123,20 @@ class Exports:
     """All grants of an engine. Belongs to the engine's loop.
 
     sizes: bytes of a block, by group. port: where readers connect. chunks: send blocks as steps
-    fill them. memory: between engines, for readers that can map it. clock: seconds.
+    fill them. memory: between engines, for readers that can map it; None: slots are blocks of the
+    cache, which readers read there. clock: seconds.
     """
 
     def __init__(
         self,
-        slots: FreeSlots,
+        slots: Slots,
         sizes: Sequence[int],
         stats: DisaggStats,
         *,
         lease: float,
         port: int,
         chunks: bool,
-        memory: MemoryHandle,
+        memory: MemoryHandle | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = secrets.token_hex(8)
@@ -348,7 +351,7 @@ class Exports:
 
     def _send(self, builder: PlanBuilder, export: Export, g: int, first: int, blocks: Int32) -> int:
         """Moves up to a batch of blocks out; returns how many."""
-        slots = self._slots.take(g, min(_BATCH, len(blocks)))
+        slots = self._slots.put(g, blocks)
         if not slots:
             return 0
         id = next(self._ids)

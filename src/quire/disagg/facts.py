@@ -12,7 +12,7 @@ import msgspec
 from quire.config import EngineConfig
 from quire.plan import KVGroup
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The version of the messages between engines."""
 _SAMPLE_BYTES = 1 << 16
 
@@ -21,11 +21,13 @@ class KVFacts(msgspec.Struct, frozen=True):
     """Facts about an engine's blocks.
 
     model: stands for its configuration and its weights, by their headers and beginnings.
+    transport: how blocks travel.
     groups: kind, window, layers and bytes of each KV group's block, with the heads of all ranks.
     """
 
     protocol: int
     version: str
+    transport: str
     model: str
     dtype: str
     kv_cache_dtype: str
@@ -33,11 +35,14 @@ class KVFacts(msgspec.Struct, frozen=True):
     groups: tuple[str, ...]
 
 
-def facts_of(config: EngineConfig, groups: Sequence[KVGroup], sizes: Sequence[int]) -> KVFacts:
+def facts_of(
+    config: EngineConfig, groups: Sequence[KVGroup], sizes: Sequence[int], transport: str
+) -> KVFacts:
     """Returns an engine's facts. sizes: bytes of each group's block over all ranks."""
     return KVFacts(
         protocol=PROTOCOL,
         version=importlib.metadata.version("quire"),
+        transport=transport,
         model=model_digest(config),
         dtype=config.dtype,
         kv_cache_dtype=config.kv_cache_dtype,

@@ -1,9 +1,47 @@
-"""The free slots of the memory between engines."""
+"""Where blocks are for a peer: in free slots of the memory between engines, or where they were."""
 
 from __future__ import annotations
 
 import threading
 import time
+from typing import Protocol
+
+from quire.arrays import Int32
+
+_BATCH = 16
+"""Most blocks that are put into slots for one message."""
+_LARGE_BATCH = 64
+"""Most blocks of one message that stay where they are."""
+
+
+class Slots(Protocol):
+    """Where the blocks of messages are."""
+
+    def put(self, group: int, blocks: Int32) -> list[int]:
+        """Returns where the first of some blocks are for the reader, perhaps none."""
+        ...
+
+    def give(self, group: int, slots: list[int]) -> None:
+        """Takes back what `put` has given."""
+        ...
+
+    def num_free(self, group: int) -> int:
+        """Counts the blocks that could be put now."""
+        ...
+
+
+class BlocksInPlace:
+    """The blocks of the cache themselves, which are read there."""
+
+    def put(self, group: int, blocks: Int32) -> list[int]:
+        found: list[int] = blocks[:_LARGE_BATCH].tolist()
+        return found
+
+    def give(self, group: int, slots: list[int]) -> None:
+        pass
+
+    def num_free(self, group: int) -> int:
+        return _LARGE_BATCH
 
 
 class FreeSlots:
@@ -14,8 +52,9 @@ class FreeSlots:
         self._changed = threading.Condition()
         self.total = end - begin
 
-    def take(self, group: int, most: int) -> list[int]:
-        """Returns up to `most` slots, perhaps none."""
+    def put(self, group: int, blocks: Int32) -> list[int]:
+        """Returns slots for the first of some blocks, perhaps none."""
+        most = min(_BATCH, len(blocks))
         with self._changed:
             free = self._free[group]
             taken, self._free[group] = free[:most], free[most:]

@@ -21,7 +21,7 @@ _BACKLOG = 128
 _MOST_LINKS = 256
 
 View = Callable[[int, int], memoryview]
-"""Returns the bytes of a group's slot."""
+"""Returns the bytes of a group's slot. There is none where blocks are read where they are."""
 Tell = Callable[[Heard | Stopped], None]
 
 
@@ -35,7 +35,7 @@ class ReaderConnection:
     def __init__(
         self,
         connected: socket.socket,
-        view: View,
+        view: View | None,
         tell: Tell,
         send_seconds: float,
     ) -> None:
@@ -87,7 +87,7 @@ class ReaderConnection:
         self._tell(Stopped(self))
 
     def _send(self, message: Message) -> None:
-        if not isinstance(message, BlockBatch) or self._shared:
+        if not isinstance(message, BlockBatch) or self._shared or self._view is None:
             self._channel.send(message)
             return
         self._channel.send(BlockBatch(message.number, message.group, message.first, message.count))
@@ -108,7 +108,7 @@ class Listener:
         self,
         host: str,
         port: int,
-        view: View,
+        view: View | None,
         tell: Tell,
         wake: Callable[[], None],
         send_seconds: float,

@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.disagg.disagg_stats import DisaggStats
 from quire.disagg.exports import Exports, Heard, Stopped
 from quire.disagg.facts import differences, facts_of
-from quire.disagg.free_slots import FreeSlots
+from quire.disagg.free_slots import BlocksInPlace, FreeSlots
 from quire.disagg.inbox import Inbox
 from quire.disagg.listener import Listener
 from quire.disagg.messages import Grant, MemoryHandle, PromptRequest, Welcome
@@ -102,46 +102,41 @@ class DisaggLoop(LoopFeature):
         """
         settings = self._settings
         pool = executor.control({"op": "staging_pool"})
-        groups, half = capacity.groups, pool.slots // 2
+        groups, staged = capacity.groups, settings.transport == "tcp"
         check_groups(self._config, groups)
-        self._facts = facts_of(self._config, groups, pool.sizes)
+        self._facts = facts_of(self._config, groups, pool.sizes, settings.transport)
+        self._memory: bytes = b"" if staged else pool.memory
+        view = pool.view if staged else None
         if settings.grants:
             self._listener = Listener(
                 settings.host,
                 settings.port,
-                pool.view,
+                view,
                 self._inbox.put,
                 self._inbox.wake,
                 settings.lease_timeout,
                 lambda: 0 if self._exports is None else len(self._exports),
             )
-            memory = MemoryHandle(
-                pool.handle.pid,
-                pool.handle.descriptor,
-                pool.handle.size,
-                pool.handle.token,
-                [pool.start(group, 0) for group in range(len(groups))],
-                list(pool.sizes),
-            )
+            outward = FreeSlots(len(groups), 0, pool.slots // 2) if staged else BlocksInPlace()
             self._exports = Exports(
-                FreeSlots(len(groups), 0, half),
+                outward,
                 pool.sizes,
                 self._stats,
                 lease=settings.lease_timeout,
                 port=self._listener.port,
                 chunks=settings.kv_transfer == "async",
-                memory=memory,
+                memory=_handle(pool, len(groups)) if staged else None,
             )
             _log.info("prompts for others: blocks at port %d", self._listener.port)
         if settings.asks:
-            slots = FreeSlots(len(groups), half, pool.slots)
+            inward = FreeSlots(len(groups), pool.slots // 2, pool.slots) if staged else None
             peers = PeerList(settings.peers, settings.peer_key, self._facts)
             lease = settings.lease_timeout
-            self._pulls = PullThreads(peers, slots, pool.view, self._inbox.put, lease)
+            self._pulls = PullThreads(peers, inward, view, self._inbox.put, lease)
             least = settings.remote_prefill_tokens
             self._fetches = Fetches(
                 self._pulls,
-                slots,
+                inward or BlocksInPlace(),
                 pool.sizes,
                 self._stats,
                 least=capacity.full_step if least is None else least,
@@ -197,7 +192,7 @@ class DisaggLoop(LoopFeature):
                 if found := differences(self._facts, facts):
                     _log.error("a reader does not match: %s", "; ".join(found))
                     raise PeerMismatchError("the engines do not match: " + "; ".join(found))
-                return Welcome(self._facts, exports.epoch)
+                return Welcome(self._facts, exports.epoch, self._memory)
             case {"op": "grant", "asked": asked}:
                 return self._grant(exports, asked)
             case {"op": "revoke", "name": name}:
@@ -235,3 +230,15 @@ class DisaggLoop(LoopFeature):
         if self._pulls is not None:
             self._pulls.close()
         self._inbox.close()
+
+
+def _handle(pool: Any, groups: int) -> MemoryHandle:
+    """Returns what readers on this host need to map a staging pool."""
+    return MemoryHandle(
+        pool.handle.pid,
+        pool.handle.descriptor,
+        pool.handle.size,
+        pool.handle.token,
+        [pool.start(group, 0) for group in range(groups)],
+        list(pool.sizes),
+    )

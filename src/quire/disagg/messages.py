@@ -39,10 +39,12 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """Answers a handshake: the engine's facts, and its epoch."""
+    """Answers a handshake: the engine's facts, its epoch, and where its blocks are for a transport
+    that reads them there; see `Transfer.source`."""
 
     facts: KVFacts
     epoch: str
+    memory: bytes = b""
 
 
 class MemoryHandle(msgspec.Struct, frozen=True):
@@ -64,9 +66,10 @@ class Redeem(msgspec.Struct, tag=True):
 
 
 class Accepted(msgspec.Struct, tag=True):
-    """Answers `Redeem`: blocks will come."""
+    """Answers `Redeem`: blocks will come. memory: between engines; None where blocks are read where
+    they are."""
 
-    memory: MemoryHandle
+    memory: MemoryHandle | None
 
 
 class Mapped(msgspec.Struct, tag=True):
@@ -89,7 +92,8 @@ class Working(msgspec.Struct, tag=True):
 class BlockBatch(msgspec.Struct, tag=True):
     """Blocks `first` to `first` + `count` - 1 of a group's table.
 
-    slots: where they are in shared memory; None: their bytes follow the message.
+    slots: where they are in shared memory, or blocks of the writer's cache; None: their bytes
+        follow the message.
     """
 
     number: int

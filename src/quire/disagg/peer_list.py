@@ -48,7 +48,7 @@ class PeerError(Exception):
 class Peer:
     """A server that computes prompts. From any thread.
 
-    pulls: how many of this engine's are under way.
+    pulls: how many of this engine's are under way. memory: of the last handshake.
     """
 
     def __init__(self, url: str, key: str | None, facts: KVFacts) -> None:
@@ -61,6 +61,7 @@ class Peer:
         self.pulls = 0
         self._facts = facts
         self._epoch = ""
+        self.memory = b""
         self._not_before = 0.0
         self._lock = threading.Lock()
         self.reader = secrets.token_hex(8)
@@ -97,7 +98,7 @@ class Peer:
         found = differences(self._facts, welcome.facts)
         if found:
             raise PeerError("refused", "; ".join(found), 409)
-        self._epoch = welcome.epoch
+        self._epoch, self.memory = welcome.epoch, welcome.memory
         return welcome.epoch
 
     def _post(

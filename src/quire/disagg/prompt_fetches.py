@@ -9,6 +9,11 @@ prompt itself.
 The peer never writes this engine's memory: bytes are read from the connection, or from the peer's
 memory, by this engine's thread. So booked blocks are given up once no copy of this engine to them
 is under way, and slots once the thread or the copy that fills them has ended.
+
+Where blocks are read from the peer's cache, there is nothing between the engines: the copies to the
+booked blocks are the reads, and the thread says that a batch was taken when they have ended. Such a
+read may outlast everything else of a fetch, as nothing ends it but the peer. Its blocks stay booked
+until then, while the request goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.cache.loading import LoadingPrefix, PrefixLoader
 from quire.disagg.disagg_stats import DisaggStats
-from quire.disagg.free_slots import FreeSlots
+from quire.disagg.free_slots import Slots
 from quire.disagg.handover_time import HandoverTime
 from quire.plan import Transfer
 from quire.request import Request
@@ -56,6 +61,10 @@ class Pull(Protocol):
         """Makes it end soon. From any thread. Idempotent."""
         ...
 
+    def moved(self, good: bool) -> None:
+        """Tells of the end of a batch's copy, and whether it was good. Does not wait."""
+        ...
+
 
 class Puller(Protocol):
     """Starts threads that ask peers."""
@@ -70,12 +79,14 @@ class Puller(Protocol):
 
 @dataclass(slots=True)
 class Brought:
-    """Blocks from `first` on of a group's table, in slots of the memory between engines."""
+    """Blocks from `first` on of a group's table, in slots of the memory between engines, or of that
+    which `source` describes; see `Transfer`."""
 
     pull: Pull
     group: int
     first: int
     slots: list[int]
+    source: bytes = b""
 
 
 @dataclass(slots=True)
@@ -135,7 +146,7 @@ class Fetches:
     def __init__(
         self,
         puller: Puller,
-        slots: FreeSlots,
+        slots: Slots,
         sizes: Sequence[int],
         stats: DisaggStats,
         *,
@@ -208,10 +219,13 @@ class Fetches:
     def _drop(self, fetch: Fetch) -> None:
         fetch.dropped = True
         fetch.pull.cancel()
+        self._give_waiting(fetch)
+        self._end(fetch)
+
+    def _give_waiting(self, fetch: Fetch) -> None:
         for brought in fetch.waiting:
             self._slots.give(brought.group, brought.slots)
         fetch.waiting = []
-        self._end(fetch)
 
     # -- news ----------------------------------------------------------------------------------
 
@@ -243,6 +257,9 @@ class Fetches:
                         fetch.outcome,
                         event.reason,
                     )
+                if fetch.outcome != "done":
+                    self._give_waiting(fetch)
+                    self._wake_request(fetch, good=False)
                 self._end(fetch)
 
     # -- steps ---------------------------------------------------------------------------------
@@ -259,10 +276,9 @@ class Fetches:
                 blocks = fetch.loading.blocks[brought.group][at : at + len(brought.slots)]
                 id = next(self._ids)
                 fetch.moving[id] = brought
-                slots = int32(brought.slots)
-                builder.transfer(
-                    Transfer(id, "in", "peer", brought.group, int32(blocks), slots=slots)
-                )
+                move = Transfer(id, "in", "peer", brought.group, int32(blocks))
+                move.slots, move.source = int32(brought.slots), brought.source
+                builder.transfer(move)
             fetch.waiting = []
 
     def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
@@ -276,6 +292,7 @@ class Fetches:
                 self._stats.bytes_received += len(brought.slots) * size
                 if id in failed:
                     fetch.dropped = True
+                fetch.pull.moved(id not in failed)
             self._end(fetch)
 
     def _end(self, fetch: Fetch) -> None:
@@ -287,7 +304,11 @@ class Fetches:
         self._loader.end(fetch.loading, good)
         if good:
             self._stats.remote_tokens += len(fetch.loading.tokens) - fetch.loading.start
-        if fetch.request_id in self._by_request:
+        self._wake_request(fetch, good)
+
+    def _wake_request(self, fetch: Fetch, good: bool) -> None:
+        """Lets a request go on that still waits for a fetch."""
+        if self._by_request.get(fetch.request_id) is fetch:
             self._by_request[fetch.request_id] = None
             self._stats.local += not good
             self._wake(fetch.request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import queue
 import socket
 import threading
 import time
@@ -36,6 +37,9 @@ Tell = Callable[[Brought | Ended], None]
 _THREADS = 16
 _CONNECT_SECONDS = 2.0
 _ATTEMPTS = 2
+_MOST_BLOCKS = 1 << 12
+_MOST_ID = (1 << 31) - 1
+"""The most of a batch, and of a block's number, that a peer's words are taken for."""
 _CLOSE_SECONDS = 1.0
 _READ_ONLY = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _STATUS_OUTCOMES = {
@@ -50,14 +54,15 @@ _STATUS_OUTCOMES = {
 class PullThreads:
     """Runs pulls on threads.
 
-    lease: seconds that a peer may be silent. view: of the slots that are filled.
+    lease: seconds that a peer may be silent. slots: that are filled, and view: of these; None where
+    blocks are read from the peer's cache.
     """
 
     def __init__(
         self,
         peers: PeerList,
-        slots: FreeSlots,
-        view: View,
+        slots: FreeSlots | None,
+        view: View | None,
         tell: Tell,
         lease: float,
     ) -> None:
@@ -91,12 +96,17 @@ class PeerPull:
         self._channel: PeerChannel | None = None
         self._lock = threading.Lock()
         self._computed = 0.0
+        self._moved: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def cancel(self) -> None:
         with self._lock:
             self._cancelled.set()
             if self._channel is not None:
                 self._channel.end()
+        self._moved.put(False)
+
+    def moved(self, good: bool) -> None:
+        self._moved.put(good)
 
     def run(self) -> None:
         """Runs on a thread; tells the loop of every batch and, last, of the end."""
@@ -148,13 +158,13 @@ class PeerPull:
                 self._channel = channel
             while not self._cancelled.is_set():
                 match channel.receive():
-                    case Accepted(handle):
+                    case Accepted(MemoryHandle() as handle):
                         memory = map_memory(handle)
                         channel.send(Mapped(memory is not None))
-                    case Working():
+                    case Accepted() | Working():
                         pass
                     case BlockBatch() as batch:
-                        trouble = self._take(channel, memory, batch)
+                        trouble = self._take(channel, peer, memory, batch)
                         if trouble:
                             return "broken", trouble
                     case End(computed):
@@ -181,9 +191,13 @@ class PeerPull:
             if memory is not None:
                 memory.close()
 
-    def _take(self, channel: PeerChannel, memory: PeerMemory | None, batch: BlockBatch) -> str:
-        """Brings a batch into slots of this engine; returns what is wrong with it."""
+    def _take(
+        self, channel: PeerChannel, peer: Peer, memory: PeerMemory | None, batch: BlockBatch
+    ) -> str:
+        """Brings a batch into slots, or blocks, of this engine; returns what is wrong with it."""
         threads = self._threads
+        if threads.slots is None or threads.view is None:
+            return self._read(channel, peer, batch)
         if not 0 < batch.count <= threads.slots.total or (
             batch.slots is not None and (memory is None or len(batch.slots) != batch.count)
         ):
@@ -202,6 +216,23 @@ class PeerPull:
             threads.slots.give(batch.group, slots)
             raise
         threads.tell(Brought(self, batch.group, batch.first, slots))
+        channel.send(Taken(batch.number))
+        return ""
+
+    def _read(self, channel: PeerChannel, peer: Peer, batch: BlockBatch) -> str:
+        """Has the engine read a batch from the peer's cache; returns what is wrong with it."""
+        blocks = batch.slots or []
+        if not 0 < len(blocks) == batch.count <= _MOST_BLOCKS or not (
+            0 <= min(blocks) <= max(blocks) <= _MOST_ID
+        ):
+            return "a batch that cannot be"
+        self._threads.tell(Brought(self, batch.group, batch.first, blocks, peer.memory))
+        try:
+            good = self._moved.get(timeout=self._threads.lease)
+        except queue.Empty:
+            raise TimeoutError from None
+        if not good:
+            raise ConnectionError("blocks could not be read")
         channel.send(Taken(batch.number))
         return ""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
-from quire.extras import installing
+from quire.extras import installing, require_nixl
 from quire.http_client import HttpClient
 
 
@@ -212,8 +212,10 @@ class ServerArgs(ApiArgs):
         "sync",
         "sync sends a prompt's KV once it is computed, async each step's behind the step.",
     )
-    transport: str = _setting(
-        "tcp", "How KV travels. tcp: connections, and shared memory between servers of one host."
+    transport: Literal["tcp", "nixl"] = _setting(
+        "tcp",
+        "How KV travels. tcp: connections, and shared memory between servers of one host. nixl: "
+        "the reader's ranks read the cache of the peer's (needs the extra `nixl`).",
     )
     lease_timeout: float = _setting(
         10.0, "Seconds without a sign of a peer after which it counts as dead."
@@ -273,13 +275,9 @@ class ServerArgs(ApiArgs):
         self._check_listening()
 
     def _check_peers(self) -> None:
-        self._one_of("role", "kv_transfer")
-        if self.transport != "tcp":
-            raise ConfigError(
-                "transport must be tcp (connections, and shared memory within a host), got "
-                f"{self.transport!r}",
-                "transport",
-            )
+        self._one_of("role", "kv_transfer", "transport")
+        if self.transport == "nixl":
+            require_nixl()
         self._positive("lease_timeout")
         if not 0 <= self.kv_port <= 65535:
             raise ConfigError(f"kv_port must be in [0, 65535], got {self.kv_port}", "kv_port")
@@ -312,6 +310,7 @@ class ServerArgs(ApiArgs):
             "peers": self.peer,
             "peer_key": self.peer_key,
             "kv_transfer": self.kv_transfer,
+            "transport": self.transport,
             "lease_timeout": self.lease_timeout,
             "remote_prefill_tokens": self.remote_prefill_tokens,
             "host": self.host if self.uds is None else "127.0.0.1",

@@ -127,7 +127,10 @@ def open_peer_place(
         ConfigError: blocks cannot be cut into heads, or cannot be copied.
     """
     layouts = [
-        BlockLayout(cache.block_tensors(index), _heads(cache, index, spec, group))
+        BlockLayout(
+            cache.block_tensors(index),
+            rank_heads(cache, index, spec, group) if group.world > 1 else None,
+        )
         for index in range(len(cache.groups))
     ]
     sizes = [layout.size for layout in layouts]
@@ -140,12 +143,20 @@ def open_peer_place(
     return PeerPlace(pool, copier, owns)
 
 
-def _heads(cache: KVCache, index: int, spec: ModelSpec, group: ProcessGroup) -> HeadRange | None:
-    """Returns the heads of a KV group that this rank holds; None: all that there is."""
+def rank_heads(
+    cache: KVCache, index: int, spec: ModelSpec, group: ProcessGroup
+) -> HeadRange | None:
+    """Returns the heads of a KV group that this rank holds; None: the blocks have none.
+
+    Raises:
+        ConfigError: several ranks have parts of a state that is not cut into heads.
+    """
     layer = cache.groups[index].layers[0]
-    if group.world == 1 or layer >= len(spec.layers):
+    if layer >= len(spec.layers):
         return None
     if cache.groups[index].kind == "state":
+        if group.world == 1:
+            return None
         raise ConfigError(
             "role: recurrent states of several ranks do not travel; use tensor_parallel_size=1",
             "role",

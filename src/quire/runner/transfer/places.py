@@ -85,8 +85,8 @@ class KVTransfer:
 
     def on_control(self, message: dict[str, Any]) -> Any:
         """Answers what is asked of a place. disk_keys: the keys of the first group's blocks in
-        files, least recently used first, int32 [n, 4]. staging_pool: the memory between peers.
-        None: the message is for others."""
+        files, least recently used first, int32 [n, 4]. staging_pool: the memory between peers, or
+        what they read. None: the message is for others."""
         match message.get("op"), self._places:
             case "disk_keys", {"disk": DiskPlace() as disk}:
                 return disk.keys()
@@ -216,12 +216,22 @@ def open_places(
     """
     places = open_tiers(config, cache, group)
     if config.args.kv_peers is not None:
-        # Few engines have peers.
-        from quire.runner.transfer.peer import open_peer_place
-
-        device = torch.device(config.device)
-        places["peer"] = open_peer_place(cache, spec, group, device)
+        places["peer"] = _open_peers(config, cache, spec, group)
     return KVTransfer(places)
+
+
+def _open_peers(
+    config: EngineConfig, cache: KVCache, spec: ModelSpec, group: ProcessGroup
+) -> Place:
+    # Few engines have peers, and fewer a library for them.
+    device = torch.device(config.device)
+    if (config.args.kv_peers or {}).get("transport") == "nixl":
+        from quire.runner.transfer.nixl_place import open_nixl_place
+
+        return open_nixl_place(cache, spec, group, device)
+    from quire.runner.transfer.peer import open_peer_place
+
+    return open_peer_place(cache, spec, group, device)
 
 
 def open_tiers(config: EngineConfig, cache: KVCache, group: ProcessGroup) -> dict[str, Place]:

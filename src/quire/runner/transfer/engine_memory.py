@@ -1,0 +1,128 @@
+"""The KV blocks of another engine, as descriptions of its ranks' memory, and where to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from quire.arrays import Int32
+from quire.runner.transfer.layout import BlockLayout, Part
+
+MemoryKind = Literal["DRAM", "VRAM"]
+
+
+class GroupMemory(msgspec.Struct, frozen=True):
+    """The blocks of a KV group on one rank.
+
+    addresses: of the first block, by part. first, end: the heads that the rank holds; 0 and 1 where
+    blocks are not cut into heads. owner: see `HeadRange`. blocks: how many there are.
+    """
+
+    addresses: list[int]
+    first: int
+    end: int
+    owner: bool
+    blocks: int
+
+
+class RankMemory(msgspec.Struct, frozen=True):
+    """The blocks of one rank. agent: how to reach it, in the transport's words. device: the number
+    of the GPU, 0 on a CPU."""
+
+    agent: bytes
+    kind: MemoryKind
+    device: int
+    groups: list[GroupMemory]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Pieces of memory to be read: addresses and bytes, int64 [n] each."""
+
+    here: Any
+    there: Any
+    sizes: Any
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[RankMemory])
+
+
+def encode_memory(ranks: Sequence[RankMemory]) -> bytes:
+    """Returns an engine's memory as bytes; see `Transfer.source`."""
+    return _encoder.encode(list(ranks))
+
+
+def decode_memory(data: bytes) -> list[RankMemory]:
+    """Raises msgspec.DecodeError where the bytes describe no memory."""
+    return _decoder.decode(data)
+
+
+def group_memory(layout: BlockLayout, owner: bool) -> GroupMemory:
+    """Describes a group's blocks on this rank. owner: where blocks are not cut into heads."""
+    addresses = [part.data.data_ptr() for part in layout.parts]
+    blocks = len(layout.parts[0].data)
+    heads = layout.heads
+    if heads is None:
+        return GroupMemory(addresses, 0, 1, owner, blocks)
+    return GroupMemory(addresses, heads.first, heads.end, heads.owner, blocks)
+
+
+def pieces_of(layout: BlockLayout, own: Int32, remote: GroupMemory, blocks: Int32) -> Pieces | None:
+    """Returns what a rank reads of `blocks` of a remote rank into its blocks `own`, int32 [n] both:
+    the heads that both hold, and only from the first of the ranks that hold them. None: nothing.
+
+    Raises:
+        ValueError: the remote blocks are not there.
+    """
+    if blocks.min() < 0 or blocks.max() >= remote.blocks:
+        raise ValueError(f"blocks {blocks.tolist()} of {remote.blocks}")
+    heads = layout.heads
+    first, end = (0, 1) if heads is None else (heads.first, heads.end)
+    low, high = max(first, remote.first), min(end, remote.end)
+    if not remote.owner or low >= high:
+        return None
+    found = [
+        _pieces(part, address, own.astype(np.int64), blocks.astype(np.int64), span)
+        for part, address in zip(layout.parts, remote.addresses, strict=True)
+        for span in [_Span(first, end, remote.first, remote.end, low, high)]
+    ]
+    here, there, sizes = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    return Pieces(here, there, sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The heads `low` to `high` - 1, which are among `first` to `end` - 1 here and among
+    `far_first` to `far_end` - 1 there."""
+
+    first: int
+    end: int
+    far_first: int
+    far_end: int
+    low: int
+    high: int
+
+    @property
+    def whole(self) -> bool:
+        return (self.first, self.end) == (self.far_first, self.far_end)
+
+
+def _pieces(part: Part, address: int, own: Any, blocks: Any, span: _Span) -> tuple[Any, Any, Any]:
+    """Returns addresses here and there, and bytes, of one part of each block."""
+    head = part.size // (span.end - span.first)
+    far_size = (span.far_end - span.far_first) * head
+    here = part.data.data_ptr() + own * (part.runs * part.size)
+    there = address + blocks * (part.runs * far_size)
+    size = part.runs * part.size
+    if not span.whole:
+        run = np.arange(part.runs, dtype=np.int64)
+        here = here[:, None] + run * part.size + (span.low - span.first) * head
+        there = there[:, None] + run * far_size + (span.low - span.far_first) * head
+        size = (span.high - span.low) * head
+    here, there = here.reshape(-1), there.reshape(-1)
+    return here, there, np.full(len(here), size, dtype=np.int64)

@@ -1,0 +1,27 @@
+"""Real engines that read each other's KV cache by the real library, over UCX on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.extras import NIXL
+from tests.unit.test_disagg_engines import alone, check, folders, make
+
+__all__ = ["folders", "make"]
+pytestmark = pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in NIXL), reason="needs the extra `nixl`"
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "kv"), [("full", "int8"), ("window", "float32"), ("state", "float32")]
+)
+def test_tokens_are_those_of_one_engine(
+    folders: dict[str, Path], make: Any, model: str, kv: str
+) -> None:
+    expected = alone(folders[model], kv_cache_dtype=kv)
+    check(make(folders[model], transport="nixl", kv_cache_dtype=kv), expected)
