@@ -86,6 +86,7 @@ def post(
 FACTS = {
     "protocol": 1,
     "version": "0",
+    "transport": "tcp",
     "model": "another",
     "dtype": "bfloat16",
     "kv_cache_dtype": "int8",

@@ -458,3 +458,25 @@ def test_everything_goes_well() -> None:
             assert stats.remote_tokens == 36 + 20 + 32
             hits = machine.reader.scheduler.stats().prefix_hit_tokens
             assert hits == stats.remote_tokens
+
+
+def test_a_request_does_not_wait_for_a_read_that_does_not_end() -> None:
+    machine = DisaggMachine()
+    machine.begin("full", "direct", 0)
+    machine.stick(True)
+    machine.ask(0, 40, 6)
+    (request,) = machine.alive
+    for _ in range(40):
+        machine.talk(0, 1)
+        machine.run_writer(1)
+        machine.run_reader(1)
+    assert not request.finished
+    assert machine.reader.scheduler.blocks.loading
+    machine.cut(0)
+    for _ in range(40):
+        machine.run_reader(1)
+    assert request.finished
+    # What the read may still write is nobody's until it ends.
+    assert machine.reader.scheduler.blocks.loading
+    machine.teardown()
+    assert machine.reader.stats.local == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,8 +16,16 @@ from quire.errors import ConfigError
 from quire.parallel import SingleGroup
 from quire.plan import Transfer
 from quire.runner.transfer.copier import HostCopier
+from quire.runner.transfer.engine_memory import (
+    RankMemory,
+    decode_memory,
+    encode_memory,
+    group_memory,
+    pieces_of,
+)
 from quire.runner.transfer.layout import BlockLayout, head_range
 from quire.runner.transfer.peer import PeerPlace, StagingPool
+from quire.runner.transfer.rank_moves import RankMoves
 from quire.sharding import ShardSpec
 
 WORLDS = (1, 2, 4, 8)
@@ -76,6 +87,62 @@ def test_any_ranks_read_what_any_ranks_wrote(heads: int, writers: int, readers: 
             assert torch.equal(now[1], was[2])
             assert torch.equal(now[2], was[0])
             assert not now[0].any()
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@settings(max_examples=16, deadline=None)
+@given(writers=st.sampled_from(WORLDS), readers=st.sampled_from(WORLDS))
+def test_any_ranks_read_any_ranks_memory(heads: int, writers: int, readers: int) -> None:
+    """Each byte is read once, from the rank that owns its head, and blocks keep their order."""
+    whole = whole_block(heads)
+    sources = [of_rank(whole, heads, rank, writers) for rank in range(writers)]
+    described = []
+    for rank, tensors in enumerate(sources):
+        layout = BlockLayout(tensors, head_range(heads, rank, writers))
+        described.append(group_memory(layout, rank == 0))
+    told = encode_memory([RankMemory(b"agent", "DRAM", 0, [memory]) for memory in described])
+    for rank in range(readers):
+        wanted = of_rank(whole, heads, rank, readers)
+        tensors = [torch.zeros_like(tensor) for tensor in wanted]
+        layout = BlockLayout(tensors, head_range(heads, rank, readers))
+        written: list[int] = []
+        for remote in decode_memory(told):
+            pieces = pieces_of(layout, int32([1, 2]), remote.groups[0], int32([2, 0]))
+            for here, there, size in () if pieces is None else pieces.each():
+                ctypes.memmove(here, there, size)
+                written += range(here, here + size)
+        assert len(written) == len(set(written)) == 2 * sum(t[0].nbytes for t in tensors)
+        for now, was in zip(tensors, wanted, strict=True):
+            assert torch.equal(now[1], was[2])
+            assert torch.equal(now[2], was[0])
+            assert not now[0].any()
+
+
+def test_blocks_that_a_peer_does_not_have_are_not_read() -> None:
+    layout = BlockLayout([torch.zeros(3, 1, 2, 2, 4)])
+    memory = group_memory(layout, owner=True)
+    for blocks in ([3], [-1]):
+        with pytest.raises(ValueError, match="of 3"):
+            pieces_of(layout, int32([0]), memory, int32(blocks))
+
+
+def test_a_move_fails_if_it_does_on_any_rank() -> None:
+    cells = np.zeros((2, 2), dtype=np.int64)
+    first, second = RankMoves(cells, 0), RankMoves(cells, 1)
+    ends: dict[tuple[int, int], bool] = {}
+    for id in (5, 6, 7):
+        for rank, moves in enumerate((second, first)):  # the other rank may be earlier
+            moves.begin(id, lambda at=(1 - rank, id): ends.get(at))  # type: ignore[misc]
+    ends |= {(1, 5): False, (1, 6): True, (1, 7): True, (0, 7): True}
+    assert second.ended() == ([], [])
+    assert second.busy  # there is no room to tell of the third
+    assert first.ended() == ([], [])
+    second.ended()
+    assert not second.busy
+    assert first.ended() == ([7], [])
+    ends |= {(0, 5): True, (0, 6): True}
+    assert first.ended() == ([6], [5])
+    assert not first.busy
 
 
 @pytest.mark.parametrize("heads", HEADS)

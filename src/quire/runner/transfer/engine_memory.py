@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,6 +46,11 @@ class Pieces:
     here: Any
     there: Any
     sizes: Any
+
+    def each(self) -> Iterator[tuple[int, int, int]]:
+        """Yields the numbers of each piece."""
+        columns = self.here.tolist(), self.there.tolist(), self.sizes.tolist()
+        return zip(*columns, strict=True)
 
 
 _encoder = msgspec.msgpack.Encoder()
