@@ -30,7 +30,7 @@ _ASK_SECONDS = 5.0
 """Seconds that a peer may take to answer over HTTP; it answers before it computes anything."""
 _PAUSES = {"dead": 2.0, "timeout": 2.0, "overloaded": 0.5, "refused": 10.0}
 """Seconds for which a peer is left alone, by what it did."""
-_MOST_ANSWER_BYTES = 1 << 16
+_MOST_ANSWER_BYTES = 1 << 20
 
 
 Answer = TypeVar("Answer", Grant, Welcome)

@@ -31,6 +31,7 @@ class HandshakeBody(StrictModel):
 
     protocol: int
     version: str = Field(max_length=64)
+    transport: str = Field(max_length=32)
     model: str = Field(max_length=64)
     dtype: str = Field(max_length=32)
     kv_cache_dtype: str = Field(max_length=32)
