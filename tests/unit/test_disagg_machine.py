@@ -134,7 +134,7 @@ class ReadingExecutor(FakeExecutor):
         return super()._arrive()
 
     def _check_still(self, move: Any) -> None:
-        """What is read may change; then it must not be used."""
+        """Checks nothing: what is read may change, and must not be used then."""
 
 
 class Engine:
@@ -152,7 +152,8 @@ class Engine:
         others: dict[bytes, Engine] | None = None,
     ) -> None:
         groups = GROUPS[kind]
-        counts = [60, 40][: len(groups)]
+        # Few, so that what a writer has given up is soon used again.
+        counts = [24, 24][: len(groups)] if writes else [60, 40][: len(groups)]
         self.name = str(seed).encode()
         self.executor = FakeExecutor(groups, counts, vocab=VOCAB, seed=seed)
         self.slots: FreeSlots | BlocksInPlace = FreeSlots(len(groups), 0, SLOTS)

@@ -31,7 +31,7 @@ from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.cache.loading import LoadingPrefix, PrefixLoader
 from quire.disagg.disagg_stats import DisaggStats
-from quire.disagg.free_slots import Slots
+from quire.disagg.free_slots import PeerSlots
 from quire.disagg.messages import (
     Accepted,
     BlockBatch,
@@ -129,7 +129,7 @@ class Exports:
 
     def __init__(
         self,
-        slots: Slots,
+        slots: PeerSlots,
         sizes: Sequence[int],
         stats: DisaggStats,
         *,

@@ -1,4 +1,4 @@
-"""Where blocks are for a peer: in free slots of the memory between engines, or where they were."""
+"""Places of blocks for a peer: free slots of the memory between engines, or where they are."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LARGE_BATCH = 64
 """Most blocks of one message that stay where they are."""
 
 
-class Slots(Protocol):
-    """Where the blocks of messages are."""
+class PeerSlots(Protocol):
+    """Places of the blocks of messages."""
 
     def put(self, group: int, blocks: Int32) -> list[int]:
         """Returns where the first of some blocks are for the reader, perhaps none."""

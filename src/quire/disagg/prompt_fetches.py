@@ -28,7 +28,7 @@ from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.cache.loading import LoadingPrefix, PrefixLoader
 from quire.disagg.disagg_stats import DisaggStats
-from quire.disagg.free_slots import Slots
+from quire.disagg.free_slots import PeerSlots
 from quire.disagg.handover_time import HandoverTime
 from quire.plan import Transfer
 from quire.request import Request
@@ -146,7 +146,7 @@ class Fetches:
     def __init__(
         self,
         puller: Puller,
-        slots: Slots,
+        slots: PeerSlots,
         sizes: Sequence[int],
         stats: DisaggStats,
         *,

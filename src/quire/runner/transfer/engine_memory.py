@@ -40,8 +40,8 @@ class RankMemory(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """Pieces of memory to be read: addresses and bytes, int64 [n] each."""
+class MemoryPieces:
+    """MemoryPieces of memory to be read: addresses and bytes, int64 [n] each."""
 
     here: Any
     there: Any
@@ -77,7 +77,9 @@ def group_memory(layout: BlockLayout, owner: bool) -> GroupMemory:
     return GroupMemory(addresses, heads.first, heads.end, heads.owner, blocks)
 
 
-def pieces_of(layout: BlockLayout, own: Int32, remote: GroupMemory, blocks: Int32) -> Pieces | None:
+def pieces_of(
+    layout: BlockLayout, own: Int32, remote: GroupMemory, blocks: Int32
+) -> MemoryPieces | None:
     """Returns what a rank reads of `blocks` of a remote rank into its blocks `own`, int32 [n] both:
     the heads that both hold, and only from the first of the ranks that hold them. None: nothing.
 
@@ -94,14 +96,14 @@ def pieces_of(layout: BlockLayout, own: Int32, remote: GroupMemory, blocks: Int3
     found = [
         _pieces(part, address, own.astype(np.int64), blocks.astype(np.int64), span)
         for part, address in zip(layout.parts, remote.addresses, strict=True)
-        for span in [_Span(first, end, remote.first, remote.end, low, high)]
+        for span in [_HeadSpan(first, end, remote.first, remote.end, low, high)]
     ]
     here, there, sizes = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
-    return Pieces(here, there, sizes)
+    return MemoryPieces(here, there, sizes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _HeadSpan:
     """The heads `low` to `high` - 1, which are among `first` to `end` - 1 here and among
     `far_first` to `far_end` - 1 there."""
 
@@ -117,7 +119,9 @@ class _Span:
         return (self.first, self.end) == (self.far_first, self.far_end)
 
 
-def _pieces(part: Part, address: int, own: Any, blocks: Any, span: _Span) -> tuple[Any, Any, Any]:
+def _pieces(
+    part: Part, address: int, own: Any, blocks: Any, span: _HeadSpan
+) -> tuple[Any, Any, Any]:
     """Returns addresses here and there, and bytes, of one part of each block."""
     head = part.size // (span.end - span.first)
     far_size = (span.far_end - span.far_first) * head

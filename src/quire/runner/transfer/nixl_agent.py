@@ -7,6 +7,7 @@ read is over when the call that begins it returns.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import logging
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError, QuireError
 from quire.extras import require_nixl
-from quire.runner.transfer.engine_memory import MemoryKind, Pieces, RankMemory
+from quire.runner.transfer.engine_memory import MemoryKind, MemoryPieces, RankMemory
 
 _log = logging.getLogger(__name__)
 
@@ -40,16 +41,16 @@ _MOST_PEERS = 64
 
 @dataclass(eq=False)
 class ReadPart:
-    """Pieces of one rank of a peer. handle: of the library, while they are read."""
+    """MemoryPieces of one rank of a peer. handle: of the library, while they are read."""
 
     rank: RankMemory
-    pieces: Pieces
+    pieces: MemoryPieces
     handle: Any = None
 
 
 @dataclass(eq=False)
 class Read:
-    """Pieces of a peer's ranks on their way into this rank's memory.
+    """MemoryPieces of a peer's ranks on their way into this rank's memory.
 
     ready: whether it may begin. good: how it ended; None: it has not, on all parts. failed: a part
     has, and no further one is begun.
@@ -99,10 +100,17 @@ class NixlAgent:
         self._broken: set[bytes] = set()
         self._jobs: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
         self._reads: list[Read] = []
-        self._closed = False
+        self._closed = self._left = False
         self._signs = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="kv-nixl")
         self._thread.start()
+        # The interpreter's end would find the thread in a call of the library.
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        self._left = True
+        self._jobs.put(None)
+        self._thread.join(1.0)
 
     def read(self, read: Read) -> None:
         """Begins a read. From any thread; returns at once."""
@@ -118,7 +126,9 @@ class NixlAgent:
         self._closed = True
         self._jobs.put(None)
         self._thread.join(patience)
-        if self._thread.is_alive():
+        if not self._thread.is_alive():
+            atexit.unregister(self._leave)
+        else:
             _log.error("a peer's memory is still being read: this engine's is not given back")
 
     # -- the thread ----------------------------------------------------------------------------
@@ -126,7 +136,7 @@ class NixlAgent:
     def _run(self) -> None:
         if self.kind == "VRAM":
             torch.cuda.set_device(self.device)
-        while not self._closed or self._reads:
+        while not self._left and (not self._closed or self._reads):
             busy = bool(self._reads) or time.monotonic() - self._signs < _BUSY_SECONDS
             with contextlib.suppress(queue.Empty):
                 job = self._jobs.get(timeout=_BUSY_NAP if busy else _IDLE_NAP)

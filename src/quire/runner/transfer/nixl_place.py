@@ -40,7 +40,7 @@ _MOST_DESCRIPTION = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RemoteBlocks:
-    """What the first rank tells the engine. sizes: bytes of a block with the heads of all ranks, by
+    """Tells the engine what the first rank knows. sizes: bytes of a block with the heads of all ranks, by
     group. memory: of all ranks, for peers; see `engine_memory`."""
 
     sizes: tuple[int, ...]
