@@ -481,3 +481,24 @@ def test_a_request_does_not_wait_for_a_read_that_does_not_end() -> None:
     assert machine.reader.scheduler.blocks.loading
     machine.teardown()
     assert machine.reader.stats.local == 1
+
+
+def test_what_is_read_too_late_is_not_used() -> None:
+    """The writer's blocks have long become those of other prompts when the read ends."""
+    machine = DisaggMachine()
+    machine.begin("full", "direct", 0)
+    machine.stick(True)
+    machine.ask(0, 40, 6)
+    for _ in range(40):
+        machine.talk(0, 1)
+        machine.run_writer(1)
+        machine.run_reader(1)
+    machine.wait(LEASE + 1)
+    draw = random.Random(1)
+    for i in range(4):
+        machine.writer.add(f"other{i}/0", [draw.randrange(VOCAB) for _ in range(40)], 2)
+        machine.run_writer(20)
+    machine.teardown()
+    assert machine.fetched == 0
+    assert machine.reader.stats.local == 1
+    assert machine.writer.stats.grants == {"timeout": 1}

@@ -40,8 +40,11 @@ _MOST_DESCRIPTION = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RemoteBlocks:
-    """Tells the engine what the first rank knows. sizes: bytes of a block with the heads of all ranks, by
-    group. memory: of all ranks, for peers; see `engine_memory`."""
+    """Tells the engine what the first rank knows.
+
+    sizes: bytes of a block with the heads of all ranks, by group. memory: of all ranks, for peers;
+    see `engine_memory`.
+    """
 
     sizes: tuple[int, ...]
     memory: bytes
