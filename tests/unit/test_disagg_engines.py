@@ -285,6 +285,9 @@ def test_what_does_not_travel_is_refused(
         check_groups(config_of(folders["full"], None), groups)
     with pytest.raises(ConfigError, match="kv_peers"):
         disagg_loop.read_settings({"role": "router"})
+    late = {"role": "prefill", "transport": "nixl", "kv_transfer": "async"}
+    with pytest.raises(ConfigError, match="needs kv_transfer=sync"):
+        disagg_loop.read_settings(late)
 
 
 @pytest.mark.parametrize(
