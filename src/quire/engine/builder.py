@@ -52,12 +52,11 @@ def resolve(args: EngineArgs) -> EngineConfig:
     picked = defaults | {name: value for name, value in given.items() if value is not None}
     if "overlap" in args.disable:
         picked["steps_in_flight"] = 1
-    if args.deterministic and device == "cpu":
-        raise ConfigError(
-            "deterministic needs a GPU: PyTorch's CPU kernels sum in an order that depends on the "
-            "batch",
-            "deterministic",
-        )
+    if args.deterministic:
+        # Few engines are.
+        from quire.engine.deterministic import check_deterministic
+
+        check_deterministic(args, device, spec, quantization)
     scheduler = SchedulerConfig(
         **picked,
         lag=args.pipeline_parallel_size,

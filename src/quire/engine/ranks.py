@@ -120,10 +120,7 @@ _DRAFTS = "drafts would have to be drawn in the first stage, and verified in the
 _BLOCKS = "KV blocks would have to be moved by stages at different times"
 _FILES = "files hold blocks of all heads, and each rank has some"
 _REASONS = {
-    _PARAM: {
-        "deterministic": "sums over ranks round otherwise than those of one rank",
-        "disk_cache": _FILES,
-    },
+    _PARAM: {"disk_cache": _FILES},
     _STAGES: {
         "speculative": _DRAFTS,
         "speculative_model": _DRAFTS,

@@ -16,6 +16,7 @@ from quire.layers.mlp import MlpSpec
 from quire.layers.norm import NormSpec, RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
 from quire.layers.residual import Residual
+from quire.ops.experts import Routed
 from quire.ops.reference import experts as twins
 
 _experts_mlp = ops.op(twins.experts_mlp)
@@ -64,12 +65,13 @@ class DenseAndExperts(nn.Module):
         taken = self.router_norm(stream)
         _, ids, weights = experts.router(taken, None, batch.query_start[-1:])
         scales = self.expert_scale[ids.clamp(min=0).long() + experts.router.local[0]]
-        out = _experts_mlp(
-            self.experts_norm(stream), ids, weights * scales, experts.up.weights,
-            experts.down.weights, experts.spec.act,
-        )  # fmt: skip
-        if experts.group.world > 1:
-            out = experts.group.all_reduce(out, None, experts.name)
+        routed = Routed(self.experts_norm(stream), ids, weights * scales)
+        if ops.current_policy().deterministic:
+            out = experts.fixed_sum(routed, None)
+        else:
+            out = _experts_mlp(*routed, experts.up.weights, experts.down.weights, experts.spec.act)
+            if experts.group.world > 1:
+                out = experts.group.all_reduce(out, None, experts.name)
         return Residual(dense.add_(self.experts_out_norm(out)))
 
     def slices(self) -> Iterator[ParameterSlice]:

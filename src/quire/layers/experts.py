@@ -19,12 +19,14 @@ from quire.layers.expert_weights import (
     even_cut,
     experts_scheme,
 )
+from quire.layers.fixed_sums import experts_sum
 from quire.layers.linear import Linear, Output
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
 from quire.layers.residual import Residual
 from quire.ops.experts import SILU, ExpertCopies, Routed, Routing, Swiglu
 from quire.ops.reference import experts as twins
+from quire.ops.reference.smooth import sigmoid
 
 _route = ops.op(twins.route)
 _experts_mlp = ops.op(twins.experts_mlp)
@@ -159,12 +161,22 @@ class Experts(nn.Module):
         routed = self.router(stream, norm, batch.query_start[-1:])
         if self.shared is not None:
             onto = self.shared(routed.x, onto)
+        if ops.current_policy().deterministic:
+            return Residual(self.fixed_sum(routed, onto))
         alone = self.group.world == 1
         out = _experts_mlp(
             routed.x, routed.ids, routed.weights, self.up.weights, self.down.weights, self.spec.act,
             onto if alone else None,
         )  # fmt: skip
         return Residual(out if alone else self.group.all_reduce(out, onto, self.name))
+
+    def fixed_sum(self, routed: Routed, residual: Tensor | None) -> Tensor:
+        """Returns residual + experts(x), [T, hidden], in an order that no number of ranks
+        changes."""
+        return experts_sum(
+            routed, self.up.weights, self.down.weights, self.spec.act, residual, self.spec.width,
+            self.group,
+        )  # fmt: skip
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""
@@ -212,6 +224,8 @@ class SharedGate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, 1]."""
+        if ops.current_policy().deterministic:
+            return sigmoid(ops.linear(x, ops.Weight.plain(self.weight)).float()).to(x.dtype)
         return nn.functional.linear(x, self.weight).sigmoid()
 
     def slices(self) -> Iterator[ParameterSlice]:

@@ -31,14 +31,19 @@ class Backend:
     devices: the device types that it serves.
     module: holds functions under the names of ops. It is imported on first use, so that a backend's
         dependencies are needed only where it runs.
+    deterministic: it serves policies alone that ask for it.
     """
 
     name: str
     module: str
     devices: frozenset[str]
+    deterministic: bool = False
 
 
-BACKENDS = (Backend("triton", "quire.ops.triton", frozenset({"cuda"})),)
+BACKENDS = (
+    Backend("triton", "quire.ops.triton", frozenset({"cuda"})),
+    Backend("fixed", "quire.ops.fixed", frozenset({"cpu"}), deterministic=True),
+)
 """In order of preference. Behind them stand the twins, which serve every op on every device."""
 
 
@@ -108,7 +113,7 @@ def implementation(
     if policy.backend == REFERENCE:
         return twin
     for backend in sorted(BACKENDS, key=lambda backend: backend.name != policy.backend):
-        if device_type in backend.devices:
+        if device_type in backend.devices and policy.deterministic >= backend.deterministic:
             function = getattr(importlib.import_module(backend.module), twin.__name__, None)
             if function is not None:
                 return cast(Callable[..., Any], function)

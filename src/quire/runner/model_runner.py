@@ -95,7 +95,8 @@ class ModelRunner:
         began = time.perf_counter()
         self._load()
         self._models = self.model, *(model for hook in self._features for model in hook.models())
-        for model in self._models if self.device.type == "cpu" else ():
+        prepacks = self.device.type == "cpu" and not self._policy.deterministic
+        for model in self._models if prepacks else ():
             if sum(parameter.numel() for parameter in model.parameters()) >= _CACHED_WEIGHTS:
                 # Smaller models stay in a CPU's caches, where nothing is gained.
                 from quire.models.prepack import prepack_weights

@@ -220,8 +220,8 @@ def _attend(
     count, kv_heads, context = bucket.pieces, kv.k.shape[1], bucket.mask.shape[-1]
     heads, head_dim = q.shape[1:]
     shape = count, kv_heads, context, head_dim
-    k = _values("k", kv.k, kv.k_scale, kv.format, bucket.blocks, workspace, shape, q.dtype)
-    v = _values("v", kv.v, kv.v_scale, kv.format, bucket.blocks, workspace, shape, q.dtype)
+    k = stored_values("k", kv.k, kv.k_scale, kv.format, bucket.blocks, workspace, shape, q.dtype)
+    v = stored_values("v", kv.v, kv.v_scale, kv.format, bucket.blocks, workspace, shape, q.dtype)
     if bucket.queries == 1:
         # The query heads that share a KV head are the rows of one product.
         grouped = q.reshape(count, kv_heads, heads // kv_heads, head_dim)
@@ -238,7 +238,7 @@ def _attend(
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _values(
+def stored_values(
     name: str,
     cache: Tensor,
     scale: Tensor | None,

@@ -40,6 +40,16 @@ def route(
     if bias is not None:
         logits += bias
     scores = logits.softmax(1) if routing.score == "softmax" else logits.sigmoid()
+    end = len(weight) - first if count is None else count
+    return choose(x, scores, routing, live, correction, first, end, copies)
+
+
+def choose(
+    x: Tensor, scores: Tensor, routing: Routing, live: Tensor, correction: Tensor | None,
+    first: int, end: int, copies: ExpertCopies | None,
+) -> Routed:  # fmt: skip
+    """Returns the experts that follow from scores [T, experts]. end: the experts of this rank. See
+    `route`."""
     choice = scores if correction is None else scores + correction
     if routing.groups > 1:
         choice = choice.masked_fill(~_allowed(choice, routing), -torch.inf)
@@ -50,7 +60,6 @@ def route(
     tokens = torch.arange(len(x), device=x.device).unsqueeze(1)
     if copies is None:
         local = ids - first
-        end = len(weight) - first if count is None else count
     else:
         local = copies.slots[ids, tokens % copies.counts[ids]].long()
         end = copies.slots.numel()

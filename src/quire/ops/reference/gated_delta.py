@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.choose import current_policy
+from quire.ops.reference import smooth
 from quire.ops.rows import PROMPT
 from quire.ops.state import StateLayer, StateRows
 
@@ -90,7 +91,7 @@ def short_conv(x: Tensor, weight: Tensor, state: StateLayer, rows: StateRows) ->
         count = span.last - span.first
         wide = inputs.to(factors.dtype)
         total = sum(wide[tap : tap + count] * factors[:, tap] for tap in range(taps))
-        out[span.first : span.last] = F.silu(torch.as_tensor(total)).to(x.dtype)
+        out[span.first : span.last] = smooth.silu(torch.as_tensor(total)).to(x.dtype)
         kept = inputs[span.certain :]
         for slot in (span.slot, *span.saves):
             state.conv[slot, : len(kept)] = kept
@@ -121,9 +122,11 @@ def gated_delta(
         serves Hv / Hk value heads in turn. They are brought to unit length here.
     a, b: [T, Hv], of one stride between tokens; g = -exp(a_log) softplus(a + dt_bias), and the
         strength is sigmoid(b). a_log, dt_bias: float32 [Hv].
-    Rows of one token take the recurrent form, others the chunked one. Places of padding are
-    undefined.
+    Rows of one token take the recurrent form, others the chunked one, as the two round differently;
+    where results may not depend on how a row was cut, all take the recurrent form. Places of
+    padding are undefined.
     """
+    by_token = current_policy().deterministic
     matrices = state.recurrent
     inputs = _inputs(mixed, a, b, a_log, dt_bias, matrices)
     q, k, v, decay, strength = inputs
@@ -138,8 +141,10 @@ def gated_delta(
             single.append(span)
             continue
         behind = span.first + span.certain
-        if span.certain == 1 and not span.saves:
-            out[span.first], after = _step(inputs, span.first, before)
+        if by_token or (span.certain == 1 and not span.saves):
+            after = before
+            for token in range(span.first, behind):
+                out[token], after = _step(inputs, token, after)
         else:
             part = slice(span.first, behind)
             out[part], after = chunked(
@@ -170,8 +175,8 @@ def _inputs(
     repeat = heads * key_dim // width
     q, k = (_unit(part.reshape(len(part), -1, key_dim), repeat) for part in parts[:2])
     v = parts[2].reshape(len(mixed), heads, value_dim)
-    decay = -a_log.to(dtype).exp() * F.softplus(a.to(dtype) + dt_bias.to(dtype))
-    return q * key_dim**-0.5, k, v, decay, b.to(dtype).sigmoid()
+    decay = -a_log.to(dtype).exp() * smooth.softplus(a.to(dtype) + dt_bias.to(dtype))
+    return q * key_dim**-0.5, k, v, decay, smooth.sigmoid(b.to(dtype))
 
 
 def _resumed(
@@ -226,10 +231,26 @@ def recurrent(
 ) -> tuple[Tensor, Tensor]:
     """Computes one token of each of B rows. q, k: [B, H, Dk]; v: [B, H, Dv]; decay, strength:
     [B, H]; state: [B, H, Dk, Dv]. Returns [B, H, Dv] and the new states."""
+    product = _by_pairs if current_policy().deterministic else _by_blas
     state = state * decay.exp()[..., None, None]
-    missing = v - torch.einsum("bhkv,bhk->bhv", state, k)
+    missing = v - product(state, k)
     state = state + k.unsqueeze(-1) * (missing * strength.unsqueeze(-1)).unsqueeze(-2)
-    return torch.einsum("bhkv,bhk->bhv", state, q), state
+    return product(state, q), state
+
+
+def _by_blas(state: Tensor, x: Tensor) -> Tensor:
+    """Returns Sᵀ x, [B, H, Dv]."""
+    return torch.einsum("bhkv,bhk->bhv", state, x)
+
+
+def _by_pairs(state: Tensor, x: Tensor) -> Tensor:
+    """Returns Sᵀ x, [B, H, Dv], summed in an order that depends on Dk alone."""
+    parts = state * x.unsqueeze(-1)
+    while (count := parts.shape[2]) > 1:
+        half = -(-count // 2)
+        parts[:, :, : count - half] += parts[:, :, half:]
+        parts = parts[:, :, :half]
+    return parts.squeeze(2)
 
 
 def chunked(
@@ -264,9 +285,9 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     gate: [T, H D], any stride between tokens. weight: [D]."""
     wide = x.double() if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
-    return (normed.flatten(1) * F.silu(gate.to(wide.dtype))).to(x.dtype)
+    return (normed.flatten(1) * smooth.silu(gate.to(wide.dtype))).to(x.dtype)
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Returns x sigmoid(gate), [T, W]; gate: [T, W], any stride between tokens."""
-    return x * gate.sigmoid()
+    return x * smooth.sigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).to(x.dtype)
