@@ -232,19 +232,6 @@ def test_4_bit_floats_in_half_precision(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tokens", [1, 17, slow(90)])
 def test_any_number_of_tokens(tokens: int) -> None:
     check(None, None, torch.float32, tokens)
-    with use_policy(Policy(deterministic=True)):
-        check(None, None, torch.float32, tokens)
-
-
-def test_deterministic_results_do_not_depend_on_the_batch() -> None:
-    up, down = layer(None, 6, 72, 48, torch.float32, bias=True)
-    x, scores = noise(40, 72), noise(40, 6, seed=7)
-    ids = scores.argsort(1)[:, :3].int()
-    weights = scores.sigmoid().gather(1, ids.long())
-    with use_policy(Policy(deterministic=True)):
-        together = experts_mlp(x, ids, weights, up, down, SILU)
-        alone = experts_mlp(x[7:8], ids[7:8], weights[7:8], up, down, SILU)
-    assert torch.equal(together[7:8], alone)
 
 
 def test_inputs_are_rounded_as_the_format_says() -> None:

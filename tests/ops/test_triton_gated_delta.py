@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.errors import ConfigError
 from quire.ops.choose import Policy, use_policy
 from quire.ops.reference import gated_delta as reference
 from quire.ops.state import StateLayer, StateRows
@@ -246,7 +245,30 @@ def test_the_same_bits_every_time(kernel_device: str) -> None:
         assert torch.equal(one[:148], other[:148])
 
 
-def test_deterministic_is_refused(kernel_device: str) -> None:
-    case = make(kernel_device, [(0, 5)], Sizes())
-    with use_policy(Policy(deterministic=True)), pytest.raises(ConfigError, match="recurrent"):
-        run(kernels, case)
+@pytest.mark.parametrize("side", [kernels, reference], ids=["kernels", "twin"])
+def test_deterministic_states_do_not_depend_on_the_cut(side: Any, kernel_device: str) -> None:
+    """A row of 30 tokens, at once and in three pieces beside others."""
+    device = kernel_device if side is kernels else "cpu"
+    case = make(device, [(4, 30), (9, 1), (2, 5)], Sizes())
+    names = "mixed", "a", "b", "a_log", "dt_bias"
+    with use_policy(Policy(deterministic=True)):
+        (conv, whole), after = run(side, case)
+        state, at, parts = StateLayer(*(_to(part, torch.float32) for part in case.state)), 0, []
+        for count in (1, 20, 9):
+            rows = case.rows._replace(
+                ids=case.rows.ids[:count],
+                query_start=torch.tensor([0, *[count] * 5], dtype=torch.int32).to(device),
+                seq_lens=torch.tensor([4 + at + count, *[0] * 4], dtype=torch.int32).to(device),
+                max_q_len=count,
+            )
+            given = {name: value[at : at + count] for name, value in case.given.items()}
+            given |= {name: case.given[name] for name in ("weight", "a_log", "dt_bias")}
+            one = side.short_conv(given["x"], given["weight"], state, rows)
+            two = side.gated_delta(*(given[name] for name in names), state, rows)
+            parts.append((one[:count], two[:count]))
+            at += count
+    slot = int(case.rows.table[int(case.rows.lanes[0]), 0])
+    assert torch.equal(torch.cat([part[0] for part in parts]), conv[:30])
+    assert torch.equal(torch.cat([part[1] for part in parts]), whole[:30])
+    assert torch.equal(state.recurrent[slot], after.recurrent[slot])
+    assert torch.equal(state.conv[slot], after.conv[slot])

@@ -13,12 +13,20 @@ import torch
 from quire import LLM, SamplingParams
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
-from quire.engine.ranks import check_ranks, config_of_rank
+from quire.engine.ranks import config_of_rank
 from quire.engine.workers import WorkerExecutor
 from quire.errors import ConfigError, EngineDeadError
 from quire.models import spec_from_config
-from quire.quantization import Unquantized
-from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
+from tests.slow import slow
+from tests.unit.tiny_engine import (
+    TINY,
+    TINY_EXPERTS,
+    VOCAB,
+    Job,
+    TinyEngine,
+    model_folder,
+    random_prompts,
+)
 
 PLAIN: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 PARAMS = [
@@ -97,10 +105,70 @@ def test_settings_that_take_one_rank(tmp_path: Path, name: str, size: str) -> No
     assert message.startswith(f"{name} is not supported with {size}=2")
 
 
-def test_ranks_and_results_to_the_bit() -> None:
-    args = EngineArgs(tensor_parallel_size=2, deterministic=True)
-    with pytest.raises(ConfigError, match=r"deterministic .* with tensor_parallel_size=2: sums"):
-        check_ranks(args, "cuda", spec_from_config(TINY), Unquantized())
+UNEVEN = {**TINY_EXPERTS, "moe_intermediate_size": 40}
+"""Two ranks have 16 and 24 hidden units."""
+
+
+def bits(ranks: int, **settings: Any) -> list[tuple[list[int], list[float]]]:
+    """Returns the embedded model's tokens with their log-probabilities, under `deterministic`."""
+    llm = LLM(
+        device="cpu", max_model_len=128, num_kv_blocks=64, deterministic=True,
+        tensor_parallel_size=ranks, **settings,
+    )  # fmt: skip
+    try:
+        prompts = ["The pages of a book are sewn. " * (i % 3) + f"Page {i}:" for i in range(6)]
+        params = [
+            SamplingParams(temperature=0.0, logprobs=1, max_tokens=8, ignore_eos=True),
+            SamplingParams(temperature=0.9, seed=4, logprobs=1, max_tokens=8, ignore_eos=True),
+        ]
+        outputs = llm.generate(prompts, [params[i % 2] for i in range(6)], use_tqdm=False)
+        found = []
+        for choice in (output.outputs[0] for output in outputs):
+            told = choice.logprobs or []
+            pairs = zip(choice.token_ids, told, strict=True)
+            found.append((list(choice.token_ids), [each[token].logprob for token, each in pairs]))
+        return found
+    finally:
+        llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (4, {"max_num_seqs": 3, "max_num_batched_tokens": 16}),
+        slow(2, {"quantization": "w8a8", "max_num_seqs": 2}),
+        slow(2, {"pipeline_parallel_size": 2, "kv_cache_dtype": "int8"}),
+    ],
+    ids=["4", "2-w8a8", "2-by-2-stages"],
+)
+def test_ranks_have_the_bits_of_one(ranks: int, settings: dict[str, Any]) -> None:
+    """Also where one rank runs other steps."""
+    found = bits(ranks, **settings)
+    alike = {"quantization", "kv_cache_dtype"} & set(settings)
+    assert found == bits(1, **{name: settings[name] for name in alike})
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "reason"),
+    [
+        (TINY, {"lora_dir": "/x"}, "LoRA adapters on a CPU"),
+        (TINY_EXPERTS, {"enable_expert_parallel": True}, "with enable_expert_parallel: ranks add"),
+        (UNEVEN, {}, r"mlp: ranks cannot have equal parts of its 40 inputs$"),
+        (
+            TINY, {"quantization": "int4"},
+            r"attention.out: ranks .* parts of its 64 inputs, in whole groups of 128$",
+        ),
+        (TINY_EXPERTS, {"quantization": "w8a8"}, "mlp: ranks round their hidden units by scales"),
+    ],
+    ids=["lora", "experts", "width", "groups", "scales"],
+)  # fmt: skip
+def test_results_to_the_bit_that_cannot_be_had(
+    tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], reason: str
+) -> None:
+    folder = model_folder(tmp_path, config)
+    with pytest.raises(ConfigError, match=reason):
+        resolve(EngineArgs(model=str(folder), device="cpu", skip_tokenizer_init=True,
+                           deterministic=True, tensor_parallel_size=2, **settings))  # fmt: skip
 
 
 def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

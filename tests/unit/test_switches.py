@@ -1,4 +1,4 @@
-"""`disable` and `deterministic` as settings; what they do on a GPU is tested there."""
+"""`disable` as a setting; what it does on a GPU is tested there."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ def test_overlap_off_means_one_step_in_flight() -> None:
     config = resolve(EngineArgs(disable=("overlap",), steps_in_flight=3, device="cpu"))
     assert config.scheduler.steps_in_flight == 1
     assert resolve(EngineArgs(disable=("graphs",), device="cpu")).eager
-
-
-def test_deterministic_is_refused_without_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="deterministic needs a GPU"):
-        resolve(EngineArgs(deterministic=True, device="cpu"))
 
 
 def test_everything_off_gives_the_same_tokens() -> None:

@@ -50,18 +50,23 @@ def check_deterministic(
 
 
 def obstacle(module: nn.Module, world: int) -> str | None:
-    """Returns what keeps the last rank's share of a layer from being a whole number of the segments
-    that `layers/fixed_sums.py` sums, or None."""
+    """Returns what keeps the last rank from having as many of a layer's segments as any other (see
+    `layers/fixed_sums.py`), or None."""
     if isinstance(module, Experts):
-        form, size, (low, high) = module.down.scheme.format, module.spec.width, module.down.cut.columns
+        form, size, (low, high) = (
+            module.down.scheme.format,
+            module.spec.width,
+            module.down.cut.columns,
+        )
         if form.inputs == "token":
             return f"{module.name}: ranks round their hidden units by scales of their own"
     elif isinstance(module, Linear) and module.split == "inputs":
-        form, size, (low, high) = module.weight.format, module.inputs, module.columns
+        form, size = module.weight.format, module.inputs
+        low, high = module.columns
     else:
         return None
     count = segments_of(size, form)
     if count % world == 0 and (low, high) == (size - size // world, size):
         return None
-    groups = f" of whole groups of {form.group}" if form.group else ""
-    return f"{module.name}: {size} inputs are {count} segments{groups}, which ranks cannot share"
+    groups = f", in whole groups of {form.group}" if form.group else ""
+    return f"{module.name}: ranks cannot have equal parts of its {size} inputs{groups}"

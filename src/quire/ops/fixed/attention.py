@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +71,7 @@ def paged_attention(
 
 
 def _context(
-    kv: KVLayer, blocks: Tensor, length: int, workspace: dict, dtype: torch.dtype
+    kv: KVLayer, blocks: Tensor, length: int, workspace: dict[Any, Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns a row's keys and values, [Hkv, n, D]; n is a multiple of `_TILE`, and what is behind
     the row's end is any number."""

@@ -94,8 +94,10 @@ def columns(weight: Weight, first: int, end: int) -> Weight:
     """Returns the weight of inputs [first, end), a view; groups lie whole in it, or inputs are
     assigned to them one by one."""
     packed, group = weight.format.packed, weight.format.group
-    groups = slice(None) if weight.groups is not None or not group else slice(
-        first // group, end // group
+    groups = (
+        slice(None)
+        if weight.groups is not None or not group
+        else slice(first // group, end // group)
     )
     return replace(
         weight,

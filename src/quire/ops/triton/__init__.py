@@ -7,7 +7,7 @@ from quire.ops.triton.adjust import adjust
 from quire.ops.triton.attention import attention_schedule, paged_attention
 from quire.ops.triton.drafts import begin_drafts, keep_drafts
 from quire.ops.triton.embedding import embedding
-from quire.ops.triton.experts import experts_mlp
+from quire.ops.triton.experts import expert_segments, experts_mlp
 from quire.ops.triton.experts_route import route
 from quire.ops.triton.gate import wait_for_flag
 from quire.ops.triton.gated_delta_net import (
@@ -23,6 +23,7 @@ from quire.ops.triton.mask import mask_logits
 from quire.ops.triton.norm import layer_norm, rms_norm
 from quire.ops.triton.rope_store import qk_norm_rope_store
 from quire.ops.triton.sampling import sample, token_logprobs
+from quire.ops.triton.segments import add_pairs, segment_sum
 from quire.ops.triton.step import (
     collect_rows,
     expand_rows,
@@ -37,12 +38,14 @@ __all__ = [
     "adapted_linear",
     "adapter_rows",
     "add_adapters",
+    "add_pairs",
     "adjust",
     "attention_schedule",
     "begin_drafts",
     "collect_rows",
     "embedding",
     "expand_rows",
+    "expert_segments",
     "experts_mlp",
     "finish_rows",
     "gated_delta",
@@ -63,6 +66,7 @@ __all__ = [
     "route",
     "sample",
     "scatter",
+    "segment_sum",
     "short_conv",
     "sigmoid_gate",
     "store_latent",

@@ -12,15 +12,15 @@ import triton
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.ops.choose import current_policy
 from quire.ops.experts import ExpertWeights, Swiglu
+from quire.ops.reference.segments import columns
 from quire.ops.triton.experts_kernels import (
     combine_kernel,
     down_gemv_kernel,
     grouped_kernel,
     up_gemv_kernel,
 )
-from quire.ops.triton.experts_plan import ExpertsPlan, ExpertsShape, Tile, bits_of, plan_for
+from quire.ops.triton.experts_plan import FIXED, ExpertsPlan, ExpertsShape, Tile, bits_of, plan_for
 from quire.ops.triton.experts_route import Sorted, sort_by_expert
 from quire.ops.triton.launch import launch, options, traits
 from quire.ops.triton.quantized_tiles import Operands
@@ -42,8 +42,7 @@ def experts_mlp(
         len(x), up.experts, ids.shape[1], x.shape[1], down.weight.inputs, x.dtype,
         bits_of(up.weight.format),
     )  # fmt: skip
-    plan = plan_for(shape, deterministic=current_policy().deterministic)
-    return run_experts(plan, x, ids, weights, up, down, act, residual)
+    return run_experts(plan_for(shape), x, ids, weights, up, down, act, residual)
 
 
 def run_experts(
@@ -74,6 +73,39 @@ def run_experts(
     parts = torch.empty(tokens * top_k, down.outputs, dtype=x.dtype, device=x.device)
     _grouped(plan.down, inner, order, weights, down, None, parts, 1)
     _combine(parts, ids, residual, out)
+    return out
+
+
+def expert_segments(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    act: Swiglu,
+    segments: int,
+) -> Tensor:
+    """See `reference.segments.expert_segments`."""
+    tokens, top_k = ids.shape
+    width = down.weight.inputs
+    for own in (up, down):
+        _check(own.weight)
+    out = torch.empty(segments, tokens, down.outputs, dtype=torch.float32, device=x.device)
+    if not tokens:
+        return out
+    inner = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
+    order = sort_by_expert(ids, up.experts, FIXED.up.bm)
+    _grouped(FIXED.up, _rounded(x, up.weight), order, weights, up, act, inner, top_k)
+    inner = _rounded(inner, down.weight)
+    parts = torch.empty(tokens * top_k, down.outputs, dtype=torch.float32, device=x.device)
+    for index, own_inner in enumerate(inner.chunk(segments, 1)):
+        first = index * own_inner.shape[1]
+        own = down._replace(
+            weight=columns(down.weight, first, first + own_inner.shape[1]),
+            bias=None if index else down.bias,
+        )
+        _grouped(FIXED.down, own_inner, order, weights, own, None, parts, 1)
+        _combine(parts, ids, None, out[index])
     return out
 
 

@@ -60,12 +60,14 @@ def bits_of(format: WeightFormat) -> int:
     return format.bits or 8 * format.values.itemsize
 
 
+FIXED = ExpertsPlan("grouped", Tile(32, 32, 64, 4, 3), Tile(32, 64, 64, 4, 3))
+"""One plan for any shape, so that a token's result is the same to the bit whatever else is in the
+batch."""
+
+
 @functools.lru_cache(maxsize=4096)
-def plan_for(shape: ExpertsShape, *, deterministic: bool = False) -> ExpertsPlan:
-    """Returns the plan of a shape. deterministic: one plan for any number of tokens, so that a
-    token's result is the same to the bit whatever else is in the batch."""
-    if deterministic:
-        return ExpertsPlan("grouped", Tile(32, 32, 64, 4, 3), Tile(32, 64, 64, 4, 3))
+def plan_for(shape: ExpertsShape) -> ExpertsPlan:
+    """Returns the plan of a shape."""
     if shape.tokens <= GEMV_TOKENS:
         return ExpertsPlan("gemv", _row_tile(shape, gated=True), _row_tile(shape, gated=False))
     wide = shape.dtype == torch.float32

@@ -20,6 +20,7 @@ from quire.ops.state import StateLayer, StateRows
 from quire.ops.triton.gated_delta_chunks import CHUNK, chunked, find_row
 from quire.ops.triton.launch import launch, options, traits
 
+_NEVER = 1 << 30
 SHORT = 16
 """Rows of at most so many tokens take the recurrent form."""
 
@@ -281,19 +282,8 @@ def gated_delta(
     state: StateLayer,
     rows: StateRows,
 ) -> Tensor:
-    """See `reference.gated_delta`.
-
-    Raises:
-        ConfigError: results are to depend on the request alone; here they depend on how its prompt
-            was cut, as the two forms round differently.
-    """
-    if current_policy().deterministic:
-        raise ConfigError(
-            "deterministic is not supported for models with recurrent states: their chunked and "
-            "their recurrent form round differently, and which of them computes a token depends on "
-            "the batch",
-            "deterministic",
-        )
+    """See `reference.gated_delta`."""
+    by_token = current_policy().deterministic
     tokens = len(mixed)
     matrices = state.recurrent
     _, heads, key_dim, value_dim = matrices.shape
@@ -303,7 +293,7 @@ def gated_delta(
     pdl = traits(mixed.device).pdl
     block_v = min(32, triton.next_power_of_2(value_dim))
     # Rows with drafts are short ones.
-    shortest = max(SHORT, 1 + state.drafts) + 1
+    shortest = _NEVER if by_token else max(SHORT, 1 + state.drafts) + 1
     flags, base = _drafts(state, rows)
     kept = [out if part is None else part for part in (state.mixed, state.gates)]
     launch(_recurrent, (len(rows.lanes), heads, triton.cdiv(value_dim, block_v)))(
@@ -314,7 +304,7 @@ def gated_delta(
         SAVES=rows.table.shape[1] // 2, DRAFTS=state.drafts, DK=triton.next_power_of_2(key_dim),
         BV=block_v, PDL=pdl, **options(pdl, num_warps=4),
     )  # fmt: skip
-    if not single:
+    if not (single or by_token):
         chunked(mixed, a, b, a_log, dt_bias, state, rows, out, shortest)
     return out
 

@@ -220,7 +220,7 @@ def skinny_kernel(
         )  # fmt: skip
 
 
-def _unpacks_pairs(args: LinearArgs, own: Operands) -> bool:
+def unpacks_pairs(args: LinearArgs, own: Operands) -> bool:
     """Whether values are unpacked as pairs of bf16, which scales of bf16 round no further."""
     plain = own.bits == 4 and not (own.has_zeros or own.e2m1) and own.group > 0
     of_pairs = args.x.dtype == own.scales.dtype == torch.bfloat16
@@ -261,7 +261,7 @@ def skinny_gemm(
         HAS_SCALES=own.has_scales, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
         BITS=own.bits, GROUP=own.group, HAS_ZEROS=own.has_zeros, APART=args.apart,
         UPCAST=x.dtype == torch.bfloat16 and not traits(x.device).bf16,
-        PDL=pdl, EAGER=plan.eager, PREFETCH=pdl, IN_PAIRS=_unpacks_pairs(args, own),
+        PDL=pdl, EAGER=plan.eager, PREFETCH=pdl, IN_PAIRS=unpacks_pairs(args, own),
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return Launch(skinny_kernel, (tiles[0], split_k, tiles[1]), operands, named)
