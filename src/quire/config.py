@@ -141,7 +141,7 @@ class EngineArgs:
     deterministic: bool = _setting(
         False,
         "Make results depend on the request alone, to the bit: not on the batch, on chunking, "
-        "preemption or prefix hits. Slower; needs a GPU.",
+        "preemption, prefix hits or the number of ranks. Slower.",
     )
     disable: tuple[str, ...] = _setting(
         (), f"Optimization to switch off, to measure its worth: {', '.join(OPTIMIZATIONS)}."
