@@ -32,6 +32,16 @@ def test_tokens_of_one_gpu(tmp_path: Path, config: dict[str, object]) -> None:
         assert same >= 0.9 * len(one), settings
 
 
+@pytest.mark.parametrize("config", [TINY, TINY_WINDOW, TINY_EXPERTS], ids=["full", "window", "moe"])
+def test_the_bits_of_one_gpu(tmp_path: Path, config: dict[str, object]) -> None:
+    """Sums over ranks round as those of one rank do."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    one = run(tmp_path, PARAMS + COSTLY, deterministic=True)
+    for settings in ({}, {"enforce_eager": True}):
+        two = run(tmp_path, PARAMS + COSTLY, deterministic=True, tensor_parallel_size=2, **settings)
+        assert one == two, settings
+
+
 @pytest.mark.parametrize("config", [TINY, TINY_WINDOW], ids=["full", "window"])
 def test_two_stages(tmp_path: Path, config: dict[str, object]) -> None:
     """Hidden states pass within captured bodies, or, eagerly, between launches."""

@@ -163,8 +163,8 @@ class Linear(nn.Module):
             adapted = self.adapter(x, residual, norm, act)
             if adapted is not None:
                 return adapted
-        if self.split == "inputs" and ops.current_policy().deterministic:
-            # Few engines are.
+        elif self.split == "inputs" and ops.current_policy().deterministic:
+            # Few engines are. Those with adapters sum alike in steps with them and without.
             from quire.layers.fixed_sums import row_parallel
 
             return row_parallel(x, self.weight, self.bias, residual, self.inputs, self.group)
