@@ -145,7 +145,7 @@ def test_rows_of_zeros_and_of_no_numbers(rows: int) -> None:
 def test_outputs_that_eight_bits_would_coarsen_stay_in_fp16() -> None:
     weight = _weight(WeightFormat(torch.uint8, 4, torch.float16, 32, zeros=True), 32, 128)
     assert weight.scales is not None
-    assert isinstance(prepacked.prepack(weight), prepacked.Nibbles)
+    assert isinstance(prepacked.prepack(weight), prepacked.FourBits)
     weight.scales[:, 0] *= 40
     assert isinstance(prepacked.prepack(weight), prepacked.Halves)
 

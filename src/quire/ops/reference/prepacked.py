@@ -25,7 +25,9 @@ _DIGIT = 63
 """The largest digit of inputs: 7 bits. CPUs without VNNI add pairs of products of 8 bits in 16
 bits, which only products with 7 bits never leave."""
 _BASE = 2 * _DIGIT + 1
-"""What a digit is worth, in digits of the place behind it."""
+"""The worth of a digit, in digits of the place behind it."""
+_LEAST = 1e-30
+"""The largest of a row that counts as zeros, lest its unit has no inverse."""
 _CHUNK = 256
 """Rows whose digits are in memory at once."""
 _FEW = 2
@@ -80,13 +82,14 @@ class Integers:
             return self._row(x)
         if len(x) <= _CHUNK:
             return self._chunk(x)
-        return torch.cat([self._chunk(rows) for rows in x.split(_CHUNK)])
+        starts = range(0, len(x), _CHUNK)
+        return torch.cat([self._chunk(x[start : start + _CHUNK]) for start in starts])
 
     def _row(self, x: Tensor) -> Tensor:
         """Multiplies one row, in half of the operations that several take."""
         low, high = x.aminmax()
         top = max(-low.item(), high.item())
-        if not 0.0 < top < math.inf:
+        if not _LEAST < top < math.inf:
             return x.new_full((1, self.outputs), top * 0.0)
         unit = top / _DIGIT
         first = torch.fake_quantize_per_tensor_affine(x, unit, 0, -_DIGIT, _DIGIT)
@@ -105,13 +108,13 @@ class Integers:
 
 _MULTIPLY = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
 _SPLIT = torch.tensor([[1.0, 0.0], [-_BASE, _BASE]])
-"""What makes the digits of the first one and the whole number."""
+"""The factors that make both digits of the first and the whole number."""
 _JOIN = torch.tensor([[1.0, 1 / _BASE]])
-"""What makes one product of those of the digits."""
+"""The factors that make one product of those of the digits."""
 
 
 @dataclass(frozen=True, slots=True)
-class Nibbles:
+class FourBits:
     """Values of 4 bits in groups, and the same rounded to 8 bits for more than a few rows.
 
     A few rows are rounded to bfloat16, and so are their outputs; sums are fp32.
@@ -128,8 +131,9 @@ class Nibbles:
     def product(self, x: Tensor) -> Tensor:
         if len(x) > _FEW:
             return self.rounded.product(x)
+        rows = x.to(torch.bfloat16, memory_format=torch.contiguous_format)
         out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu.default(
-            x.bfloat16(), self.values, self.group, self.scales
+            rows, self.values, self.group, self.scales
         )
         return out.float()
 
@@ -141,7 +145,7 @@ def prepack(weight: Weight) -> Prepacked | None:
     kind = weight.format
     if kind.values == torch.int8 and not (kind.group or kind.zeros) and weight.scales is not None:
         return _integers(weight.values, weight.scales.squeeze(1))
-    return _nibbles(weight) or _halves(weight)
+    return _four_bits(weight) or _halves(weight)
 
 
 def _integers(values: Tensor, scales: Tensor) -> Integers:
@@ -153,7 +157,7 @@ def _integers(values: Tensor, scales: Tensor) -> Integers:
     return Integers(torch.ops.quantized.linear_prepack(whole, None), len(values))
 
 
-def _nibbles(weight: Weight) -> Nibbles | None:
+def _four_bits(weight: Weight) -> FourBits | None:
     """Returns 4-bit integers in groups, None where the groups are not PyTorch's or outputs differ
     so much within that 8 bits for all their inputs would be much coarser."""
     kind, scales = weight.format, weight.scales
@@ -172,7 +176,7 @@ def _nibbles(weight: Weight) -> Nibbles | None:
     zeros = kind.zero if weight.zeros is None else weight.zeros.float()
     pairs = torch.stack((wide, wide * (8 - zeros)), 2).transpose(0, 1).bfloat16().contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(stored, 2)
-    return Nibbles(packed, pairs, kind.group, rounded)
+    return FourBits(packed, pairs, kind.group, rounded)
 
 
 def _halves(weight: Weight) -> Halves | None:
