@@ -279,7 +279,7 @@ def _products(
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """softmax(softcap(q kᵀ scale) + mask) v, in float32 or wider. q: [P, Hkv, M, D]."""
-    if softcap is None and sinks is None and q.dtype not in (torch.float32, torch.float64):
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     dtype = q.dtype
     if dtype not in (torch.float32, torch.float64):

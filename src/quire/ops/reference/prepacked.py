@@ -1,15 +1,15 @@
-"""Weights as a CPU multiplies them fastest: fp16, in the order in which FBGEMM reads them.
+"""Weights as a CPU multiplies them fastest, in the orders in which PyTorch's kernels read them.
 
-Products and sums are fp32. One row of tokens is bound by the bytes of the weights, half of fp32's;
-a few rows by instructions, of which this order takes fewer. Values of bfloat16 and integers of few
-bits are exact in fp16 once a power of two has brought them into its range.
+One row of tokens is bound by the bytes of the weights; a few rows by instructions, of which these
+orders take fewer.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +21,37 @@ _TOP = 15
 """The power of two that a layer's largest value is brought below: one less than fp16 ends at."""
 _ULP = 2.0**-24
 """The distance of fp16's smallest numbers."""
+_DIGIT = 63
+"""The largest digit of inputs: 7 bits. CPUs without VNNI add pairs of products of 8 bits in 16
+bits, which only products with 7 bits never leave."""
+_BASE = 2 * _DIGIT + 1
+"""The worth of a digit, in digits of the place behind it."""
+_LEAST = 1e-30
+"""The largest of a row that counts as zeros, lest its unit has no inverse."""
+_CHUNK = 256
+"""Rows whose digits are in memory at once."""
+_FEW = 2
+"""Rows up to which values of 4 bits are read as such. With more they are slower to widen."""
+_PACKED_GROUPS = 32, 64, 128, 256
+"""Inputs that may share a scale in PyTorch's order of 4 bits, which holds outputs by 16."""
+_COARSE = 0.25
+"""The most that a step of 8 bits may be of one of 4 bits, as the root of the mean square."""
+
+
+class Prepacked(Protocol):
+    """A weight in such an order."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """Returns x [T, inputs] @ weightᵀ, fp32 [T, outputs]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Prepacked:
-    """A weight's values, times a power of two.
+class Halves:
+    """Values in fp16, times a power of two. Products and sums are fp32.
+
+    Values of bfloat16 and integers of few bits are exact in fp16 once a power of two has brought
+    them into its range.
 
     values: PyTorch's handle. scale: what products are multiplied by, fp32 [outputs] or [].
     """
@@ -34,20 +60,132 @@ class Prepacked:
     scale: Tensor
 
     def product(self, x: Tensor) -> Tensor:
-        """Returns x [T, inputs] @ weightᵀ, fp32 [T, outputs]."""
         out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, self.values)
         return out.mul_(self.scale)
 
 
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """Integers of 8 bits with a scale for each output. Products and sums are exact integers.
+
+    Inputs are rounded to two digits, 1 / 8001 of the row's largest: an error of outputs below
+    that which 8 bits of weights have. Inputs that are multiples of 1 / 127 of it are exact.
+
+    values: PyTorch's handle, scales included. outputs: their number.
+    """
+
+    values: Any
+    outputs: int
+
+    def product(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            return self._row(x)
+        if len(x) <= _CHUNK:
+            return self._chunk(x)
+        starts = range(0, len(x), _CHUNK)
+        return torch.cat([self._chunk(x[start : start + _CHUNK]) for start in starts])
+
+    def _row(self, x: Tensor) -> Tensor:
+        """Multiplies one row, in half of the operations that several take."""
+        low, high = x.aminmax()
+        top = max(-low.item(), high.item())
+        if not _LEAST < top < math.inf:
+            return x.new_full((1, self.outputs), top * 0.0)
+        unit = top / _DIGIT
+        first = torch.fake_quantize_per_tensor_affine(x, unit, 0, -_DIGIT, _DIGIT)
+        digits = torch.mm(_SPLIT, torch.cat((first, x)))
+        return torch.mm(_JOIN, _MULTIPLY(digits, unit, _DIGIT + 1, self.values))
+
+    def _chunk(self, x: Tensor) -> Tensor:
+        unit = x.abs().amax(1, keepdim=True).div_(_DIGIT)
+        scaled = x / torch.where(unit == 0, 1.0, unit)
+        first = scaled.round()
+        digits = torch.cat((first, scaled.sub_(first).mul_(_BASE)))
+        # Digits are rounded by the product, which adds what makes them positive.
+        out: Tensor = _MULTIPLY(digits, 1.0, _DIGIT + 1, self.values)
+        return out[: len(x)].add_(out[len(x) :], alpha=1 / _BASE).mul_(unit)
+
+
+_MULTIPLY = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+_SPLIT = torch.tensor([[1.0, 0.0], [-_BASE, _BASE]])
+"""The factors that make both digits of the first and the whole number."""
+_JOIN = torch.tensor([[1.0, 1 / _BASE]])
+"""The factors that make one product of those of the digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class FourBits:
+    """Values of 4 bits in groups, and the same rounded to 8 bits for more than a few rows.
+
+    A few rows are rounded to bfloat16, and so are their outputs; sums are fp32.
+
+    values: in PyTorch's order. scales: bfloat16 [groups, outputs, 2], scales and what is added.
+    group: inputs that share them. rounded: for more rows.
+    """
+
+    values: Tensor
+    scales: Tensor
+    group: int
+    rounded: Integers
+
+    def product(self, x: Tensor) -> Tensor:
+        if len(x) > _FEW:
+            return self.rounded.product(x)
+        rows = x.to(torch.bfloat16, memory_format=torch.contiguous_format)
+        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu.default(
+            rows, self.values, self.group, self.scales
+        )
+        return out.float()
+
+
 def prepack(weight: Weight) -> Prepacked | None:
-    """Returns the weight as it is multiplied by, None where fp16 cannot hold it.
+    """Returns the weight as it is multiplied by, None where nothing faster can hold it."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        return None
+    kind = weight.format
+    if kind.values == torch.int8 and not (kind.group or kind.zeros) and weight.scales is not None:
+        return _integers(weight.values, weight.scales.squeeze(1))
+    return _four_bits(weight) or _halves(weight)
+
+
+def _integers(values: Tensor, scales: Tensor) -> Integers:
+    zeros = torch.zeros(len(values), dtype=torch.int64)
+    with warnings.catch_warnings():
+        # PyTorch's own kind of tensor for such values is deprecated, its products are not.
+        warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)
+        whole = torch._make_per_channel_quantized_tensor(values, scales.double(), zeros, 0)
+    return Integers(torch.ops.quantized.linear_prepack(whole, None), len(values))
+
+
+def _four_bits(weight: Weight) -> FourBits | None:
+    """Returns 4-bit integers in groups, None where the groups are not PyTorch's or outputs differ
+    so much within that 8 bits for all their inputs would be much coarser."""
+    kind, scales = weight.format, weight.scales
+    if kind.bits != 4 or kind.code != "integer" or kind.ordered or scales is None:
+        return None
+    if kind.group not in _PACKED_GROUPS or weight.inputs % kind.group or weight.outputs % 16:
+        return None
+    wide = scales.float()
+    values = dequantize(weight, torch.float32)
+    steps = values.abs().amax(1, keepdim=True).div_(127).clamp_(min=torch.finfo().tiny)
+    if not (steps / wide).square_().mean() <= _COARSE**2:
+        return None
+    rounded = _integers(values.div_(steps).round_().to(torch.int8), steps.squeeze(1))
+    own = replace(weight, format=replace(kind, zeros=False), scales=None, zeros=None)
+    stored = dequantize(own, torch.float32).add_(kind.zero).int()
+    zeros = kind.zero if weight.zeros is None else weight.zeros.float()
+    pairs = torch.stack((wide, wide * (8 - zeros)), 2).transpose(0, 1).bfloat16().contiguous()
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(stored, 2)
+    return FourBits(packed, pairs, kind.group, rounded)
+
+
+def _halves(weight: Weight) -> Halves | None:
+    """Returns the weight in fp16, None where that cannot hold it.
 
     What is stored as it is must be exact: errors are below 2^-38 of the layer's largest value.
     What is stored in few bits may be rounded to fp16's 11, where groups of inputs have scales: that
     is more than the 8 of a model in bfloat16.
     """
-    if "fbgemm" not in torch.backends.quantized.supported_engines:
-        return None
     kind, scales = weight.format, weight.scales
     apart = scales is not None and not (kind.group or kind.zeros)
     values = dequantize(replace(weight, scales=None) if apart else weight, torch.float32)
@@ -61,4 +199,4 @@ def prepack(weight: Weight) -> Prepacked | None:
         if error > _ULP / 2:
             return None
     own = scales.squeeze(1).float() if apart and scales is not None else torch.ones(())
-    return Prepacked(torch.ops.quantized.linear_prepack_fp16(values, None), own / power)
+    return Halves(torch.ops.quantized.linear_prepack_fp16(values, None), own / power)

@@ -1,0 +1,152 @@
+"""Compares weights of 16, 8 and 4 bits with fp32's on this machine's CPU, as ratios within one
+process.
+
+    python bench/cpu_weights.py [--layers 6] [--steps 4] [--rounds 3] [--out cpu.jsonl]
+
+Layers of Qwen3-0.6B's widths and a tied head of 32 000 tokens, random, saved in fp32 and in
+bfloat16, the latter served as it is and with `--quantization`. Rounds go through all engines in
+turn, so that what slows the machine slows all. A decoding step is the difference between a long
+answer and a short one; a prompt is an answer of one token. Seconds are the processor's, which other
+programs disturb less where there is one thread (OMP_NUM_THREADS=1). Ratios are fp32's seconds by an
+engine's within a round: their median, the least and the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from cpu_vs_transformers import seconds
+from quire import LLM, SamplingParams
+from quire.bench.record import append_jsonl, format_table, make_record
+
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "vocab_size": 32000,
+}
+CASES = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8": ("bfloat16", "int8"),
+    "int4": ("bfloat16", "int4"),
+}
+"""The dtype of the checkpoint, and the quantization."""
+PROMPT_TOKENS, LONG_PROMPT_TOKENS = 16, 64
+FEW = 4
+
+
+def checkpoints(folder: Path, layers: int) -> None:
+    """Writes a checkpoint of random weights for each dtype."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SHAPE, num_hidden_layers=layers)
+    )
+    for dtype in ("float32", "bfloat16"):
+        model.to(getattr(torch, dtype)).save_pretrained(folder / dtype)
+
+
+def engine(folder: Path, quantization: str | None) -> LLM:
+    return LLM(
+        str(folder),
+        device="cpu",
+        dtype="float32",
+        quantization=quantization,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=FEW,
+        max_num_batched_tokens=512,
+        kv_cache_gb=0.2,
+        enable_prefix_caching=False,
+    )
+
+
+def answer(llm: LLM, prompts: int, prompt_tokens: int, tokens: int) -> None:
+    draw = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(10, 10000, (prompts, prompt_tokens), generator=draw).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    llm.generate(ids, params, use_tqdm=False)
+
+
+def works(llm: LLM, steps: int) -> dict[str, Callable[[], float]]:
+    """Returns what is measured, each as the processor's seconds."""
+
+    def step(rows: int) -> float:
+        short, long = (
+            seconds(lambda n=n: answer(llm, rows, PROMPT_TOKENS, n))[1] for n in (2, 2 + steps)
+        )
+        return (long - short) / steps
+
+    return {
+        "step": lambda: step(1),
+        f"step_of_{FEW}": lambda: step(FEW),
+        "prompt": lambda: seconds(lambda: answer(llm, 1, LONG_PROMPT_TOKENS, 1))[1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6, help="layers of the model")
+    parser.add_argument("--steps", type=int, default=4, help="steps that are measured at once")
+    parser.add_argument("--rounds", type=int, default=3, help="times that all is measured")
+    parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
+    args = parser.parse_args()
+    engines, starts = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints(Path(folder), args.layers)
+        for name, (dtype, quantization) in CASES.items():
+            path = Path(folder) / dtype
+            starts[name] = seconds(
+                lambda name=name, path=path, how=quantization: engines.update(
+                    {name: engine(path, how)}
+                )
+            )[1]
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in CASES}
+    for index in range(args.rounds + 1):
+        for name in list(CASES) if index % 2 else reversed(CASES):
+            for work, measure in works(engines[name], args.steps).items():
+                spent = measure()
+                if index:  # the first round warms up
+                    times[name].setdefault(work, []).append(spent)
+    settings = {
+        "prompt_tokens": LONG_PROMPT_TOKENS,
+        "layers": args.layers,
+        "steps": args.steps,
+        "rounds": args.rounds,
+        "threads": torch.get_num_threads(),
+    }
+    records = []
+    for name in CASES:
+        metrics = {"start_cpu_s": starts[name]}
+        for work, spent in times[name].items():
+            ratios = [a / b for a, b in zip(times["float32"][work], spent, strict=True)]
+            metrics |= {
+                f"{work}_ratio": statistics.median(ratios),
+                f"{work}_ratio_least": min(ratios),
+                f"{work}_ratio_most": max(ratios),
+                f"{work}_cpu_ms": 1e3 * statistics.median(spent),
+            }
+        model = f"{args.layers} layers of Qwen3-0.6B (random), {name}"
+        records.append(make_record("cpu_weights", metrics, model=model, settings=settings))
+    print(format_table(records))
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        append_jsonl(args.out, records)
+    for llm in engines.values():
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    main()
