@@ -59,8 +59,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def copier(tensors: list[torch.Tensor], slots: int, places: int) -> CudaCopier:
     layout = BlockLayout(tensors)
-    pool = HostPool([layout], slots, pinned=False)
-    return CudaCopier([layout], pool, places * layout.size, torch.device("cpu"))
+    pool = HostPool([layout], (slots,), pinned=False)
+    return CudaCopier([layout], pool, (places * layout.size,), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("places", [1, 3, 10])
