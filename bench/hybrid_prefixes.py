@@ -1,4 +1,4 @@
-"""Counts the tokens that a model with recurrent states takes from the cache, against attention only.
+"""Counts the tokens that a hybrid takes from the cache, against a model of attention only.
 
     python bench/hybrid_prefixes.py                                     # print a table
     python bench/hybrid_prefixes.py --output bench/results/hybrid_prefixes.jsonl

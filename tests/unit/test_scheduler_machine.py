@@ -348,7 +348,7 @@ class TieredRecurrentMachine(TieredMachine):
 
 
 class FailingRecurrentMachine(TieredMachine):
-    """Of two groups that keep every position, one of states, some transfers fail."""
+    """Transfers of two groups that keep every position, and of one of states; some fail."""
 
     windows = (None, None)
     slots = 6

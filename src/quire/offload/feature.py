@@ -52,7 +52,7 @@ class FetchState(msgspec.Struct):
 
 @dataclass(slots=True)
 class _Reach:
-    """How far a request gets with what the lower tiers hold.
+    """A prefix that a request can get to with what the lower tiers hold.
 
     end: in tokens. kept: what the device has of them. wanted: by tier, the hashes of the rest.
     """
@@ -64,7 +64,7 @@ class _Reach:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """Which tiers count: files, and blocks on their way."""
+    """The tiers that count: whether files do, and blocks on their way."""
 
     files: bool
     arriving: bool

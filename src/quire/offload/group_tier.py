@@ -1,4 +1,4 @@
-"""What the lower tiers hold of one KV group."""
+"""The blocks of one KV group in the lower tiers."""
 
 from __future__ import annotations
 

@@ -30,19 +30,17 @@ def activation_bytes(config: EngineConfig, model: Decoder) -> int:
     return body + head + (1 << 30)
 
 
-def staging_bytes(
-    config: EngineConfig, groups: Sequence[KVGroup], budget: int
-) -> tuple[int, ...]:
+def staging_bytes(config: EngineConfig, groups: Sequence[KVGroup], budget: int) -> tuple[int, ...]:
     """Returns the device memory in which each group's blocks wait for their copy to the host: as
     much as a step of prompts can push out, and at most a fiftieth of the cache, or a quarter of a
     GB. Of recurrent states a step pushes out few."""
     if not config.args.host_cache_gb:
         return tuple(0 for _ in groups)
-    step = -(-config.scheduler.max_num_batched_tokens // config.block_size)
+    blocks = -(-config.scheduler.max_num_batched_tokens // config.block_size)
     most = max(budget // 50, GB // 4)
+    wanted = [(2 if group.kind == "state" else blocks) * group.block_bytes for group in groups]
     return tuple(
-        max(group.block_bytes, min((2 if group.kind == "state" else step) * group.block_bytes, most))
-        for group in groups
+        max(group.block_bytes, min(size, most)) for group, size in zip(groups, wanted, strict=True)
     )
 
 

@@ -213,9 +213,9 @@ def latent_values(mean: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StoredLatents:
-    """A layer's latents as kernels read and write them. tensors: latents, keys and scales, of 8 bits
-    as int8. strides: of blocks and tokens of the first two, of blocks of the last. constants: KIND
-    and OWN_SCALES, see `kv8.constants`."""
+    """A layer's latents as kernels read and write them. tensors: latents, keys and scales; what has
+    8 bits as int8. strides: of blocks and tokens of the first two, of blocks of the last.
+    constants: KIND and OWN_SCALES, see `kv8.constants`."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
     strides: tuple[int, ...]
