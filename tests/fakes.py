@@ -128,7 +128,7 @@ class FakeExecutor:
         stop_token: int | None = None,
         seed: int = 0,
         salt_of: Callable[[str], str] = lambda _: "",
-        host_blocks: int = 0,
+        host_blocks: Sequence[int] = (),
         slowest: int = 3,
         failing: float = 0.0,
         drafts: int = 8,
@@ -137,7 +137,7 @@ class FakeExecutor:
         self.capacity = Capacity(
             tuple(groups),
             tuple(num_blocks),
-            host_blocks,
+            tuple(host_blocks),
             drafts=drafts,
             logit_rows=logit_rows,
         )
@@ -146,7 +146,7 @@ class FakeExecutor:
         self.accepted_drafts = 0
         self.dummy_tokens = 0
         self.host: dict[tuple[str, int, int], Any] = {}
-        self.files: dict[bytes, Any] = {}
+        self.files: dict[tuple[int, bytes], Any] = {}
         self._moving: list[Move] = []
         self._slowest = slowest
         self._failing = failing
@@ -222,7 +222,7 @@ class FakeExecutor:
 
     def _source(self, transfer: Transfer) -> list[Any]:
         if transfer.place == "disk" and transfer.direction == "in":
-            return [self.files.get(key.tobytes()) for key in transfer.keys]
+            return [self.files.get((transfer.group, key.tobytes())) for key in transfer.keys]
         if transfer.place in NEAR and transfer.direction == "out":
             return list(self._blocks(transfer.group)[transfer.blocks])
         return [self.host[slot] for slot in self._slots(transfer)]
@@ -250,7 +250,7 @@ class FakeExecutor:
                 if transfer.place in NEAR and transfer.direction == "in":
                     self._blocks(transfer.group)[transfer.blocks[i]] = block
                 elif transfer.place == "disk" and transfer.direction == "out":
-                    self.files[transfer.keys[i].tobytes()] = block.copy()
+                    self.files[transfer.group, transfer.keys[i].tobytes()] = block.copy()
                 else:
                     self.host[self._slots(transfer)[i]] = block.copy()
         return finished, failed

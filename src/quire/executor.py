@@ -26,8 +26,8 @@ have drafts, by tokens, each with the head; and what hooks launch besides."""
 class Capacity(msgspec.Struct, frozen=True):
     """The limits of a started executor.
 
-    groups: KV groups. num_blocks: blocks of each. host_blocks: blocks of each group that the host's
-        memory holds besides.
+    groups: KV groups. num_blocks: blocks of each. host_blocks: those that the host's memory holds
+        besides, if there is any.
     seconds: how long parts of its start took ("weights", "graphs"), as far as it has them.
     full_step: prompt tokens that fill a step: twice as many take about twice as long.
     logit_rows: most rows that a step can sample from, drafts included; None: one per lane.
@@ -36,7 +36,7 @@ class Capacity(msgspec.Struct, frozen=True):
 
     groups: tuple[KVGroup, ...]
     num_blocks: tuple[int, ...]
-    host_blocks: int = 0
+    host_blocks: tuple[int, ...] = ()
     seconds: dict[str, float] = {}
     full_step: int = FULL_STEP
     logit_rows: int | None = None

@@ -14,12 +14,14 @@ from quire import LLM, SamplingParams
 from quire.errors import ConfigError, ModelError
 from quire.layers.latent_attention import LatentAttention, LatentAttentionSpec, LatentProjection
 from quire.models import build_model, spec_from_config
+from quire.models.kv_scales import head_scales
 from tests.models.checkpoints import greedy, make
 from tests.models.harness import Harness
 from tests.models.quantized_checkpoints import make_quantized
 from tests.models.test_families import load
 from tests.models.test_parallel import Ranked
 from tests.models.test_quantized_checkpoints import loaded, logits
+from tests.slow import slow
 
 V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
@@ -101,12 +103,41 @@ def test_an_engine_that_preempts_and_finds_prefixes(deepseek: tuple[Path, Any]) 
     assert stats.prefix_hit_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8_dynamic", "int8"])
-def test_latents_in_8_bits_are_refused(kind: str, deepseek: tuple[Path, Any]) -> None:
-    with pytest.raises(ConfigError, match="latents are not stored in 8 bits"):
-        LLM(model=str(deepseek[0]), skip_tokenizer_init=True, device="cpu", kv_cache_dtype=kind)
-    with pytest.raises(ConfigError, match="not supported with latent attention"):
-        Harness(load(deepseek[0]), kv_cache_dtype="int8")
+@pytest.mark.parametrize(
+    ("kind", "bound", "size"),
+    [("fp8_e4m3", 0.1, 24), slow("fp8_dynamic", 0.1, 28), slow("int8", 0.02, 28)],
+)
+def test_latents_in_8_bits(
+    kind: str, bound: float, size: int, deepseek: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """Logits move by little, and answers depend neither on chunks nor on what is cached."""
+    model = load(deepseek[0])
+    scales = head_scales(model, deepseek[0], "auto") if kind == "fp8_e4m3" else None
+    assert scales is None or scales.shape == (3, 2, 1)
+    found = []
+    for name, given in (("auto", None), (kind, scales)):
+        harness = Harness(model, kv_cache_dtype=name, head_scales=given)
+        row = harness.add([5, 17, 99, 4, 31, 8, 7, 42, 3, 9, 11, 2])
+        found.append(torch.cat([harness.step([(row, 4)])[0] for _ in range(3)]))
+    # Latents of 24 numbers, a scale, and keys of 8 as they are.
+    assert harness.groups[0].block_bytes == 3 * 4 * (size + 8 * 4)
+    error = (found[1] - found[0]).norm() / found[0].norm()
+    assert 0.0 < error < bound
+    prompts = [[5 + i, 17, 99, *range(3, 23 + i)] for i in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    answers = []
+    for budget, blocks in ((64, 60), (7, 14)):
+        llm = LLM(
+            model=str(deepseek[0]), skip_tokenizer_init=True, device="cpu", num_kv_blocks=blocks,
+            block_size=4, max_model_len=56, max_num_batched_tokens=budget, kv_cache_dtype=kind,
+        )  # fmt: skip
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        for _ in range(2):
+            outputs = llm.generate(given, params, use_tqdm=False)
+            answers.append([each.outputs[0].token_ids for each in outputs])
+        assert budget == 7 or llm.stats().prefix_hit_tokens > 0
+        llm.shutdown()
+    assert all(answer == answers[0] for answer in answers)
 
 
 def test_the_layer_that_drafts_is_skipped(deepseek: tuple[Path, Any], tmp_path: Path) -> None:

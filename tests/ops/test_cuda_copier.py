@@ -59,8 +59,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def copier(tensors: list[torch.Tensor], slots: int, places: int) -> CudaCopier:
     layout = BlockLayout(tensors)
-    pool = HostPool([layout], slots, pinned=False)
-    return CudaCopier([layout], pool, places * layout.size, torch.device("cpu"))
+    pool = HostPool([layout], (slots,), pinned=False)
+    return CudaCopier([layout], pool, (places * layout.size,), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("places", [1, 3, 10])
@@ -86,9 +86,9 @@ def test_places_come_back_once_they_were_read() -> None:
     copies = copier([torch.randn(8, 16)], 8, places=2)
     for turn in range(5):
         copies.out(0, int32([turn]), int32([turn]))
-        copies._staging._lent[-1][1].done = True
+        copies._staging[0]._lent[-1][1].done = True
     assert not STEP.waited or all(isinstance(event, Event) for event in STEP.waited)
-    staging = copies._staging
+    staging = copies._staging[0]
     lent = [place for places, _ in staging._lent for place in places]
     assert sorted(staging._free + lent) == [0, 1]
 

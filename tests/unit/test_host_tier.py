@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from quire.cache.block_hash import next_hash, root_hash
-from quire.cache.host_tier import HashList, HostTier
+from quire.cache.host_tier import HashList, HostTier, StateTier
 from quire.offload.costs import CostModel, Rates
 
 
@@ -111,8 +111,8 @@ def test_copies_pay_from_some_length_on() -> None:
     """1000 tokens/s against 100 kB per token over 1 GB/s: a copy costs a tenth, and 10 ms."""
     costs = CostModel(Rates(prefill=1e3, out=1e9, into=1e9, latency=0.01), token_bytes=1e5)
     assert costs.worth_keeping
-    assert not costs.fetch_pays(11)
-    assert costs.fetch_pays(12)
+    assert not costs.fetch_pays(11, 11 * 10**5)
+    assert costs.fetch_pays(12, 12 * 10**5)
     assert not costs.swap_pays(24)
     assert costs.swap_pays(26)
     slow = CostModel(Rates(prefill=1e5, out=1e9, into=1e9, latency=0.01), token_bytes=1e5)
@@ -121,9 +121,43 @@ def test_copies_pay_from_some_length_on() -> None:
 
 def test_slow_files_are_computed_instead_until_that_is_forgotten() -> None:
     costs = CostModel(Rates(prefill=1e3, out=1e9, into=1e9, latency=0.0), token_bytes=1e5)
-    assert costs.fetch_pays(100, of_files=100)
+    assert costs.fetch_pays(100, 10**7, of_files=10**7)
     for _ in range(60):
         costs.observe_load(10**5, 1.0)
-    assert not costs.fetch_pays(100, of_files=100)
-    assert costs.fetch_pays(100)
-    assert any(costs.fetch_pays(100, of_files=100) for _ in range(1000))
+    assert not costs.fetch_pays(100, 10**7, of_files=10**7)
+    assert costs.fetch_pays(100, 10**7)
+    assert any(costs.fetch_pays(100, 10**7, of_files=10**7) for _ in range(1000))
+
+
+def test_states_are_kept_where_they_spare_enough() -> None:
+    """1000 tokens/s against a state of 100 MB over 1 GB/s: a tenth of a second, or 100 tokens."""
+    rates = Rates(prefill=1e3, out=1e9, into=1e9, latency=0.01)
+    costs = CostModel(rates, token_bytes=1e5, state_bytes=1e8)
+    assert not costs.state_worth_keeping(100)
+    assert costs.state_worth_keeping(101)
+    # A swap also moves the state, both ways.
+    assert not costs.swap_pays(274)
+    assert costs.swap_pays(276)
+
+
+def test_of_states_the_one_goes_that_saves_least_and_was_not_used_for_long() -> None:
+    tier = StateTier(3)
+    for n, saves in enumerate((50, 10, 30)):
+        tier.note(key(n), saves)
+        assert tier.expect(key(n)) is not None
+        tier.arrived(key(n), True)
+    assert tier.oldest(3) == [key(1), key(2), key(0)]
+    tier.note(key(3), 15)
+    assert tier.expect(key(3)) is not None
+    assert key(1) not in tier
+    tier.arrived(key(3), True)
+    # What goes raises what later uses count for: 15 and 10 are less than 30 still.
+    assert tier.oldest(1) == [key(3)]
+    tier.touch(key(3))
+    for n in range(4, 8):
+        tier.note(key(n), 15)
+        tier.expect(key(n))
+        tier.arrived(key(n), True)
+    assert key(0) in tier
+    assert key(2) not in tier
+    assert len(tier._credits) <= 6

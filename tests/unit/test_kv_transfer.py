@@ -51,7 +51,7 @@ def finish(transfer: KVTransfer) -> tuple[list[int], list[int]]:
 def test_blocks_come_back_elsewhere() -> None:
     groups = tensors()
     before = [[t.clone() for t in group] for group in groups]
-    transfer = KVTransfer(tiers(groups, slots=4))
+    transfer = KVTransfer(tiers(groups, slots=(4, 4)))
     for group in range(2):
         moves = [
             Transfer(10 + group, "out", "host", group, int32([1, 5]), slots=int32([3, 0])),
@@ -71,7 +71,7 @@ def test_a_file_brings_a_block_back(tmp_path: Path) -> None:
     was = [t.clone() for t in groups[0]]
     names = keys(2)
     store = DiskStore(tmp_path, 10_000, "a")
-    transfer = KVTransfer(tiers(groups, slots=4, disk=store))
+    transfer = KVTransfer(tiers(groups, slots=(4,), disk=store))
     transfer.start([Transfer(1, "out", "host", 0, int32([4, 2]), slots=int32([0, 1]))], "out")
     transfer.start(
         [Transfer(2, "out", "disk", 0, int32([]), slots=int32([0, 1]), keys=names)], "out"
@@ -83,7 +83,7 @@ def test_a_file_brings_a_block_back(tmp_path: Path) -> None:
     assert sorted(again.keys(0).tolist()) == sorted(names.tolist())
     assert len(again.keys(1)) == 0
     groups[0][0].zero_()
-    transfer = KVTransfer(tiers(groups, slots=4, disk=again))
+    transfer = KVTransfer(tiers(groups, slots=(4,), disk=again))
     transfer.start([Transfer(3, "in", "disk", 0, int32([]), slots=int32([2, 3]), keys=names)], "in")
     assert finish(transfer) == ([3], [])
     transfer.start([Transfer(4, "in", "host", 0, int32([0, 1]), slots=int32([2, 3]))], "in")
@@ -220,7 +220,7 @@ def test_a_file_system_that_does_not_answer_ends_the_cache_alone(
     for name in names:
         store.write(name.tobytes(), 0, memoryview(bytes(64))).result()
     groups = tensors()
-    places = tiers(groups, slots=9, disk=store)
+    places = tiers(groups, slots=(9, 9), disk=store)
     transfer, host = KVTransfer(places), places["host"]
     assert isinstance(host, HostPlace)
     slots, none = int32(range(9)), int32([])
@@ -277,15 +277,16 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="disk_cache_gb > 0"):
         EngineArgs(host_cache_gb=1, disk_cache="x", disk_cache_gb=0)
     layouts = [BlockLayout(group) for group in tensors()]
-    assert HostPool.slots_within(layouts, 1000) == 1000 // (32 + 16 + 16)
+    assert HostPool.slots_within(layouts, (6, 6), 1000) == (1000 // (32 + 16 + 16),) * 2
+    assert HostPool.slots_within(layouts, (60, 3), 1000) == (1000 * 60 // 2016, 1)
     with pytest.raises(ConfigError, match="no room for a single"):
-        HostPool.slots_within(layouts, 10)
+        HostPool.slots_within(layouts, (6, 6), 10)
     with pytest.raises(ConfigError, match="of free memory"):
-        HostPool.slots_within(layouts, 10**15)
+        HostPool.slots_within(layouts, (6, 6), 10**15)
 
 
 def test_unknown_places_are_refused() -> None:
-    transfer = KVTransfer(tiers(tensors(), slots=1))
+    transfer = KVTransfer(tiers(tensors(), slots=(1, 1)))
     for place in ("disk", "peer"):
         with pytest.raises(QuireError, match="no place"):
             transfer.start([Transfer(0, "in", place, 0, int32([]))], "in")

@@ -16,6 +16,7 @@ from quire.config import SchedulerConfig
 from quire.errors import RequestError
 from quire.offload.costs import CostModel, Rates
 from quire.offload.feature import OffloadFeature
+from quire.offload.group_tier import GroupTier
 from quire.plan import DRAFT_IDS, DRAFT_START, KVGroup, RowFlag
 from quire.request import Request
 from quire.sampling_params import SamplingParams
@@ -82,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     windows: tuple[int | None, ...] = (None,)
     slots = 0
     """Beyond one for each lane; without any there is no recurrent state."""
-    host_blocks = 0
+    host_blocks: tuple[int, ...] = ()
     failing = 0.0
 
     @initialize(
@@ -294,13 +295,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 class TieredMachine(SchedulerMachine):
     """With a host pool, without and with files, some of whose transfers fail."""
 
-    host_blocks = 9
+    host_blocks = (9,)
     files = False
 
     def more(self) -> list[Feature]:
         always = CostModel(Rates(prefill=1.0, out=1e9, into=1e9, latency=0.0), token_bytes=1.0)
         files = [] if self.files else None
-        self.tiers = OffloadFeature(self.host_blocks, 1, always, files, most_files=30)
+        self.of_groups = [
+            GroupTier(index, slots, 1, files, 30, state=group.kind == "state")
+            for index, (slots, group) in enumerate(
+                zip(self.host_blocks, self.executor.capacity.groups, strict=True)
+            )
+        ]
+        self.tiers = OffloadFeature(self.of_groups, always)
         return [self.tiers]
 
     @rule()
@@ -317,7 +324,9 @@ class TieredMachine(SchedulerMachine):
         super().teardown()
         if hasattr(self, "tiers"):
             assert not self.tiers._jobs
-            assert len(self.tiers._host) + self.tiers._host.num_free == self.host_blocks
+            for tier, slots in zip(self.of_groups, self.host_blocks, strict=True):
+                assert not tier.arriving
+                assert len(tier.host) + tier.host.num_free == slots
 
 
 class FailingMachine(TieredMachine):
@@ -333,6 +342,21 @@ class RecurrentMachine(SchedulerMachine):
     slots = 12
 
 
+class TieredRecurrentMachine(TieredMachine):
+    slots = 6
+    host_blocks = (9, 5)
+
+
+class FailingRecurrentMachine(TieredMachine):
+    """Transfers of two groups that keep every position, and of one of states; some fail."""
+
+    windows = (None, None)
+    slots = 6
+    host_blocks = (9, 7, 5)
+    files = True
+    failing = 0.2
+
+
 class WindowedRecurrentMachine(RecurrentMachine):
     windows = (None, 6)
 
@@ -346,6 +370,10 @@ TestRecurrentMachine = RecurrentMachine.TestCase
 TestRecurrentMachine.settings = _SETTINGS
 TestWindowedRecurrentMachine = WindowedRecurrentMachine.TestCase
 TestWindowedRecurrentMachine.settings = _SETTINGS
+TestTieredRecurrentMachine = TieredRecurrentMachine.TestCase
+TestTieredRecurrentMachine.settings = _SETTINGS
+TestFailingRecurrentMachine = FailingRecurrentMachine.TestCase
+TestFailingRecurrentMachine.settings = _SETTINGS
 TestTieredMachine = TieredMachine.TestCase
 TestTieredMachine.settings = _SETTINGS
 TestFailingMachine = FailingMachine.TestCase

@@ -46,10 +46,11 @@ class DetachedBlocks:
 
 @dataclass(slots=True)
 class Evicted:
-    """A block that leaves the tree, and the hash of the prefix it ends."""
+    """A block of a group that leaves the tree, and the hash of the prefix it ends."""
 
     block_hash: bytes
     block: int
+    group: int = 0
 
 
 class BlockManager:
@@ -332,9 +333,11 @@ class BlockManager:
         blocks for the same tokens."""
         evicted = self.tree.evict(count, hashed=bool(self.on_evict))
         if self.on_evict:
-            blocks = evicted.blocks[g].tolist()
             blocks_left = [
-                Evicted(*one) for one in zip(evicted.hashes, blocks, strict=True) if one[0]
+                Evicted(block_hash, block, group)
+                for group, ids in enumerate(evicted.blocks)
+                for block_hash, block in zip(evicted.hashes, ids.tolist(), strict=True)
+                if block_hash and block != NO_BLOCK
             ]
             for on_evict in self.on_evict:
                 on_evict(blocks_left)

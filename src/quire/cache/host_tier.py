@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -42,23 +43,31 @@ class HostTier:
         """Whether the block can be read."""
         return block_hash in self._resident or block_hash in self._pinned
 
+    def note(self, block_hash: bytes, saves: int) -> None:
+        """Notes a use of a block that spares so many tokens, or is about to arrive."""
+        self.touch(block_hash)
+
     def touch(self, block_hash: bytes) -> None:
         """Notes a use of the block."""
         if block_hash in self._resident:
             self._resident.move_to_end(block_hash)
 
     def expect(self, block_hash: bytes) -> int | None:
-        """Returns a slot for a block that is about to arrive, the oldest entry's if none is free.
+        """Returns a slot for a block that is about to arrive, an evicted entry's if none is free.
         None: every slot is being copied to or from. The block must not be there."""
         if self._free:
             slot = self._free.pop()
         elif self._resident:
-            _, slot = self._resident.popitem(last=False)
+            slot = self._evict()
             self.evictions += 1
         else:
             return None
         self._arriving[block_hash] = slot
         return slot
+
+    def _evict(self) -> int:
+        """Evicts the resident entry that goes first; returns its slot."""
+        return self._resident.popitem(last=False)[1]
 
     def arrived(self, block_hash: bytes, good: bool) -> None:
         """Notes that an expected block has arrived, or failed to."""
@@ -102,6 +111,39 @@ class HostTier:
         yield from self._resident
         yield from self._pinned
         yield from self._arriving
+
+
+class StateTier(HostTier):
+    """`slots` places for recurrent states, of which those go first that save the fewest tokens and
+    were not used for long (GreedyDual, as `Checkpoints`). An eviction takes time in proportion to
+    the slots, of which there are few.
+    """
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self._credits: dict[bytes, tuple[int, int]] = {}
+        """By hash, the tokens that a state saves, and its credit; as many as fit twice."""
+        self._spent = 0
+
+    def note(self, block_hash: bytes, saves: int) -> None:
+        self._credits[block_hash] = saves, self._spent + saves
+        if len(self._credits) > 2 * self.num_slots:
+            held = (name for name in self.hashes() if name in self._credits)
+            self._credits = {name: self._credits[name] for name in held}
+
+    def touch(self, block_hash: bytes) -> None:
+        self.note(block_hash, self._credits.get(block_hash, (0, 0))[0])
+
+    def _credit(self, block_hash: bytes) -> int:
+        return self._credits.get(block_hash, (0, 0))[1]
+
+    def _evict(self) -> int:
+        block_hash = min(self._resident, key=self._credit)
+        self._spent = max(self._spent, self._credit(block_hash))
+        return self._resident.pop(block_hash)
+
+    def oldest(self, most: int) -> list[bytes]:
+        return heapq.nsmallest(most, self._resident, key=self._credit)
 
 
 class HashList:

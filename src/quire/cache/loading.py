@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quire.arrays import Int32, int32
 from quire.cache.block_hash import Namespace
 from quire.cache.block_manager import BlockManager
-from quire.cache.prefix_tree import Match
+from quire.cache.prefix_tree import Match, pack
 
 
 @dataclass(slots=True)
@@ -15,7 +15,7 @@ class LoadingPrefix:
     """Blocks booked for a prefix on its way.
 
     lane: the loading lane that holds them.
-    tokens: int32 [whole blocks], the prefix; its first `start` tokens are on the device already.
+    tokens: int32 [n], the prefix; its first `start` tokens are on the device already.
     places: by group, the table entry of the first block that is to be filled. blocks: by group,
         int32 [n], the blocks from there on; of a recurrent state one.
     """
@@ -41,10 +41,41 @@ class PrefixLoader:
         """Returns the hash of a match's last whole block."""
         return self._manager.tree.block_hash(match, namespace)
 
+    def kept(self, match: Match, tokens: Int32) -> Match:
+        """Returns the longest prefix of `tokens`, int32 [n], in whole blocks, whose KV is on the
+        device, whether or not a request could go on behind it. match: where one could."""
+        size = self._manager.block_size
+        above = match.node.parent or match.node
+        node, whole, _ = above.follow(pack(tokens[above.end * size :]), 4 * size)
+        return Match(whole * size, whole, node, known=whole)
+
+    def kept_tail(self, kept: Match, tokens: Int32) -> Match | None:
+        """Returns such a prefix that ends with a tail behind the whole blocks of `kept`."""
+        size = self._manager.block_size
+        if kept.whole < kept.node.end:
+            return None
+        child, shared = kept.node.closest(tokens[kept.length : kept.length + size].tobytes())
+        if child is None or shared < child.tokens or shared == size:
+            return None
+        length = kept.length + shared
+        return Match(length, kept.whole, kept.node, child.at(0), child, kept.whole)
+
+    def block_hashes(self, namespace: Namespace, match: Match, first: int) -> list[bytes]:
+        """Returns the hashes of a match's whole blocks from `first` on."""
+        stride, hashes = 4 * self._manager.block_size, list[bytes]()
+        end, node = match.whole, match.node.upto(match.whole)
+        while end > first and node.parent is not None:
+            begin = max(first, node.start)
+            own = range(end - node.start - 1, begin - node.start - 1, -1)
+            hashes += [node.block_hash(place, stride) for place in own]
+            end, node = begin, node.parent
+        return hashes[::-1]
+
     def begin(
         self, namespace: Namespace, match: Match, tokens: Int32, known: int
     ) -> LoadingPrefix | None:
-        """Books blocks for the rest of `tokens`, int32 [whole blocks], after a match.
+        """Books blocks for the rest of `tokens`, int32 [n], after a match. A recurrent state is
+        booked whatever the match has of one.
 
         Returns None if there is no room now for `known` tokens and one spare block for each
         running request.
@@ -70,7 +101,8 @@ class PrefixLoader:
             group.forget_appends(mark)
         manager.loading_lanes.pop()
         groups = manager.groups
-        places = [max(int(group.start[lane]), match.whole * group.grows) for group in groups]
+        here = -(-match.length // manager.block_size)
+        places = [max(int(group.start[lane]), here * group.grows) for group in groups]
         blocks = [
             group.table[lane, place : group.end[lane]].copy()
             for group, place in zip(groups, places, strict=True)

@@ -216,11 +216,12 @@ class Node:
         return self.block_hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
     def _compute_hashes(self, stride: int) -> None:
-        """Computes all of its block hashes; its parent has them already."""
+        """Computes all of its block hashes; its parent has them already. That of a tail stands for
+        its tokens."""
         known = len(self.block_hashes) // HASH_BYTES
         above = self.block_hashes if known or self.parent is None else self.parent.block_hashes
         last, hashes = above[-HASH_BYTES:], [self.block_hashes]
-        for at in range(known * stride, len(self.run) // stride * stride, stride):
+        for at in range(known * stride, len(self.run), stride):
             last = next_hash(last, bytes(self.run[at : at + stride]))
             hashes.append(last)
         self.block_hashes = b"".join(hashes)

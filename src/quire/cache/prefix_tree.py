@@ -78,7 +78,7 @@ class SparseBlocks(Protocol):
 @dataclass(slots=True)
 class EvictedRun:
     """Blocks that the tree evicted: ids per group (or `NO_BLOCK`), and block hashes, b"" for a
-    tail. `hashes` is empty if they were not asked for."""
+    tail that nobody below can use. `hashes` is empty if they were not asked for."""
 
     blocks: list[Int32]
     hashes: list[bytes]
@@ -372,8 +372,9 @@ class PrefixTree:
         return EvictedRun(blocks, hashes)
 
     def _last_hashes(self, node: Node, count: int) -> list[bytes]:
-        """Returns the hashes of a node's last `count` blocks, b"" for a tail."""
-        if len(node.run) < self._stride:
+        """Returns the hashes of a node's last `count` blocks, b"" for a tail behind which there is
+        no state."""
+        if len(node.run) < self._stride and not self._exact:
             return [b""]
         node.block_hash(node.count - 1, self._stride)
         hashes = node.block_hashes[-count * HASH_BYTES :]

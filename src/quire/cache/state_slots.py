@@ -48,17 +48,25 @@ class Checkpoints:
     path and itself. The one with the least credit goes first, where credit is what it saves plus
     the credit of the last that went when it was last used (GreedyDual, Cao and Irani 1997): so
     those that save little go soon, and those that are not used in time.
+
+    Attributes:
+        saves: int32 [slots], tokens that each slot's checkpoint saved when it was last used, also
+            of one that has just gone.
+        on_take: called with the block hash and the slot of each checkpoint that goes while its node
+            stays. What the slot holds may be overwritten from the next step on.
     """
 
     exact = True
 
-    def __init__(self, group: int, block_size: int) -> None:
+    def __init__(self, group: int, block_size: int, slots: int) -> None:
         self._group = group
         self._size = block_size
         self._entries: dict[int, _Checkpoint] = {}
         self._heap: list[tuple[int, int, int]] = []
         self._spent = 0
         self._serial = 0
+        self.saves: Int32 = np.zeros(slots, dtype=np.int32)
+        self.on_take: Callable[[bytes, int], None] | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -75,7 +83,8 @@ class Checkpoints:
     def touch(self, slot: int) -> None:
         """Notes the use of a checkpoint."""
         entry = self._entries[slot]
-        entry.credit = self._spent + self._saves(entry)
+        self.saves[slot] = self._saves(entry)
+        entry.credit = self._spent + int(self.saves[slot])
         self._serial += 1
         entry.serial = self._serial
         if len(self._heap) > 4 * len(self._entries) + 64:
@@ -116,6 +125,9 @@ class Checkpoints:
         entry = self._entries.pop(slot)
         owner = entry.node.upto(entry.place + 1)
         owner.blocks[self._group][entry.place - owner.start] = NO_BLOCK
+        if self.on_take is not None:
+            block_hash = owner.block_hash(entry.place - owner.start, 4 * self._size)
+            self.on_take(block_hash, slot)
         return slot
 
     def resumable(self, blocks: Int32, held: Int32) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -153,7 +165,7 @@ class StateSlots(BlockTables):
         self.block_size = 1 << 30
         """A lane's one slot holds all of its tokens."""
         self.table = np.empty((num_lanes, 1), dtype=np.int32)
-        self.sparse = Checkpoints(index, self._size)
+        self.sparse = Checkpoints(index, self._size, num_blocks)
         self._branch: Int32 = np.zeros(num_lanes, dtype=np.int32)
         self._from: Int32 = np.zeros(num_lanes, dtype=np.int32)
         self._saved: dict[int, list[_Saved]] = {}
@@ -176,6 +188,8 @@ class StateSlots(BlockTables):
             slot = int(match.node.path(self.index, match.whole - 1, match.whole)[0])
         else:
             return None
+        if slot == NO_BLOCK:
+            return None  # it comes from elsewhere, to a lane that loads
         self.sparse.touch(slot)
         return slot
 

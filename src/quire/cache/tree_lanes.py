@@ -117,10 +117,10 @@ class TreeLanes:
 
     def keep_tail(self, last: Node, tokens: bytes, blocks: Sequence[int]) -> Node:
         """Enters a partly filled block of these packed tokens after a node. Returns its node, or
-        `last` if the tree has such tokens."""
+        `last` if the tree has them as the beginning of others."""
         tail = self._tree.add_tail(last, tokens, [int32([block]).tobytes() for block in blocks])
         if tail is None:
-            return last
+            return last.children.get(tokens, last)
         self.adjust([int32([block]) for block in blocks])
         return tail
 

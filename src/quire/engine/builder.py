@@ -182,8 +182,6 @@ def _kv_cache_dtype(wanted: str, dtype: str, head_dims: tuple[int, ...]) -> str:
         return dtype
     wanted = {"fp8": "fp8_e4m3"}.get(wanted, wanted)
     stored = kv_format(wanted, getattr(torch, dtype), *head_dims)
-    if stored.scales != "none" and not head_dims:
-        raise ConfigError("latents are not stored in 8 bits; use auto", "kv_cache_dtype")
     if stored.scales == "none" and wanted != dtype:
         raise ConfigError(
             f"kv_cache_dtype={wanted}: the model computes in {dtype}, and its KV is stored like "

@@ -62,7 +62,8 @@ class KVEventFeature(Feature):
 
     def evict(self, blocks: Sequence[Evicted]) -> None:
         for block in blocks:
-            self._change(block.block_hash[:EVENT_HASH_BYTES], stored=False)
+            if self._blocks.groups[block.group].grows:  # else it is a state, and KV may stay
+                self._change(block.block_hash[:EVENT_HASH_BYTES], stored=False)
 
     def forget(self) -> None:
         """Drops everything; what still runs is announced again when it ends."""

@@ -67,11 +67,13 @@ class LatentAttentionSpec:
 @dataclass(frozen=True, slots=True)
 class LatentLayout:
     """Describes what a layer stores of each token, the same on every rank: a latent of `rank`
-    numbers and the key that all heads share, `width` in all. query_heads: those that read it."""
+    numbers and the key that all heads share, `width` in all. query_heads: those that read it.
+    dtype: of keys where latents are in 8 bits."""
 
     rank: int
     width: int
     query_heads: int
+    dtype: torch.dtype
 
     @property
     def kind(self) -> Kind:
@@ -84,17 +86,21 @@ class LatentLayout:
     def parts(
         self, block_size: int, kv_format: ops.KVFormat
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        if kv_format.scales != "none":
-            raise ConfigError(
-                "KV in 8 bits is not supported with latent attention; use kv_cache_dtype=auto",
-                "kv_cache_dtype",
-            )
-        return [((1, block_size, self.width), kv_format.dtype)]
+        """Returns latents with keys behind them; in 8 bits apart, and latents' scales where each
+        token has its own."""
+        if kv_format.scales == "none":
+            return [((1, block_size, self.width), kv_format.dtype)]
+        latents = (1, block_size, self.rank), kv_format.dtype
+        keys = (1, block_size, self.width - self.rank), self.dtype
+        own = [((1, block_size), torch.float32)] if kv_format.scales == "token" else []
+        return [latents, keys, *own]
 
     def layer(self, parts: Sequence[Tensor], head_scales: Tensor | None) -> ops.KVLayer:
-        """Returns one layer's latents as the keys, and, with what is behind them, the values of one
-        KV head."""
-        return ops.KVLayer(parts[0], parts[0])
+        """Returns one layer's latents as `ops.latent.store_latent` has them."""
+        if len(parts) == 1:
+            return ops.KVLayer(parts[0], parts[0])
+        scales = head_scales[0] if len(parts) == 2 and head_scales is not None else parts[-1]
+        return ops.KVLayer(parts[0], parts[1], scales)
 
     def schedule(self, batch: ForwardBatch, dtype: torch.dtype, kv_format: ops.KVFormat) -> Any:
         return latent_ops.latent_schedule(
@@ -147,7 +153,7 @@ class LatentAttention(nn.Module):
             spec.heads * spec.value_dim, hidden, build.within("out"), bias=spec.bias,
             split="inputs", unit=spec.value_dim,
         )  # fmt: skip
-        self.layout = LatentLayout(spec.rank, spec.width, spec.heads // world)
+        self.layout = LatentLayout(spec.rank, spec.width, spec.heads // world, build.dtype)
 
     def forward(
         self,

@@ -35,14 +35,16 @@ def is_scale(name: str) -> bool:
 
 def head_scales(model: DecoderLayers, path: Path, load_format: str) -> Tensor:
     """float32 [layers, 2, KV heads of this rank] on the model's device: what stored keys and values
-    are to be multiplied by. 1 where the checkpoint has none.
+    are to be multiplied by. 1 where the checkpoint has none. Latents have the scale of keys, of one
+    head, on every rank.
 
     Raises:
         ModelError: it has some, but not all, what they hold are no scales, or layers differ in
             their KV heads.
     """
     layers = len(model.spec.layers)
-    counts = {mixer.kv_heads for mixer in model.spec.attention}
+    counts = {mixer.kv_heads for mixer in model.spec.attention} or {1}
+    kinds = 2 if model.spec.attention else 1
     if len(counts) > 1:
         raise ModelError(f"fp8 KV needs as many KV heads in each layer, not {sorted(counts)}")
     heads = counts.pop()
@@ -55,12 +57,14 @@ def head_scales(model: DecoderLayers, path: Path, load_format: str) -> Tensor:
         )
     for (layer, kind), (name, value) in found.items():
         scales[layer, kind] = _checked(name, value, heads)
-    if found and len(found) < 2 * layers:
-        wanted = {(layer, kind) for layer in range(layers) for kind in range(2)}
+    wanted = {(layer, kind) for layer in range(layers) for kind in range(kinds)}
+    if found and wanted - found.keys():
         layer, kind = min(wanted - found.keys())
         raise ModelError(
             f"the checkpoint has KV scales, but {'kv'[kind]}_scale of layer {layer} is missing"
         )
+    if kinds == 1:
+        return scales.to(model.device)
     low, high = ShardSpec(0).bounds(heads, model.group.rank, model.group.world)
     return scales[:, :, low:high].contiguous().to(model.device)
 

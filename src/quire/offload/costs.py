@@ -31,26 +31,30 @@ class CostModel:
     for its blocks than for its tokens.
     """
 
-    def __init__(self, rates: Rates, token_bytes: float) -> None:
+    def __init__(self, rates: Rates, token_bytes: float, state_bytes: float = 0.0) -> None:
+        """token_bytes: of a token's KV. state_bytes: of a request's recurrent states."""
         self.rates = rates
         self._compute = 1.0 / rates.prefill
-        self._in = token_bytes / rates.into
-        self._both = token_bytes * (1.0 / rates.out + 1.0 / rates.into)
         self._token_bytes = token_bytes
+        self._state_bytes = state_bytes
         self._load_rate = _LOAD_RATE
 
     @property
     def worth_keeping(self) -> bool:
         """Whether blocks are worth the host's memory at all: a long prefix comes back sooner than
         it is computed."""
-        return self._in < self._compute
+        return self._token_bytes / self.rates.into < self._compute
 
-    def fetch_pays(self, tokens: int, of_files: int = 0) -> bool:
-        """Bringing back what lies on the host, but for `of_files` of the tokens, which files must
-        be read for: tokens x bytes / rate + latency, against tokens / prefill rate."""
-        cost = tokens * self._in + self.rates.latency
+    def state_worth_keeping(self, saves: int) -> bool:
+        """Whether a state that spares so many tokens comes back sooner than they are computed."""
+        return self._state_bytes / self.rates.into < saves * self._compute
+
+    def fetch_pays(self, tokens: int, size: int, of_files: int = 0) -> bool:
+        """Bringing back `size` bytes that spare so many tokens, `of_files` of them from files
+        first: bytes / rate + latency, against tokens / prefill rate."""
+        cost = size / self.rates.into + self.rates.latency
         if of_files:
-            cost += of_files * self._token_bytes / self._load_rate
+            cost += of_files / self._load_rate
             # What is never tried is never measured again: a slow spell is forgotten in time.
             self._load_rate *= 1.01
         return cost < tokens * self._compute
@@ -60,5 +64,7 @@ class CostModel:
         self._load_rate += 0.2 * (size / max(seconds, 1e-6) - self._load_rate)
 
     def swap_pays(self, tokens: int) -> bool:
-        """Moving a preempted request's blocks out, and in again when it resumes."""
-        return tokens * self._both + 2 * self.rates.latency < tokens * self._compute
+        """Moving a preempted request's blocks and states out, and in again when it resumes."""
+        size = tokens * self._token_bytes + self._state_bytes
+        both = size * (1.0 / self.rates.out + 1.0 / self.rates.into)
+        return both + 2 * self.rates.latency < tokens * self._compute

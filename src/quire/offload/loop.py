@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from quire.executor import Capacity, Executor
 from quire.loop_feature import LoopFeature
 from quire.offload.costs import CostModel, Rates
 from quire.offload.feature import OffloadFeature
-from quire.plan import Admit, BlockAppends, RowFlag, StepPlan, Transfer
+from quire.offload.group_tier import GroupTier
+from quire.plan import Admit, BlockAppends, KVGroup, RowFlag, StepPlan, Transfer
 from quire.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -24,7 +25,6 @@ _log = logging.getLogger(__name__)
 _PROMPT = {"cpu": 256, "cuda": 4096}
 """Tokens of the prompt that is timed."""
 _COPY_BYTES = 256 << 20
-_NO_APPENDS = BlockAppends(int32([]), int32([]), int32([]), int32([]))
 
 
 class OffloadLoop(LoopFeature):
@@ -62,15 +62,14 @@ def open_tiers(config: EngineConfig, executor: Executor, capacity: Capacity) -> 
     Raises:
         ConfigError: the model's KV cannot be kept there.
     """
-    if len(capacity.groups) != 1 or capacity.groups[0].kind != "full":
+    if any(group.kind == "window" for group in capacity.groups):
         raise ConfigError(
-            "host_cache_gb is not supported for models with sliding-window layers or recurrent "
-            "states",
-            "host_cache_gb",
+            "host_cache_gb is not supported for models with sliding-window layers", "host_cache_gb"
         )
-    group = capacity.groups[0]
     rates = Probe(config, executor, capacity).rates()
-    costs = CostModel(rates, group.block_bytes / group.tokens_per_block)
+    kv = sum(group.block_bytes for group in capacity.groups if group.kind == "full")
+    states = sum(group.block_bytes for group in capacity.groups if group.kind == "state")
+    costs = CostModel(rates, kv / capacity.groups[0].tokens_per_block, states)
     if not costs.worth_keeping:
         _log.warning(
             "the host cache stays empty: KV is computed faster (%.0f tokens/s) than it is copied "
@@ -78,14 +77,29 @@ def open_tiers(config: EngineConfig, executor: Executor, capacity: Capacity) -> 
             rates.prefill,
             rates.into / 1e9,
         )
+    return OffloadFeature(
+        [
+            _group_tier(config, executor, index, group, slots)
+            for index, (group, slots) in enumerate(
+                zip(capacity.groups, capacity.host_blocks, strict=True)
+            )
+        ],
+        costs,
+    )
+
+
+def _group_tier(
+    config: EngineConfig, executor: Executor, index: int, group: KVGroup, slots: int
+) -> GroupTier:
+    state = group.kind == "state"
     if config.args.disk_cache is None:
         # Rates are a rank's; counts are of all.
         block_bytes = group.block_bytes * config.args.tensor_parallel_size
-        return OffloadFeature(capacity.host_blocks, block_bytes, costs)
-    found: Int32 = executor.control({"op": "disk_keys"})
+        return GroupTier(index, slots, block_bytes, state=state)
+    found: Int32 = executor.control({"op": "disk_keys", "group": index})
     keys = [key.tobytes() for key in found]
     most = int(config.args.disk_cache_gb * 1e9) // group.block_bytes
-    return OffloadFeature(capacity.host_blocks, group.block_bytes, costs, keys, most)
+    return GroupTier(index, slots, group.block_bytes, keys, most, state=state)
 
 
 class Probe:
@@ -100,7 +114,7 @@ class Probe:
 
     def rates(self) -> Rates:
         size = self._capacity.groups[0].block_bytes
-        most = min(self._capacity.host_blocks, self._capacity.num_blocks[0])
+        most = min(self._capacity.host_blocks[0], self._capacity.num_blocks[0])
         count = max(1, min(most, _COPY_BYTES // size))
         latency = self._copy("out", 1)
         for direction in ("out", "in"):
@@ -159,14 +173,19 @@ class Probe:
             params=SamplingParams(max_tokens=1),
             seed=0,
         )
-        appends = BlockAppends(int32([0]), int32([0]), int32([blocks]), int32(range(blocks)))
+        appends = [
+            _one_append([0] * group.table_width(length))
+            if group.kind == "state"
+            else _one_append(range(blocks))
+            for group in self._capacity.groups
+        ]
         head = self._head() | {
             "lanes": int32([0]),
             "q_len": int32([length]),
             "n_logits": int32([1]),
             "flags": int32([RowFlag.PROMPT | RowFlag.SAMPLE]),
         }
-        return StepPlan(**head, admits=[admit], block_appends=[appends])
+        return StepPlan(**head, admits=[admit], block_appends=appends)
 
     def _head(self) -> dict[str, Any]:
         self._step -= 1
@@ -182,3 +201,8 @@ class Probe:
     def _run(self, plan: StepPlan) -> list[int]:
         self._executor.submit(plan)
         return self._executor.collect().finished_transfers
+
+
+def _one_append(ids: Sequence[int]) -> BlockAppends:
+    """Returns these entries of the table of lane 0."""
+    return BlockAppends(int32([0]), int32([0]), int32([len(ids)]), int32(ids))

@@ -8,7 +8,8 @@ import msgspec
 class TierStats(msgspec.Struct):
     """Counted since the start, in blocks unless said otherwise.
 
-    host_blocks_total, host_blocks_used, disk_blocks: as they are now. host_hit_tokens,
+    host_blocks_total, host_blocks_used, disk_blocks: of KV, as they are now; host_states_total,
+    host_states_used, disk_states: recurrent states. The rest counts both. host_hit_tokens,
     disk_hit_tokens: tokens of requests that came from there. host_evictions: what the host's pool
     gave up. disk_writes: what of it went to files. swapped_out, swapped_in: copied to the host, and
     back. transfer_failures: transfers, of any kind. prefill_rate, out_rate, in_rate: tokens and
@@ -18,6 +19,9 @@ class TierStats(msgspec.Struct):
     host_blocks_total: int = 0
     host_blocks_used: int = 0
     disk_blocks: int = 0
+    host_states_total: int = 0
+    host_states_used: int = 0
+    disk_states: int = 0
     host_hit_tokens: int = 0
     disk_hit_tokens: int = 0
     host_evictions: int = 0

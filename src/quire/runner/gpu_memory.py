@@ -17,7 +17,7 @@ def cache_budget(
 ) -> int:
     """Returns the bytes for the KV cache on a GPU."""
     budget = cuda_budget(config, device, activation_bytes(config, model))
-    return budget - staging_bytes(config, groups, budget)
+    return budget - sum(staging_bytes(config, groups, budget))
 
 
 def activation_bytes(config: EngineConfig, model: Decoder) -> int:
@@ -30,14 +30,18 @@ def activation_bytes(config: EngineConfig, model: Decoder) -> int:
     return body + head + (1 << 30)
 
 
-def staging_bytes(config: EngineConfig, groups: Sequence[KVGroup], budget: int) -> int:
-    """Device memory in which blocks wait for their copy to the host: as much as a step of prompts
-    can push out, and at most a fiftieth of the cache, or a quarter of a GB."""
+def staging_bytes(config: EngineConfig, groups: Sequence[KVGroup], budget: int) -> tuple[int, ...]:
+    """Returns the device memory in which each group's blocks wait for their copy to the host: as
+    much as a step of prompts can push out, and at most a fiftieth of the cache, or a quarter of a
+    GB. Of recurrent states a step pushes out few."""
     if not config.args.host_cache_gb:
-        return 0
-    largest = max(group.block_bytes for group in groups)
-    step = -(-config.scheduler.max_num_batched_tokens // config.block_size)
-    return max(largest, min(step * largest, max(budget // 50, GB // 4)))
+        return tuple(0 for _ in groups)
+    blocks = -(-config.scheduler.max_num_batched_tokens // config.block_size)
+    most = max(budget // 50, GB // 4)
+    wanted = [(2 if group.kind == "state" else blocks) * group.block_bytes for group in groups]
+    return tuple(
+        max(group.block_bytes, min(size, most)) for group, size in zip(groups, wanted, strict=True)
+    )
 
 
 def cuda_budget(config: EngineConfig, device: torch.device, reserve: int) -> int:

@@ -146,7 +146,7 @@ class ModelRunner:
         return Capacity(
             self._groups,
             self._num_blocks,
-            host_blocks=0 if self._transfer is None else self._transfer.slots,
+            host_blocks=() if self._transfer is None else self._transfer.slots,
             seconds=self._seconds,
             full_step=full,
             logit_rows=self.limits.logit_rows,

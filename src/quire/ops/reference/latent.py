@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.ops.arguments import RmsScale, Scratch
 from quire.ops.kv import KVLayer
+from quire.ops.reference import kv8
 from quire.ops.reference.attention import paged_attention
 from quire.ops.reference.cache import cos_sin_of, rotate, store_plan
 from quire.ops.reference.dense import rms_norm
@@ -34,7 +35,9 @@ def store_latent(
     """Norms tokens' latents, rotates their shared keys, and stores both in the paged cache.
 
     latent: [T, R + P], latents and keys as projected, any stride between tokens.
-    kv: where they go; k is [NB, 1, BS, R + P].
+    kv: where they go; k is [NB, 1, BS, R + P]. In 8 bits k is [NB, 1, BS, R], latents with
+        `k_scale`, and v [NB, 1, BS, P], the keys, which keep the dtype of `latent`: all heads score
+        by them, and rounded like latents they would err more than all the rest.
     norm: of the latents, weight [R]. cos_sin: float32 [positions, P]. The other arguments are those
         of `ops.qk_norm_rope_store`.
     """
@@ -42,8 +45,12 @@ def store_latent(
     content, key = torch.split(latent, [len(norm.weight), cos_sin.shape[-1]], dim=1)
     angles = cos_sin_of(cos_sin, positions, latent.dtype, scratch)
     turned = rotate(key.unsqueeze(1), *angles, interleaved)
-    stored = torch.cat((rms_norm(content, *norm).unsqueeze(1), turned), dim=-1)
-    store_plan(slots, kv.k, scratch).store(stored, kv.k)
+    normed, plan = rms_norm(content, *norm).unsqueeze(1), store_plan(slots, kv.k, scratch)
+    if kv.k_scale is None:
+        plan.store(torch.cat((normed, turned), dim=-1), kv.k)
+    else:
+        kv8.store(plan, normed, kv.k, kv.k_scale, kv.format)
+        plan.store(turned, kv.v)
 
 
 def latent_queries(
@@ -112,8 +119,30 @@ def latent_attention(
         other arguments are those of `ops.paged_attention`.
     Returns the means of latents, [T, Hq, R]; undefined for padding tokens.
     """
+    if kv.k_scale is not None:
+        scratch = {} if scratch is None else scratch
+        kv, block_table = _widened(kv, kv.k_scale, block_table, max_seq_len, q.dtype, scratch)
     means = paged_attention(
         q, kv, query_start, seq_lens, block_table, q_lens=q_lens, max_q_len=max_q_len,
         max_seq_len=max_seq_len, scale=scale, scratch=scratch,
     )  # fmt: skip
     return means[..., :rank]
+
+
+def _widened(
+    kv: KVLayer, scales: Tensor, block_table: Tensor, longest: int, dtype: torch.dtype,
+    scratch: Scratch,
+) -> tuple[KVLayer, Tensor]:  # fmt: skip
+    """Returns the blocks of a table, of rows of up to `longest` tokens, with latents and keys side
+    by side in `dtype`, and the table of where they are, which all layers of a step share."""
+    found = scratch.get(("latent blocks", block_table.data_ptr()))
+    if found is None:
+        ids = block_table[:, : -(-longest // kv.k.shape[2])].clamp(min=0)
+        table = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device).view_as(ids)
+        found = scratch["latent blocks", block_table.data_ptr()] = ids.flatten().long(), table
+    ids, table = found
+    stored = kv.k.view(torch.int8)[ids]
+    own = scales.expand(stored.shape[:-1]) if scales.dim() == 1 else scales[ids]
+    latents = kv8.dequantize(stored, own, kv.format, dtype)
+    both = torch.cat((latents, kv.v[ids].to(dtype)), dim=-1)
+    return KVLayer(both, both), table

@@ -145,6 +145,17 @@ def _int8(x):
 
 
 @triton.jit
+def widened(x, like, KIND: tl.constexpr):
+    """Bytes x, int8, as numbers of the dtype of `like`, which has at least 8 bits of mantissa."""
+    if KIND == INT8:
+        return (x ^ -128).to(tl.float32).to(like.dtype)
+    elif KIND == E4M3_NATIVE:
+        return x.to(tl.float8e4nv, bitcast=True).to(like.dtype)
+    else:
+        return (_e4m3(x.to(tl.int16) << 8).to(tl.float32) * 256.0).to(like.dtype)
+
+
+@triton.jit
 def largest(KIND: tl.constexpr):
     """The largest number that a byte holds."""
     return 127.0 if KIND == INT8 else 448.0

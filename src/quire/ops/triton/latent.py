@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.ops.arguments import RmsScale, Scratch
 from quire.ops.choose import current_policy
 from quire.ops.kv import KVLayer
+from quire.ops.triton import kv8
 from quire.ops.triton.launch import DeviceTraits, launch, options, traits
 
 
@@ -45,12 +46,13 @@ def _turn(
 
 @triton.jit
 def _store_latent(
-    latent_ptr, kv_ptr, weight_ptr, positions_ptr, slots_ptr, cos_sin_ptr, eps, in_stride,
-    stride_b, stride_t, cos_sin_stride,
+    latent_ptr, kv_ptr, key_ptr, scale_ptr, weight_ptr, positions_ptr, slots_ptr, cos_sin_ptr, eps,
+    in_stride, stride_b, stride_t, key_stride_b, key_stride_t, scale_stride_b, cos_sin_stride,
     RANK: tl.constexpr, R_PAD: tl.constexpr, KEY: tl.constexpr, HALF_PAD: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr,
+    OWN_SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,)."""
+    """Grid (tokens,). KIND, OWN_SCALES: see `kv8.constants`."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     position = tl.load(positions_ptr + token).to(tl.int64)
@@ -62,15 +64,27 @@ def _store_latent(
     if slot < 0:
         return
     from_token = latent_ptr + token * in_stride
-    place = kv_ptr + slot // BLOCK_TOKENS * stride_b + slot % BLOCK_TOKENS * stride_t
+    block = slot // BLOCK_TOKENS
+    place = kv_ptr + block * stride_b + slot % BLOCK_TOKENS * stride_t
+    key_place = key_ptr + block * key_stride_b + slot % BLOCK_TOKENS * key_stride_t
     x = tl.load(from_token + dims, mask=dims < RANK, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / RANK + eps)
     # Rounded as the weight is, see `ops.rms_norm`.
     normed = (x * inverse).to(weight_ptr.dtype.element_ty).to(tl.float32) * weight
-    tl.store(place + dims, normed.to(kv_ptr.dtype.element_ty), mask=dims < RANK)
+    if KIND:
+        normed = normed.to(latent_ptr.dtype.element_ty).to(tl.float32)
+        scale_at = scale_ptr
+        if OWN_SCALES:
+            scale_at += block * scale_stride_b + slot % BLOCK_TOKENS
+        inverse_scale = kv8.inverse_scale(
+            tl.max(tl.abs(normed), 0), scale_at, slot >= 0, KIND, OWN_SCALES
+        )
+        tl.store(place + dims, kv8.encode(normed * inverse_scale, KIND), mask=dims < RANK)
+    else:
+        tl.store(place + dims, normed.to(kv_ptr.dtype.element_ty), mask=dims < RANK)
     one = tl.arange(0, 1)
     _turn(
-        from_token + RANK, place + RANK, cos_sin_ptr, position + one, one == 0, one[:, None] * 0,
+        from_token + RANK, key_place, cos_sin_ptr, position + one, one == 0, one[:, None] * 0,
         one[:, None] * 0, cos_sin_stride, KEY, HALF_PAD, INTERLEAVED,
     )  # fmt: skip
 
@@ -197,6 +211,28 @@ def latent_values(mean: Tensor, weight: Tensor) -> Tensor:
     return out.flatten(1)
 
 
+@dataclass(frozen=True)
+class StoredLatents:
+    """A layer's latents as kernels read and write them. tensors: latents, keys and scales; what has
+    8 bits as int8. strides: of blocks and tokens of the first two, of blocks of the last.
+    constants: KIND and OWN_SCALES, see `kv8.constants`."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]
+    strides: tuple[int, ...]
+    constants: dict[str, int]
+
+
+def stored_latents(kv: KVLayer, rank: int, card: DeviceTraits) -> StoredLatents:
+    """Returns the latents, of `rank` numbers, of a layer as `ops.store_latent` has it."""
+    latents, keys, scales = kv.k, kv.k[..., rank:], kv.k
+    if kv.k_scale is not None:
+        latents, keys, scales = kv.k.view(torch.int8), kv.v, kv.k_scale
+    found = kv8.constants(kv.format, card)
+    del found["PACKED"]
+    strides = latents.stride(0), latents.stride(2), keys.stride(0), keys.stride(2), scales.stride(0)
+    return StoredLatents((latents, keys, scales), strides, found)
+
+
 def store_latent(
     latent: Tensor,
     kv: KVLayer,
@@ -214,10 +250,12 @@ def store_latent(
     if tokens == 0:
         return
     card = traits(latent.device)
+    stored = stored_latents(kv, rank, card)
     launch(_store_latent, (tokens,))(
-        latent, kv.k, norm.weight, positions, slots, cos_sin, norm.eps, latent.stride(0),
-        kv.k.stride(0), kv.k.stride(2), cos_sin.stride(0),
+        latent, *stored.tensors, norm.weight, positions, slots, cos_sin, norm.eps,
+        latent.stride(0), *stored.strides, cos_sin.stride(0),
         RANK=rank, R_PAD=triton.next_power_of_2(rank), KEY=key,
         HALF_PAD=triton.next_power_of_2(key // 2), BLOCK_TOKENS=kv.k.shape[2],
-        INTERLEAVED=interleaved, PDL=card.pdl, **options(card.pdl, num_warps=4),
+        INTERLEAVED=interleaved, PDL=card.pdl, **stored.constants,
+        **options(card.pdl, num_warps=4),
     )  # fmt: skip

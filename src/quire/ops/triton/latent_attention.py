@@ -22,6 +22,7 @@ from quire.ops.triton.attention_schedule import (
     schedule,
     schedule_long,
 )
+from quire.ops.triton.latent import stored_latents
 from quire.ops.triton.latent_kernels import latent_long, latent_short
 from quire.ops.triton.launch import DeviceTraits, launch, options, traits
 
@@ -147,9 +148,11 @@ def latent_attention(
         return out
     group, element = head_block(heads), _element_size(q.dtype, card)
     max_q_len = min(max_q_len, tokens)
+    stored = stored_latents(kv, rank, card)
     work = _LatentLaunch(
-        (q, kv.k, out),
+        (q, *stored.tensors, out),
         (query_start, seq_lens, block_table),
+        stored.strides,
         heads // group,
         scale * _LOG2E,
         {
@@ -161,6 +164,7 @@ def latent_attention(
             "BLOCK_TOKENS": kv.k.shape[2],
             "UPCAST": not card.bf16 and q.dtype == torch.bfloat16,
             "PRECISION": "ieee" if element == 4 else "tf32",
+            **stored.constants,
         },
         card.pdl,
     )
@@ -194,11 +198,13 @@ def _element_size(dtype: torch.dtype, card: DeviceTraits) -> int:
 
 @dataclass(frozen=True)
 class _LatentLaunch:
-    """The arguments that both launches share. tensors: q, latents, out. rows: query_start,
-    seq_lens, block_table. blocks: of heads."""
+    """The arguments that both launches share. tensors: q, latents, keys, scales, out. rows:
+    query_start, seq_lens, block_table. stored: strides of latents, see `StoredLatents`. blocks: of
+    heads."""
 
-    tensors: tuple[Tensor, Tensor, Tensor]
+    tensors: tuple[Tensor, ...]
     rows: tuple[Tensor, Tensor, Tensor]
+    stored: tuple[int, ...]
     blocks: int
     scale: float
     constants: dict[str, Any]
@@ -266,10 +272,8 @@ class _LatentLaunch:
         )  # fmt: skip
 
     def _strides(self) -> tuple[int, ...]:
-        q, kv, out = self.tensors
-        return (
-            *q.stride()[:2], *out.stride()[:2], kv.stride(0), kv.stride(2), self.rows[2].stride(0),
-        )  # fmt: skip
+        q, out = self.tensors[0], self.tensors[-1]
+        return *q.stride()[:2], *out.stride()[:2], *self.stored, self.rows[2].stride(0)
 
     def _options(self, tiles: Tiles, pdl: bool) -> dict[str, Any]:
         return options(pdl, num_warps=tiles.warps, num_stages=tiles.stages)

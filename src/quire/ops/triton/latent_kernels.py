@@ -10,14 +10,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.triton import attention_tiles as tiles
+from quire.ops.triton import kv8
 from quire.ops.triton.attention_kernels import row_of_tile
 
 
 @triton.jit
 def _attend_range(
-    acc, peak, total, q, q_key, limit, start, end, kv_ptr, table_ptr, qk_scale, stride_b, stride_t,
+    acc, peak, total, q, q_key, limit, start, end, kv_ptr, key_ptr, scale_ptr, table_ptr, qk_scale,
+    stride_b, stride_t, key_stride_b, key_stride_t, scale_stride_b,
     RANK: tl.constexpr, R_PAD: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, OWN_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over tiles [start, end) of latents; see `attention_tiles.attend_range`. q,
     q_key: queries of latents [BM, R_PAD] and of shared keys [BM, KEY_PAD]. Every tile is masked: a
@@ -29,20 +32,32 @@ def _attend_range(
     block = tl.load(table_ptr + positions // BLOCK_TOKENS, mask=positions < end, other=0)
     for tile in range(start, end, BN):
         positions = tile + tl.arange(0, BN)
-        rows = block.to(tl.int64) * stride_b + (positions % BLOCK_TOKENS) * stride_t
+        place = positions % BLOCK_TOKENS
+        rows = block.to(tl.int64) * stride_b + place * stride_t
+        key_rows = block.to(tl.int64) * key_stride_b + place * key_stride_t
+        scale_at = scale_ptr + tl.zeros([BN], tl.int64)
+        if OWN_SCALES:
+            scale_at += block.to(tl.int64) * scale_stride_b + place
         ahead = positions + BN
         block = tl.load(table_ptr + ahead // BLOCK_TOKENS, mask=ahead < end, other=0)
         at = kv_ptr + rows[:, None] + dims[None, :]
-        key_at = kv_ptr + RANK + rows[:, None] + key_dims[None, :]
+        key_at = key_ptr + key_rows[:, None] + key_dims[None, :]
         stored = (positions < end)[:, None]
         inside = stored & (dims[None, :] < RANK)
         key_inside = stored & (key_dims[None, :] < KEY)
-        latent = tl.load(at, mask=inside, other=0.0)
+        latent = tl.load(at, mask=inside, other=0)
         key = tl.load(key_at, mask=key_inside, other=0.0)
+        if KIND:
+            # Every byte is a number of 16 bits exactly; scales multiply columns of scores and
+            # weights.
+            scale = tl.load(scale_at, mask=positions < end, other=0.0)
+            latent = kv8.widened(latent, key, KIND)
         if UPCAST:
             latent = latent.to(tl.float32)
             key = key.to(tl.float32)
         scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
+        if KIND:
+            scores *= scale[None, :]
         scores = tl.dot(q_key, tl.trans(key), scores, input_precision=PRECISION)
         scores = tl.where(positions[None, :] <= limit[:, None], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1) * qk_scale)
@@ -51,8 +66,12 @@ def _attend_range(
         decay = tl.exp2(peak - base)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
+        if KIND:
+            weights *= scale[None, :] * kv8.LIFT
         acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision=PRECISION)
         peak = higher
+    if KIND:
+        acc /= kv8.LIFT
     return acc, peak, total
 
 
@@ -77,11 +96,14 @@ def _load_queries(
 
 @triton.jit
 def latent_short(
-    q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, table_ptr, qk_scale,
-    q_stride_t, q_stride_h, out_stride_t, out_stride_h, stride_b, stride_t, table_stride,
+    q_ptr, kv_ptr, key_ptr, scale_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, table_ptr,
+    qk_scale,
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h, stride_b, stride_t, key_stride_b,
+    key_stride_t, scale_stride_b, table_stride,
     GROUP: tl.constexpr, RANK: tl.constexpr, R_PAD: tl.constexpr, KEY: tl.constexpr,
     KEY_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr,
+    PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Rows whose queries fit one tile. Grid (blocks of GROUP heads, items), see `Schedule`."""
     head = tl.program_id(0)
@@ -107,8 +129,9 @@ def latent_short(
     )  # fmt: skip
     acc, peak, total = tiles.nothing(BM, R_PAD, 0)
     acc, peak, total = _attend_range(
-        acc, peak, total, q, q_key, limit, start, end, kv_ptr, table_ptr, qk_scale, stride_b,
-        stride_t, RANK, R_PAD, KEY, KEY_PAD, BLOCK_TOKENS, BN, UPCAST, PRECISION,
+        acc, peak, total, q, q_key, limit, start, end, kv_ptr, key_ptr, scale_ptr, table_ptr,
+        qk_scale, stride_b, stride_t, key_stride_b, key_stride_t, scale_stride_b, RANK, R_PAD, KEY,
+        KEY_PAD, BLOCK_TOKENS, BN, UPCAST, PRECISION, KIND, OWN_SCALES,
     )  # fmt: skip
     total = tl.where(total > 0.0, total, 1.0)
     result = acc / total[:, None]
@@ -125,13 +148,14 @@ def latent_short(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def latent_long(
-    q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, query_start_ptr, seq_lens_ptr,
-    table_ptr, num_rows, qk_scale,
-    q_stride_t, q_stride_h, out_stride_t, out_stride_h, stride_b, stride_t, table_stride,
+    q_ptr, kv_ptr, key_ptr, scale_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, query_start_ptr,
+    seq_lens_ptr, table_ptr, num_rows, qk_scale,
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h, stride_b, stride_t, key_stride_b,
+    key_stride_t, scale_stride_b, table_stride,
     GROUP: tl.constexpr, RANK: tl.constexpr, R_PAD: tl.constexpr, KEY: tl.constexpr,
     KEY_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SHORTEST: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-    PARTS: tl.constexpr,
+    SHORTEST: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr,
+    OWN_SCALES: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Rows of at least SHORTEST queries. Grid (blocks of heads, tiles), with PARTS (blocks of
     heads, items), see `LongSchedule`."""
@@ -174,8 +198,9 @@ def latent_long(
         end = tl.minimum(end, lo + per * BN)
     acc, peak, total = tiles.nothing(BM, R_PAD, 0)
     acc, peak, total = _attend_range(
-        acc, peak, total, q, q_key, limit, lo, end, kv_ptr, table_ptr, qk_scale, stride_b,
-        stride_t, RANK, R_PAD, KEY, KEY_PAD, BLOCK_TOKENS, BN, UPCAST, PRECISION,
+        acc, peak, total, q, q_key, limit, lo, end, kv_ptr, key_ptr, scale_ptr, table_ptr,
+        qk_scale, stride_b, stride_t, key_stride_b, key_stride_t, scale_stride_b, RANK, R_PAD, KEY,
+        KEY_PAD, BLOCK_TOKENS, BN, UPCAST, PRECISION, KIND, OWN_SCALES,
     )  # fmt: skip
     total = tl.where(total > 0.0, total, 1.0)
     result = acc / total[:, None]

@@ -30,12 +30,7 @@ from quire.runner.transfer.layout import BlockLayout
 
 
 class Slots(Protocol):
-    """Host memory with as many slots for each group, each as large as a block."""
-
-    @property
-    def slots(self) -> int:
-        """Slots of each group."""
-        ...
+    """Host memory with slots for each group, each as large as a block."""
 
     def view(self, group: int, slot: int) -> memoryview:
         """Returns a slot's bytes, writable."""
@@ -93,7 +88,11 @@ class CudaCopier:
     """Kernels on streams; see the module."""
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], pool: Slots, staging: int, device: torch.device
+        self,
+        layouts: Sequence[BlockLayout],
+        pool: Slots,
+        staging: Sequence[int],
+        device: torch.device,
     ) -> None:
         if not all(layout.aligned for layout in layouts):
             raise ConfigError(
@@ -105,23 +104,27 @@ class CudaCopier:
         self._device = device
         self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._staging = Staging(max(layout.size for layout in layouts), staging, device)
+        self._staging = [
+            Staging(layout.size, limit, device)
+            for layout, limit in zip(layouts, staging, strict=True)
+        ]
 
     def out(self, group: int, blocks: Int32, slots: Int32) -> Callable[[], bool]:
         layout, step = self._layouts[group], torch.cuda.current_stream(self._device)
+        staging = self._staging[group]
         event: Any = None
         at = 0
         while at < len(blocks):
-            places = self._staging.take(len(blocks) - at, step)
+            places = staging.take(len(blocks) - at, step)
             end = at + len(places)
-            staged = self._staging.addresses(places)
+            staged = staging.addresses(places)
             self._copy(layout, self._on_device(layout, blocks[at:end]), staged)
             self._out.wait_stream(step)
             with torch.cuda.stream(self._out):
                 there = self._pool.addresses(group, slots[at:end])
                 self._pieces(staged, there, layout.size)
                 event = self._out.record_event()
-            self._staging.lend(places, event)
+            staging.lend(places, event)
             at = end
         return _at_once if event is None else event.query
 

@@ -1,4 +1,4 @@
-"""Host memory for KV blocks: as many slots for each KV group, each as large as a block."""
+"""Host memory for KV blocks: slots for each KV group, each as large as a block."""
 
 from __future__ import annotations
 
@@ -20,26 +20,35 @@ two, and cost up to twice what was asked for."""
 
 
 class HostPool:
-    """`slots` places for each group's blocks; pinned where there is a GPU to copy from."""
+    """Places for blocks, `slots` by group; pinned where there is a GPU to copy from."""
 
-    def __init__(self, layouts: Sequence[BlockLayout], slots: int, pinned: bool) -> None:
-        self.slots = slots
-        self._groups = [_Slots(layout.size, slots, pinned) for layout in layouts]
+    def __init__(self, layouts: Sequence[BlockLayout], slots: Sequence[int], pinned: bool) -> None:
+        self.slots = tuple(slots)
+        self._groups = [
+            _Slots(layout.size, count, pinned) for layout, count in zip(layouts, slots, strict=True)
+        ]
 
     @staticmethod
-    def slots_within(layouts: Sequence[BlockLayout], limit: int, ranks: int = 1) -> int:
-        """Returns how many slots of each group fit a rank's share of `limit` bytes.
+    def slots_within(
+        layouts: Sequence[BlockLayout], blocks: Sequence[int], limit: int, ranks: int = 1
+    ) -> tuple[int, ...]:
+        """Returns how many slots of each group fit `limit` bytes, a rank's share: as many as there
+        are `blocks` on the device, in proportion, but one at least.
 
         Raises:
-            ConfigError: not a single one, or the machine has less memory than that.
+            ConfigError: not a single one, or the machine has less memory than all ranks take.
         """
         free = available_memory()
-        slots = limit // ranks // sum(layout.size for layout in layouts)
-        if slots < 1:
-            raise ConfigError("host_cache_gb has no room for a single KV block", "host_cache_gb")
-        if limit > free:
+        sizes = [layout.size for layout in layouts]
+        each = sum(size * count for size, count in zip(sizes, blocks, strict=True))
+        slots = tuple(max(1, count * limit // each) for count in blocks)
+        if sum(size * count for size, count in zip(sizes, slots, strict=True)) > limit:
+            what = "KV block" if len(layouts) == 1 else "block of each kind"
+            raise ConfigError(f"host_cache_gb has no room for a single {what}", "host_cache_gb")
+        if limit * ranks > free:
             raise ConfigError(
-                f"host_cache_gb={limit / 1e9:g} exceeds the {free / 1e9:.1f} GB of free memory",
+                f"host_cache_gb={limit * ranks / 1e9:g} exceeds the {free / 1e9:.1f} GB of free "
+                "memory",
                 "host_cache_gb",
             )
         return slots

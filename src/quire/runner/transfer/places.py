@@ -40,10 +40,10 @@ class KVTransfer:
         self._places = places
 
     @property
-    def slots(self) -> int:
-        """Blocks of each group that the host's pool holds."""
+    def slots(self) -> tuple[int, ...]:
+        """Blocks of each group that the host's pool holds; () where there is none."""
         host = self._places.get("host")
-        return host.pool.slots if isinstance(host, HostPlace) else 0
+        return host.pool.slots if isinstance(host, HostPlace) else ()
 
     def start(self, transfers: Sequence[Transfer], direction: str) -> None:
         """Launches those of one direction."""
@@ -84,12 +84,12 @@ class KVTransfer:
         return finished, failed
 
     def on_control(self, message: dict[str, Any]) -> Any:
-        """Answers what is asked of a place. disk_keys: the keys of the first group's blocks in
-        files, least recently used first, int32 [n, 4]. staging_pool: the memory between peers, or
-        what they read. None: the message is for others."""
+        """Answers what is asked of a place. disk_keys: the keys of a group's blocks in files, least
+        recently used first, int32 [n, 4]. staging_pool: the memory between peers, or what they
+        read. None: the message is for others."""
         match message.get("op"), self._places:
             case "disk_keys", {"disk": DiskPlace() as disk}:
-                return disk.keys()
+                return disk.keys(message["group"])
             case "disk_keys", _:
                 return int32([]).reshape(0, 4)
             case "staging_pool", {"peer": place}:
@@ -137,9 +137,9 @@ class DiskPlace:
         self._store = store
         self._files: dict[int, list[Future[bool]]] = {}
 
-    def keys(self) -> Int32:
-        """Returns the keys of the first group's blocks, least recently used first, int32 [n, 4]."""
-        return self._store.keys(0)
+    def keys(self, group: int) -> Int32:
+        """Returns the keys of a group's blocks, least recently used first, int32 [n, 4]."""
+        return self._store.keys(group)
 
     def out(self, transfer: Transfer) -> None:
         self._files[transfer.id] = self._jobs(transfer, self._store.write)
@@ -176,16 +176,16 @@ class DiskPlace:
 
 def tiers(
     tensors: Sequence[Sequence[Tensor]],
-    slots: int,
-    staging: int = 0,
+    slots: Sequence[int],
+    staging: Sequence[int] = (),
     disk: DiskStore | None = None,
     group: ProcessGroup | None = None,
 ) -> dict[str, Place]:
     """Returns the host's memory, and files, as places.
 
     tensors: of each KV group, all that hold its blocks, with blocks as their first dimension.
-    slots: of the host's pool, per KV group. staging: bytes on the device. group: of the ranks that
-    move blocks at once; None: this is the only one.
+    slots: of the host's pool, and staging: bytes on the device, by KV group. group: of the ranks
+    that move blocks at once; None: this is the only one.
     """
     layouts = [BlockLayout(group) for group in tensors]
     device = tensors[0][0].device
@@ -246,11 +246,13 @@ def open_tiers(config: EngineConfig, cache: KVCache, group: ProcessGroup) -> dic
         return {}
     tensors = [cache.block_tensors(index) for index in range(len(cache.groups))]
     layouts = [BlockLayout(each) for each in tensors]
-    slots = HostPool.slots_within(layouts, int(args.host_cache_gb * GB), group.world)
+    blocks = [len(each[0]) for each in tensors]
+    limit = int(args.host_cache_gb * GB) // group.world
+    slots = HostPool.slots_within(layouts, blocks, limit, group.world)
     if group.world > 1:
         # All have as many; and none takes its memory while another looks how much is free.
-        found = torch.tensor([slots], device=config.device)
-        slots = int(group.all_gather(found).min())
+        found = torch.tensor(slots, device=config.device)
+        slots = tuple(group.all_gather(found).view(group.world, -1).amin(0).tolist())
     disk = None
     if args.disk_cache is not None:
         shapes = [[(tuple(t.shape[1:]), str(t.dtype)) for t in each] for each in tensors]
