@@ -2,8 +2,8 @@
 
     python -m tests.server.chaos --requests 10000 --out bench/results/disagg_chaos.jsonl
 
-Two servers compute prompts (one sends KV in sync, one async), two decode. Engines, and whole
-servers, are killed or stopped for longer than a lease, and started again; clients leave. Each
+Two servers compute prompts (one sends KV in sync, one async), two decode (one maps the others'
+memory, one reads blocks from connections). Engines, and whole servers, are killed or stopped for longer than a lease, and started again; clients leave. Each
 answer is compared with that of a server that does all of it, and is else an error for which the
 server that was asked had been disturbed itself. Every so often all requests come to their end, and
 each server must hold what it holds at rest. Prints one line of JSON; the exit status is 0 if no
@@ -25,13 +25,15 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from quire.bench.record import append_jsonl, make_record
+from tests.server import apart
+from tests.server.apart import APART
 from tests.server.server_process import MODEL, start_server
 from tests.server.test_faults import child
 
@@ -49,7 +51,6 @@ COUNTERS = (
     "quire_kv_fetches_local_total",
     "quire_kv_blocks_received_total",
     "quire_remote_hit_tokens_total",
-    "quire_preemptions_total",
 )
 
 _COMMON: dict[str, Any] = {
@@ -178,14 +179,17 @@ def answer_of(choices: list[dict[str, Any]]) -> Answer:
 class Target:
     """A server that is disturbed, and started again at its address."""
 
-    def __init__(self, name: str, flags: list[str], log: Path) -> None:
+    def __init__(
+        self, name: str, flags: list[str], log: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
+        self._variables = variables
         self._flags = flags
         self._log = log
         self.disturbed: list[list[float]] = []
         """When it was disturbed, and when it was as before."""
         self._kills = 0
-        self.server = start_server(*flags)
+        self.server = start_server(*flags, variables=variables)
         self.url = self.server.url
         self._rest: dict[str, Any] = {}
         self._blocks: dict[str, int] = {}
@@ -229,7 +233,8 @@ class Target:
             if time.monotonic() > deadline:
                 raise SystemExit(f"{self.name}: the engine outlived its server")
             time.sleep(0.01)
-        self.server = start_server(*self._flags, "--port", str(urlsplit(self.url).port))
+        port = str(urlsplit(self.url).port)
+        self.server = start_server(*self._flags, "--port", port, variables=self._variables)
         self._await_ready()
         self._counts.append(Counter())
 
@@ -394,7 +399,10 @@ class Chaos:
         ]
         peers = [word for writer in self.writers for word in ("--peer", writer.url)]
         asks = ["--role", "decode", "--remote-prefill-tokens", "32", *peers]
-        self.readers = [Target(f"decode {i}", [*flags, *asks], self._log) for i in range(2)]
+        self.readers = [
+            Target(f"decode, {how}", [*flags, *asks], self._log, variables)
+            for how, variables in (("shared memory", {}), ("connections", {APART: "1"}))
+        ]
         self.targets = [*self.writers, *self.readers]
         try:
             begun = time.monotonic()
@@ -446,7 +454,7 @@ class Chaos:
         what = self._draw.choices(
             ["kill engine", "kill server", "stop", "stop briefly", "forget"], [8, 5, 3, 2, 3]
         )[0]
-        role = target.name.split()[0]
+        role = target.name.split()[0].strip(",")
         self.done[f"{what}, {role}"] += 1
         target.begin()
         thread = threading.Thread(target=self._run_trouble, args=(target, what), daemon=True)
@@ -550,9 +558,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSONL file that the record is added to")
     parser.add_argument("--keep", type=Path, help="new folder for the servers' logs")
     given = parser.parse_args()
-    from tests import fork_server
-
-    fork_server.use()
+    apart.use()
     plan = Plan(given.requests, given.seed, given.model)
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.keep or Path(temporary)
