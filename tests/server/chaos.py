@@ -3,11 +3,12 @@
     python -m tests.server.chaos --requests 10000 --out bench/results/disagg_chaos.jsonl
 
 Two servers compute prompts (one sends KV in sync, one async), two decode (one maps the others'
-memory, one reads blocks from connections). Engines, and whole servers, are killed or stopped for longer than a lease, and started again; clients leave. Each
-answer is compared with that of a server that does all of it, and is else an error for which the
-server that was asked had been disturbed itself. Every so often all requests come to their end, and
-each server must hold what it holds at rest. Prints one line of JSON; the exit status is 0 if no
-token was wrong, nothing was left over, nothing hung, and every error had its reason.
+memory, one reads blocks from connections). Engines, and whole servers, are killed or stopped for
+longer than a lease, and started again; clients leave. Each answer is compared with that of a server
+that does all of it, and is else an error for which the server that was asked had been disturbed
+itself. Every so often all requests come to their end, and each server must hold what it holds at
+rest. Prints JSON; the exit status is 0 if no token was wrong, nothing was left over, nothing hung,
+and every error had its reason.
 """
 
 from __future__ import annotations
@@ -347,7 +348,7 @@ class Plan:
     seed: int = 1
     model: str = "window"
     clients: int = 12
-    jobs: int = 400
+    jobs: int = 200
     each: int = 20
     round: int = 250
 
