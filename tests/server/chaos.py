@@ -341,8 +341,11 @@ def alive(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done. requests: in all. clients: that ask at once. jobs: different requests.
-    each: answers from one disturbance to the next. round: requests from one rest to the next."""
+    """The requests and disturbances of a run.
+
+    requests: in all. clients: that ask at once. jobs: different requests. each: answers from one
+    disturbance to the next. round: requests from one rest to the next.
+    """
 
     requests: int
     seed: int = 1
