@@ -245,6 +245,9 @@ class FakeExecutor:
                 failed.append(transfer.id)
                 continue
             self._check_still(move)
+            if transfer.place == "peer" and transfer.direction == "out":
+                # Such copies read blocks where they are, until they end.
+                move.data = self._source(transfer)
             finished.append(transfer.id)
             for i, block in enumerate(move.data):
                 if transfer.place in NEAR and transfer.direction == "in":

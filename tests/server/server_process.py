@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import openai
@@ -55,9 +55,10 @@ class Server:
             raise
 
 
-def start_server(*flags: str) -> Server:
-    """Starts `quire serve` on a free port and waits until it says that it is ready."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+def start_server(*flags: str, variables: Mapping[str, str] | None = None) -> Server:
+    """Starts `quire serve` on a free port and waits until it says that it is ready. variables: for
+    its environment."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(variables or {})}
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--device", "cpu"]
     process = subprocess.Popen(
         [*command, "--served-model-name", MODEL, "--kv-cache-gb", "0.25", *flags],

@@ -7,13 +7,11 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import signal
-import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -23,6 +21,7 @@ from quire.routing.fleet import Fleet, FleetSettings
 from quire.routing.prompts import read_prompt
 from quire.routing.server import build_router
 from tests.routing.fake_replica import serving
+from tests.server.chaos import Plan, run_chaos
 from tests.server.server_process import MODEL, WAIT, Server, start_server
 from tests.server.test_faults import child
 
@@ -237,78 +236,10 @@ def test_a_reader_that_dies_leaves_nothing(servers: tuple[Server, Server]) -> No
     assert metric(writer, 'quire_kv_blocks{group="0",state="used"}') == 0
 
 
-REQUESTS = int(os.environ.get("QUIRE_CHAOS_REQUESTS", "60"))
-"""Requests of the chaos; ten thousand for a thorough run."""
-
-
-def ask_often(
-    server: Server,
-    seed: int,
-    expected: dict[str, str],
-    answered: threading.Semaphore,
-    wrong: list[str],
-) -> None:
-    """Asks for a quarter of all requests; some are given up after a moment."""
-    own = random.Random(seed)
-    for _ in range(REQUESTS // 4):
-        prompt = own.choice(list(expected))
-        try:
-            if own.random() < 0.2:
-                with contextlib.suppress(openai.APITimeoutError):
-                    ask(server, prompt, temperature=0.0, timeout=own.random())
-            elif (text := ask(server, prompt, temperature=0.0)) != expected[prompt]:
-                wrong.append(text)
-        except openai.APIError:
-            time.sleep(1.0)  # its engine was killed
-        answered.release()
-
-
 @pytest.mark.slow
-def test_chaos() -> None:
-    """Engines are killed and clients leave at random. No answer is wrong, and nothing is left."""
-    draw = random.Random(int(os.environ.get("QUIRE_CHAOS_SEED", "1")))
-    steps = ("--max-num-batched-tokens", "64", "--kv-transfer", "async", "--kv-cache-gb", "0.05")
-    restarts = ("--engine-restarts", "1000", "--lease-timeout", "2")
-    writer = start_server("--role", "prefill", "--api-key", KEY, *steps, *restarts)
-    reader = start_reader(writer, *restarts)
-    prompts = [f"Story number {i}. {STORY}" for i in range(6)]
-    try:
-        expected = {p: ask(writer, p, KEY, temperature=0.0) for p in prompts}
-        answered = threading.Semaphore(0)
-        wrong: list[str] = []
-        threads = [
-            threading.Thread(target=ask_often, args=(reader, seed, expected, answered, wrong))
-            for seed in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for done in range(4 * (REQUESTS // 4)):
-            assert answered.acquire(timeout=120), "a request hangs"
-            if done % 10 == 9:
-                victim = draw.choice([writer, writer, reader])
-                with contextlib.suppress(IndexError, ProcessLookupError):
-                    os.kill(child(victim, "quire.engine.process"), signal.SIGKILL)
-            if draw.random() < 0.2:
-                post_reset(draw.choice([writer, reader]))
-        for thread in threads:
-            thread.join()
-        assert wrong == []
-        for server in (writer, reader):
-            server.wait_for(lambda s=server: metric(s, "quire_engine_up") == 1, "the engine")  # type: ignore[misc]
-        assert ask(reader, prompts[0], temperature=0.0) == expected[prompts[0]]
-        for server in (writer, reader):
-            for name in (
-                "quire_kv_grants_open",
-                "quire_kv_fetches_open",
-                "quire_requests_running",
-                'quire_kv_blocks{group="0",state="used"}',
-            ):
-                server.wait_for(lambda s=server, n=name: metric(s, n) == 0, f"{name} to be 0")  # type: ignore[misc]
-    finally:
-        for server in (reader, writer):
-            server.stop(signal.SIGKILL)
-
-
-def post_reset(server: Server) -> None:
-    """Forgets cached prefixes, as far as the engine is there."""
-    post(server, "/reset_prefix_cache", {})
+@pytest.mark.parametrize("model", ["window", "state"])
+def test_chaos(tmp_path: Path, model: str) -> None:
+    """Servers are killed and clients leave at random. No answer is wrong, and nothing is left."""
+    chaos = run_chaos(Plan(150, model=model, jobs=40, each=10, round=75), tmp_path)
+    assert chaos.good, chaos.result()
+    assert chaos.ends["equal"] > 75

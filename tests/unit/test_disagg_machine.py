@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -285,6 +286,14 @@ class DisaggMachine(RuleBasedStateMachine):
         self.reader.scheduler.reset_prefix_cache()
         self.writer.scheduler.reset_prefix_cache()
 
+    @rule()
+    def preempt_writer(self) -> None:
+        """The writer's latest request starts over, and others take its blocks."""
+        running = self.writer.scheduler._running.entries
+        if running and running[-1][-1].num_preemptions < 3:
+            self.writer.scheduler._preempt(running[-1][-1])
+            self.writer.scheduler.reset_prefix_cache()
+
     @rule(count=st.integers(1, 4))
     def run_writer(self, count: int) -> None:
         for _ in range(count):
@@ -502,3 +511,52 @@ def test_what_is_read_too_late_is_not_used() -> None:
     assert machine.fetched == 0
     assert machine.reader.stats.local == 1
     assert machine.writer.stats.grants == {"timeout": 1}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_blocks_that_are_lost_while_they_are_read_are_sent_again(seed: int) -> None:
+    """Requests start over while their blocks are copied out, and others take these."""
+    draw = random.Random(seed)
+    machine = DisaggMachine()
+    machine.begin(draw.choice(["full", "window"]), "async", seed)
+    for _ in range(4):
+        machine.ask(draw.randrange(3), draw.randrange(25, 41), 2)
+    machine.run_reader(1)
+    for pull in list(machine.reader.puller.pulls):
+        machine.advance(pull)
+        machine.advance(pull)
+    for _ in range(30):
+        machine.run_writer(1)
+        if draw.random() < 0.2:
+            machine.preempt_writer()
+        machine.talk(draw.randrange(4), 2)
+    machine.teardown()
+    assert machine.fetched == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "later"),
+    [("full", "async", 1), ("full", "sync", 2), ("window", "sync", 2), ("state", "sync", 3)],
+)
+def test_a_prompt_s_last_blocks_leave_soon(kind: str, way: str, later: int) -> None:
+    """Counts plans from the one that computes the last of a prompt to the one that sends it, while
+    another is computed: in async it need not wait for the step's result."""
+    machine = DisaggMachine()
+    machine.begin(kind, way, 0)
+    machine.ask(0, 17, 2)
+    machine.run_reader(1)
+    (pull,) = machine.reader.puller.pulls
+    machine.advance(pull)
+    machine.advance(pull)
+    writer, plans = machine.writer, []
+    submit = writer.executor.submit
+    writer.executor.submit = lambda plan: (plans.append(plan), submit(plan))  # type: ignore[assignment,func-returns-value]
+    writer.add("other/0", [1] * 60, 1)
+    for _ in range(12):
+        writer.step()
+    lane = plans[0].admits[0].lane
+    computed = max(i for i, plan in enumerate(plans[:4]) if lane in plan.lanes)
+    sent = max(i for i, plan in enumerate(plans) if plan.transfers)
+    assert sent - computed == later
+    machine.teardown()
+    assert machine.fetched == 1

@@ -16,7 +16,8 @@ connection ended. aborted: the request ended meanwhile. broken: what came was no
 class DisaggStats(msgspec.Struct):
     """Counts since the start.
 
-    grants_open, fetches_open: as they are now. grants, fetches: ended ones by outcome.
+    grants_open, fetches_open: as they are now. slots_used: blocks in the memory between engines, of
+    all groups, on their way out or in. grants, fetches: ended ones by outcome.
     blocks_sent, blocks_received: of all groups. bytes_sent, bytes_received: of these.
     remote_tokens: prompt tokens whose KV came from peers. local: requests whose prompt a peer was
     to compute and that computed it themselves. peers_up: peers that can be asked now.
@@ -24,6 +25,7 @@ class DisaggStats(msgspec.Struct):
 
     grants_open: int = 0
     fetches_open: int = 0
+    slots_used: int = 0
     grants: dict[str, int] = {}
     fetches: dict[str, int] = {}
     blocks_sent: int = 0

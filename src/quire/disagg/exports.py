@@ -27,6 +27,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.cache.loading import LoadingPrefix, PrefixLoader
@@ -47,7 +49,7 @@ from quire.disagg.messages import (
 from quire.errors import QuireError
 from quire.loop_feature import Failure
 from quire.plan import Transfer
-from quire.request import FinishReason, Request
+from quire.request import FinishReason, Request, RequestStatus
 from quire.scheduler import PlanBuilder
 
 _log = logging.getLogger(__name__)
@@ -86,15 +88,26 @@ class Stopped:
     link: ReaderLink
 
 
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A batch on its way to the memory between engines, out of `blocks`, int32 [n]. turn: how often
+    its request had been preempted; None: the blocks are held."""
+
+    batch: BlockBatch
+    blocks: Int32
+    turn: int | None
+
+
 @dataclass(slots=True, eq=False)
 class Export:
     """A grant, and how far it is.
 
     tokens: int32 [whole blocks]. sent_to: by group, the table entry of the next block to send.
     finished: its request has ended. settled: a plan was made since the blocks are held. ended: it
-    is forgotten. moving: batches on their way to the memory between engines, by transfer. sent:
-    batches that the reader has not taken. done: how often its request was preempted, and how many
-    tokens were planned, at the last plan. granted: when it was. computed: seconds from then until
+    is forgotten. moving: batches on their way to the memory between engines, by transfer. again:
+    (group, first, end) of blocks that were lost on that way. sent: batches that the reader has not
+    taken. done: how often its request was preempted, and how many tokens were planned, at the last
+    plan. granted: when it was. computed: seconds from then until
     its request had ended. deadline: when the reader counts as dead. told: when it was last told
     that work goes on.
     """
@@ -113,7 +126,8 @@ class Export:
     settled: bool = False
     closed: bool = False
     ended: bool = False
-    moving: dict[int, BlockBatch] = field(default_factory=dict)
+    moving: dict[int, Leaving] = field(default_factory=dict)
+    again: list[tuple[int, int, int]] = field(default_factory=list)
     sent: dict[int, BlockBatch] = field(default_factory=dict)
     told: float = 0.0
     done: tuple[int, int] = (0, 0)
@@ -206,6 +220,9 @@ class Exports:
         export.computed, export.deadline = now - export.granted, now + self._lease
         if export.held is None:
             self._refuse(export, (503, "the prompt's blocks could not be kept"), "aborted")
+            return
+        export.settled = all(group.grows for group in self._blocks.groups)
+        self._end_if_sent(export)
 
     # -- news ----------------------------------------------------------------------------------
 
@@ -291,15 +308,35 @@ class Exports:
         )
 
     def _can_send(self, export: Export) -> bool:
-        return (
-            not export.closed
-            and export.link is not None
-            and export.held is not None
-            and any(
-                export.sent_to[g] < end and self._slots.num_free(g)
-                for g, (_, end) in enumerate(self._ranges(export.held))
-            )
-        )
+        if export.closed or export.link is None:
+            return False
+        return any(self._slots.num_free(g) for g, _, _ in self._unsent(export))
+
+    def _unsent(self, export: Export) -> list[tuple[int, int, int]]:
+        """Returns (group, first, end) of the table entries that can be sent by the next plan."""
+        if export.held is not None:
+            ends = [end for _, end in self._ranges(export.held)]
+            begins = [begin for begin, _ in self._ranges(export.held)]
+            again = export.again
+        else:
+            end = self._filled(export)
+            ends = [end if group.sparse is None else 0 for group in self._blocks.groups]
+            begins, again = [0] * len(ends), []
+        starts = map(max, export.sent_to, begins)
+        rest = ((g, at, end) for g, (at, end) in enumerate(zip(starts, ends, strict=True)))
+        return [*again, *((g, at, end) for g, at, end in rest if at < end)]
+
+    def _filled(self, export: Export) -> int:
+        """Counts the whole blocks of a running request that launched steps have filled."""
+        request, (turn, done) = export.request, export.done
+        if (
+            not self._chunks
+            or request is None
+            or request.status is not RequestStatus.RUNNING
+            or turn != request.num_preemptions
+        ):
+            return 0
+        return min(done, len(export.tokens)) // self._blocks.block_size
 
     def _ranges(self, held: LoadingPrefix) -> list[tuple[int, int]]:
         """Returns the table entries of each group that a reader needs."""
@@ -311,52 +348,40 @@ class Exports:
     def plan(self, builder: PlanBuilder) -> None:
         """Sends what is there, as far as slots are free."""
         for export in list(self._by_name.values()):
-            if export.closed or export.link is None:
-                export.settled = export.held is not None
-                continue
-            if export.held is not None:
-                # A recurrent state's copy is made by the plan behind `hold`, after what goes out.
-                if export.settled:
-                    self._send_held(builder, export, export.held)
-                export.settled = True
-            elif self._chunks and export.request is not None:
-                self._send_chunk(builder, export, export.request)
+            if not export.closed and export.link is not None:
+                self._send_unsent(builder, export)
+            export.settled = export.held is not None
+            if export.request is not None:
+                # This step fills them behind what goes out, so they are sent by the next plan.
+                export.done = export.request.num_preemptions, export.request.planned
 
-    def _send_held(self, builder: PlanBuilder, export: Export, held: LoadingPrefix) -> None:
-        for g, (begin, end) in enumerate(self._ranges(held)):
-            at = max(export.sent_to[g], begin)
-            while at < end:
-                count = self._send(builder, export, g, at, held.blocks[g][at - begin :])
-                if not count:
-                    break
+    def _send_unsent(self, builder: PlanBuilder, export: Export) -> None:
+        held = export.held
+        if held is not None and not export.settled:
+            return  # the plan behind `hold` copies a recurrent state, after what goes out
+        unsent, export.again = self._unsent(export), [] if held is not None else export.again
+        for g, first, end in unsent:
+            at = first
+            while at < end and (count := self._send(builder, export, g, at, end)):
                 at += count
-            export.sent_to[g] = at
+            if first >= export.sent_to[g]:
+                export.sent_to[g] = at
+            elif at < end:
+                export.again.append((g, at, end))
         self._end_if_sent(export)
 
-    def _send_chunk(self, builder: PlanBuilder, export: Export, request: Request) -> None:
-        """Sends the whole blocks that the steps before this one have filled."""
-        if request not in builder.requests:
-            return
-        # What it shares may be filled by this very step, behind what goes out: so the plan before.
-        turn, done = export.done
-        done = done if turn == request.num_preemptions else 0
-        export.done = request.num_preemptions, request.planned
-        whole = min(done, len(export.tokens)) // self._blocks.block_size
-        for g, group in enumerate(self._blocks.groups):
-            at = export.sent_to[g]
-            if group.sparse is not None or whole <= at:
-                continue
-            ids = group.entries(request.lane, at, whole)
-            export.sent_to[g] += self._send(builder, export, g, at, ids)
-
-    def _send(self, builder: PlanBuilder, export: Export, g: int, first: int, blocks: Int32) -> int:
+    def _send(self, builder: PlanBuilder, export: Export, g: int, first: int, end: int) -> int:
         """Moves up to a batch of blocks out; returns how many."""
-        slots = self._slots.put(g, blocks)
+        entries = self._entries(export, g, first, end)
+        slots = self._slots.put(g, entries)
         if not slots:
             return 0
         id = next(self._ids)
-        export.moving[id] = BlockBatch(id, g, first, len(slots), slots)
-        transfer = Transfer(id, "out", "peer", g, int32(blocks[: len(slots)]), slots=int32(slots))
+        batch = BlockBatch(id, g, first, len(slots), slots)
+        blocks = entries[: len(slots)]
+        turn = export.done[0] if export.held is None else None
+        export.moving[id] = Leaving(batch, blocks, turn)
+        transfer = Transfer(id, "out", "peer", g, blocks, slots=int32(slots))
         builder.transfer(transfer)
         return len(slots)
 
@@ -364,14 +389,39 @@ class Exports:
         """Takes note of copies that have ended."""
         for export in list(self._by_name.values()):
             for id in [id for id in (*finished, *failed) if id in export.moving]:
-                batch = export.moving.pop(id)
+                leaving = export.moving.pop(id)
+                batch = leaving.batch
                 if export.closed or export.link is None or id in failed:
                     self._slots.give(batch.group, batch.slots or [])
+                elif not self._kept(export, leaving):
+                    self._slots.give(batch.group, batch.slots or [])
+                    export.again.append((batch.group, batch.first, batch.first + batch.count))
                 else:
                     export.sent[batch.number] = batch
                     self._heard(export)
                     export.link.send(batch)
             self._forget_ended(export)
+
+    def _entries(self, export: Export, g: int, first: int, end: int) -> Int32:
+        """Returns blocks of the prompt by table entries, int32 [end - first]: those that are held,
+        or the running request's."""
+        if export.held is not None:
+            place = export.held.places[g]
+            return export.held.blocks[g][first - place : end - place]
+        assert export.request is not None
+        # A copy: the table may change before the plan is launched.
+        return self._blocks.groups[g].entries(export.request.lane, first, end).copy()
+
+    def _kept(self, export: Export, leaving: Leaving) -> bool:
+        """Tells whether blocks have been the prompt's all the time that they were read. A request
+        loses them when it is preempted, and those that the tree has from another when it ends."""
+        batch, request = leaving.batch, export.request
+        if leaving.turn is None or request is None:
+            return True
+        if request.num_preemptions != leaving.turn:
+            return False
+        now = self._entries(export, batch.group, batch.first, batch.first + batch.count)
+        return np.array_equal(now, leaving.blocks)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -380,9 +430,7 @@ class Exports:
         held = export.held
         if held is None or export.closed or export.link is None or export.moving or export.sent:
             return
-        if export.settled and all(
-            export.sent_to[g] >= end for g, (_, end) in enumerate(self._ranges(held))
-        ):
+        if export.settled and not self._unsent(export):
             export.link.send(End(export.computed))
             self._close(export, "done")
 

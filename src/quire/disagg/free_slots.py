@@ -83,3 +83,9 @@ class FreeSlots:
     def num_free(self, group: int) -> int:
         with self._changed:
             return len(self._free[group])
+
+    @property
+    def used(self) -> int:
+        """Counts the slots of all groups that are taken."""
+        with self._changed:
+            return sum(self.total - len(free) for free in self._free)

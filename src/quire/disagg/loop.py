@@ -93,6 +93,7 @@ class DisaggLoop(LoopFeature):
         self._fetches: Fetches | None = None
         self._listener: Listener | None = None
         self._pulls: PullThreads | None = None
+        self._slots: list[FreeSlots] = []
 
     def start(self, executor: Executor, capacity: Capacity) -> DisaggFeature:
         """Listens for readers, and makes ready to ask peers.
@@ -118,6 +119,7 @@ class DisaggLoop(LoopFeature):
                 lambda: 0 if self._exports is None else len(self._exports),
             )
             outward = FreeSlots(len(groups), 0, pool.slots // 2) if staged else BlocksInPlace()
+            self._slots += [outward] if isinstance(outward, FreeSlots) else []
             self._exports = Exports(
                 outward,
                 pool.sizes,
@@ -130,6 +132,7 @@ class DisaggLoop(LoopFeature):
             _log.info("prompts for others: blocks at port %d", self._listener.port)
         if settings.asks:
             inward = FreeSlots(len(groups), pool.slots // 2, pool.slots) if staged else None
+            self._slots += [] if inward is None else [inward]
             peers = PeerList(settings.peers, settings.peer_key, self._facts)
             lease = settings.lease_timeout
             self._pulls = PullThreads(peers, inward, view, self._inbox.put, lease)
@@ -217,6 +220,7 @@ class DisaggLoop(LoopFeature):
         stats = self._stats
         stats.grants_open = 0 if self._exports is None else len(self._exports)
         stats.fetches_open = 0 if self._fetches is None else len(self._fetches)
+        stats.slots_used = sum(slots.used for slots in self._slots)
         stats.peers_up = 0 if self._pulls is None else self._pulls.up
         return {"disagg": stats}
 

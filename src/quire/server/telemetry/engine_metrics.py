@@ -194,6 +194,9 @@ def _tiers(tiers: TierStats) -> Iterator[Metric]:
 def _disagg(found: DisaggStats) -> Iterator[Metric]:
     yield _gauge("kv_grants_open", "Prompts under way for other engines.", found.grants_open)
     yield _gauge("kv_fetches_open", "Prompts under way at other engines.", found.fetches_open)
+    yield _gauge(
+        "kv_slots_used", "Blocks in the memory between engines, out or in.", found.slots_used
+    )
     yield _gauge("peers_up", "Peers that can be asked for prompts now.", found.peers_up)
     for name, help, counts in (
         ("kv_grants", "Prompts granted to other engines that ended, by outcome.", found.grants),

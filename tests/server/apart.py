@@ -1,0 +1,40 @@
+"""A fork server, some of whose processes cannot map the memory of peers, as on other hosts.
+
+Blocks come to them over connections.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+from quire.disagg import pulls
+from quire.disagg.messages import MemoryHandle
+from tests import fork_server
+
+APART = "QUIRE_TESTS_APART"
+"""Set in the environment of processes that map no memory."""
+COMMAND = [sys.executable, "-m", "tests.server.apart"]
+
+
+def use() -> None:
+    """Makes this process start Quire's processes by forks, as `fork_server.use` does."""
+    fork_server._COMMAND[:] = COMMAND
+    fork_server.use()
+
+
+def _main(connection: socket.socket) -> None:
+    map_memory = pulls.map_memory
+
+    def map_unless_apart(handle: MemoryHandle) -> pulls.PeerMemory | None:
+        return None if APART in os.environ else map_memory(handle)
+
+    pulls.map_memory = map_unless_apart
+    fork_server._main(connection)
+
+
+if __name__ == "__main__":
+    from tests.server import apart
+
+    apart._main(socket.socket(fileno=int(sys.argv[1])))
