@@ -297,10 +297,10 @@ def test_replicas_that_cannot_join(body: dict[str, str], status: int, message: s
 def test_addresses() -> None:
     async def main() -> None:
         fleet = Fleet(FleetSettings(check_seconds=0.02))
-        for url in ("", "ftp://a", "http://", "http://a:b", "http://a/?x=1"):
+        for url in ("", "ftp://a", "http://", "http://a:b", "http://a/?x=1", "http://[::1", "a b"):
             with pytest.raises(ConfigError, match="is no http address"):
                 fleet.join(url)
-        assert fleet.join("a:81") is fleet.join("http://a:81/")
+        assert fleet.join("a:81") is fleet.join("http://a:81/") is fleet.join("a:81/v1")
         await fleet.close()
 
     run(main)
