@@ -39,7 +39,7 @@ class QuestionRefusedError(Exception):
 Form = TypeVar("Form")
 
 
-def _decode(target: str, data: bytes, form: type[Form]) -> Form:
+def _decode(target: str, data: bytes | bytearray, form: type[Form]) -> Form:
     """Reads an answer. Raises QuestionRefusedError."""
     try:
         return msgspec.json.decode(data, type=form)
