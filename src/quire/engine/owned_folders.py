@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX = "quire-"
-"""What the folders' names begin with."""
+"""Beginning of the folders' names."""
 MEMORY = "/dev/shm"
 """A folder whose files are memory, which a GPU can be given to read."""
 _OWNER = "owner"

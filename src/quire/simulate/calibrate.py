@@ -41,7 +41,7 @@ class _ServerInfo(msgspec.Struct):
     engine: _EngineInfo
 
 
-class _Load(msgspec.Struct):
+class _ServerLoad(msgspec.Struct):
     kv_tokens: int
 
 
@@ -106,7 +106,7 @@ def calibrate(url: str, *, key: str | None, model: str | None) -> EngineModel:
     limits = EngineModel(
         max_tokens=info.max_num_batched_tokens,
         max_rows=info.max_num_seqs,
-        kv_tokens=server.call("/load", _Load).kv_tokens,
+        kv_tokens=server.call("/load", _ServerLoad).kv_tokens,
     )
     top, draw = server.top(name), random.Random(0)
 

@@ -105,11 +105,11 @@ class _ModelName(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
+class _ModelList(msgspec.Struct):
     data: list[_ModelName]
 
 
-class _Text(msgspec.Struct):
+class _Detokenized(msgspec.Struct):
     prompt: str
 
 
@@ -155,7 +155,7 @@ class Server:
 
     def model(self) -> str:
         """The first one it has."""
-        models = self.call("/v1/models", _Models).data
+        models = self.call("/v1/models", _ModelList).data
         if not models:
             raise ConfigError("the server names no model; give --model", "model")
         return models[0].id
@@ -169,7 +169,7 @@ class Server:
         return _TOPS[-1]
 
     def detokenize(self, model: str, tokens: list[int]) -> str:
-        return self.call("/detokenize", _Text, {"model": model, "tokens": tokens}).prompt
+        return self.call("/detokenize", _Detokenized, {"model": model, "tokens": tokens}).prompt
 
 
 @contextlib.contextmanager
