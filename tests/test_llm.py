@@ -200,8 +200,9 @@ def test_settings_are_checked() -> None:
         LLM(max_seqs=3)
     with pytest.raises(ConfigError, match="over 16 ranks; it can be shared out over 2, 4, 8"):
         LLM(device="cpu", tensor_parallel_size=16)
-    with pytest.raises(ConfigError, match="device"):
-        LLM(device="tpu")
+    for device in ("tpu", "cpu:7", "meta"):
+        with pytest.raises(ConfigError, match="device"):
+            LLM(device=device)
 
 
 def test_without_a_tokenizer() -> None:

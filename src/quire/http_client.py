@@ -4,9 +4,26 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Callable, Mapping
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from quire.errors import ConfigError
+
+
+def split_url(url: str, param: str = "url") -> SplitResult:
+    """Splits a server's address; http:// may be left out. param: the setting that has it.
+
+    Raises:
+        ConfigError: `url` is no http address.
+    """
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        port = parts.port  # raises, where it is no number
+    except ValueError:
+        port = 0
+    printed = url.isascii() and url.isprintable() and " " not in url
+    if port == 0 or not printed or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{url!r} is no http address", param)
+    return parts
 
 
 class HttpClient:
@@ -18,13 +35,11 @@ class HttpClient:
         timeout: seconds that a connection, or a part of an answer, may take.
 
     Raises:
-        ConfigError: `url` is no http address.
+        ConfigError: `url` is no http address, or the key cannot be sent.
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no http address", "url")
+        parts = split_url(url)
         self._secure = parts.scheme == "https"
         self.address = parts.netloc.rpartition("@")[2]
         self._base = parts.path.rstrip("/").removesuffix("/v1")
@@ -32,6 +47,8 @@ class HttpClient:
         self._timeout = timeout
         self._headers = {"Content-Type": "application/json"}
         if api_key:
+            if not (api_key.isascii() and api_key.isprintable()):
+                raise ConfigError("api_key must be printable ASCII", "api_key")
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def request(

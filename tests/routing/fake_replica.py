@@ -21,7 +21,7 @@ from quire.kv_events.prompt_report import PROMPT_HEADER
 class FakeReplica:
     """A server of one model. status: of answers to requests. parts: of their bodies; all but the
     first wait for `gate`. stored: ids of answers that it has. peers: as it was told last.
-    events: to be sent. report: of each prompt."""
+    events: to be sent. report: of each prompt. nonsense: its answer to the router's questions."""
 
     name: str = "fake"
     status: int = 200
@@ -34,6 +34,7 @@ class FakeReplica:
     peers: list[str] = field(default_factory=list)
     events: asyncio.Queue[KVEventLine | None] | None = None
     report: bytes = b""
+    nonsense: bytes | None = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     server: Any = None
     url: str = ""
@@ -47,6 +48,13 @@ class FakeReplica:
             more = message.get("more_body", False)
         if path == "/ready":
             await _answer(send, 200 if self.ready else 503, b"")
+        elif self.nonsense is not None and path in (
+            "/v1/models",
+            "/load",
+            "/kv/events",
+            "/kv/peers",
+        ):
+            await _answer(send, 200, self.nonsense)
         elif path == "/v1/models":
             await _answer(send, 200, json.dumps({"data": [{"id": self.name}]}).encode())
         elif path == "/load":

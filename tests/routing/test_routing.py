@@ -91,7 +91,7 @@ def test_requests_and_answers_pass_unchanged() -> None:
             assert large.status_code == 413
             # Connections are kept for the next request.
             (routed_replica,) = setup.fleet
-            assert routed_replica.upstream._idle
+            await setup.until(lambda: bool(routed_replica.upstream._idle))
             assert replica.server.server_state.total_requests > 5
 
     run(main)
@@ -294,13 +294,33 @@ def test_replicas_that_cannot_join(body: dict[str, str], status: int, message: s
     run(main)
 
 
+@pytest.mark.parametrize(
+    "said", [b"<html>", b"[]", b'{"data": [{"id": 3}]}', b'"\xff"', b"[" * 9999]
+)
+def test_what_is_no_such_server_is_lost_and_cannot_join(said: bytes) -> None:
+    async def main() -> None:
+        replica, other = FakeReplica(), FakeReplica(nonsense=said)
+        async with routed(replica) as setup, serving(other):
+            joining = {"url": other.url}
+            answer = await setup.http.post("/replicas", json=joining, headers=ADMIN)
+            assert answer.status_code == 502
+            assert "not answered as it should" in answer.json()["error"]["message"]
+            (routed_replica,) = setup.fleet
+            replica.nonsense = said
+            await setup.until(lambda: not routed_replica.well)
+            replica.nonsense = None
+            await setup.until(lambda: routed_replica.well)
+
+    run(main)
+
+
 def test_addresses() -> None:
     async def main() -> None:
         fleet = Fleet(FleetSettings(check_seconds=0.02))
-        for url in ("", "ftp://a", "http://", "http://a:b", "http://a/?x=1"):
+        for url in ("", "ftp://a", "http://", "http://a:b", "http://a/?x=1", "http://[::1", "a b"):
             with pytest.raises(ConfigError, match="is no http address"):
                 fleet.join(url)
-        assert fleet.join("a:81") is fleet.join("http://a:81/")
+        assert fleet.join("a:81") is fleet.join("http://a:81/") is fleet.join("a:81/v1")
         await fleet.close()
 
     run(main)

@@ -141,6 +141,8 @@ def test_both_formats_are_read(tmp_path: Path) -> None:
         ("", "no requests"),
         ("{}\n", "line 1"),
         (line() + line(input_length=0), "line 2: lengths"),
+        (line(input_length=10**12), "line 1: lengths"),
+        (line(output_length=1 << 31), "line 1: lengths"),
         ("nonsense\n", "line 1"),
     ],
 )
@@ -182,8 +184,11 @@ def test_the_command(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [row["policy"] for row in rows] == ["prefix", "least-loaded", "round-robin"]
     assert float(rows[0]["hit_rate"]) > float(rows[2]["hit_rate"]) > 0.0
-    for wrong in (["--policy", "best"], ["--prefill-nodes", "2"], ["--speed", "0"]):
+    for wrong in (
+        ["--policy", "best"], ["--prefill-nodes", "2"], ["--speed", "0"], ["--out", str(tmp_path)],
+    ):  # fmt: skip
         refused = CliRunner().invoke(app, [*words, *wrong])
         assert isinstance(refused.exception, ConfigError), wrong
+        assert "simulated" not in refused.output, wrong
     for wrong in (["simulate"], ["simulate", "--calibrate", "http://127.0.0.1:1"]):
         assert isinstance(CliRunner().invoke(app, wrong).exception, ConfigError)

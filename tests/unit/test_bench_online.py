@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socketserver
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +15,7 @@ import pytest
 
 from quire.bench.online import load
 from quire.bench.online.client import Answer
-from quire.bench.online.drive import drive, processes_for
+from quire.bench.online.drive import Server, drive, processes_for
 from quire.bench.online.stats import failures, parse_goodput, summary
 from quire.bench.online.sweep import Plan
 from quire.errors import ConfigError
@@ -169,3 +171,34 @@ def test_clients(url: str, send_at: list[float] | None) -> None:
 def test_nobody_there() -> None:
     (answer,), _ = drive("http://127.0.0.1:9/v1", {}, [b"{}"], concurrency=1, processes=1)
     assert answer.error
+
+
+@pytest.mark.parametrize("said", [b"<html>", b"[]", b"null", b'{"data": 3}', b"\xff", b""])
+def test_servers_of_another_kind(said: bytes) -> None:
+    with listening(said) as port:
+        for path in ("", "/v1"):
+            with pytest.raises(ConfigError, match="does not answer as it should"):
+                Server(f"127.0.0.1:{port}{path}").model()
+
+
+def test_what_speaks_no_http() -> None:
+    with listening(b"SSH-2.0", head=b"") as port, pytest.raises(ConfigError, match="cannot reach"):
+        Server(f"127.0.0.1:{port}").model()
+
+
+@contextlib.contextmanager
+def listening(said: bytes, head: bytes = b"HTTP/1.1 200 OK\r\n\r\n") -> Iterator[int]:
+    """Answers whatever is sent with these bytes, on a port."""
+
+    class Says(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                pass
+            self.wfile.write(head + said)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Says) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()

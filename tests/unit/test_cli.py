@@ -127,6 +127,13 @@ def test_version() -> None:
         (["serve", "--config", "/nonexistent.yaml"], "cannot read /nonexistent.yaml"),
         (["chat", "--url", "ftp://x"], "'ftp://x' is no http address"),
         (["chat", "--url", "localhost:1"], "cannot reach localhost:1"),
+        (["verify", "http://[::1"], "'http://[::1' is no http address"),
+        (["verify", "localhost:1", "--api-key", "a\nb"], "api_key must be printable ASCII"),
+        (["chat", "--url", "a b"], "'a b' is no http address"),
+        (["bench", "serve", "--base-url", "http://a:b"], "'http://a:b' is no http address"),
+        (["simulate", "--calibrate", "localhost:1", "--out", "x"], "cannot reach localhost:1"),
+        (["route", "http://[::1"], "'http://[::1' is no http address"),
+        (["serve", "--otlp-endpoint", "http://[::1"], "otlp_endpoint must be a URL"),
         (["bench", "throughput", "--case", "zzz"], "unknown case 'zzz'"),
     ],
 )

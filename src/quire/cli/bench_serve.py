@@ -37,10 +37,9 @@ def serve(
         flags: of the `quire serve` to start; None loads the server at `base_url`.
     """
     outputs.check()
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     records: list[BenchRecord] = []
     with _url(base_url, flags) as url:
-        server = Server(url.rstrip("/"), headers)
+        server = Server(url, api_key)
         name = model or server.model()
         settings = {
             "endpoint": plan.endpoint,
@@ -62,10 +61,9 @@ def serve(
                 settings=about,
             )  # fmt: skip
             alone = next((r for r in records if r.settings["concurrency"] == 1), None)
-            if alone is not None and "output_tok_s" in level.metrics:
-                record.metrics["speedup"] = (
-                    record.metrics["output_tok_s"] / alone.metrics["output_tok_s"]
-                )
+            speed = alone and alone.metrics.get("output_tok_s")
+            if speed and "output_tok_s" in level.metrics:
+                record.metrics["speedup"] = record.metrics["output_tok_s"] / speed
             records.append(record)
             outputs.add(record)
     hidden = [m for record in records for m in record.metrics if m not in _ON_SCREEN]

@@ -10,6 +10,7 @@ from typing import cast, get_args
 import typer
 from rich.console import Console
 
+from quire.bench.outputs import OutputFiles
 from quire.errors import ConfigError
 from quire.routing.choice import Policy
 from quire.simulate.calibrate import calibrate, encode
@@ -49,6 +50,7 @@ def simulate(
         )
     if not speed > 0.0:
         raise ConfigError(f"speed must be > 0, got {speed}", "speed")
+    OutputFiles(csv=out).check()
     model = EngineModel() if engine is None else read_engine(engine)
     read = read_trace(trace, speed=speed, most=most)
     console, summaries = Console(stderr=True), list[Summary]()
@@ -77,6 +79,7 @@ def measure(url: str, *, key: str | None, model: str | None, out: Path) -> None:
     Raises:
         ConfigError: the server does not answer, or the file cannot be written.
     """
+    OutputFiles(csv=out).check()
     found = calibrate(url, key=key, model=model)
     try:
         out.write_bytes(encode(found))

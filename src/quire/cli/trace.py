@@ -12,7 +12,7 @@ import numpy as np
 import typer
 
 from quire.config import EngineArgs
-from quire.errors import ConfigError
+from quire.errors import ConfigError, PromptTooLongError
 from quire.llm import LLM
 from quire.sampling_params import SamplingParams
 
@@ -34,6 +34,8 @@ def trace(
         settings = dataclasses.asdict(dataclasses.replace(engine, trace_dir=folder))
         llm = LLM(settings.pop("model"), **settings)
         with closing(_Closing(llm)):
+            if prompt_tokens >= llm.config.scheduler.max_model_len:  # before so many are drawn
+                raise PromptTooLongError(prompt_tokens, llm.config.scheduler.max_model_len)
             params = SamplingParams(
                 temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
             )

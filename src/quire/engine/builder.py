@@ -154,7 +154,7 @@ def _device(wanted: str) -> str:
         device = torch.device(wanted)
     except RuntimeError as error:
         raise ConfigError(f"device {wanted!r} is not known", "device") from error
-    if device.type not in ("cpu", "cuda"):
+    if device.type != "cuda" and wanted != "cpu":
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {wanted!r}", "device")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -13,9 +13,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from quire.engine.owned_folders import PREFIX, mark, remove_stale
 from quire.engine.threads import thread_variables
 from quire.errors import ConfigError
 
@@ -26,12 +27,10 @@ _LONGEST_PAUSE = 30.0
 _HEALTHY = 60.0
 """Seconds of life after which earlier deaths no longer count."""
 _STOP_SECONDS = 5.0
-_FOLDER = "quire-"
 _MOST_PATH_BYTES = 107
 """Bytes that a Unix socket's path may have."""
 _OWN_PATH_BYTES = 32
 """Bytes of the folder's and the socket's name, and more."""
-_OWNER = "owner"
 
 
 class EngineHost:
@@ -44,9 +43,9 @@ class EngineHost:
     """
 
     def __init__(self, restarts: int, environment: Mapping[str, str] | None = None) -> None:
-        _remove_stale()
+        remove_stale()
         self.folder = _private_folder()
-        (self.folder / _OWNER).write_text(str(os.getpid()))
+        mark(self.folder)
         self.address = str(self.folder / "engine")
         self._environment = dict(environment or {})
         self.deaths = 0
@@ -110,6 +109,7 @@ class EngineHost:
         self._closing = True
         await self._end(ask)
         shutil.rmtree(self.folder, ignore_errors=True)
+        remove_stale()  # one that was killed leaves a folder of its own
 
     async def rest(self, ask: Callable[[], None]) -> None:
         """Ends the process as `stop` does, and waits until it is gone; `wake` starts another."""
@@ -141,7 +141,7 @@ def _private_folder() -> Path:
         if len(os.fsencode(parent)) > _MOST_PATH_BYTES - _OWN_PATH_BYTES:
             continue
         with contextlib.suppress(OSError):
-            return Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
+            return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     raise ConfigError(
         f"no folder for the engine's socket: {tempfile.gettempdir()!r} cannot be written to or is "
         "too long for a Unix socket; set TMPDIR to a short path"
@@ -153,29 +153,3 @@ def _how(status: int) -> str:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-status).name}"
     return f"status {status}"
-
-
-def _remove_stale() -> None:
-    """Removes folders of this user whose owner is gone, as a killed process leaves them."""
-    for folder in _candidates():
-        with contextlib.suppress(OSError, ValueError):
-            if folder.stat().st_uid != os.getuid():
-                continue
-            owner = int((folder / _OWNER).read_text())
-            if not _alive(owner):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _candidates() -> Iterator[Path]:
-    for parent in {tempfile.gettempdir(), "/tmp", "/var/tmp"}:
-        yield from Path(parent).glob(_FOLDER + "*")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 
@@ -44,9 +45,13 @@ class Replicas:
         return cls(engines)
 
     async def loaded(self) -> EngineConfig:
-        """Waits until all are loaded; raises as `RemoteEngine.loaded`."""
-        configs = [await engine.loaded() for engine in self.engines]
-        return configs[0]
+        """Waits until all are loaded, or one cannot be; raises as `RemoteEngine.loaded`."""
+        loading = [asyncio.ensure_future(engine.loaded()) for engine in self.engines]
+        try:
+            return (await asyncio.gather(*loading))[0]
+        finally:
+            for each in loading:
+                each.cancel()
 
     async def open(self) -> None:
         """Lets requests in."""

@@ -8,10 +8,12 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
+from quire.engine.owned_folders import MEMORY, PREFIX, mark, remove_stale
 from quire.engine.rank_stats import ASK, WATCH
 from quire.engine.rank_watch import RankWatch
 from quire.engine.ranks import config_of_rank, open_worker, ranks_of_node
@@ -37,7 +39,6 @@ from quire.runner import Hook
 if TYPE_CHECKING:
     from quire.engine.ray_placement import RayPlacement
 
-_MEMORY = "/dev/shm"
 _STEP_SECONDS = 60.0
 _EAGER_STEP_SECONDS = 600.0
 """Seconds that a step may take; the longer where its first one may compile kernels."""
@@ -66,10 +67,11 @@ class WorkerExecutor:
         self.workers: list[RemoteWorker] = []
         self._watch: RankWatch | None = None
         self._placement: RayPlacement | None = None
-        # Files there are memory, which a GPU can be given to read.
-        place = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-        self._folder = tempfile.TemporaryDirectory(prefix="quire-", dir=place)
+        remove_stale()
+        place = MEMORY if os.access(MEMORY, os.W_OK) else None
+        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=place)
         folder = self._folder.name
+        mark(Path(folder))
         share(hooks, config, folder, create=True)
         each = ranks_of_node(config, world)
         self._recorder = FlightRecorder(folder, each, create=True)

@@ -9,8 +9,6 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from quire.errors import QuireError
 from quire.routing.choice import Chooser, Policy, RouteChoice
 from quire.routing.prefixes import Block
@@ -196,9 +194,6 @@ class Fleet:
                     pause = _REFUSED_SECONDS
                 except ReplicaLostError as error:
                     logger.info("no events of %s: %s", replica.name, error)
-                except msgspec.DecodeError as error:
-                    logger.error("%s sends no valid events: %s", replica.name, error)
-                    pause = _REFUSED_SECONDS
             await asyncio.sleep(pause)
 
     # -- requests ------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -32,7 +33,18 @@ class _Peers(msgspec.Struct):
 
 
 class QuestionRefusedError(Exception):
-    """A replica answered with another status than 200."""
+    """A replica answered with another status than 200, or what is no answer to the question."""
+
+
+Form = TypeVar("Form")
+
+
+def _decode(target: str, data: bytes | bytearray, form: type[Form]) -> Form:
+    """Reads an answer. Raises QuestionRefusedError."""
+    try:
+        return msgspec.json.decode(data, type=form)
+    except (ValueError, RecursionError) as error:
+        raise QuestionRefusedError(f"{target} is not answered as it should: {error}") from None
 
 
 class Questions:
@@ -44,7 +56,6 @@ class Questions:
         if key:
             self._headers.append((b"authorization", b"Bearer " + key.encode()))
         self._timeout = timeout
-        self._line = msgspec.json.Decoder(KVEventLine)
 
     async def look(self, replica: RoutedReplica) -> None:
         """Asks whether it is ready, for its load, and once for its model. Raises
@@ -52,10 +63,10 @@ class Questions:
         try:
             await self._ask(replica, b"/ready")
             if replica.model is None or not replica.well:
-                models = msgspec.json.decode(await self._ask(replica, b"/v1/models"), type=_Models)
+                models = _decode("/v1/models", await self._ask(replica, b"/v1/models"), _Models)
                 # Adapters come and go on each server by itself.
                 replica.model = frozenset(m for m in models.data if m.parent is None)
-            load = msgspec.json.decode(await self._ask(replica, b"/load"), type=_ReplicaLoad)
+            load = _decode("/load", await self._ask(replica, b"/load"), _ReplicaLoad)
         except QuestionRefusedError as error:
             raise ReplicaLostError(str(error)) from None
         if not replica.state.informed:
@@ -71,8 +82,10 @@ class Questions:
             QuestionRefusedError: it does not ask others, or the key is no admin's.
         """
         body = msgspec.json.encode(_Peers(list(urls)))
-        answer = await self._ask(replica, b"/kv/peers", body)
-        return msgspec.json.decode(answer, type=_Peers).peers
+        names = _decode("/kv/peers", await self._ask(replica, b"/kv/peers", body), _Peers).peers
+        if len(names) != len(urls):
+            raise QuestionRefusedError(f"/kv/peers names {len(names)} of {len(urls)} peers")
+        return names
 
     async def _ask(self, replica: RoutedReplica, target: bytes, body: bytes | None = None) -> bytes:
         method = "GET" if body is None else "PUT"
@@ -94,8 +107,7 @@ class Questions:
 
         Raises:
             ReplicaLostError: the connection ended, or nothing has come for too long.
-            QuestionRefusedError: it has no events for this router.
-            msgspec.DecodeError: what came is no event.
+            QuestionRefusedError: it has no events for this router, or what came is none.
         """
         state = replica.state
         try:
@@ -112,7 +124,7 @@ class Questions:
                         rest += part
                         *lines, last = rest.split(b"\n") if b"\n" in part else (rest,)
                         for line in lines:
-                            state.take_line(self._line.decode(line))
+                            state.take_line(_decode("/kv/events", line, KVEventLine))
                         rest = bytearray(last)
                         if len(rest) > _MOST_LINE_BYTES:
                             raise ReplicaLostError("a line of its events has no end")

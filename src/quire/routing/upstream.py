@@ -7,11 +7,11 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import cast
-from urllib.parse import urlsplit
 
 import httptools
 
 from quire.errors import ConfigError
+from quire.http_client import split_url
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -169,16 +169,13 @@ class Upstream:
     """
 
     def __init__(self, url: str, connect_timeout: float) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in _PORTS or not parts.hostname or port == -1 or parts.query:
+        parts = split_url(url, "replicas")
+        if parts.query or parts.hostname is None:
             raise ConfigError(f"{url!r} is no http address", "replicas")
-        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
-        self._host, self._port = parts.hostname, port or _PORTS[parts.scheme]
-        self._base = parts.path.rstrip("/").removesuffix("/v1").encode()
+        base = parts.path.rstrip("/").removesuffix("/v1")
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{base}"
+        self._host, self._port = parts.hostname, parts.port or _PORTS[parts.scheme]
+        self._base = base.encode()
         self._authority = parts.netloc.rpartition("@")[2].encode()
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._connect_timeout = connect_timeout

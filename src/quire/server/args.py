@@ -8,11 +8,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
-from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
 from quire.extras import installing, require_nixl
-from quire.http_client import HttpClient
+from quire.http_client import HttpClient, split_url
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -26,12 +25,14 @@ def check_secret(secret: str) -> bool:
 
 def check_endpoint(endpoint: str) -> None:
     """Raises ConfigError if the endpoint is no URL, or OpenTelemetry is not installed."""
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        # Nothing is put before it where the scheme is left out.
+        split_url(endpoint if "//" in endpoint else f"//{endpoint}", "otlp_endpoint")
+    except ConfigError:
         raise ConfigError(
             f"otlp_endpoint must be a URL as in 'http://localhost:4318', got {endpoint!r}",
             "otlp_endpoint",
-        )
+        ) from None
     for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
         if not _is_installed(package):
             raise ConfigError(

@@ -27,6 +27,24 @@ _OUTPUT = 48
 _SHORT = 16
 
 
+class _SchedulerInfo(msgspec.Struct):
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+class _EngineInfo(msgspec.Struct):
+    scheduler: _SchedulerInfo
+
+
+class _ServerInfo(msgspec.Struct):
+    engine: _EngineInfo
+
+
+class _ServerLoad(msgspec.Struct):
+    kv_tokens: int
+
+
 class StepSample(msgspec.Struct, frozen=True):
     """Seconds of a step without prompts, with so many rows and tokens that they attend to."""
 
@@ -82,14 +100,13 @@ def calibrate(url: str, *, key: str | None, model: str | None) -> EngineModel:
     Raises:
         ConfigError: it does not answer, or the key is no admin's.
     """
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    server = Server(url.rstrip("/").removesuffix("/v1"), headers)
+    server = Server(url, key)
     name = model or server.model()
-    info = server.call("/server_info")["engine"]["scheduler"]
+    info = server.call("/server_info", _ServerInfo).engine.scheduler
     limits = EngineModel(
-        max_tokens=info["max_num_batched_tokens"],
-        max_rows=info["max_num_seqs"],
-        kv_tokens=server.call("/load")["kv_tokens"],
+        max_tokens=info.max_num_batched_tokens,
+        max_rows=info.max_num_seqs,
+        kv_tokens=server.call("/load", _ServerLoad).kv_tokens,
     )
     top, draw = server.top(name), random.Random(0)
 
@@ -98,13 +115,13 @@ def calibrate(url: str, *, key: str | None, model: str | None) -> EngineModel:
         sampling = {"temperature": 0.0, "ignore_eos": True}
         bodies = [body(each, name, "completions", sampling) for each in asks]
         target = f"{server.base_url}/v1/completions"
-        answers, _ = drive(target, headers, bodies, concurrency=streams, processes=1)
+        answers, _ = drive(target, server.headers, bodies, concurrency=streams, processes=1)
         failed = next((answer.error for answer in answers if answer.error), None)
         if failed is not None:
             raise ConfigError(f"a request failed: {failed}", "calibrate")
         return answers
 
-    longest = min(_LONGEST, info["max_model_len"] - _OUTPUT - 1)
+    longest = min(_LONGEST, info.max_model_len - _OUTPUT - 1)
     ask([_SHORT] * 4, _OUTPUT, 2)  # what is first is slow
     lengths = [int(longest * share) for share in _LENGTHS]
     prompts = [

@@ -17,6 +17,8 @@ from quire.errors import ConfigError
 
 MOONCAKE_BLOCK = 512
 QWEN_BLOCK = 16
+_MOST_TOKENS = 1 << 31
+"""Tokens of a prompt or an answer; a simulation takes steps for all of a prompt's."""
 
 
 class _Line(msgspec.Struct):
@@ -84,5 +86,5 @@ def read_trace(path: Path, *, speed: float = 1.0, most: int | None = None) -> Wo
 
 
 def _check(line: _Line, number: int) -> None:
-    if line.input_length < 1 or line.output_length < 1:
-        raise ConfigError(f"trace: line {number}: lengths must be at least 1", "trace")
+    if not all(1 <= length < _MOST_TOKENS for length in (line.input_length, line.output_length)):
+        raise ConfigError(f"trace: line {number}: lengths must be in [1, {_MOST_TOKENS})", "trace")

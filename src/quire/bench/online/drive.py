@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import re
 import shlex
@@ -11,18 +12,17 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
 import msgspec
 
 from quire.bench.online.client import Answer, Answers, ClientLoad
 from quire.errors import ConfigError, QuireError
+from quire.http_client import HttpClient
 
 T = TypeVar("T", str, bytes)
+Form = TypeVar("Form")
 
 PER_PROCESS = 16
 """Streams that one client process follows."""
@@ -31,6 +31,7 @@ BUSY = 0.85
 """Share of a core from which on a client may be what was measured."""
 _LEAD = 0.5
 """Seconds that client processes get to read their requests."""
+_CALL_SECONDS = 60.0
 _TOPS = (10_000, 5000, 2000, 1000, 500, 200, 100)
 _SERVING = re.compile(r"^Serving (\S+) at (\S+)\. ")
 
@@ -100,35 +101,64 @@ def _pipe(pipe: IO[T] | None) -> IO[T]:
     return pipe
 
 
-@dataclass(frozen=True)
+class _ModelName(msgspec.Struct):
+    id: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_ModelName]
+
+
+class _Detokenized(msgspec.Struct):
+    prompt: str
+
+
 class Server:
-    """The server under load."""
+    """The server under load.
 
-    base_url: str
-    headers: dict[str, str]
+    Attributes:
+        base_url: its address, without /v1.
+        headers: sent with each request.
 
-    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Raises ConfigError, as a wrong URL or key is the likeliest reason."""
-        request = urllib.request.Request(
-            self.base_url + path,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={**self.headers, "content-type": "application/json"},
-        )
+    Raises:
+        ConfigError: `url` is no http address.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._client = HttpClient(url, api_key, _CALL_SECONDS)
+        self.base_url = self._client.url
+        self.headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+    def call(self, path: str, form: type[Form], body: dict[str, Any] | None = None) -> Form:
+        """Asks with GET, or sends `body` with POST. form: of the answer.
+
+        Raises:
+            ConfigError: as a wrong address or key is the likeliest reason.
+        """
+        method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
+        connection, response = self._client.request(method, path, content)
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return json.loads(response.read())
-        except urllib.error.HTTPError as error:
-            said = error.read()[:300].decode(errors="replace")
-            raise ConfigError(f"{path} answered {error.code}: {said}", "base_url") from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot reach {self.base_url}{path}: {error}", "base_url") from None
+            data = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ConfigError(f"{path} broke off its answer: {error!r}", "base_url") from None
+        finally:
+            connection.close()
+        if response.status != 200:
+            said = data[:300].decode(errors="replace")
+            raise ConfigError(f"{path} answered {response.status}: {said}", "base_url")
+        try:
+            return msgspec.json.decode(data, type=form)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{self.base_url}{path} does not answer as it should: {error}", "base_url"
+            ) from None
 
     def model(self) -> str:
         """The first one it has."""
-        models = self.call("/v1/models").get("data") or []
+        models = self.call("/v1/models", _ModelList).data
         if not models:
             raise ConfigError("the server names no model; give --model", "model")
-        return str(models[0]["id"])
+        return models[0].id
 
     def top(self, model: str) -> int:
         """Random ids are drawn below this: 10000, or less where the vocabulary is small."""
@@ -139,7 +169,7 @@ class Server:
         return _TOPS[-1]
 
     def detokenize(self, model: str, tokens: list[int]) -> str:
-        return str(self.call("/detokenize", {"model": model, "tokens": tokens})["prompt"])
+        return self.call("/detokenize", _Detokenized, {"model": model, "tokens": tokens}).prompt
 
 
 @contextlib.contextmanager
