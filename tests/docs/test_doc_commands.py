@@ -143,6 +143,7 @@ def test_scripts_and_tests_have_the_flags() -> None:
         assert (ROOT / words[0]).exists(), command
         if words[0].endswith(".py") and command.program == "python":
             text = (ROOT / words[0]).read_text() + (ROOT / "lessons/common.py").read_text()
+            text += (ROOT / "bench/peer.py").read_text()
             flags = [word for word in words if word.startswith("--")]
             assert all(f'"{flag}"' in text for flag in flags), command
 
