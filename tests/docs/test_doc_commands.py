@@ -40,6 +40,8 @@ NOT_RUN = {
     "quire route": "servers on other machines; tests/routing",
     "--calibrate": "half a minute of load; tests/routing/test_simulate.py",
     "mooncake.jsonl": "a trace to be downloaded; tests/routing/test_simulate.py has its own",
+    "--nvtx": "names what a GPU runs; the same command is run without it",
+    "model.gguf": "a file that is to be made, and the extra gguf; tests/models/test_gguf.py",
     "https://example.com": "a server elsewhere; tests/verify",
 }
 """Parts of commands of Quire's that are parsed but not run, and why."""
@@ -50,6 +52,7 @@ SMALLER = {
     "--disk-cache /var/cache/quire": "--disk-cache blocks",
     "--case 64x512x64": "--case 4x64x8",
     "--rows 64": "--rows 4",
+    "--prompt-tokens 512": "--prompt-tokens 64",
 }
 """What is too large for a test."""
 
@@ -170,7 +173,11 @@ def test_curl(command: Command, doc_server: Server) -> None:
 
 QUICK = ("info", "roofline", "doctor")
 """Commands that need a moment only."""
-MORE = {"bench": ("--case", "b1", "--scale", "0.05"), "profile": ("--kv-cache-gb", "0.25")}
+MORE = {
+    "bench": ("--case", "b1", "--scale", "0.05"),
+    "profile": ("--kv-cache-gb", "0.25"),
+    "quantize": ("--group-size", "32", "--samples", "8", "--length", "64"),
+}
 """Arguments that make a command's work fit a test."""
 RUNS = [c for c in quire_commands() if is_run(c) and c.words[1] != "serve"]
 SERVES = [c for c in quire_commands() if is_run(c) and c.words[1] == "serve"]
