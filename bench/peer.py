@@ -1,4 +1,4 @@
-"""What runs Quire's benchmark cases on another engine, into records of the same form.
+"""Runs Quire's benchmark cases on another engine, into records of the same form.
 
 `vs_vllm.py` and `vs_sglang.py` say how such an engine is built and asked. Of Quire this needs the
 modules of cases and records, not the engine: `PYTHONPATH=src` in the other one's environment is

@@ -28,7 +28,7 @@ COLUMNS = 84
 SHELL = ["/bin/sh", "-i"]
 SERVER, CHAT = 0, 1
 ROWS = (9, 16)
-"""Of the server's terminal and of the chat's."""
+"""Heights of the server's terminal and of the chat's, in characters."""
 SESSION = (
     (SERVER, "make serve", "-d '"),
     (CHAT, ".venv/bin/quire chat --url localhost:8000 --temperature 0", "› "),
@@ -42,7 +42,7 @@ LONGEST_PAUSE = 0.25
 LAST_PAUSE = 4.0
 """Seconds for which the end is shown."""
 WIDTH, HEIGHT, MARGIN = 8, 18, 12
-"""Of a character, and around each terminal, in pixels."""
+"""Pixels of a character, and around each terminal."""
 COLORS = {"default": "#d8dee9", "cyan": "#79c0ff", "green": "#7ee787", "red": "#ff7b72"}
 
 Row = tuple[tuple[str, str, bool], ...]

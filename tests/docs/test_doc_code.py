@@ -20,7 +20,7 @@ NOT_RUN = {
     "starcoder2": "the same page's test",
     "reasoning_content": "a model that thinks; tests/server/test_tools_and_thinking.py",
 }
-"""What is in blocks that are not run, and why."""
+"""Parts of blocks that are not run, and why."""
 PYTHON = [
     (page.relative_to(ROOT).as_posix(), text)
     for page in PAGES

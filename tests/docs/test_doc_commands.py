@@ -54,7 +54,7 @@ SMALLER = {
     "--rows 64": "--rows 4",
     "--prompt-tokens 512": "--prompt-tokens 64",
 }
-"""What is too large for a test."""
+"""Values that are too large for a test, and those in their place."""
 
 
 def text_of(command: Command) -> str:
