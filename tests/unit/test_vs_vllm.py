@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+import peer
 import vs_vllm
 from quire.bench import record, startup
 from quire.bench.cases import NAMED
@@ -63,7 +64,9 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
 def test_same_work_as_quire(tmp_path: Path, fake_vllm: type[FakeLLM]) -> None:
     file = tmp_path / "o.jsonl"
     arguments = ["configs/llama-2-7b/", "--case", "nano-penalized", "--case", "2x3x4", "--case"]
-    assert vs_vllm.main([*arguments, "ttft", "--repeat", "1", "--output", str(file)]) == 0
+    assert (
+        peer.main(vs_vllm.VLLM, [*arguments, "ttft", "--repeat", "1", "--output", str(file)]) == 0
+    )
     (llm,) = fake_vllm.made
     assert llm.settings == {
         "model": "configs/llama-2-7b/",
@@ -110,10 +113,10 @@ def test_start_in_fresh_processes(
         asked.append((command, options))
         return {"first_token_s": 70.0, "device": "cuda"}
 
-    monkeypatch.setattr(vs_vllm.startup, "measure", measure)
+    monkeypatch.setattr(peer.startup, "measure", measure)
     file = tmp_path / "o.jsonl"
     arguments = ["m", "--case", "startup", "--repeat", "1", "--output", str(file)]
-    assert vs_vllm.main(arguments) == 0
+    assert peer.main(vs_vllm.VLLM, arguments) == 0
     ((command, options),) = asked
     assert command[2:] == [*arguments, "--first-token"]
     assert command[1].endswith("vs_vllm.py")
@@ -124,7 +127,7 @@ def test_start_in_fresh_processes(
 
 
 def test_what_a_start_says(capsys: pytest.CaptureFixture[str], fake_vllm: type[FakeLLM]) -> None:
-    assert vs_vllm.main(["m", "--first-token"]) == 0
+    assert peer.main(vs_vllm.VLLM, ["m", "--first-token"]) == 0
     moments = json.loads(capsys.readouterr().out)
     found = startup.phases(moments, moments["started"], moments["first_token"])
     assert found["first_token_s"] == pytest.approx(sum(found[name] for name in startup.PHASES))
@@ -136,12 +139,12 @@ def test_what_a_start_says(capsys: pytest.CaptureFixture[str], fake_vllm: type[F
 def test_a_short_answer_is_no_measurement(fake_vllm: type[FakeLLM]) -> None:
     fake_vllm.short = 1
     with pytest.raises(RuntimeError, match="stopped before the lengths"):
-        vs_vllm.main(["m", "--case", "1x2x3"])
+        peer.main(vs_vllm.VLLM, ["m", "--case", "1x2x3"])
 
 
 def test_engine_arguments(fake_vllm: type[FakeLLM]) -> None:
     given = ["--max-model-len", "64", "--engine-args", '{"max_num_seqs": 512, "seed": 1}']
-    assert vs_vllm.main(["m", "--case", "1x2x3", *given]) == 0
+    assert peer.main(vs_vllm.VLLM, ["m", "--case", "1x2x3", *given]) == 0
     settings = fake_vllm.made[0].settings
     assert (settings["max_model_len"], settings["max_num_seqs"], settings["seed"]) == (64, 512, 1)
 
@@ -154,14 +157,14 @@ def test_engine_arguments(fake_vllm: type[FakeLLM]) -> None:
     ],
 )
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert vs_vllm.main(arguments) == 2
+    assert peer.main(vs_vllm.VLLM, arguments) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "3"])
 def test_engine_arguments_must_be_an_object(text: str) -> None:
     with pytest.raises(SystemExit):
-        vs_vllm.parse(["m", "--engine-args", text])
+        peer.parse(vs_vllm.VLLM, ["m", "--engine-args", text])
 
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,5 +172,5 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
-    assert vs_vllm.main(["m"]) == 2
+    assert peer.main(vs_vllm.VLLM, ["m"]) == 2
     assert "vLLM is not installed here" in capsys.readouterr().err

@@ -343,7 +343,8 @@ def roofline(
         str | None, typer.Option(help="As of quire serve. Default: as the checkpoint.")
     ] = None,
     tensor_parallel_size: Annotated[
-        int, typer.Option(min=1, help="GPUs that share each layer.")
+        int,
+        typer.Option("--tensor-parallel-size", "--tp", min=1, help="GPUs that share each layer."),
     ] = 1,
     revision: Annotated[str | None, typer.Option(help="Hub revision of the model.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
