@@ -172,6 +172,9 @@ class FakeExecutor:
     def mask_room(self, step_id: int, rows: int) -> Int32:
         return np.empty((rows, 1), dtype=np.int32)
 
+    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
+        return None
+
     def submit_head(self, inputs: HeadInputs) -> None:
         pass
 

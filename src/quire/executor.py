@@ -105,6 +105,13 @@ class Executor(Protocol):
         ceil(vocab / 32)], uninitialized. Masks from elsewhere cost a copy."""
         ...
 
+    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
+        """Returns the claims (see `StepPlan`) that the body of a step reads whose GATED rows verify
+        drafts, from any thread: ids int32 [lanes, W] and start int32 [lanes], which hold until the
+        step is collected. None: they are not made yet; with `wait`, which waits for them and for
+        the step's submission, only where the executor ends."""
+        ...
+
     def submit_head(self, inputs: HeadInputs) -> None:
         """Bring the masks of a step with GATED rows, from any thread. The step, and all behind it,
         wait for them, so nothing that they depend on may come after `submit` of a later step."""

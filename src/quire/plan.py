@@ -250,7 +250,6 @@ class StepResult(msgspec.Struct):
     tokens: int32 [R, K + 1], -1 where there is none.
     n_tokens: int32 [R], how many tokens each row accepted; 0 in mid-prompt.
     stop_reason: int32 [R], a `StopReason`.
-    drafts: int32 [R, K] the next step's draft tokens, for features that look at them, or None.
     pooled: of the rows whose prompt has become one vector with this step, or None.
     finished_transfers, failed_transfers: ids of those that ended since the last result; what a
         failed one wrote to is undefined.
@@ -264,7 +263,6 @@ class StepResult(msgspec.Struct):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     pooled: Pooled | None = None
-    drafts: Int32 | None = None
     finished_transfers: list[int] = []
     failed_transfers: list[int] = []
     gpu_us: float = 0.0

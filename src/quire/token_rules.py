@@ -88,6 +88,18 @@ class TokenRules:
         """Words of a mask."""
         return len(self._free)
 
+    def hold(self, tokens: Sequence[int], before: Sequence[int]) -> bool:
+        """Whether each of some tokens may come behind those before it. before: the last generated
+        tokens, `reach` of them or all."""
+        text = [*before, *tokens]
+        for place, token in enumerate(tokens, len(before)):
+            if not self._free[token >> 5] >> (token & 31) & 1:
+                return False
+            for head, last in self._behind.get(text[place - 1], ()) if place else ():
+                if last == token and text[max(0, place - len(head)) : place] == head:
+                    return False
+        return True
+
     def apply(self, mask: Int32, before: list[int]) -> None:
         """Clears bits of a mask, int32 [ceil(vocab / 32)].
 

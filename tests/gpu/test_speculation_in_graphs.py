@@ -65,6 +65,38 @@ def test_nothing_but_speed_changes(settings: dict[str, Any]) -> None:
     llm.shutdown()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative": {"method": "draft"}},
+        {"speculative": {"method": "eagle3"}, "steps_in_flight": 3},
+        {"speculative": {"method": "draft"}, "enforce_eager": True},
+    ],
+    ids=["draft", "eagle3", "eager"],
+)
+def test_grammars_have_drafts(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are built for what the device has drafted, while the body runs."""
+    text = {"regex": r"[A-Za-z ,.!?'\n]{1,200}"}
+    asked = {"max_tokens": 64, "structured_outputs": text}
+    params = [
+        SamplingParams(temperature=0.0, **asked),
+        SamplingParams(temperature=0.7, seed=5, **asked),
+        PARAMS[0],
+        SamplingParams(temperature=0.0, max_tokens=64, structured_outputs={"json_object": True}),
+    ]
+    monkeypatch.setattr("tests.gpu.test_speculation_in_graphs.PARAMS", params)
+    expected, plain = generated()
+    plain.shutdown()
+    found, llm = generated(**settings)
+    assert found == expected
+    stats = llm.stats().speculation
+    assert stats is not None
+    (source,) = stats.sources.values()
+    if "enforce_eager" not in settings:
+        assert source.accepted > 0
+    llm.shutdown()
+
+
 SMALL: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "hidden_act": "silu", "vocab_size": 1024,

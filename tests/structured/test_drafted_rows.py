@@ -88,16 +88,31 @@ class Gated(FakeExecutor):
         super().__init__([group], [80], logit_rows=40)
         self.plans: list[StepPlan] = []
         self.heads: dict[int, Int32] = {}
+        self.copies: dict[int, tuple[Int32, Int32]] = {}
+        self._ids, self._start = int32([[-1] * _WIDTH] * 4), int32([0] * 4)
         self._more = threading.Condition()
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
+        for column, values in ((DRAFT_IDS, self._ids), (DRAFT_START, self._start)):
+            if column in plan.writes:
+                lanes, written = plan.writes[column]
+                values[lanes] = written
+        with self._more:
+            self.copies[plan.step_id] = self._ids.copy(), self._start.copy()
+            self._more.notify_all()
         super().submit(plan)
+
+    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
+        with self._more:
+            if wait:
+                assert self._more.wait_for(lambda: step_id in self.copies, 20)
+            return self.copies.get(step_id)
 
     def submit_head(self, inputs: HeadInputs) -> None:
         with self._more:
             self.heads[inputs.step_id] = inputs.mask
-            self._more.notify()
+            self._more.notify_all()
 
     def collect(self) -> Any:
         plan = self._queue[0]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
+from llguidance import LLMatcher, LLParserLimits
 
 from quire.arrays import Int32
+from quire.engine.tokenizer import Tokenizer
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.compiler import Compiler
 from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
+from quire.token_rules import TokenRules
 
 _SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
 
@@ -63,6 +67,71 @@ def test_positions_after_a_refused_draft_allow_everything(compiler: Compiler) ->
     assert (found[:2] == np.stack(masks)).all()
     assert (found[2:] == -1).all()
     assert state.error is None
+
+
+def test_tokens_that_the_tokenizer_has_not_are_refused(compiler: Compiler) -> None:
+    tokens, masks = step_by_step(compiler, 1)
+    state = state_of(compiler)
+    found = build(compiler, MaskRow(state, 4, [*tokens, compiler.vocab_size - 1, tokens[0]]))
+    assert (found[:2] == np.stack(masks)).all()
+    assert (found[2:] == -1).all()
+    assert state.error is None
+
+
+def test_a_draft_beyond_the_limits_breaks_no_request(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The work that a grammar may take is limited. What a draft would take, which the model does
+    not draw, is no reason to end the request; masks up to it are those without drafts."""
+    limits = LLParserLimits(
+        initial_lexer_fuel=2_000_000, step_lexer_fuel=1_000_000, step_max_items=60,
+        max_lexer_states=1_000_000, max_grammar_size=250_000, verbose_errors=False,
+    )  # fmt: skip
+    monkeypatch.setattr("quire.structured.compiler._LIMITS", limits)
+    small = Compiler(tokenizer.hub.to_str, tokenizer.vocab_size, (6139, 6137))
+
+    def ids(text: str) -> list[int]:
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
+        return found
+
+    asked = StructuredOutputsParams(grammar='start: "x"+ | "y" e\ne: e e | "a" | "b" e')
+    grammar = small.compile(asked).result()
+    drafts = ids("y") + 12 * ids("a")
+    walker, expected = grammar.deep_copy(), list[Int32]()
+    while True:
+        words = -(-small.vocab_size // 32)
+        mask = np.frombuffer(walker.compute_bitmask(), dtype=np.int32)[:words]
+        if walker.is_error():
+            break
+        expected.append(mask)
+        walker.consume_token(drafts[len(expected) - 1])
+    assert 1 < len(expected) < len(drafts)
+    state = GrammarState(position=2)
+    state.begin(grammar)
+    text = np.array([9, 9], dtype=np.int32)
+    found = build(small, MaskRow(state, 1 + len(drafts), drafts, text))
+    assert state.error is None
+    assert (found[: len(expected)] == np.stack(expected)).all()
+    assert (found[len(expected) :] == -1).all()
+    # It goes on, with another token than was drafted.
+    state.advance(ids("x"))
+    assert state.error is None
+    build(small, MaskRow(state))
+    assert state.error is None
+    assert isinstance(state.matcher, LLMatcher)
+    small.shutdown()
+
+
+def test_a_draft_that_leaves_nothing_to_follow_ends_the_request(compiler: Compiler) -> None:
+    """The same holds where such a token is drawn by itself."""
+    state = GrammarState(position=2, rules=TokenRules([7], [[7, 7]], compiler.vocab_size))
+    found = build(compiler, MaskRow(state, 2, [7]))
+    assert (found[0] == build_only(compiler, (7,))).all()
+    assert (found[1] == -1).all()
+    assert state.error is None
+    state.advance([7, 30])
+    assert state.error is not None
+    assert state.error.code == "no_token"
 
 
 def test_forbidden_ends_hold_for_drafts(compiler: Compiler) -> None:

@@ -90,6 +90,9 @@ class LocalStages:
     def mask_room(self, step_id: int, rows: int) -> Int32:
         return self.last.mask_room(step_id, rows)
 
+    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
+        return self.last.claimed(step_id, wait=wait)
+
     def submit_head(self, inputs: HeadInputs) -> None:
         self.last.submit_head(inputs)
 

@@ -79,6 +79,40 @@ def test_masks_reach_all_ranks(pair: TinyEngine) -> None:
     pair.drain()
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_drafts_of_gated_rows_are_told(folder: Path, tmp_path: Path, world: int) -> None:
+    """Before the step's masks are there, by any thread, and nothing of other steps."""
+    shape = {**TINY, "num_hidden_layers": 1, "num_key_value_heads": 1}
+    speculative = {"method": "draft", "model": str(model_folder(tmp_path / "draft", shape))}
+    engine = TinyEngine(folder, world=world, speculative=speculative)
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    (request,) = engine.add("a", Job([6, 7, 8], params))
+    told = 0
+    while engine.scheduler.has_work():
+        plan = engine.scheduler.plan()
+        assert plan is not None
+        drafts = int(plan.q_len[0]) - 1 if not plan.flags[0] & RowFlag.PROMPT else 0
+        if drafts:
+            plan.flags = plan.flags | int32([RowFlag.GATED])
+        assert engine.executor.claimed(plan.step_id, wait=False) is None
+        engine.executor.submit(plan)
+        found = engine.executor.claimed(plan.step_id, wait=False)
+        assert (found is not None) == bool(drafts)
+        if found is not None:
+            ids, starts = found
+            lane = int(plan.lanes[0])
+            assert starts[lane] == request.known
+            assert (ids[lane, :drafts] >= 0).all()
+            assert (ids[lane, drafts:] < 0).all()
+            mask = engine.executor.mask_room(plan.step_id, 1 + drafts)
+            mask[:] = -1
+            engine.executor.submit_head(HeadInputs(plan.step_id, mask))
+            told += 1
+        engine.scheduler.update(engine.executor.collect())
+    assert told > 0
+    engine.executor.shutdown()
+
+
 def test_a_rank_that_dies_is_an_error(pair: TinyEngine) -> None:
     """The loop is told at once, also while it has nothing to do."""
     ranks = Ranks(pair.executor.local.config)

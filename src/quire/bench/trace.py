@@ -66,6 +66,9 @@ class StepRecorder:
     def mask_room(self, step_id: int, rows: int) -> Int32:
         return self.inner.mask_room(step_id, rows)
 
+    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
+        return self.inner.claimed(step_id, wait=wait)
+
     def submit_head(self, inputs: HeadInputs) -> None:
         self.inner.submit_head(inputs)
 

@@ -163,6 +163,9 @@ class WorkerExecutor:
     def mask_room(self, step_id: int, rows: int) -> Int32:
         return self.local.mask_room(step_id, rows)
 
+    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
+        return self.local.claimed(step_id, wait=wait)
+
     def submit_head(self, inputs: HeadInputs) -> None:
         self.local.submit_head(inputs)
 

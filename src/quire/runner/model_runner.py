@@ -429,6 +429,10 @@ class ModelRunner:
                 return room
         raise QuireError("no hook of this runner takes masks")
 
+    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
+        gates = (hook for hook in self._features if hook.gates)
+        return next((gate.claimed(step_id, wait=wait) for gate in gates), None)
+
     def submit_head(self, inputs: HeadInputs) -> None:
         for hook in self._features:
             hook.bring(inputs)

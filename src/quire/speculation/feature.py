@@ -22,16 +22,21 @@ from quire.loop_feature import LoopFeature
 from quire.plan import DRAFT_IDS, DRAFT_START, RowFlag, claim_width
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
-from quire.speculation.device_source import DeviceSource, DraftHeadSource, DraftModelSource
+from quire.speculation.device_source import (
+    DeviceSource,
+    DraftHeadSource,
+    DraftModelSource,
+    Flags,
+)
 from quire.speculation.draft_count import AcceptanceRates, StepCosts, choose, may_pay
 from quire.speculation.lookup import RecentTexts, TextIndex, TextMatch
 from quire.speculation.settings import SpeculationSettings, read_settings
 from quire.speculation.source_stats import SourceStats, SpeculationStats
 
-NONE, DEVICE, TREE, LOOKUP = 0, 1, 2, 3
-"""Kinds of drafts: none; those of the source on the device; those of a text in the prefix tree that
-begins with all of the row's; those of a lookup, which have a kind for each class of lengths of
-their match."""
+NONE, DEVICE, MASKED, TREE, LOOKUP = 0, 1, 2, 3, 4
+"""Kinds of drafts: none; those of the source on the device; the same for rows under a grammar,
+which the source knows nothing of; those of a text in the prefix tree that begins with all of the
+row's; those of a lookup, which have a kind for each class of lengths of their match."""
 _CLASSES = int32([2, 3, 4, 6, 8, 12, 16, 24])
 """The least length of each class but the first."""
 _KINDS = LOOKUP + len(_CLASSES) + 1
@@ -47,6 +52,12 @@ _NAMESPACES = 64
 def open_speculation(config: EngineConfig) -> LoopFeature:
     """Returns the feature for an engine."""
     return SpeculationFeature(config, read_settings(config.args))
+
+
+def _by_device(kinds: Int32) -> Flags:
+    """Returns which kinds of drafts the source on the device makes, bool [n]."""
+    found: Flags = (kinds == DEVICE) | (kinds == MASKED)
+    return found
 
 
 def _device_source(config: EngineConfig, settings: SpeculationSettings) -> DeviceSource | None:
@@ -83,8 +94,8 @@ class _Text:
 class SpeculationFeature(Feature, LoopFeature):
     """Belongs to the engine's thread, like the scheduler that calls it.
 
-    Per lane: `wanted`, whether its request is to have drafts; `follows`, whether of the source on
-    the device, which is not so under a grammar, as masks are made for drafts that the host knows.
+    Per lane: `wanted`, whether its request is to have drafts; `own_kind`, the kind of those that
+    the source on the device makes for it.
     """
 
     def __init__(self, config: EngineConfig, settings: SpeculationSettings) -> None:
@@ -94,7 +105,7 @@ class SpeculationFeature(Feature, LoopFeature):
         self._texts: list[_Text | None] = [None] * lanes
         self._recent: dict[tuple[int, str], RecentTexts] = {}
         self._wanted = np.zeros(lanes, dtype=bool)
-        self._follows = np.zeros(lanes, dtype=bool)
+        self._own_kind = np.full(lanes, DEVICE, dtype=np.int32)
         self._device = _device_source(config, settings)
         self._blocks: BlockManager | None = None
         self._kinds = np.zeros(lanes, dtype=np.int32)
@@ -134,12 +145,13 @@ class SpeculationFeature(Feature, LoopFeature):
             found = kinds != NONE
             chance[found] = self._acceptance.of(kinds[found], lanes[found])
         if self._device is not None:
-            own = self._acceptance.of(np.full_like(lanes, DEVICE), lanes)
-            better = self._follows[lanes] & (own > chance)
+            own_kinds = self._own_kind[lanes]
+            own = self._acceptance.of(own_kinds, lanes)
+            better = self._wanted[lanes] & (own > chance)
             better &= self._device.ready(lanes, better)
-            kinds[better], chance[better] = DEVICE, own[better]
+            kinds[better], chance[better] = own_kinds[better], own[better]
         room = np.where(kinds == NONE, 0, np.minimum(room, self._most))
-        choice = choose(self._costs, chance, kinds == DEVICE, int32(room))
+        choice = choose(self._costs, chance, _by_device(kinds), int32(room))
         self._kinds[lanes] = np.where(choice.counts > 0, kinds, NONE)
         self._stats.gain = choice.gain
         return choice.counts
@@ -201,10 +213,11 @@ class SpeculationFeature(Feature, LoopFeature):
         if len(lanes):
             self._stats.drafts_per_row = float((q_len - 1).mean())
         if self._device is not None:
-            drafting = ~prompt & (builder.q_len > 1) & (self._kinds[builder.lanes] == DEVICE)
-            chance = float(self._acceptance.of_kinds()[DEVICE])
+            drafting = ~prompt & (builder.q_len > 1) & _by_device(self._kinds[builder.lanes])
+            chances = self._acceptance.of_kinds()[self._own_kind[builder.lanes]]
+            chance = float(chances.max(initial=0.0))
             pays = may_pay(self._costs, len(builder.lanes), chance, self._most)
-            self._device.plan(builder, drafting, self._follows, pays)
+            self._device.plan(builder, drafting, self._wanted, pays)
 
     def _admit(self, builder: PlanBuilder) -> None:
         """Begins to follow requests that get a lane."""
@@ -218,7 +231,7 @@ class SpeculationFeature(Feature, LoopFeature):
             params = request.params
             wanted = params.speculative != "off" and request.pooling is None
             self._wanted[admit.lane] = wanted
-            self._follows[admit.lane] = wanted and not params.masked
+            self._own_kind[admit.lane] = MASKED if params.masked else DEVICE
 
     def _claim(self, builder: PlanBuilder, lanes: Int32) -> None:
         """Writes what was found for rows."""
@@ -247,7 +260,7 @@ class SpeculationFeature(Feature, LoopFeature):
     def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
         kinds = self._in_flight.popleft()[lanes]
         if self._device is not None:
-            other = kinds != DEVICE
+            other = ~_by_device(kinds)
             self._device.verified(lanes[other], drafts[other], accepted[other])
         rows = np.flatnonzero(drafts > 0)
         if not len(rows):
@@ -257,7 +270,7 @@ class SpeculationFeature(Feature, LoopFeature):
         self._acceptance.add(kinds, lanes, drafts, int32(held))
         source = self._settings.source or ""
         for name, own in (
-            (source, kinds == DEVICE),
+            (source, _by_device(kinds)),
             ("tree", kinds == TREE),
             ("suffix", kinds >= LOOKUP),
         ):

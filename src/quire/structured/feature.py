@@ -3,8 +3,9 @@
 A request is parked until its grammar is compiled. From then on its sampling rows are GATED: the
 step's head waits for their masks. A mask needs all tokens before it. As soon as these are known,
 masks are built on other threads while the step's body runs, and given to the executor from there.
-A row that verifies drafts has a mask after each of them; only claims that features have written
-through plans are known here (`StepPlan`).
+A row that verifies drafts has a mask after each of them. Drafts are what the step's body takes from
+the lanes' claims (`StepPlan`), whoever made them: the executor hands the claims over before the
+body runs.
 """
 
 from __future__ import annotations
@@ -12,22 +13,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 
 import msgspec
 import numpy as np
 from llguidance import LLMatcher
 
-from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.errors import GrammarError, QuireError, RequestError
 from quire.executor import Capacity, Executor
 from quire.loop_feature import Failure, LoopFeature
-from quire.plan import DRAFT_IDS, DRAFT_START, HeadInputs, RowFlag
+from quire.plan import HeadInputs, RowFlag
 from quire.request import Request
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler import Feature, PlanBuilder
@@ -37,6 +39,8 @@ from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
 from quire.token_rules import TokenRules
 
 _FOREVER = 2**31 - 1
+_PATIENCE = 1.0
+"""Seconds that the end of the thread is waited for."""
 _HANDOVER = 0.002
 """Seconds at most that the engine's thread lets the one that builds masks go first."""
 
@@ -44,15 +48,13 @@ _HANDOVER = 0.002
 @dataclass(slots=True)
 class _GatedRow:
     """A row that waits for masks. known: tokens that must be known, of a PROMPT row. q_len: of a
-    generating row, else 0. draft_ids, draft_start: the lane's claim, if the row verifies drafts."""
+    generating row, else 0."""
 
     request: Request
     lane: int
     lane_epoch: int
     known: int
     q_len: int
-    draft_ids: Int32 | None = None
-    draft_start: int = 0
 
     @property
     def alive(self) -> bool:
@@ -71,14 +73,6 @@ class _GatedRow:
     @property
     def lines(self) -> int:
         return max(self.q_len, 1)
-
-    @property
-    def drafts(self) -> list[int]:
-        if self.draft_ids is None:
-            return []
-        tokens = self.request.tokens.view()
-        found = claimed_drafts(self.draft_ids, self.draft_start, tokens, self.q_len - 1)
-        return [int(token) for token in found]
 
 
 @dataclass(slots=True)
@@ -119,22 +113,24 @@ class GrammarFeature(Feature, LoopFeature):
     def __init__(self, compiler: Compiler, num_lanes: int) -> None:
         self._compiler = compiler
         self._masks = MaskBuilder(compiler.vocab_size)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._builds: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # It may wait for a step that never runs, which must not keep a program from ending.
+        thread = threading.Thread(target=_run_all, args=(self._builds,), name="masks", daemon=True)
+        thread.start()
+        self._end = weakref.finalize(self, _end, self._builds, thread)
         self._states: dict[str, GrammarState] = {}
         """By request id."""
         self._gated = np.zeros(num_lanes, dtype=bool)
-        self._draft_ids = np.empty((num_lanes, 0), dtype=np.int32)
-        self._draft_start = np.zeros(num_lanes, dtype=np.int32)
         self._waiting: deque[_GatedStep] = deque()
         self._parked: dict[str, tuple[Request, float]] = {}
-        self._done: deque[tuple[str, GrammarState, LLMatcher | None, GrammarError | None]] = deque()
+        self._done: deque[tuple[str, GrammarState, GrammarError | None]] = deque()
         self._news = threading.Event()
         self._broken: deque[tuple[_GatedRow, GrammarError]] = deque()
-        self._room: Callable[[int, int], Int32]
-        self._submit_head: Callable[[HeadInputs], None]
+        self._closed = False
+        self._executor: Executor
 
     def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
-        self._room, self._submit_head = executor.mask_room, executor.submit_head
+        self._executor = executor
         return self
 
     def check(self, params: Sequence[SamplingParams]) -> None:
@@ -177,12 +173,13 @@ class GrammarFeature(Feature, LoopFeature):
     def _on_compiled(self, name: str, state: GrammarState, done: Future[LLMatcher]) -> None:
         """Receives a compiled grammar, on any thread."""
         try:
-            self._done.append((name, state, done.result().deep_copy(), None))
+            state.begin(done.result())
+            self._done.append((name, state, None))
         except GrammarError as error:
-            self._done.append((name, state, None, error))
+            self._done.append((name, state, error))
         except BaseException as error:
             reason = GrammarError(f"The grammar could not be compiled ({type(error).__name__}).")
-            self._done.append((name, state, None, reason))
+            self._done.append((name, state, reason))
         self._news.set()
 
     def ready(self, request: Request) -> bool:
@@ -200,7 +197,6 @@ class GrammarFeature(Feature, LoopFeature):
     def plan(self, builder: PlanBuilder) -> None:
         for admit in builder.admits:
             self._gated[admit.lane] = admit.params.masked
-        self._note_drafts(builder)
         samples = (builder.flags & RowFlag.SAMPLE) != 0
         rows = np.flatnonzero(self._gated[builder.lanes] & samples).tolist()
         if not rows:
@@ -209,27 +205,11 @@ class GrammarFeature(Feature, LoopFeature):
         gated = [self._gated_row(builder, row) for row in rows]
         self._waiting.append(_GatedStep(builder.step_id, gated))
 
-    def _note_drafts(self, builder: PlanBuilder) -> None:
-        """Keeps the lanes' claims, as the device does."""
-        if DRAFT_IDS in builder.writes:
-            lanes, ids = builder.writes[DRAFT_IDS]
-            if ids.shape[1] != self._draft_ids.shape[1]:
-                shape = len(self._draft_ids), ids.shape[1]
-                self._draft_ids = np.full(shape, -1, dtype=np.int32)
-            self._draft_ids[lanes] = ids
-        if DRAFT_START in builder.writes:
-            lanes, starts = builder.writes[DRAFT_START]
-            self._draft_start[lanes] = starts
-
     def _gated_row(self, builder: PlanBuilder, row: int) -> _GatedRow:
         request, lane = builder.requests[row], int(builder.lanes[row])
         prompt = bool(builder.flags[row] & RowFlag.PROMPT)
         q_len = 0 if prompt else int(builder.q_len[row])
-        gated = _GatedRow(request, lane, request.lane_epoch, request.planned, q_len)
-        if q_len > 1:
-            gated.draft_ids = self._draft_ids[lane].copy()
-            gated.draft_start = int(self._draft_start[lane])
-        return gated
+        return _GatedRow(request, lane, request.lane_epoch, request.planned, q_len)
 
     def release(self, request: Request) -> bool:
         if request.lane >= 0:
@@ -260,14 +240,13 @@ class GrammarFeature(Feature, LoopFeature):
         self._news.clear()
         ready = []
         while self._done:
-            name, state, matcher, reason = self._done.popleft()
+            name, state, reason = self._done.popleft()
             if name not in self._parked or self._states.get(name) is not state:
                 continue
             request, _ = self._parked.pop(name)
             if reason is not None:
                 failed.append((request, reason))
                 continue
-            state.matcher = matcher
             ready.append(name)
         return ready, failed + self._late()
 
@@ -303,7 +282,7 @@ class GrammarFeature(Feature, LoopFeature):
             # The device waits for the masks, and their thread for the interpreter's lock, which
             # this one would hold on to: for milliseconds, if it has much to do.
             entered = threading.Event()
-            self._thread.submit(self._build, step, rows, entered)
+            self._builds.put(partial(self._build, step, rows, entered))
             entered.wait(_HANDOVER)
 
     def _mask_row(self, row: _GatedRow) -> MaskRow:
@@ -313,13 +292,16 @@ class GrammarFeature(Feature, LoopFeature):
         request = row.request
         state = self._states[request.request_id]
         state.advance(request.tokens.view(state.position).tolist())
-        return MaskRow(state, row.lines, row.drafts)
+        return MaskRow(state, row.lines, text=request.tokens.view())
 
     def _build(self, step: _GatedStep, rows: list[MaskRow], entered: threading.Event) -> None:
         """Builds a step's masks, on their thread. entered: set when that needs the interpreter no
         more."""
-        masks = self._room(step.step_id, sum(row.lines for row in rows))
+        if self._closed:
+            return
+        masks = self._executor.mask_room(step.step_id, sum(row.lines for row in rows))
         try:
+            rows = self._with_drafts(step, rows, entered)
             self._masks.build(rows, masks, self._compiler.tokenizer_vocab, entered.set)
         except BaseException as error:  # a grammar must not end the engine, or keep it waiting
             masks[:] = -1
@@ -327,14 +309,50 @@ class GrammarFeature(Feature, LoopFeature):
             for row in rows:
                 if row.state is not None:
                     row.state.error = row.state.error or reason
-        self._submit_head(HeadInputs(step.step_id, masks))
+        self._executor.submit_head(HeadInputs(step.step_id, masks))
         for gated, row in zip(step.rows, rows, strict=True):
             if row.state is not None and row.state.error is not None:
                 self._broken.append((gated, row.state.error))
 
+    def _with_drafts(
+        self, step: _GatedStep, rows: list[MaskRow], entered: threading.Event
+    ) -> list[MaskRow]:
+        """Adds the drafts that rows verify, once they are made."""
+        if all(row.lines == 1 for row in rows):
+            return rows
+        claims = self._executor.claimed(step.step_id, wait=False)
+        if claims is None:
+            entered.set()
+            claims = self._executor.claimed(step.step_id, wait=True)
+        if claims is None:
+            return rows  # the engine ends
+        ids, starts = claims
+        found = []
+        for gated, row in zip(step.rows, rows, strict=True):
+            if row.text is not None and row.lines > 1:
+                start, most = int(starts[gated.lane]), row.lines - 1
+                drafts = claimed_drafts(ids[gated.lane], start, row.text, most)
+                row = row._replace(drafts=drafts.tolist())
+            found.append(row)
+        return found
+
     def close(self, drain: Callable[[], None] | None) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._closed = True
+        self._end()
         self._compiler.shutdown()
+
+
+def _run_all(works: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Runs what comes, until None comes."""
+    while (work := works.get()) is not None:
+        work()
+
+
+def _end(works: SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    """Ends the thread, which must not wake while the interpreter ends."""
+    works.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_PATIENCE)
 
 
 def _grammar_of(request: Request) -> StructuredOutputsParams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import (
+    fill_next_token_bitmask,
     fill_next_token_bitmask_par,
     fill_next_token_bitmask_par_with_draft_tokens,
 )
@@ -25,13 +27,14 @@ _MOST_THREADS = 16
 class GrammarState:
     """A request's progress in its grammar.
 
-    matcher: None until it is compiled, or without a grammar.
     position: how many of the request's tokens, its prompt's included, the matcher has consumed.
+    matcher: None until it is compiled, or without a grammar.
     forbidden: tokens that may not come before `until` tokens are there, unless nothing else may:
         ends that the user wants ignored, for a while (`min_tokens`) or for good.
     rules: of tokens that may come; None: none.
     last: the last generated tokens, as many as the rules look at.
     error: the grammar failed; the request must end.
+    grammar: what the matcher is a copy of, shared with other requests. start: where it begins.
     """
 
     position: int
@@ -41,13 +44,32 @@ class GrammarState:
     rules: TokenRules | None = None
     last: list[int] = field(default_factory=list)
     error: GrammarError | None = None
+    grammar: LLMatcher | None = None
+    start: int = 0
+
+    def begin(self, grammar: LLMatcher) -> None:
+        """Takes the compiled grammar."""
+        self.start, self.grammar = self.position, grammar
+        self.matcher = grammar.deep_copy()
+
+    def again(self, text: Int32) -> LLMatcher | None:
+        """Makes the matcher anew, and returns it. text: int32, all tokens that it may have
+        consumed, behind the prompt."""
+        if self.grammar is not None:
+            self.matcher = self.grammar.deep_copy()
+            self.matcher.consume_tokens(text[self.start : self.position].tolist())
+        return self.matcher
 
     def advance(self, tokens: list[int]) -> None:
         """Consumes the request's new tokens. Costs two microseconds a token: less than waking
         another thread."""
         self.position += len(tokens)
-        if self.rules is not None and self.rules.reach:
-            self.last = [*self.last, *tokens][-self.rules.reach :]
+        if self.rules is not None:
+            # Behind a draft that leaves nothing to follow, the mask allows all.
+            if not self.rules.hold(tokens, self.last):
+                self.error = self.error or _no_token()
+            if self.rules.reach:
+                self.last = [*self.last, *tokens][-self.rules.reach :]
         matcher = self.matcher
         if tokens and matcher and self.error is None and not matcher.consume_tokens(tokens):
             self.error = _failed(matcher)
@@ -55,11 +77,13 @@ class GrammarState:
 
 class MaskRow(NamedTuple):
     """A gated row's masks. state: None if its request is gone. lines: how many masks it has, one
-    for its next token and one after each draft. drafts: the draft tokens, at most `lines - 1`."""
+    for its next token and one after each draft. drafts: the draft tokens, at most `lines - 1`.
+    text: int32, all tokens of the request; None: not known."""
 
     state: GrammarState | None
     lines: int = 1
     drafts: Sequence[int] = ()
+    text: Int32 | None = None
 
 
 class MaskBuilder:
@@ -95,7 +119,7 @@ class MaskBuilder:
             for row, line in zip(rows, lines, strict=False)
             if row.state is not None and not row.state.error
         ]
-        self._fill(known, room, entered)
+        self._fill(known, room, tokenizer_vocab, entered)
         if room is not masks:
             masks[:] = room[:, : self._words]
         for row, state, line in known:
@@ -106,19 +130,23 @@ class MaskBuilder:
         self,
         rows: list[tuple[MaskRow, GrammarState, int]],
         masks: Int32,
+        tokenizer_vocab: int,
         entered: Callable[[], None],
     ) -> None:
-        compiled = [(state.matcher, line, row.drafts) for row, state, line in rows]
-        plain = [(m, line) for m, line, drafts in compiled if m is not None and not drafts]
-        drafted = [
-            (m, line, list(drafts)) for m, line, drafts in compiled if m is not None and drafts
+        compiled = [
+            (state.matcher, line, _tokens(row.drafts, tokenizer_vocab)) for row, state, line in rows
         ]
+        plain = [(m, line) for m, line, drafts in compiled if m is not None and not drafts]
+        drafted = [(m, line, drafts) for m, line, drafts in compiled if m is not None and drafts]
         entered()
         # llguidance refuses empty lists.
         if plain:
             fill_next_token_bitmask_par(self._executor, plain, masks)
         if drafted:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
+        for row, state, line in rows:
+            if row.drafts and state.matcher is not None and state.matcher.is_error():
+                self._fill_again(row, state, masks[line : line + row.lines], tokenizer_vocab)
         some = np.asarray(masks.any(axis=1))
         masks[~some] = -1
         for _, state, line in rows:
@@ -139,6 +167,25 @@ class MaskBuilder:
                 self._restrict(row, state, state.rules, masks[line:])
 
     @staticmethod
+    def _fill_again(row: MaskRow, state: GrammarState, masks: Int32, tokenizer_vocab: int) -> None:
+        """Fills a row's masks up to the draft that has broken its matcher, whose work is limited:
+        the request itself is not broken. masks: int32 [the row's lines, words]."""
+        matcher = None if row.text is None else state.again(row.text)
+        if matcher is None:
+            return
+        masks[:] = -1
+        walker = matcher.deep_copy()
+        fill_next_token_bitmask(walker, masks)
+        if walker.is_error():
+            state.error = _failed(walker)
+        for line, token in enumerate(_tokens(row.drafts, tokenizer_vocab), 1):
+            if walker.is_error() or not walker.try_consume_tokens([token]):
+                break
+            fill_next_token_bitmask(walker, masks, line)
+            if walker.is_error():
+                masks[line] = -1
+
+    @staticmethod
     def _restrict(row: MaskRow, state: GrammarState, rules: TokenRules, masks: Int32) -> None:
         """Applies a row's rules to its masks. masks: int32 [at least the row's lines, words]."""
         words = rules.words
@@ -148,7 +195,7 @@ class MaskBuilder:
                 continue
             masks[i] = -1
             if i == 0:
-                state.error = GrammarError("No token may come next.", code="no_token")
+                state.error = _no_token()
 
     @staticmethod
     def _forbid(lines: list[tuple[tuple[int, ...], int]], masks: Int32) -> None:
@@ -175,6 +222,16 @@ def _allow_some(masks: Int32, places: list[int], tokens: Sequence[int]) -> list[
     for token in tokens:
         found |= (masks[places, token >> 5] & _bit(token)) != 0
     return [places[i] for i in np.flatnonzero(found)]
+
+
+def _tokens(drafts: Sequence[int], tokenizer_vocab: int) -> list[int]:
+    """Returns the drafts before the first that is no token of the tokenizer's: a model may have a
+    larger vocabulary, and a matcher breaks at what it does not know."""
+    return list(itertools.takewhile(lambda token: token < tokenizer_vocab, drafts))
+
+
+def _no_token() -> GrammarError:
+    return GrammarError("No token may come next.", code="no_token")
 
 
 def _failed(matcher: LLMatcher) -> GrammarError:

@@ -71,7 +71,8 @@ class Hook:
 
     drafts: the most draft tokens of a row that steps must verify for it.
     entries: names in `StepPlan.writes` that it reads there, and that are no columns.
-    gates: whether it can make a head wait for the host, with the methods `lacks` and `bring`.
+    gates: whether it can make a head wait for the host, with the methods `lacks`, `claimed`
+        and `bring`.
     alters: whether it can change what the model computes, with the methods `altered` and `body`.
     draws: whether it leaves one token only, so that others must have changed the logits before.
     """
@@ -146,6 +147,10 @@ class Hook:
 
     def room(self, step_id: int, rows: int) -> Int32 | None:
         """Answers `Executor.mask_room`. None: not this one."""
+        return None
+
+    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
+        """Answers `Executor.claimed`, on any thread."""
         return None
 
     def bring(self, inputs: HeadInputs) -> None:

@@ -8,9 +8,11 @@ from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.ops import op
 from quire.ops.reference import mask as twins
-from quire.plan import HeadInputs, RowFlag, StepPlan
+from quire.plan import DRAFT_IDS, DRAFT_START, HeadInputs, RowFlag, StepPlan
+from quire.runner.claim_ring import ClaimRing
 from quire.runner.hooks.hook import HeadContext, Hook, Level, SharedMemory
 from quire.runner.mask_ring import MaskRing
+from quire.runner.readback import Step
 from quire.runner.state import BatchState, Limits
 
 _mask_logits = op(twins.mask_logits)
@@ -21,7 +23,8 @@ class Mask(Hook):
     """Bars what a row's line of the mask does not allow. The head waits behind the model's logits,
     which need no mask.
 
-    ring: holds the masks; made by `bind`.
+    ring: holds the masks; made by `bind`. A row has a mask behind each of its drafts, whoever made
+    them, so the host is told the claims of a step whose GATED rows verify some.
     """
 
     gates = True
@@ -31,6 +34,7 @@ class Mask(Hook):
         self._words = -(-config.vocab_size // 32)
         self._memory: SharedMemory | None = None
         self.ring: MaskRing | None = None
+        self._claims: ClaimRing | None = None
 
     def shared_bytes(self, limits: Limits) -> int:
         return MaskRing.size(self._depth, limits.logit_rows, self._words)
@@ -42,6 +46,17 @@ class Mask(Hook):
         self._state = state
         rows = state.limits.logit_rows
         self.ring = MaskRing(state.device, self._depth, rows, self._words, self._memory)
+        if state.limits.drafts:
+            columns = (state.columns[name] for name in (DRAFT_IDS, DRAFT_START))
+            self._claims = ClaimRing(self._depth, *columns)
+
+    def begin(self, step: Step) -> None:
+        # Behind the hooks that draft.
+        if self._claims is not None and _verifies(step.plan):
+            self._claims.send(step.plan.step_id)
+
+    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
+        return None if self._claims is None else self._claims.get(step_id, wait=wait)
 
     def level(self, plan: StepPlan) -> Level:
         return Level.MASKED if plan.gated else Level.PLAIN
@@ -75,8 +90,15 @@ class Mask(Hook):
         ctx.logits = _mask_logits(ctx.own_logits(), self.ring.masks, lines)
 
     def close(self) -> None:
-        if self.ring is not None:
-            self.ring.close()
+        for ring in (self.ring, self._claims):
+            if ring is not None:
+                ring.close()
+
+
+def _verifies(plan: StepPlan) -> bool:
+    """Whether GATED rows verify drafts."""
+    gated = (plan.flags & (RowFlag.GATED | RowFlag.PROMPT)) == RowFlag.GATED
+    return bool((gated & (plan.q_len > 1)).any())
 
 
 def _in_head(plan: StepPlan) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
