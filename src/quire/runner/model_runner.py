@@ -69,6 +69,8 @@ class ModelRunner:
         self.group = group or SingleGroup()
         self.limits = limits_of(config, hooks)
         self._features = tuple(hooks)
+        # The one that can make heads wait for the host.
+        self._gate = next((hook for hook in hooks if hook.gates), Hook())
         self._progress = progress
         # Launched, and those behind one that waits for the host.
         self._steps: deque[Step] = deque()
@@ -272,7 +274,7 @@ class ModelRunner:
                 name in h.entries for h in self._features
             ):
                 raise QuireError(f"the plan writes to a column {name!r} that no hook keeps")
-        if plan.gated and not any(hook.gates for hook in self._features):
+        if plan.gated and not self._gate.gates:
             raise QuireError("the plan has GATED rows, but no hook lets a head wait")
 
     def _advance(self, *, wait: bool = False) -> None:
@@ -388,9 +390,7 @@ class ModelRunner:
             level = max(asked, *(hook.level(plan) for hook in self.hooks))
             captured = None if self._graphs is None else self._graphs.head(logit_rows, level)
             # A kernel's first launch waits for the device, which would wait for the masks.
-            step.waits = captured is None and any(
-                hook.lacks(plan, wait=wait) for hook in self._features
-            )
+            step.waits = captured is None and self._gate.lacks(plan, wait=wait)
             if step.waits:
                 return
             if self._graphs is not None and captured is not None:
@@ -423,19 +423,16 @@ class ModelRunner:
     # -- everything else -----------------------------------------------------------------------
 
     def mask_room(self, step_id: int, rows: int) -> Int32:
-        for hook in self._features:
-            room = hook.room(step_id, rows)
-            if room is not None:
-                return room
-        raise QuireError("no hook of this runner takes masks")
+        room = self._gate.room(step_id, rows)
+        if room is None:
+            raise QuireError("no hook of this runner takes masks")
+        return room
 
     def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        gates = (hook for hook in self._features if hook.gates)
-        return next((gate.claimed(step_id, wait=wait) for gate in gates), None)
+        return self._gate.claimed(step_id, wait=wait)
 
     def submit_head(self, inputs: HeadInputs) -> None:
-        for hook in self._features:
-            hook.bring(inputs)
+        self._gate.bring(inputs)
 
     def control(self, message: dict[str, Any]) -> Any:
         """Asks the places of blocks, then the hooks; the first answer that is not None counts."""
@@ -450,6 +447,7 @@ class ModelRunner:
         for hook in self._features:
             hook.close()
         self._features = ()
+        self._gate = Hook()
         self._models = ()
         self._steps.clear()
         self._later.clear()
