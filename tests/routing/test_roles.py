@@ -195,7 +195,7 @@ def test_a_trace_spans_router_and_replicas() -> None:
             assert span.attributes["quire.replica"] == replica.url.partition("//")[2]
             assert span.attributes["http.response.status_code"] == 200
             # And the one that decodes hands it on to the one that computes the prompt.
-            peer = Peer(replica.url, None, KVFacts(2, "", "", "", "", 16, ()))
+            peer = Peer(replica.url, None, KVFacts(3, "", "tcp", "", "", "", 16, ()))
             peer._epoch = "e"
             with pytest.raises(PeerError, match="no valid answer"):
                 await asyncio.to_thread(peer.ask, [1] * 16, 0, "", headers["traceparent"])

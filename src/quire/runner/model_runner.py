@@ -69,8 +69,6 @@ class ModelRunner:
         self.group = group or SingleGroup()
         self.limits = limits_of(config, hooks)
         self._features = tuple(hooks)
-        # The one that can make heads wait for the host.
-        self._gate = next((hook for hook in hooks if hook.gates), Hook())
         self._progress = progress
         # Launched, and those behind one that waits for the host.
         self._steps: deque[Step] = deque()
@@ -422,6 +420,11 @@ class ModelRunner:
 
     # -- everything else -----------------------------------------------------------------------
 
+    @property
+    def _gate(self) -> Hook:
+        """The hook that can make heads wait for the host, or one that does nothing."""
+        return next((hook for hook in self._features if hook.gates), Hook())
+
     def mask_room(self, step_id: int, rows: int) -> Int32:
         room = self._gate.room(step_id, rows)
         if room is None:
@@ -447,7 +450,6 @@ class ModelRunner:
         for hook in self._features:
             hook.close()
         self._features = ()
-        self._gate = Hook()
         self._models = ()
         self._steps.clear()
         self._later.clear()
