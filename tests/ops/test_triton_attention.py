@@ -357,6 +357,7 @@ def test_default_tuning(kernel_device: str) -> None:
     Case(kernel_device, MIXED, 8, 2, 128).check(AttentionTuning())
 
 
+@pytest.mark.slow
 def test_more_rows_than_one_lookup_holds(kernel_device: str) -> None:
     Case(kernel_device, [(1, 2)] * 256 + [(40, 50)], 1, 1, 16).check(replace(SMALL, programs=1))
 

@@ -102,7 +102,7 @@ def test_the_document() -> None:
 
 @SCHEMA.parametrize()
 @settings(
-    max_examples=examples(12),
+    max_examples=examples(6),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

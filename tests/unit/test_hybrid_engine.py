@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.sampling_params import SamplingParams
+from tests.slow import slow
 from tests.unit.test_drafts import Answers, Script, Verifier, answers, with_texts
 from tests.unit.tiny_engine import MAX_LEN, VOCAB, Job, TinyEngine, model_folder, random_prompts
 
@@ -50,8 +51,7 @@ def alone(folder: Path, jobs: list[Job]) -> list[list[int]]:
     return [tokens for job in jobs for tokens in engine.run([job])]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("budget", [7, 256])
+@pytest.mark.parametrize(("budget", "depth"), [(7, 2), slow(7, 1), slow(256, 1), (256, 2)])
 def test_batches_chunks_and_hits(folder: Path, depth: int, budget: int) -> None:
     prompts = random_prompts(6)
     shared = random_prompts(1, 120, seed=3)[0]

@@ -64,8 +64,8 @@ def completions(ranks: int, **settings: Any) -> list[list[int]]:
     ("ranks", "settings"),
     [
         (2, {"speculative": {"method": "suffix", "num_speculative_tokens": 3}}),
-        (2, {"num_kv_blocks": 18, "quantization": "int8"}),
-        (4, {"kv_cache_dtype": "int8"}),
+        slow(2, {"num_kv_blocks": 18, "quantization": "int8"}),
+        slow(4, {"kv_cache_dtype": "int8"}),
         (2, {"pipeline_parallel_size": 2, "num_kv_blocks": 18, "kv_cache_dtype": "int8"}),
     ],
     ids=["2-drafts", "2-few-blocks-int8", "4-kv-int8", "2-by-2-stages"],

@@ -199,7 +199,7 @@ def free_of_charge(llm: LLM) -> None:
     "settings",
     [
         {"speculative": {"method": "draft"}},
-        {"speculative_model": EMBEDDED_DRAFT, "steps_in_flight": 2},
+        slow({"speculative_model": EMBEDDED_DRAFT, "steps_in_flight": 2}),
         {"speculative": {"method": "draft", "quantization": "int8"}, "kv_cache_dtype": "int8"},
         {"speculative": {"method": "eagle3"}},
     ],
@@ -220,7 +220,7 @@ def test_the_embedded_draft_is_accepted(settings: dict[str, Any]) -> None:
     assert steps < 0.7 * plain_steps
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [slow(1), 2])
 def test_the_model_catches_up(depth: int) -> None:
     """A lone request whose text was looked up for long gets the model's drafts again."""
     llm = LLM(

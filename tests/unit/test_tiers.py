@@ -189,7 +189,7 @@ def test_models_with_windows_are_refused(tmp_path: Path) -> None:
         engine(folder, host_cache_gb=0.001)
 
 
-@pytest.mark.parametrize("requests", [60, slow(150)])
+@pytest.mark.parametrize("requests", [30, slow(150)])
 def test_no_leak_and_no_mismatch_under_stress(tmp_path: Path, requests: int) -> None:
     folder = model_folder(tmp_path / "model", stress_cache.TINY)
     found = stress_cache.stress(stress_cache.parse(["--requests", str(requests)]), str(folder))
