@@ -9,6 +9,7 @@ import math
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 
+_SWITCH_SECONDS = 0.0005
+"""Time for which a thread keeps the interpreter's lock while another waits for it."""
 _LAST_EVENTS_SECONDS = 2.0
 """Time that streams which were not done in time have to send their error."""
 
@@ -90,6 +93,9 @@ class _Server(uvicorn.Server):
         # need not walk it again and again.
         gc.collect()
         gc.freeze()
+        # The loop asks for the interpreter's lock at every read and write. A thread that parses a
+        # large body would keep it for 5 ms each time.
+        sys.setswitchinterval(_SWITCH_SECONDS)
         if self._app_state.batches is not None:
             self._app_state.batches.start()
         self._on_started()
