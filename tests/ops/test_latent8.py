@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.ops import KVFormat, KVLayer, Policy, RmsScale, kv_format, use_policy
+from quire.ops.fixed.latent import latent_attention as fixed_attention
 from quire.ops.reference import kv8
 from quire.ops.reference import latent as reference
 from quire.ops.triton import latent as kernels
@@ -76,6 +77,16 @@ def test_16_bits_and_the_sizes_of_published_models(kernel_device: str, stored: K
 def test_deterministic_rows(kernel_device: str, stored: KVFormat) -> None:
     with use_policy(Policy(deterministic=True)):
         Stored(stored, kernel_device, MIXED).check()
+
+
+@formats
+def test_sums_of_fixed_order(stored: KVFormat) -> None:
+    case = Stored(stored, "cpu", MIXED)
+    found = fixed_attention(
+        case.q, case.layer, case.query_start, case.seq_lens, case.table, rank=case.rank,
+        scale=0.2, q_lens=case.q_lens, **case.bounds,
+    )[: case.real]  # fmt: skip
+    torch.testing.assert_close(found, case.want(case.layer, case.q.dtype), atol=1e-5, rtol=1e-5)
 
 
 @formats

@@ -12,6 +12,7 @@ from quire.ops.fixed.attention import paged_attention
 from quire.ops.fixed.products import products, wider
 from quire.ops.kv import KVLayer
 from quire.ops.reference.cache import cos_sin_of, rotate
+from quire.ops.reference.latent import widened_latents
 
 
 def latent_queries(
@@ -61,6 +62,7 @@ def latent_attention(
     scratch: Scratch | None = None,
 ) -> Tensor:
     """See `reference.latent.latent_attention`."""
+    kv, block_table = widened_latents(kv, block_table, max_seq_len, q.dtype, scratch)
     means = paged_attention(
         q, kv, query_start, seq_lens, block_table, q_lens=q_lens, max_q_len=max_q_len,
         max_seq_len=max_seq_len, scale=scale, scratch=scratch,

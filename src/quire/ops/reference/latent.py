@@ -119,9 +119,7 @@ def latent_attention(
         other arguments are those of `ops.paged_attention`.
     Returns the means of latents, [T, Hq, R]; undefined for padding tokens.
     """
-    if kv.k_scale is not None:
-        scratch = {} if scratch is None else scratch
-        kv, block_table = _widened(kv, kv.k_scale, block_table, max_seq_len, q.dtype, scratch)
+    kv, block_table = widened_latents(kv, block_table, max_seq_len, q.dtype, scratch)
     means = paged_attention(
         q, kv, query_start, seq_lens, block_table, q_lens=q_lens, max_q_len=max_q_len,
         max_seq_len=max_seq_len, scale=scale, scratch=scratch,
@@ -129,12 +127,15 @@ def latent_attention(
     return means[..., :rank]
 
 
-def _widened(
-    kv: KVLayer, scales: Tensor, block_table: Tensor, longest: int, dtype: torch.dtype,
-    scratch: Scratch,
-) -> tuple[KVLayer, Tensor]:  # fmt: skip
+def widened_latents(
+    kv: KVLayer, block_table: Tensor, longest: int, dtype: torch.dtype, scratch: Scratch | None
+) -> tuple[KVLayer, Tensor]:
     """Returns the blocks of a table, of rows of up to `longest` tokens, with latents and keys side
-    by side in `dtype`, and the table of where they are, which all layers of a step share."""
+    by side in `dtype`, and the table of where they are, which all layers of a step share. What is
+    not stored in 8 bits comes back as it is."""
+    if kv.k_scale is None:
+        return kv, block_table
+    scratch = {} if scratch is None else scratch
     found = scratch.get(("latent blocks", block_table.data_ptr()))
     if found is None:
         ids = block_table[:, : -(-longest // kv.k.shape[2])].clamp(min=0)
@@ -142,7 +143,7 @@ def _widened(
         found = scratch["latent blocks", block_table.data_ptr()] = ids.flatten().long(), table
     ids, table = found
     stored = kv.k.view(torch.int8)[ids]
-    own = scales.expand(stored.shape[:-1]) if scales.dim() == 1 else scales[ids]
+    own = kv.k_scale.expand(stored.shape[:-1]) if kv.k_scale.dim() == 1 else kv.k_scale[ids]
     latents = kv8.dequantize(stored, own, kv.format, dtype)
     both = torch.cat((latents, kv.v[ids].to(dtype)), dim=-1)
     return KVLayer(both, both), table
