@@ -37,6 +37,14 @@ PARAMS = (
     SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True, n=2),
     SamplingParams(temperature=0.7, seed=4, repetition_penalty=1.3, max_tokens=8, ignore_eos=True),
 )
+LATENT = {
+    **TINY, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    "num_key_value_heads": TINY["num_attention_heads"], "kv_lora_rank": 24, "q_lora_rank": 20,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+    "moe_intermediate_size": 64, "n_routed_experts": 6, "n_shared_experts": 1,
+    "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 PROMPTS = [prompt * 3 for prompt in random_prompts(3, 60, seed=5)]
 
 
@@ -146,7 +154,7 @@ def start(core: EngineCore) -> list[Any]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    shapes = {"full": TINY, "window": TINY_WINDOW, "state": HYBRID}
+    shapes = {"full": TINY, "window": TINY_WINDOW, "state": HYBRID, "latent": LATENT}
     return {name: model_folder(root / name, shape) for name, shape in shapes.items()}
 
 
@@ -189,6 +197,7 @@ def check(pair: Pair, expected: list[list[int]]) -> None:
         ("full", "async", "int8"),
         ("window", "async", "float32"),
         ("state", "sync", "float32"),
+        ("latent", "async", "int8"),
     ],
 )
 def test_tokens_are_those_of_one_engine(
