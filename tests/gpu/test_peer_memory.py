@@ -53,3 +53,4 @@ def test_any_ranks_read_what_any_ranks_wrote(writers: int, readers: int) -> None
         finish(found, rank)
         assert torch.equal(target[picked], part[picked])
         found.pool.board[:] = 0
+    found.close()

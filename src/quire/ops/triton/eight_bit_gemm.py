@@ -24,6 +24,9 @@ from quire.ops.weight import Weight
 
 _LIBRARY_ROWS = 128
 """Rows up to which the kernel here, with all that is behind the product, is as fast as cuBLAS."""
+_LONG = 8192
+"""Inputs from which on two programs of a multiprocessor share them rather than one."""
+_MOST_SPLITS = 4
 _BAND = 8
 """Tiles of rows that run side by side, so that they find a tile of the weight in L2."""
 
@@ -112,17 +115,20 @@ def takes(weight: Weight) -> bool:
 
 
 def tile_for(rows: int, args: LinearArgs) -> EightBitTile:
-    """Returns the tile of a product of `rows` rows."""
+    """Returns the tile of a product of `rows` rows, by a sweep over an 8B model's layers."""
     gated, grouped = args.gated, bool(args.weight.format.group)
-    if gated:
-        tile = EightBitTile(128 if 64 < rows <= 128 and not grouped else 64, 64, 128, 4, 3)
-    elif rows <= 256 or grouped:
-        tile = EightBitTile(64, 128, 128, 4, 4)
+    if gated and (rows <= 64 or grouped):
+        tile = EightBitTile(64, 32 if rows <= 128 else 64, 128, 4, 3)
+    elif gated:
+        tile = EightBitTile(128, 64, 128, 4 if rows <= 128 else 8, 3)
+    elif rows <= 512 or grouped:
+        tile = EightBitTile(64, 64 if rows <= 64 else 128, 128, 4, 4)
     else:
-        tile = EightBitTile(128, 256, 128, 8, 3)
+        tile = EightBitTile(128, 128, 128, 8, 3)
     programs = triton.cdiv(rows, tile.bm) * triton.cdiv(args.n, tile.bn)
     # Too few programs leave most of the card without work; a short run of inputs is not worth it.
-    splits = min(traits(args.x.device).num_sms // programs, args.k // (4 * tile.bk))
+    wanted = traits(args.x.device).num_sms * (2 if grouped or args.k > _LONG else 1)
+    splits = min(wanted // programs, args.k // (4 * tile.bk), _MOST_SPLITS)
     return tile._replace(splits=max(1, splits))
 
 

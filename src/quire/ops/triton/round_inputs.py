@@ -19,13 +19,14 @@ from quire.ops.weight import Weight
 def _round_kernel(
     x_ptr, scale_ptr, g_ptr, out_ptr, scales_ptr, K, first, eps, stride_xm, stride_om, stride_sm,
     TOP: tl.constexpr, INTEGERS: tl.constexpr, FIXED: tl.constexpr, NORM: tl.constexpr,
-    STORED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    STORED: tl.constexpr, CAST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rounds a token's inputs from program * WIDTH - first on, WIDTH of them, which share a scale.
 
     TOP: the largest rounded number. NORM: RMSNorm comes first; a program then has the whole token.
-    STORED: rounded numbers and their scales are stored, else what both stand for. BLOCK: WIDTH or
-    more."""
+    STORED: rounded numbers and their scales are stored, else what both stand for. CAST: the cast
+    to 8-bit floats rounds as it should. BLOCK: WIDTH or more."""
     if PDL:
         wait_for_predecessor(False)
     row = tl.program_id(0).to(tl.int64)
@@ -46,13 +47,14 @@ def _round_kernel(
         top = tl.max(tl.abs(x), 0)
         scale = tl.where(top == 0, 1.0, tl.div_rn(top, TOP))
     y = tl.minimum(tl.maximum(tl.div_rn(x, scale), low), TOP)
-    step = tl.full([BLOCK], 1.0, tl.float32)
-    if not INTEGERS:
+    # Adding and taking away 1.5 * 2^23 leaves no fraction, and rounds halves to even.
+    if INTEGERS:
+        y = (y + 12582912.0) - 12582912.0
+    elif not CAST:
         # Neighbouring 8-bit floats are an eighth of their power of two apart, 2^-9 at the least.
         power = (y.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         step = tl.maximum(power, 0.015625) * 0.125
-    # Adding and taking away 1.5 * 2^23 leaves no fraction, and rounds halves to even.
-    y = ((y / step + 12582912.0) - 12582912.0) * step
+        y = ((y / step + 12582912.0) - 12582912.0) * step
     if STORED:
         tl.store(scales_ptr + row * stride_sm + tl.program_id(1), scale)
     else:
@@ -99,6 +101,6 @@ def _run(
         0 if scales is None else scales.stride(0), TOP=LARGEST[format.values],
         INTEGERS=not format.values.is_floating_point, FIXED=weight.input_scale is not None,
         NORM=norm is not None, STORED=scales is not None, WIDTH=width,
-        BLOCK=triton.next_power_of_2(width), PDL=pdl,
+        CAST=scales is not None and pdl, BLOCK=triton.next_power_of_2(width), PDL=pdl,
         **options(pdl, num_warps=min(max(width // 512, 1), 16)),
     )  # fmt: skip
