@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -90,25 +92,25 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
-    """PyTorch sends fp32 products on a CPU to BLAS, which multiplies a single row in one thread.
+    """PyTorch sends fp32 products on a CPU to BLAS: MKL, which multiplies a few rows in one thread.
 
     oneDNN uses all. In tiny products the 10 µs that a call of it takes cost more than that saves;
     it keeps a program of some 0.5 MB for each number of rows, and a copy of most strided weights.
+    On Intel's processors MKL uses all too, but for three rows or more of weights output by output.
     """
     return (
         torch.get_num_threads() > 1
         and x.dtype is torch.float32
         and x.device.type == "cpu"
-        and x.shape[0] <= _ONEDNN_ROWS
-        and x.shape[0] * weight.numel() >= _ONEDNN_PRODUCTS
-        and (weight.is_contiguous() or weight.t().is_contiguous())
-        and _HAS_ONEDNN_LINEAR
+        and len(x) in _ONEDNN_ROWS
+        and len(x) * weight.numel() >= 1 << 17
+        and (weight.is_contiguous() or (not _INTEL and weight.t().is_contiguous()))
     )
 
 
-_ONEDNN_PRODUCTS = 1 << 17
-_ONEDNN_ROWS = 16
-_HAS_ONEDNN_LINEAR = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_INTEL = any("GenuineIntel" in file.read_text() for file in Path("/proc").glob("cpuinfo"))
+_HAS_ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_ONEDNN_ROWS = range(3 if _INTEL else 1, 17 if _HAS_ONEDNN else 1)
 
 
 def embedding(ids: Tensor, table: Tensor, start: int = 0) -> Tensor:
