@@ -36,6 +36,9 @@ class FakeNvml:
         self._began = time.perf_counter()
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("nvmlInit", "nvmlDeviceGetCount"):
+            return lambda: self._count
+
         def read(gpu: int) -> Any:
             if name in self._without and gpu == self._count - 1:
                 raise NvmlError
@@ -51,12 +54,6 @@ class FakeNvml:
             }[name]
 
         return read
-
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlDeviceGetCount(self) -> int:
-        return self._count
 
 
 def install(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None) -> None:

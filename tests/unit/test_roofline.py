@@ -153,3 +153,55 @@ def test_command_says_what_does_not_fit() -> None:
     )
     assert done.exit_code == 0
     assert "do not fit" in " ".join(done.output.split())
+
+
+def test_command_runs_what_it_predicts() -> None:
+    status, found = command("--device", "cpu", "--run", "--case", "2x32x8", "--case", "ttft")
+    assert status == 0
+    assert found["ceilings"]["origin"] == "measured now"  # type: ignore[index]
+    case, prompt = found["predictions"]  # type: ignore[misc]
+    assert case["measured"]["weights_gb"] == pytest.approx(case["weights_gb"], rel=0.01)
+    # Two requests of 39 tokens, in blocks of 16.
+    assert case["measured"]["kv_gb"] == pytest.approx(case["kv_gb"] * 48 / 39, rel=0.01)
+    for name in ("output_tok_s", "decode_step_ms", "first_token_ms"):
+        off = case["residual_percent"][name]
+        assert off == pytest.approx(100 * (case[name] / case["measured"][name] - 1))
+    assert case["measured"]["first_token_ms"] < 1e3 * case["measured"]["seconds"]
+    assert prompt["case"] == "ttft 512"
+    assert prompt["residual_percent"].keys() == {"first_token_ms", "weights_gb"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--run"], "cannot run: there is no GPU here, and NVIDIA H200 is predicted"),
+        (["--run", "--device", "cpu", "--card", "l4"], "a CPU is not a NVIDIA L4"),
+        (["--device", "cpu", "--tp", "2"], "no link between several"),
+    ],
+)
+def test_command_says_why_it_cannot_run(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CliRunner().invoke(app, ["roofline", "--case", "b1", *arguments], catch_exceptions=False)
+
+
+def test_command_runs_by_itself_where_the_card_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    ran: list[str] = []
+    monkeypatch.setattr(
+        "quire.cli.roofline._run",
+        lambda config, device, cases: ran.extend([device, *(case.name for case in cases)]) or [],
+    )
+    folder = str(CONFIGS / "qwen3-8b")
+    for here, extra, runs in (
+        ("NVIDIA L40S", [], []),
+        ("NVIDIA H200", ["--no-run"], []),
+        ("NVIDIA H200", ["--tp", "2"], []),
+        ("NVIDIA H200", [], ["cuda", "b1"]),
+        ("NVIDIA L4", ["--card", "l4"], ["cuda", "b1"]),
+    ):
+        ran.clear()
+        monkeypatch.setattr("quire.cli.roofline.card_name", lambda device, name=here: name)
+        # What does not fit is not run.
+        command(folder, "--case", "b1", "--case", "256x8192x64", *extra)
+        assert ran == runs, (here, extra)
