@@ -203,5 +203,5 @@ def test_command_runs_by_itself_where_the_card_is(monkeypatch: pytest.MonkeyPatc
         ran.clear()
         monkeypatch.setattr("quire.cli.roofline.card_name", lambda device, name=here: name)
         # What does not fit is not run.
-        command(folder, "--case", "b1", "--case", "256x8192x64", *extra)
+        command(folder, "--case", "b1", "--case", "128x8192x2048", *extra)
         assert ran == runs, (here, extra)
