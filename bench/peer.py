@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 from quire.bench import startup
 from quire.bench.cases import NAMED, Workload, check_lengths, parse_case
-from quire.bench.gpu_meter import GpuMeter
+from quire.bench.gpu_meter import GpuMeter, Metrics
 from quire.bench.record import append_jsonl, format_table, make_record
-from quire.bench.throughput import Metrics, measure
+from quire.bench.throughput import measure
 from quire.errors import ConfigError, QuireError
 
 _STARTED = time.monotonic()

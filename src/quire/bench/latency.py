@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.bench.cases import Workload, random_prompt
-from quire.bench.gpu_meter import GpuMeter
-from quire.bench.throughput import Metrics, QuireEngine
+from quire.bench.gpu_meter import GpuMeter, Metrics
+from quire.bench.throughput import QuireEngine
 from quire.bench.trace import SeenStep
 from quire.bench.work import percentiles
 from quire.errors import ConfigError

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from quire.bench.cases import TTFT, TTFT_LENGTHS, Case, Workload
 from quire.bench.gpu_meter import GpuMeter, Metrics
@@ -112,12 +113,12 @@ def last_first_token(steps: Sequence[SeenStep]) -> float:
 
 def weight_bytes(engine: QuireEngine) -> int | None:
     """Returns the bytes of the weights that the engine holds; None where other processes do."""
-    model = getattr(engine.trace.inner, "model", None)
+    model: Any = getattr(engine.trace.inner, "model", None)
     if model is None:
         return None
     # Tied weights are one tensor.
     sizes = {part.data_ptr(): part.numel() * part.dtype.itemsize for part in model.parameters()}
-    return sum(sizes.values())
+    return int(sum(sizes.values()))
 
 
 def residuals(predicted: Prediction, found: Measured) -> dict[str, float]:

@@ -50,8 +50,8 @@ class QuireEngine:
         self.max_model_len = self.config.scheduler.max_model_len
         self.trace: StepRecorder = watch(llm)
         self._limits = limits
-        self._work = model_work(self.config)
-        self._groups: Sequence[KVGroup] = llm._core.capacity.groups
+        self.work = model_work(self.config)
+        self.groups: Sequence[KVGroup] = llm._core.capacity.groups
 
     def prepare(self, work: Workload) -> Callable[[], object]:
         params = [
@@ -64,7 +64,7 @@ class QuireEngine:
 
     def account(self, began: float, seconds: float) -> Metrics:
         steps = self.trace.take()
-        totals = sum_up(steps, began, self._work, self._groups, self.max_model_len, self._limits)
+        totals = sum_up(steps, began, self.work, self.groups, self.max_model_len, self._limits)
         return step_metrics(totals, seconds, self._limits)
 
 

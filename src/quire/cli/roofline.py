@@ -119,8 +119,8 @@ def _run(config: EngineConfig, device: str, cases: Sequence[Case]) -> list[Measu
         return []
     folder = Path(config.model_path)
     stored = any(folder.glob("*.safetensors"))
-    settings = {
-        "model": str(folder), "load_format": "auto" if stored else "dummy", "device": device,
+    settings: dict[str, Any] = {
+        "load_format": "auto" if stored else "dummy", "device": device,
         "dtype": config.dtype, "quantization": config.args.quantization,
         "tensor_parallel_size": config.args.tensor_parallel_size, "skip_tokenizer_init": True,
         "enable_prefix_caching": False, "max_num_seqs": MAX_REQUESTS,
@@ -131,7 +131,7 @@ def _run(config: EngineConfig, device: str, cases: Sequence[Case]) -> list[Measu
         f"running {', '.join(case.name for case in cases)}; weights: {weights} ...", err=True
     )
     try:
-        llm = LLM(**settings)
+        llm = LLM(str(folder), **settings)
         try:
             engine = QuireEngine(llm, None)
             meter = GpuMeter.of_engine(llm.config.args, llm.config.device)
