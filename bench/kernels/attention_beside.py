@@ -13,7 +13,6 @@ that is set. Without a GPU only the checks of ours run, under TRITON_INTERPRET=1
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import os
@@ -104,7 +103,7 @@ def calls_of_ours(batch: Batch) -> list[Callable[[], Tensor]]:
     return [functools.partial(batch.run, layer, tuning, **made) for layer in layers]
 
 
-def error(got: Tensor, want: Tensor) -> float:
+def difference(got: Tensor, want: Tensor) -> float:
     """Returns the largest difference, as a share of what is allowed."""
     return float(((got.double() - want.double()).abs() / (1 + want.abs())).max()) / _ALLOWED
 
@@ -148,15 +147,13 @@ def measure(case: Case) -> Row:
         try:
             with sdpa_kernel(backend):
                 found = flat(attend(case, *inputs[0]))
-                off = error(found, result)
+                off = difference(found, result)
                 if not off <= 2.0:
                     raise ValueError(f"{name} and ours differ by {off:.3g} of what is allowed")
                 others = [functools.partial(attend, case, *each) for each in inputs]
                 row.us[name] = graph_us(others)
         except RuntimeError as error:
             row.refused[name] = str(error).strip().splitlines()[0][:120]
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.synchronize()
     row.rates = {name: case.rate(us) for name, us in row.us.items()}
     return row
 
@@ -166,7 +163,7 @@ def check(case: Case) -> float:
     is allowed."""
     batch = ours(case, 1)
     want = flat(attend(case, *(each.double() for each in dense(case, batch, 0))))
-    return error(calls_of_ours(batch)[0](), want)
+    return difference(calls_of_ours(batch)[0](), want)
 
 
 def checks() -> Iterator[tuple[str, Callable[[], float]]]:
