@@ -64,7 +64,7 @@ _QUICK = 2.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """Says what is measured.
 
     steps: that only decode. users_prompt, users_output: tokens of a user's prompts and answers.
     """

@@ -41,7 +41,7 @@ DECODES = ((1, 512), (1, 8192), (8, 2048), (64, 640), (16, 8192), (64, 2048), (2
 _ALLOWED = 3 * torch.finfo(torch.bfloat16).eps
 """Error of a kernel in bf16, as a share of 1 + the value."""
 _SCALE = 0.1
-"""Of the products, as in `attention_cases`."""
+"""Scale of the products, as in `attention_cases`."""
 
 
 @dataclass(frozen=True)

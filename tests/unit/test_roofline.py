@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from typer.testing import CliRunner
 import roofline_error
 from quire.arrays import int32
 from quire.bench import roofline as module
-from quire.bench.cases import parse_case
+from quire.bench.cases import Case, parse_case
+from quire.bench.kernel_kinds import kind_of
 from quire.bench.roofline import Roofline, schedule
 from quire.cli.main import app
 from quire.config import EngineArgs, EngineConfig
@@ -156,7 +158,8 @@ def test_command_says_what_does_not_fit() -> None:
 
 
 def test_command_runs_what_it_predicts() -> None:
-    status, found = command("--device", "cpu", "--run", "--case", "2x32x8", "--case", "ttft")
+    arguments = ["--device", "cpu", "--run", "--kernels", "--case", "2x32x8", "--case", "ttft"]
+    status, found = command(*arguments)
     assert status == 0
     assert found["ceilings"]["origin"] == "measured now"  # type: ignore[index]
     case, prompt = found["predictions"]  # type: ignore[misc]
@@ -169,6 +172,32 @@ def test_command_runs_what_it_predicts() -> None:
     assert case["measured"]["first_token_ms"] < 1e3 * case["measured"]["seconds"]
     assert prompt["case"] == "ttft 512"
     assert prompt["residual_percent"].keys() == {"first_token_ms", "weights_gb"}
+    for each in (case, prompt):
+        kinds = each["measured_kinds"]
+        assert kinds.keys() == {"products", "attention", "norms", "others"}
+        whole = sum(kind["ms"] for kind in each["kinds"].values())
+        assert sum(kind["predicted_ms"] for kind in kinds.values()) == pytest.approx(whole)
+        assert kinds["products"]["measured_ms"] > kinds["norms"]["measured_ms"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("gemv_kernel", "products"),
+        ("nvjet_sm90_tst_64x64_64x13_4x1_v_bx_splitK_TNT", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16", "products"),
+        ("attend_short", "attention"),
+        ("combine", "attention"),
+        ("combine_kernel", "experts"),
+        ("up_gemv_kernel", "experts"),
+        ("_qk_norm_rope_store", "norms"),
+        ("_recurrent", "states"),
+        ("scan", "others"),
+        ("Memcpy HtoD ", "others"),
+    ],
+)
+def test_kinds_of_kernels(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind
 
 
 @pytest.mark.parametrize(
@@ -188,10 +217,12 @@ def test_command_runs_by_itself_where_the_card_is(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     ran: list[str] = []
-    monkeypatch.setattr(
-        "quire.cli.roofline._run",
-        lambda config, device, cases: ran.extend([device, *(case.name for case in cases)]) or [],
-    )
+
+    def run(_: object, device: str, cases: list[Case], *rest: object, **more: object) -> list[Any]:
+        ran.extend([device, *(case.name for case in cases)])
+        return []
+
+    monkeypatch.setattr("quire.cli.roofline._run", run)
     folder = str(CONFIGS / "qwen3-8b")
     for here, extra, runs in (
         ("NVIDIA L40S", [], []),

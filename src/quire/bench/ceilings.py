@@ -62,7 +62,7 @@ def ceilings(card: str, dtype: str) -> Ceilings | None:
 
 _READ_BYTES = 256 << 20
 _SIDE = 1024
-"""Of the square matrices that a CPU multiplies to show its rate."""
+"""Rows and columns of the matrices that a CPU multiplies to show its rate."""
 _TRIES = 5
 
 

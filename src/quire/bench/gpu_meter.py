@@ -1,4 +1,4 @@
-"""What GPUs do and draw while something is measured, by NVML; nothing where there is none."""
+"""Utilization, memory and power of GPUs while something is measured, where NVML tells them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _LEAST_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Of all GPUs: the mean share of busy time in percent, bytes in use, watts. None: not given."""
+    """Readings of all GPUs: mean share of busy time in percent, bytes in use, watts. None: not
+    given."""
 
     busy: float | None
     memory: float | None
@@ -32,7 +33,7 @@ class _Sample:
 
 @dataclass(slots=True)
 class Reading:
-    """What a meter saw of one run.
+    """Holds what a meter saw of one run.
 
     Attributes:
         joules: by all GPUs; None where one of them does not count them.

@@ -1,4 +1,4 @@
-"""What `roofline` predicts of a case, measured on an engine."""
+"""Measurements on an engine of what `roofline` predicts of a case."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RUNS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredCase:
     """Measured figures of a case, named as those of `Prediction`; None where there is none.
 
     Attributes:
@@ -39,7 +39,7 @@ class Measured:
     gpus: Metrics
 
 
-def run_case(engine: QuireEngine, case: Case, meter: GpuMeter) -> list[Measured]:
+def run_case(engine: QuireEngine, case: Case, meter: GpuMeter) -> list[MeasuredCase]:
     """Runs a case; of `ttft`, returns what it takes for each length of prompt.
 
     Args:
@@ -51,7 +51,9 @@ def run_case(engine: QuireEngine, case: Case, meter: GpuMeter) -> list[Measured]
         found = measure(engine, case)
         engine.trace.take()
         return [
-            Measured(f"ttft {n}", None, None, None, found[f"ttft_{n}_ms"] / 1e3, weights, None, {})
+            MeasuredCase(
+                f"ttft {n}", None, None, None, found[f"ttft_{n}_ms"] / 1e3, weights, None, {}
+            )
             for n in TTFT_LENGTHS
             if f"ttft_{n}_ms" in found
         ]
@@ -68,7 +70,7 @@ def run_case(engine: QuireEngine, case: Case, meter: GpuMeter) -> list[Measured]
 
 def _run(
     engine: QuireEngine, name: str, work: Workload, meter: GpuMeter, weights: int | None
-) -> Measured:
+) -> MeasuredCase:
     run = engine.prepare(work)
     with meter.reading() as reading:
         began = time.perf_counter()
@@ -76,7 +78,7 @@ def _run(
         seconds = time.perf_counter() - began
     steps = engine.trace.take()
     groups = engine.llm._core.capacity.groups
-    return Measured(
+    return MeasuredCase(
         case=name,
         seconds=seconds,
         output_tok_s=work.output_tokens / seconds,
@@ -121,7 +123,7 @@ def weight_bytes(engine: QuireEngine) -> int | None:
     return int(sum(sizes.values()))
 
 
-def residuals(predicted: Prediction, found: Measured) -> dict[str, float]:
+def residuals(predicted: Prediction, found: MeasuredCase) -> dict[str, float]:
     """Returns 100 x (predicted / measured - 1) of each figure that was measured."""
     names = (
         "output_tok_s", "decode_seconds", "first_token_seconds", "weight_bytes", "kv_bytes"

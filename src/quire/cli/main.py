@@ -354,6 +354,10 @@ def roofline(
             show_default=False,
         ),
     ] = None,
+    kernels: Annotated[
+        bool,
+        typer.Option("--kernels", help="Run, and compare the times of kinds of kernels as well."),
+    ] = False,
     device: Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto is the checkpoint's.")] = "auto",
     quantization: Annotated[
@@ -373,7 +377,7 @@ def roofline(
         model=model, revision=revision, dtype=dtype, device="cpu", quantization=quantization,
         tensor_parallel_size=tensor_parallel_size,
     )  # fmt: skip
-    predict(engine, card, case, device=device, run=run, as_json=json)
+    predict(engine, card, case, device=device, run=run, kernels=kernels, as_json=json)
 
 
 @app.command(cls=SettingsCommand)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,9 @@ from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.bench.residual import Measured
+    from quire.bench.residual import MeasuredCase
     from quire.bench.roofline import Prediction, Roofline
+    from quire.bench.throughput import QuireEngine
 
 _DEFAULT_CASES = ("b1", "b64", "ttft")
 _FIGURES = {
@@ -39,6 +41,7 @@ def roofline(
     *,
     device: str,
     run: bool | None,
+    kernels: bool,
     as_json: bool,
 ) -> None:
     """Prints predictions, then what was measured, if the cases are run.
@@ -46,6 +49,7 @@ def roofline(
     Args:
         card: None is an H200, or this CPU if `device` is one.
         run: None runs the cases where the device is the card.
+        kernels: profile them as well, and compare kinds of kernels.
 
     Raises:
         ConfigError: see `Roofline` and its `case`; or the cases are to be run, and cannot be.
@@ -61,7 +65,7 @@ def roofline(
     line = Roofline(config, card)
     device = ("cpu" if card == CPU else "cuda") if device == "auto" else device
     missing = _missing(line, device)
-    if run and missing:
+    if (run or kernels) and missing:
         raise ConfigError(f"cannot run: {missing}. --no-run predicts only", "run")
     predicted = {case.name: line.case(case) for case in cases}
     found = {each.case: described(each, line) for group in predicted.values() for each in group}
@@ -72,13 +76,13 @@ def roofline(
     }  # fmt: skip
     if not as_json:
         _print(heading)
-    if run or (run is None and not missing and card != CPU):
+    if run or kernels or (run is None and not missing and card != CPU):
         fitting = [
             case for case in cases if all(found[p.case]["fits"] for p in predicted[case.name])
         ]
-        for measured in _run(config, device, fitting):
-            (own,) = [p for group in predicted.values() for p in group if p.case == measured.case]
-            found[measured.case] |= compared(own, measured)
+        by_case = {each.case: each for group in predicted.values() for each in group}
+        for name, more in _run(config, device, fitting, by_case, kernels=kernels):
+            found[name] |= more
         if not as_json:
             _print_residuals(heading)
     if as_json:
@@ -105,18 +109,48 @@ def _missing(line: Roofline, device: str) -> str | None:
     return None if here == line.card.name else f"{line.card.name} is predicted, and {here} is here"
 
 
-def _run(config: EngineConfig, device: str, cases: Sequence[Case]) -> list[Measured]:
-    """Runs the cases on an engine that plans steps as the prediction has it."""
-    import torch
-
+def _run(
+    config: EngineConfig,
+    device: str,
+    cases: Sequence[Case],
+    predicted: Mapping[str, Prediction],
+    *,
+    kernels: bool,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Runs the cases. Yields (name, what its description says from now on) of each prediction."""
     from quire.bench.gpu_meter import GpuMeter
     from quire.bench.residual import run_case
+
+    if not cases:
+        return
+    with _engine(config, device) as engine:
+        meter = GpuMeter.of_engine(engine.config.args, engine.config.device)
+        for case in cases:
+            typer.echo(f"running {case.name} ...", err=True)
+            for measured in run_case(engine, case, meter):
+                own = predicted[measured.case]
+                yield own.case, compared(own, measured)
+                if kernels:
+                    from quire.bench import kernel_kinds
+
+                    times = kernel_kinds.measured_kinds(engine, own.case)
+                    kinds = kernel_kinds.compared(kernel_kinds.predicted_kinds(own), times)
+                    yield own.case, {"measured_kinds": kinds}
+
+
+@contextlib.contextmanager
+def _engine(config: EngineConfig, device: str) -> Iterator[QuireEngine]:
+    """Yields an engine that plans steps as the prediction has it.
+
+    Raises:
+        ConfigError: the device's memory does not suffice.
+    """
+    import torch
+
     from quire.bench.roofline import MAX_REQUESTS, MAX_TOKENS
     from quire.bench.throughput import QuireEngine
     from quire.llm import LLM
 
-    if not cases:
-        return []
     folder = Path(config.model_path)
     stored = any(folder.glob("*.safetensors"))
     settings: dict[str, Any] = {
@@ -126,16 +160,11 @@ def _run(config: EngineConfig, device: str, cases: Sequence[Case]) -> list[Measu
         "enable_prefix_caching": False, "max_num_seqs": MAX_REQUESTS,
         "max_num_batched_tokens": MAX_TOKENS,
     }  # fmt: skip
-    weights = "the checkpoint's" if stored else "random"
-    typer.echo(
-        f"running {', '.join(case.name for case in cases)}; weights: {weights} ...", err=True
-    )
+    typer.echo(f"starting with {'the checkpoint' if stored else 'random weights'} ...", err=True)
     try:
         llm = LLM(str(folder), **settings)
         try:
-            engine = QuireEngine(llm, None)
-            meter = GpuMeter.of_engine(llm.config.args, llm.config.device)
-            return [found for case in cases for found in run_case(engine, case, meter)]
+            yield QuireEngine(llm, None)
         finally:
             llm.shutdown()
     except torch.OutOfMemoryError as error:
@@ -161,7 +190,7 @@ def described(found: Prediction, line: Roofline) -> dict[str, Any]:
     }
 
 
-def compared(predicted: Prediction, found: Measured) -> dict[str, Any]:
+def compared(predicted: Prediction, found: MeasuredCase) -> dict[str, Any]:
     """Returns what the description of a case says once it was run."""
     from quire.bench.residual import residuals
 
@@ -172,7 +201,7 @@ def compared(predicted: Prediction, found: Measured) -> dict[str, Any]:
     }
 
 
-def _figures(of: Prediction | Measured) -> dict[str, float | None]:
+def _figures(of: Prediction | MeasuredCase) -> dict[str, float | None]:
     values = {name: getattr(of, name) for name in _FIGURES}
     return {
         name: None if values[key] is None else values[key] * factor
@@ -191,14 +220,19 @@ def _print_residuals(heading: dict[str, Any]) -> None:
         if "measured" not in found:
             table.add_row(found["case"], "not run: does not fit", "", "", "")
             continue
-        measured, off = found["measured"], found["residual_percent"]
+        measured, percent = found["measured"], found["residual_percent"]
         for name, _, words in _FIGURES.values():
-            if name in off:
-                values = number(found[name]), number(measured[name]), f"{off[name]:+.1f} %"
+            if name in percent:
+                values = number(found[name]), number(measured[name]), f"{percent[name]:+.1f} %"
                 table.add_row(found["case"], words, *values)
         for name, words in (("gpu_watts", "W"), ("joules_per_token", "J per token")):
             if name in measured:
                 table.add_row(found["case"], words, "", number(measured[name]), "")
+        for name, line in found.get("measured_kinds", {}).items():
+            off = line.get("residual_percent")
+            values = number(line["predicted_ms"]), number(line["measured_ms"])
+            last = "" if off is None else f"{off:+.1f} %"
+            table.add_row(found["case"], f"ms in all: {name}", *values, last)
     console = Console(highlight=False)
     console.print()
     console.print(table)
