@@ -140,7 +140,8 @@ def test_states_do_not_grow() -> None:
 
 
 def test_command() -> None:
-    status, found = command(str(CONFIGS / "qwen3-8b"), "--case", "b1", "--quantization", "fp8")
+    folder = str(CONFIGS / "qwen3-8b")
+    status, found = command(folder, "--case", "b1", "--quantization", "fp8", "--no-run")
     assert status == 0
     assert found["card"] == "NVIDIA H200"
     (prediction,) = found["predictions"]  # type: ignore[misc]
@@ -208,7 +209,10 @@ def test_kinds_of_kernels(kernel: str, kind: str) -> None:
         (["--device", "cpu", "--tp", "2"], "no link between several"),
     ],
 )
-def test_command_says_why_it_cannot_run(arguments: list[str], message: str) -> None:
+def test_command_says_why_it_cannot_run(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=message):
         CliRunner().invoke(app, ["roofline", "--case", "b1", *arguments], catch_exceptions=False)
 

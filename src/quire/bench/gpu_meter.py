@@ -15,7 +15,7 @@ from quire.nvml import open_nvml, visible_gpus
 
 Metrics = dict[str, float]
 
-_PERIOD = 0.05
+_PERIOD = 0.1
 """Seconds between two samples."""
 _LEAST_SECONDS = 1.0
 """Shortest time whose energy is told: the driver counts it up every 0.1 s or so."""

@@ -230,9 +230,9 @@ def _print_residuals(heading: dict[str, Any]) -> None:
                 table.add_row(found["case"], words, "", number(measured[name]), "")
         for name, line in found.get("measured_kinds", {}).items():
             off = line.get("residual_percent")
-            values = number(line["predicted_ms"]), number(line["measured_ms"])
             last = "" if off is None else f"{off:+.1f} %"
-            table.add_row(found["case"], f"ms in all: {name}", *values, last)
+            both = number(line["predicted_ms"]), number(line["measured_ms"])
+            table.add_row(found["case"], f"ms in all: {name}", *both, last)
     console = Console(highlight=False)
     console.print()
     console.print(table)
