@@ -16,7 +16,10 @@ show the newest of each.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -58,6 +61,8 @@ PARTS = {"grid": 2.0, "users": 1.0}
 """Parts, and their shares of the time."""
 _GRACE = 30.0
 """Seconds after its time that a part is given before it is ended."""
+_TERM_SECONDS = 5.0
+"""Seconds that it then has to end by itself."""
 _QUICK = 2.0
 """Points that take fewer seconds are measured twice."""
 
@@ -203,9 +208,10 @@ def run_grid(
 ) -> Iterator[BenchRecord]:
     """Yields a record for each point that fits the memory and the time."""
     end, grid = time.monotonic() + options.seconds, Grid(folder, options.device, sizes)
-    for prompt in (min(sizes.prompts), max(sizes.prompts)):
-        if grid.obstacle(1, prompt) is None:
-            grid.measure(1, prompt)  # kernels of these sizes are made
+    short, long = min(sizes.prompts), max(sizes.prompts)
+    for rows, prompt in ((1, short), (max(sizes.rows), short), (1, long), (4, long)):
+        if grid.obstacle(rows, prompt) is None:
+            grid.measure(rows, prompt)  # kernels of these sizes are made
     for prompt in sizes.prompts:
         spent = 0.0
         for rows in sizes.rows:
@@ -298,11 +304,19 @@ def start_part(
         "--device", options.device, "--seconds", str(seconds), "--records", str(records),
         *(["--small"] if options.small else ()),
     ]  # fmt: skip
+    # A group of its own, so that its server ends with it.
+    process = subprocess.Popen(command, start_new_session=True)
     try:
-        done = subprocess.run(command, timeout=seconds + _GRACE)
+        status = process.wait(seconds + _GRACE)
+        return f"exit status {status}" if status else None
     except subprocess.TimeoutExpired:
         return f"ended after {seconds + _GRACE:.0f} s"
-    return f"exit status {done.returncode}" if done.returncode else None
+    finally:
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, sign)
+                time.sleep(0.0 if process.poll() is not None else _TERM_SECONDS)
+        process.wait()
 
 
 def report(file: Path) -> None:
