@@ -122,8 +122,8 @@ class Grid:
         self._draw = np.random.default_rng(0)
 
     def _steps_of_prompts(self, rows: int, prompt: int) -> int:
-        # A step in which rows decode has less room for prompts.
-        return rows * prompt // (self._tokens - rows) + 1
+        # A step in which rows decode has less room for prompts, and of a few each may have its own.
+        return rows * prompt // (self._tokens - rows) + 1 + min(rows, 8)
 
     def total(self, rows: int, prompt: int) -> int:
         """Returns the tokens of a request at its end, while others still have prompts to run."""
