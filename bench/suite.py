@@ -36,7 +36,7 @@ from gpu_table import card_name as gpu_name
 from gpu_table import slug
 from quire.arrays import int32
 from quire.bench.ceilings import Ceilings, ceilings, measured_on_cpu
-from quire.bench.gpu_meter import GpuMeter
+from quire.bench.gpu_meter import GpuMeter, Metrics
 from quire.bench.model_work import model_work
 from quire.bench.online.drive import Server, launched
 from quire.bench.online.load import Lengths
@@ -44,7 +44,7 @@ from quire.bench.online.sweep import Plan, levels
 from quire.bench.outputs import OutputFiles
 from quire.bench.record import BenchRecord, append_jsonl, card_name, make_record, read_jsonl
 from quire.bench.residual import last_first_token
-from quire.bench.throughput import Metrics, QuireEngine
+from quire.bench.throughput import QuireEngine
 from quire.bench.trace import SeenStep, sum_up
 from quire.bench.work import percent_of
 from quire.cli.bench_serve import meter_of
