@@ -252,7 +252,8 @@ def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
                 own, clock = serve(on, jobs, device, repeats=args.repeats, limit=limit)
         except Exception as error:
             # One rung's failure says nothing of the others.
-            traceback.print_exc()
+            if not isinstance(error, TimeoutError):
+                traceback.print_exc()
             args.failed.append(f"{path.name}, {rung.name}: {type(error).__name__}: {error}")
             continue
         best = figures(own, clock)
@@ -288,7 +289,8 @@ def tables(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
             record = compare()
         except Exception as error:
             # One table's failure says nothing of the others.
-            traceback.print_exc()
+            if not isinstance(error, TimeoutError):
+                traceback.print_exc()
             args.failed.append(f"{path.name}, {name}: {type(error).__name__}: {error}")
             continue
         yield msgspec.structs.replace(record, case=name, model=path.name)
