@@ -1,24 +1,30 @@
 """The ladder from a loop that recomputes everything to the whole engine, one rung at a time.
 
     python bench/ladder.py                                       # quire-tiny, on this machine's CPU
-    python bench/ladder.py bench/configs/gpt2 bench/configs/qwen3-0.6b bench/configs/qwen2.5-1.5b \\
-        --device cuda --out bench/results/h200_ladder.jsonl --plot ladder.png     # a GPU
+    python bench/ladder.py --device cuda --out bench/results/h200_ladder.jsonl    # a GPU
     python bench/ladder.py bench/configs/gpt2 --device cuda --tables              # GPT-2's tables
+    python bench/ladder.py --device cuda --only qwen3-0.6b --seconds 180      # one of the three
 
 Every rung serves the same requests: prompts with a common beginning, of different lengths, which
 arrive one after the other. The first rungs are `bench/baselines`, the others the engine with ever
 more of its switches on. A rung's tokens are compared with the first one's; some rungs may change
-them. Rungs that need a GPU are skipped by name elsewhere. On a CPU only ratios are recorded. Random
-weights soon repeat themselves, so drafts that are looked up gain more from them than from text.
+them. Rungs that need a GPU, that fail or that take too long are named and left out. On a CPU only
+ratios are recorded. Random weights soon repeat themselves, so drafts that are looked up gain more
+from them than from text.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import importlib.util
+import math
 import random
 import statistics
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,7 +52,11 @@ from plain_model import PlainModel
 
 import ladder_report
 
+CONFIGS = Path(__file__).parent / "configs"
+MODELS = ("gpt2", "qwen3-0.6b", "qwen2.5-1.5b")
+"""Measured on a GPU unless others are named."""
 BLOCK = 16
+NAIVE = "naive recompute"
 RATIOS = ("to_naive", "to_before", "same_texts", "ratio", "to_one", "longest_percent")
 Runner = Callable[[PlainModel, Sequence[Job], Clock], None]
 
@@ -72,7 +82,7 @@ def rungs(slots: int, budget: int, draft: str | None) -> list[Rung]:
     """slots: rows of a batch. budget: tokens of a step where prompts are cut."""
     speculative = {"method": "suffix"} if draft is None else {"model": draft}
     return [
-        Rung("naive recompute", naive),
+        Rung(NAIVE, naive),
         Rung("KV cache", cached),
         Rung("static batch", lambda model, jobs, clock: static(model, jobs, clock, size=slots)),
         Rung(
@@ -114,20 +124,38 @@ def requests(
     ]
 
 
-def serve(settings: dict[str, Any], jobs: Sequence[Job], device: torch.device) -> Clock:
-    """Runs the engine over the requests, after two small ones to warm up. Returns its clock."""
+def serve(
+    settings: dict[str, Any],
+    jobs: Sequence[Job],
+    device: torch.device,
+    *,
+    repeats: int = 1,
+    limit: float = math.inf,
+) -> tuple[list[Job], Clock]:
+    """Runs an engine over the requests, after two small ones to warm up. Returns the fastest run's
+    requests and its clock.
+
+    Raises:
+        TimeoutError: a run takes longer than `limit` seconds.
+    """
     core = build_core(resolve(EngineArgs(**settings)))
-    warm = [Job(job.prompt, 3) for job in jobs[:2]]
-    clock = Clock(device)
+
+    def run(work: Sequence[Job]) -> tuple[list[Job], Clock]:
+        own, clock = fresh(work), Clock(device, limit)
+        # No run may find what another one left.
+        core.scheduler.reset_prefix_cache()
+        _drive(core, own, clock)
+        return own, clock
+
     try:
-        for work in (warm, jobs):
-            clock = Clock(device)
-            # No run may find what another one left.
-            core.scheduler.reset_prefix_cache()
-            _drive(core, work, clock)
+        run([Job(job.prompt, 3) for job in jobs[:2]])
+        return min((run(jobs) for _ in range(repeats)), key=lambda found: found[1].now)
     finally:
         core.shutdown()
-    return clock
+
+
+def fresh(jobs: Sequence[Job]) -> list[Job]:
+    return [replace(job, output=[], times=[]) for job in jobs]
 
 
 def _drive(core: Any, jobs: Sequence[Job], clock: Clock) -> None:
@@ -140,12 +168,15 @@ def _drive(core: Any, jobs: Sequence[Job], clock: Clock) -> None:
             params = SamplingParams(temperature=0.0, max_tokens=job.length, ignore_eos=True)
             core.add(str(number), int32(job.prompt), params, max_total=job.total)
             running[f"{number}/0"] = job
-        for item in clock.run(core.step) or ():
+        # What a step brought is read by then; the next one may be under way.
+        for item in clock.run(core.step, settle=False) or ():
             job = running[item.request.request_id]
             job.output += item.new_tokens.tolist()
             job.times += [clock.now] * len(item.new_tokens)
             if item.finished:
                 del running[item.request.request_id]
+    while core.has_work():
+        core.step()
 
 
 def figures(jobs: Sequence[Job], clock: Clock) -> dict[str, float]:
@@ -163,6 +194,8 @@ def figures(jobs: Sequence[Job], clock: Clock) -> dict[str, float]:
 
 def load_plain(path: Path, args: argparse.Namespace) -> PlainModel:
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+    # cuDNN would make a plan for every new length.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     decoder = build_model(spec_from_config(load_config(path)), device=args.device, dtype=dtype)
     load_weights(decoder, path, _format(path))
     return PlainModel(decoder)
@@ -192,7 +225,7 @@ def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
     off = {"graphs", "overlap", "fusions", "skinny", "pdl"}
     plain: PlainModel | None = load_plain(path, args)
     reference: list[list[int]] = []
-    speeds: list[float] = []
+    speeds: dict[str, float] = {}
     for rung in rungs(args.slots, args.budget, args.draft):
         settings |= rung.settings
         off -= set(rung.on)
@@ -202,31 +235,38 @@ def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
         if rung.baseline is None and plain is not None:
             plain = None
             gc.collect()
-        best: dict[str, float] = {}
-        for _ in range(args.repeats if rung.baseline is None else 1):
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            own = [replace(job, output=[], times=[]) for job in jobs]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        limit = min(args.limit, args.end - time.monotonic())
+        try:
+            if limit <= 0:
+                raise TimeoutError("no time")
             if rung.baseline is not None and plain is not None:
-                clock = Clock(device)
+                own, clock = fresh(jobs), Clock(device, limit)
+                # The first call on a device makes what later ones find.
+                rung.baseline(plain, [Job(jobs[0].prompt, 2)], Clock(device, limit))
                 rung.baseline(plain, own, clock)
             else:
-                clock = serve({**settings, "disable": tuple(sorted(off))}, own, device)
-            found = figures(own, clock)
-            if not best or found["output_tok_s"] > best["output_tok_s"]:
-                best = found
+                on = {**settings, "disable": tuple(sorted(off))}
+                own, clock = serve(on, jobs, device, repeats=args.repeats, limit=limit)
+        except Exception as error:
+            # One rung's failure says nothing of the others.
+            if not isinstance(error, TimeoutError):
+                traceback.print_exc()
+            args.failed.append(f"{path.name}, {rung.name}: {type(error).__name__}: {error}")
+            continue
+        best = figures(own, clock)
         outputs = [job.output for job in own]
         reference = reference or outputs
-        speeds.append(best["output_tok_s"])
+        speeds[rung.name] = best["output_tok_s"]
         same = sum(a == b for a, b in zip(outputs, reference, strict=True)) / len(jobs)
         if rung.exact and device.type == "cpu" and same < 1.0:
             raise SystemExit(f"{rung.name}: {same:.0%} of the texts are those of the first rung")
-        ratios = {
-            "to_naive": speeds[-1] / speeds[0],
-            "to_before": speeds[-1] / speeds[max(0, len(speeds) - 2)],
-            "same_texts": same,
-        }
+        *before, last = speeds.values()
+        ratios = {"to_before": last / (before or [last])[-1], "same_texts": same}
+        if NAIVE in speeds:
+            ratios["to_naive"] = last / speeds[NAIVE]
         yield make_record(
             f"ladder:{rung.name}",
             {**best, **ratios},
@@ -242,6 +282,24 @@ def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
 
 def tables(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
     """Yields the comparisons that GPT-2 engines publish: the cache by lengths, batches by size."""
+    for name, compare in comparisons(path, args):
+        try:
+            if time.monotonic() > args.end:
+                raise TimeoutError("no time")
+            record = compare()
+        except Exception as error:
+            # One table's failure says nothing of the others.
+            if not isinstance(error, TimeoutError):
+                traceback.print_exc()
+            args.failed.append(f"{path.name}, {name}: {type(error).__name__}: {error}")
+            continue
+        yield msgspec.structs.replace(record, case=name, model=path.name)
+
+
+def comparisons(
+    path: Path, args: argparse.Namespace
+) -> Iterator[tuple[str, Callable[[], BenchRecord]]]:
+    """Yields the names of the comparisons, and what measures them."""
     plain, device = load_plain(path, args), torch.device(args.device)
     vocab, longest = plain.decoder.spec.vocab_size, plain.decoder.spec.max_positions
 
@@ -249,44 +307,59 @@ def tables(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        jobs, clock = (
-            requests(count, 0, (prompt, prompt), (length, length), 0.0, vocab),
-            Clock(device),
-        )
+        jobs = requests(count, 0, (prompt, prompt), (length, length), 0.0, vocab)
+        clock = Clock(device, args.limit)
         run(plain, jobs, clock)
         return figures(jobs, clock)
+
+    def record(metrics: dict[str, float], **settings: Any) -> BenchRecord:
+        return make_record("", metrics, device=args.device, settings=settings)
+
+    def cache(prompt: int, length: int) -> BenchRecord:
+        found = [measure(run, 1, prompt, length)["output_tok_s"] for run in (naive, cached)]
+        names = ("recompute_tok_s", "cache_tok_s")
+        return record({**dict(zip(names, found, strict=True)), "ratio": found[1] / found[0]})
+
+    def batch(size: int) -> BenchRecord:
+        found = measure(lambda *work: static(*work, size=size), size, 16, 48)
+        alone = measure(cached, 1, 16, 48)["output_tok_s"]
+        return record({**found, "to_one": found["output_tok_s"] / alone})
+
+    def users(prompt: int) -> BenchRecord:
+        alone = measure(cached, 8, prompt, 48)["output_tok_s"]
+        jobs = requests(64, 0, (prompt, prompt), (48, 48), 0.0, vocab)
+        on = {"enable_chunked_prefill": True, "steps_in_flight": 2, "max_num_seqs": 64}
+        settings = {**plain_settings(path, args, jobs), **on}
+        found = figures(*serve(settings, jobs, device, repeats=args.repeats, limit=args.limit))
+        return record({**found, "to_one": found["output_tok_s"] / alone})
+
+    def kernels(run: Runner) -> BenchRecord:
+        spent = profiled(lambda: measure(run, 1, 16, 64), device)
+        longest = sorted(spent, key=lambda key: -spent[key])[:3]
+        total = sum(spent.values())
+        share = 100 * spent[longest[0]] / total
+        return record({"kernels_ms": total / 1e3, "longest_percent": share}, longest=longest)
 
     measure(cached, 1, 8, 4)
     lengths = [(16, out) for out in (200, 500, 1000)] + [(size, 48) for size in (64, 256, 512)]
     for prompt, length in lengths:
-        if prompt + length > longest:
-            continue
-        recompute, cache = (
-            measure(run, 1, prompt, length)["output_tok_s"] for run in (naive, cached)
-        )
-        metrics = {"recompute_tok_s": recompute, "cache_tok_s": cache, "ratio": cache / recompute}
-        case = f"cache:{prompt}+{length}"
-        yield make_record(case, metrics, model=path.name, device=args.device)
-    alone = 0.0
+        if prompt + length <= longest:
+            yield f"cache:{prompt}+{length}", functools.partial(cache, prompt, length)
     for size in (1, 8, 128, 512):
-        found = measure(lambda *work, n=size: static(*work, size=n), size, 16, 48)
-        alone = alone or found["output_tok_s"]
-        metrics = {**found, "to_one": found["output_tok_s"] / alone}
-        yield make_record(f"static:{size}", metrics, model=path.name, device=args.device)
-    for prompt in (16, 64, 256):
-        alone = measure(cached, 8, prompt, 48)["output_tok_s"]
-        jobs = requests(64, 0, (prompt, prompt), (48, 48), 0.0, vocab)
-        on = {"enable_chunked_prefill": True, "steps_in_flight": 2, "max_num_seqs": 64}
-        together = figures(jobs, serve({**plain_settings(path, args, jobs), **on}, jobs, device))
-        metrics = {**together, "to_one": together["output_tok_s"] / alone}
-        yield make_record(f"users-64:{prompt}", metrics, model=path.name, device=args.device)
+        yield f"static:{size}", functools.partial(batch, size)
+    for prompt in (each for each in (16, 64, 256) if each + 48 <= longest):
+        yield f"users-64:{prompt}", functools.partial(users, prompt)
     for name, run in (("recompute", naive), ("cache", cached)):
-        yield _profiled(f"kernels:{name}", lambda run=run: measure(run, 1, 16, 64), path, device)
+        yield f"kernels:{name}", functools.partial(kernels, run)
 
 
-def _profiled(case: str, work: Callable[[], Any], path: Path, device: torch.device) -> BenchRecord:
-    """Returns the time that kernels took on the device, the longest ones by name: products of
-    matrices become products with a vector once keys and values are kept."""
+def profiled(work: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Returns the µs that kernels took on the device, by name: products of matrices become products
+    with a vector once keys and values are kept.
+
+    Raises:
+        RuntimeError: the profiler saw none.
+    """
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -300,11 +373,9 @@ def _profiled(case: str, work: Callable[[], Any], path: Path, device: torch.devi
         # What launches a kernel is charged for it as well.
         if event.device_type.name == own
     }
-    longest = sorted(spent, key=lambda key: -spent[key])[:3]
-    total = sum(spent.values())
-    metrics = {"kernels_ms": total / 1e3, "longest_percent": 100 * spent[longest[0]] / total}
-    settings = {"longest": longest}
-    return make_record(case, metrics, model=path.name, device=str(device), settings=settings)
+    if not any(spent.values()):
+        raise RuntimeError("the profiler saw no kernels")
+    return spent
 
 
 def recorded(record: BenchRecord, device: str) -> BenchRecord:
@@ -321,7 +392,7 @@ def _pair(text: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -336,10 +407,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--span", type=float, default=0.5, help="seconds in which all arrive")
     parser.add_argument("--draft", help="a draft model; without one, drafts are looked up")
     parser.add_argument("--repeats", type=int, help="runs of the engine, of which the best counts")
+    parser.add_argument("--only", metavar="MODEL", help="models whose folder has this in its name")
+    parser.add_argument("--seconds", type=float, default=480.0, help="begin nothing after this")
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds of one rung's run")
     parser.add_argument("--tables", action="store_true", help="the cache and batches by size")
     parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="needs matplotlib")
     args = parser.parse_args(arguments)
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib")
     small = args.device == "cpu"
     for name, on_cpu, on_gpu in (
         ("requests", 8, 24), ("slots", 4, 16), ("shared", 32, 256), ("own", (8, 32), (64, 256)),
@@ -347,22 +423,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):  # fmt: skip
         if getattr(args, name) is None:
             setattr(args, name, on_cpu if small else on_gpu)
-    records = []
-    for model in args.models or [None]:
+    args.failed, args.end, records = [], time.monotonic() + args.seconds, []
+    models = args.models or ([None] if small else [str(CONFIGS / name) for name in MODELS])
+    for model in models:
         path = resolve_model_path(model)
+        if args.only and args.only not in path.name:
+            continue
         for record in (tables if args.tables else climb)(path, args):
             records.append(record)
+            if args.out is not None:
+                append_jsonl(args.out, [recorded(record, args.device)])
             print(
                 format_table([record]).splitlines()[-1],
                 *record.settings.get("longest", ()),
                 flush=True,
             )
     print(format_table(records))
-    if args.out is not None:
-        append_jsonl(args.out, [recorded(record, args.device) for record in records])
     if args.plot is not None and not args.tables:
         ladder_report.plot(records, args.plot)
+    print(f"{len(args.failed)} failures" + "".join(f"\n  {line}" for line in args.failed))
+    return 1 if args.failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -33,7 +33,8 @@ def climbs(records: Sequence[BenchRecord]) -> dict[str, dict[str, float]]:
     machine, then by rung. Of records of the same the latest counts."""
     found: dict[str, dict[str, float]] = {}
     for record in records:
-        if record.case.startswith(_PREFIX):
+        # Without the first rung there is no ratio to it.
+        if record.case.startswith(_PREFIX) and "to_naive" in record.metrics:
             own = found.setdefault(f"{record.model}, {record.card}", {})
             own[record.case.removeprefix(_PREFIX)] = record.metrics["to_naive"]
     return found

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 
 from quire.bench import startup
 from quire.bench.cases import NAMED, Workload, check_lengths, parse_case
+from quire.bench.gpu_meter import GpuMeter, Metrics
 from quire.bench.record import append_jsonl, format_table, make_record
-from quire.bench.throughput import Metrics, measure
+from quire.bench.throughput import measure
 from quire.errors import ConfigError, QuireError
 
 _STARTED = time.monotonic()
@@ -134,9 +135,10 @@ def run(peer: Peer, options: argparse.Namespace, arguments: list[str], version: 
     if cases:
         engine = peer.build(options.model, peer.all_settings(options))
         check_lengths(cases, engine.max_model_len)
+    meter = GpuMeter.of_device("cuda")
     for case in cases:
         print(f"running {case.name} ...", file=sys.stderr)
-        add(case.name, measure(engine, case, repeat=options.repeat))
+        add(case.name, measure(engine, case, repeat=options.repeat, meter=meter))
     print(format_table(records))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import peer
 from quire.bench.cases import Workload
-from quire.bench.throughput import Metrics
+from quire.bench.gpu_meter import Metrics
 
 
 class VllmEngine:

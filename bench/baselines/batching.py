@@ -5,6 +5,7 @@ Time is the device's and the host's work alone: where nothing has arrived yet, t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,18 +38,32 @@ class Job:
 
 class Clock:
     """Adds up the seconds of what it runs: of this process alone where one thread computes it all,
-    so that a busy machine does not count."""
+    so that a busy machine does not count.
 
-    def __init__(self, device: torch.device) -> None:
+    limit: seconds of real time until it refuses to run more.
+    """
+
+    def __init__(self, device: torch.device, limit: float = math.inf) -> None:
         self.now = 0.0
         self._device = device
+        self._limit, self._end = limit, time.monotonic() + limit
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self._time = time.process_time if alone else time.perf_counter
 
-    def run(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T], *, settle: bool = True) -> T:
+        """Runs a piece of work.
+
+        Args:
+            settle: wait for all that the device has been given; an engine launches ahead.
+
+        Raises:
+            TimeoutError: the limit has passed.
+        """
+        if time.monotonic() > self._end:
+            raise TimeoutError(f"not done within {self._limit:.0f} s")
         began = self._time()
         found = work()
-        if self._device.type == "cuda":
+        if settle and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.now += self._time() - began
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from typer.testing import CliRunner
 import roofline_error
 from quire.arrays import int32
 from quire.bench import roofline as module
-from quire.bench.cases import parse_case
+from quire.bench.cases import Case, parse_case
+from quire.bench.kernel_kinds import kind_of
 from quire.bench.roofline import Roofline, schedule
 from quire.cli.main import app
 from quire.config import EngineArgs, EngineConfig
@@ -138,7 +140,8 @@ def test_states_do_not_grow() -> None:
 
 
 def test_command() -> None:
-    status, found = command(str(CONFIGS / "qwen3-8b"), "--case", "b1", "--quantization", "fp8")
+    folder = str(CONFIGS / "qwen3-8b")
+    status, found = command(folder, "--case", "b1", "--quantization", "fp8", "--no-run")
     assert status == 0
     assert found["card"] == "NVIDIA H200"
     (prediction,) = found["predictions"]  # type: ignore[misc]
@@ -153,3 +156,87 @@ def test_command_says_what_does_not_fit() -> None:
     )
     assert done.exit_code == 0
     assert "do not fit" in " ".join(done.output.split())
+
+
+def test_command_runs_what_it_predicts() -> None:
+    arguments = ["--device", "cpu", "--run", "--kernels", "--case", "2x32x8", "--case", "ttft"]
+    status, found = command(*arguments)
+    assert status == 0
+    assert found["ceilings"]["origin"] == "measured now"  # type: ignore[index]
+    case, prompt = found["predictions"]  # type: ignore[misc]
+    assert case["measured"]["weights_gb"] == pytest.approx(case["weights_gb"], rel=0.01)
+    # Two requests of 39 tokens, in blocks of 16.
+    assert case["measured"]["kv_gb"] == pytest.approx(case["kv_gb"] * 48 / 39, rel=0.01)
+    for name in ("output_tok_s", "decode_step_ms", "first_token_ms"):
+        off = case["residual_percent"][name]
+        assert off == pytest.approx(100 * (case[name] / case["measured"][name] - 1))
+    assert case["measured"]["first_token_ms"] < 1e3 * case["measured"]["seconds"]
+    assert prompt["case"] == "ttft 512"
+    assert prompt["residual_percent"].keys() == {"first_token_ms", "weights_gb"}
+    for each in (case, prompt):
+        kinds = each["measured_kinds"]
+        assert kinds.keys() == {"products", "attention", "norms", "others"}
+        whole = sum(kind["ms"] for kind in each["kinds"].values())
+        assert sum(kind["predicted_ms"] for kind in kinds.values()) == pytest.approx(whole)
+        assert kinds["products"]["measured_ms"] > kinds["norms"]["measured_ms"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("gemv_kernel", "products"),
+        ("nvjet_sm90_tst_64x64_64x13_4x1_v_bx_splitK_TNT", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16", "products"),
+        ("attend_short", "attention"),
+        ("combine", "attention"),
+        ("combine_kernel", "experts"),
+        ("up_gemv_kernel", "experts"),
+        ("_qk_norm_rope_store", "norms"),
+        ("_recurrent", "states"),
+        ("scan", "others"),
+        ("Memcpy HtoD ", "others"),
+    ],
+)
+def test_kinds_of_kernels(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--run"], "cannot run: there is no GPU here, and NVIDIA H200 is predicted"),
+        (["--run", "--device", "cpu", "--card", "l4"], "a CPU is not a NVIDIA L4"),
+        (["--device", "cpu", "--tp", "2"], "no link between several"),
+    ],
+)
+def test_command_says_why_it_cannot_run(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        CliRunner().invoke(app, ["roofline", "--case", "b1", *arguments], catch_exceptions=False)
+
+
+def test_command_runs_by_itself_where_the_card_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    ran: list[str] = []
+
+    def run(_: object, device: str, cases: list[Case], *rest: object, **more: object) -> list[Any]:
+        ran.extend([device, *(case.name for case in cases)])
+        return []
+
+    monkeypatch.setattr("quire.cli.roofline._run", run)
+    folder = str(CONFIGS / "qwen3-8b")
+    for here, extra, runs in (
+        ("NVIDIA L40S", [], []),
+        ("NVIDIA H200", ["--no-run"], []),
+        ("NVIDIA H200", ["--tp", "2"], []),
+        ("NVIDIA H200", [], ["cuda", "b1"]),
+        ("NVIDIA L4", ["--card", "l4"], ["cuda", "b1"]),
+    ):
+        ran.clear()
+        monkeypatch.setattr("quire.cli.roofline.card_name", lambda device, name=here: name)
+        # What does not fit is not run.
+        command(folder, "--case", "b1", "--case", "128x8192x2048", *extra)
+        assert ran == runs, (here, extra)

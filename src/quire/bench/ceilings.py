@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -56,3 +58,30 @@ def ceilings(card: str, dtype: str) -> Ceilings | None:
     None where they are not known, and for 32-bit models, which use other units.
     """
     return None if dtype == "float32" else _CEILINGS.get(card)
+
+
+_READ_BYTES = 256 << 20
+_SIDE = 1024
+"""Rows and columns of the matrices that a CPU multiplies to show its rate."""
+_TRIES = 5
+
+
+def measured_on_cpu(dtype: str) -> Ceilings:
+    """Measures this CPU's ceilings, which takes less than a second: a sum over more than its caches
+    hold, and a product of matrices."""
+    import torch
+
+    many = torch.ones(_READ_BYTES // 4)
+    a, b = torch.rand(2, _SIDE, _SIDE).to(getattr(torch, dtype))
+
+    def fastest(work: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(_TRIES):
+            began = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
+
+    return Ceilings(
+        _READ_BYTES / fastest(many.sum), 2 * _SIDE**3 / fastest(lambda: a @ b), "measured now"
+    )

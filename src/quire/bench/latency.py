@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.bench.cases import Workload, random_prompt
-from quire.bench.throughput import Metrics, QuireEngine
+from quire.bench.gpu_meter import GpuMeter, Metrics
+from quire.bench.throughput import QuireEngine
 from quire.bench.trace import SeenStep
 from quire.bench.work import percentiles
 from quire.errors import ConfigError
@@ -42,12 +43,16 @@ def case_name(input_len: int, output_len: int) -> str:
     return f"latency-{input_len}x{output_len}"
 
 
-def measure(engine: QuireEngine, input_len: int, output_len: int, *, requests: int) -> Metrics:
+def measure(
+    engine: QuireEngine, input_len: int, output_len: int, *, requests: int, meter: GpuMeter
+) -> Metrics:
     """Percentiles over `requests` requests (of gaps: over all tokens of all of them), each with a
-    prompt of its own, after one to warm up."""
+    prompt of its own, after one to warm up. meter: of the engine's GPUs."""
     draw = random.Random(0)
-    lines = [_one(engine, draw, input_len, output_len) for _ in range(requests + 1)]
-    return summary(lines[1:], output_len)
+    _one(engine, draw, input_len, output_len)
+    with meter.reading() as reading:
+        lines = [_one(engine, draw, input_len, output_len) for _ in range(requests)]
+    return summary(lines, output_len) | reading.metrics(requests * output_len)
 
 
 def summary(lines: Sequence[Timeline], output_len: int) -> Metrics:

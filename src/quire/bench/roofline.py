@@ -8,6 +8,7 @@ constants and the errors.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ import numpy as np
 
 from quire.arrays import Int32
 from quire.bench.cases import TTFT, TTFT_LENGTHS, Case
-from quire.bench.ceilings import Ceilings, ceilings
+from quire.bench.ceilings import Ceilings, ceilings, measured_on_cpu
+from quire.bench.record import card_name
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 
@@ -66,6 +68,22 @@ CARDS = {
     "l40s": Card("NVIDIA L40S", 48e9, linked=False),
     "l4": Card("NVIDIA L4", 24e9, linked=False),
 }
+
+
+CPU = "cpu"
+"""Name of the card that is this machine's CPU."""
+
+
+def this_cpu() -> Card:
+    """Returns this machine's CPU, with all of its memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Card(card_name(CPU), float(memory), linked=False)
+
+
+def _card(name: str) -> Card:
+    if name not in CARDS:
+        raise ConfigError(f"unknown card {name!r}; known are {', '.join(CARDS)} and {CPU}", "card")
+    return CARDS[name]
 
 
 @dataclass(slots=True)
@@ -124,20 +142,22 @@ class Prediction:
 
 
 class Roofline:
-    """One model on cards of one kind.
+    """One model on cards of one kind. card: a name of `CARDS`, or CPU: this machine's, whose
+    ceilings are measured.
 
     Raises:
         ConfigError: the card is unknown or has no link to others.
     """
 
     def __init__(self, config: EngineConfig, card: str) -> None:
-        if card not in CARDS:
-            raise ConfigError(f"unknown card {card!r}; known are {', '.join(CARDS)}", "card")
-        self.card = CARDS[card]
         self.world = config.args.tensor_parallel_size
+        self.card = this_cpu() if card == CPU else _card(card)
         if self.world > 1 and not self.card.linked:
             raise ConfigError(f"no link between several {self.card.name} is known", "card")
-        found = ceilings(self.card.name, config.dtype)
+        if card == CPU:
+            found: Ceilings | None = measured_on_cpu(config.dtype)
+        else:
+            found = ceilings(self.card.name, config.dtype)
         if found is None:
             raise ConfigError(
                 f"no ceilings are known of {self.card.name} in {config.dtype}", "dtype"

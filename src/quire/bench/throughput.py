@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from quire.bench.cases import TTFT, TTFT_LENGTHS, Case, Workload, random_prompt, scaled
 from quire.bench.ceilings import Ceilings
+from quire.bench.gpu_meter import GpuMeter, Metrics
 from quire.bench.trace import StepRecorder, StepTotals, sum_up, watch
 from quire.bench.work import percent_of
 from quire.config import EngineConfig
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from quire.llm import LLM
 
 _TTFT_RUNS = 12
-
-Metrics = dict[str, float]
 
 
 class Engine(Protocol):
@@ -51,8 +50,8 @@ class QuireEngine:
         self.max_model_len = self.config.scheduler.max_model_len
         self.trace: StepRecorder = watch(llm)
         self._limits = limits
-        self._work = model_work(self.config)
-        self._groups: Sequence[KVGroup] = llm._core.capacity.groups
+        self.work = model_work(self.config)
+        self.groups: Sequence[KVGroup] = llm._core.capacity.groups
 
     def prepare(self, work: Workload) -> Callable[[], object]:
         params = [
@@ -65,7 +64,7 @@ class QuireEngine:
 
     def account(self, began: float, seconds: float) -> Metrics:
         steps = self.trace.take()
-        totals = sum_up(steps, began, self._work, self._groups, self.max_model_len, self._limits)
+        totals = sum_up(steps, began, self.work, self.groups, self.max_model_len, self._limits)
         return step_metrics(totals, seconds, self._limits)
 
 
@@ -86,17 +85,32 @@ def step_metrics(totals: StepTotals, seconds: float, limits: Ceilings | None) ->
     return metrics
 
 
-def measure(engine: Engine, case: Case, *, scale: float = 1.0, repeat: int = 2) -> Metrics:
-    """The best of `repeat` runs after a warm-up; of `ttft`, milliseconds per prompt length."""
+def measure(
+    engine: Engine,
+    case: Case,
+    *,
+    scale: float = 1.0,
+    repeat: int = 2,
+    meter: GpuMeter | None = None,
+) -> Metrics:
+    """The best of `repeat` runs after a warm-up; of `ttft`, milliseconds per prompt length.
+
+    meter: of the GPUs that the engine runs on; None adds nothing about them.
+    """
+    meter = meter or GpuMeter()
     if case is TTFT:
-        return _measure_ttft(engine, scale)
+        with meter.reading() as reading:
+            metrics = _measure_ttft(engine, scale)
+        return {**metrics, **reading.metrics()}
     work = case.workload(engine.vocab_size, scale)
     few = Workload(work.prompts[:4], [8] * len(work.prompts[:4]), work.sampling)
     engine.prepare(few)()
     best, metrics = float("inf"), {}
     for _ in range(repeat):
-        began, seconds = _timed(engine.prepare(work))
-        more = engine.account(began, seconds)
+        run = engine.prepare(work)
+        with meter.reading() as reading:
+            began, seconds = _timed(run)
+        more = {**engine.account(began, seconds), **reading.metrics(work.output_tokens)}
         if seconds < best:
             best, metrics = seconds, more
     return {

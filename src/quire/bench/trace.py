@@ -126,7 +126,9 @@ class _Lanes:
     """Positions of each lane's request, as the device tracks them: int64 [lanes]."""
 
     def __init__(self, steps: Sequence[SeenStep]) -> None:
-        lanes = [int(step.plan.lanes.max()) for step in steps if step.plan.num_rows]
+        # The first step may free lanes of requests that ran before.
+        used = [lanes for step in steps for lanes in (step.plan.lanes, step.plan.frees)]
+        lanes = [int(max(each)) for each in used if len(each)]
         self.positions = np.zeros(max(lanes, default=-1) + 1, dtype=np.int64)
         self.running = np.zeros(len(self.positions), dtype=bool)
 

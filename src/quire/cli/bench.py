@@ -14,6 +14,7 @@ from quire.bench import ablation as switches
 from quire.bench import plots, startup
 from quire.bench.cases import Case, check_lengths, check_scale, parse_case
 from quire.bench.ceilings import ceilings
+from quire.bench.gpu_meter import GpuMeter
 from quire.bench.outputs import OutputFiles
 from quire.bench.record import BenchRecord, card_name, format_table, make_record
 from quire.cli.progress import TimeLeft
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 SIMULATED = "simulate_acceptance"
 """The key of `EngineArgs.speculative` by which drafts are accepted, whatever the model says."""
-_DETAILS = ("requests", "prompt_tokens", "output_tokens", "kv_utilization_reserved_percent")
+_DETAILS = (
+    "requests", "prompt_tokens", "output_tokens", "kv_utilization_reserved_percent",
+    "gpu_utilization_percent", "gpu_memory_gb",
+)  # fmt: skip
 """Metrics that are in the records but not on the screen."""
 
 
@@ -84,11 +88,12 @@ def throughput(
     check_lengths([case for case, _ in work], config.scheduler.max_model_len, scale)
     outputs.check()
     records: list[BenchRecord] = []
+    meter = GpuMeter.of_engine(config.args, config.device)
     with _started(_given(engine)) as running:
         left = TimeLeft()
         for case, about in work:
             _say(case.name, left.text(len(records), len(work)))
-            metrics = measure(running, case, scale=scale, repeat=repeat)
+            metrics = measure(running, case, scale=scale, repeat=repeat, meter=meter)
             settings = {"scale": scale, "repeat": repeat, **about}
             records.append(_record(case.name, metrics, running.config, settings))
             outputs.add(records[-1])
@@ -111,13 +116,16 @@ def latency(
     bench.check_lengths(input_lens, output_lens, config.scheduler.max_model_len)
     outputs.check()
     records: list[BenchRecord] = []
+    meter = GpuMeter.of_engine(config.args, config.device)
     with _started(_given(engine)) as running:
         left, total = TimeLeft(), len(input_lens) * len(output_lens)
         for input_len in input_lens:
             for output_len in output_lens:
                 name = bench.case_name(input_len, output_len)
                 _say(name, left.text(len(records), total))
-                metrics = bench.measure(running, input_len, output_len, requests=requests)
+                metrics = bench.measure(
+                    running, input_len, output_len, requests=requests, meter=meter
+                )
                 settings = {"input_len": input_len, "output_len": output_len}
                 records.append(_record(name, metrics, running.config, settings))
                 outputs.add(records[-1])
@@ -162,6 +170,7 @@ def ablation(
     config = _resolve(fields)
     check_lengths(work, config.scheduler.max_model_len, scale)
     outputs.check()
+    meter = GpuMeter.of_engine(config.args, config.device)
     records: list[BenchRecord] = []
     left, total = TimeLeft(), len(variants) * len(work)
     for name, changed in variants:
@@ -169,7 +178,7 @@ def ablation(
         with _started(changed) as running:
             for case in work:
                 _say(f"{case.name} {how}", left.text(len(records), total))
-                metrics = measure(running, case, scale=scale, repeat=repeat)
+                metrics = measure(running, case, scale=scale, repeat=repeat, meter=meter)
                 settings = {"scale": scale, "repeat": repeat, "off": name}
                 record = _record(switches.PREFIX + case.name, metrics, running.config, settings)
                 records.append(record)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import shlex
 from collections.abc import Iterator, Sequence
 
 import typer
 
 from quire.bench import plots
+from quire.bench.gpu_meter import GpuMeter
 from quire.bench.online.drive import Server, launched
 from quire.bench.online.sweep import Plan, levels
 from quire.bench.outputs import OutputFiles
@@ -16,7 +19,8 @@ from quire.errors import ConfigError
 
 _ON_SCREEN = (
     "failed", "output_tok_s", "ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "itl_p50_ms",
-    "itl_p95_ms", "e2el_p50_ms", "goodput_s", "speedup", "client_cpu",
+    "itl_p95_ms", "e2el_p50_ms", "goodput_s", "speedup", "client_cpu", "gpu_watts",
+    "joules_per_token",
 )  # fmt: skip
 
 
@@ -51,8 +55,9 @@ def serve(
             **plan.sampling,
         }
         for level in levels(
-            plan, server, name, concurrencies, lambda text: typer.echo(text, err=True)
-        ):
+            plan, server, name, concurrencies, lambda text: typer.echo(text, err=True),
+            GpuMeter() if flags is None else meter_of(flags),
+        ):  # fmt: skip
             for problem in level.problems:
                 typer.echo(f"  {problem}", err=True)
             about = {**settings, "concurrency": level.concurrency}
@@ -77,6 +82,19 @@ def _case(plan: Plan, concurrency: int) -> str:
     if plan.rate is not None:
         return f"serve-{plan.rate:g}rps"
     return f"serve-{concurrency}" if concurrency else "serve-all"
+
+
+def meter_of(flags: str) -> GpuMeter:
+    """Returns the meter of the GPUs of a server with these flags; one without figures if it runs on
+    a CPU. Of a server elsewhere nothing is known."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", default="cuda")
+    sizes = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
+    for name in sizes:
+        parser.add_argument(f"--{name}", type=int, default=1)
+    given, _ = parser.parse_known_args(shlex.split(flags))
+    count = given.tensor_parallel_size * given.pipeline_parallel_size * given.data_parallel_size
+    return GpuMeter.of_device("cuda" if given.device == "auto" else given.device, count)
 
 
 @contextlib.contextmanager

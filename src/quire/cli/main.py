@@ -337,7 +337,28 @@ def roofline(
             "May be repeated. Default: b1, b64 and ttft."
         ),
     ] = None,
-    card: Annotated[str, typer.Option(help="h200, h100, b200, a100, l40s or l4.")] = "h200",
+    card: Annotated[
+        str | None,
+        typer.Option(
+            help="h200, h100, b200, a100, l40s, l4, or cpu: this machine's, whose ceilings are "
+            "measured. Default: h200; with --device cpu, cpu.",
+            show_default=False,
+        ),
+    ] = None,
+    run: Annotated[
+        bool | None,
+        typer.Option(
+            "--run/--no-run",
+            help="Then run the cases here, with random weights where there is no checkpoint, and "
+            "show by how much the prediction is off. Default: where the GPU is the card.",
+            show_default=False,
+        ),
+    ] = None,
+    kernels: Annotated[
+        bool,
+        typer.Option("--kernels", help="Run, and compare the times of kinds of kernels as well."),
+    ] = False,
+    device: Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto is the checkpoint's.")] = "auto",
     quantization: Annotated[
         str | None, typer.Option(help="As of quire serve. Default: as the checkpoint.")
@@ -349,14 +370,14 @@ def roofline(
     revision: Annotated[str | None, typer.Option(help="Hub revision of the model.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Predict times and memory of a model on a card, from its shapes, before anything runs."""
-    from quire.cli.roofline import roofline as run
+    """Predict times and memory of a model on a card, from its shapes; then run, and compare."""
+    from quire.cli.roofline import roofline as predict
 
     engine = EngineArgs.from_kwargs(
         model=model, revision=revision, dtype=dtype, device="cpu", quantization=quantization,
         tensor_parallel_size=tensor_parallel_size,
     )  # fmt: skip
-    run(engine, card, case, as_json=json)
+    predict(engine, card, case, device=device, run=run, kernels=kernels, as_json=json)
 
 
 @app.command(cls=SettingsCommand)

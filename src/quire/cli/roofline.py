@@ -1,65 +1,183 @@
-"""`quire roofline`: predicted times and memory of a model on a card."""
+"""`quire roofline`: predicted times and memory of a model on a card, and how far they are off."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from quire.bench.cases import parse_case
-from quire.bench.record import number
+from quire.bench.cases import Case, parse_case
+from quire.bench.record import card_name, number
 from quire.cli.info import config_alone
-from quire.config import EngineArgs
+from quire.config import EngineArgs, EngineConfig
+from quire.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quire.bench.residual import MeasuredCase
     from quire.bench.roofline import Prediction, Roofline
+    from quire.bench.throughput import QuireEngine
 
 _DEFAULT_CASES = ("b1", "b64", "ttft")
+_FIGURES = {
+    "output_tok_s": ("output_tok_s", 1.0, "tok/s"),
+    "decode_seconds": ("decode_step_ms", 1e3, "ms of a decode step"),
+    "first_token_seconds": ("first_token_ms", 1e3, "ms to the first token"),
+    "weight_bytes": ("weights_gb", 1e-9, "GB of weights"),
+    "kv_bytes": ("kv_gb", 1e-9, "GB of KV"),
+}
+"""Maps figures to their names in the output, what they are multiplied by, and their names there in
+words."""
 
 
-def roofline(engine: EngineArgs, card: str, names: Sequence[str] | None, *, as_json: bool) -> None:
-    """Prints predictions. Reads configuration only.
+def roofline(
+    engine: EngineArgs,
+    card: str | None,
+    names: Sequence[str] | None,
+    *,
+    device: str,
+    run: bool | None,
+    kernels: bool,
+    as_json: bool,
+) -> None:
+    """Prints predictions, then what was measured, if the cases are run.
+
+    Args:
+        card: None is an H200, or this CPU if `device` is one.
+        run: None runs the cases where the device is the card.
+        kernels: profile them as well, and compare kinds of kernels.
 
     Raises:
-        ConfigError: see `Roofline` and its `case`.
+        ConfigError: see `Roofline` and its `case`; or the cases are to be run, and cannot be.
     """
-    from quire.bench.roofline import Roofline
-    from quire.models import load_config, spec_from_config
+    from quire.bench.roofline import CPU, Roofline
 
     cases = [parse_case(name) for name in names or _DEFAULT_CASES]
     config = config_alone(engine)
-    if engine.dtype == "auto":
+    card = card or (CPU if device == CPU else "h200")
+    if engine.dtype == "auto" and card != CPU:
         # A GPU computes in the checkpoint's.
-        spec = spec_from_config(load_config(config.model_path))
-        config = replace(config, dtype=str(spec.dtype).removeprefix("torch."))
+        config = replace(config, dtype=_stored_dtype(config))
     line = Roofline(config, card)
-    found = [described(each, line) for case in cases for each in line.case(case)]
+    device = ("cpu" if card == CPU else "cuda") if device == "auto" else device
+    missing = _missing(line, device)
+    if (run or kernels) and missing:
+        raise ConfigError(f"cannot run: {missing}. --no-run predicts only", "run")
+    predicted = {case.name: line.case(case) for case in cases}
+    found = {each.case: described(each, line) for group in predicted.values() for each in group}
     heading = {
         "model": config.model_name, "card": line.card.name, "dtype": config.dtype,
         "ceilings": line.limits.described(), "tensor_parallel_size": line.world,
-        "predictions": found,
+        "predictions": list(found.values()),
     }  # fmt: skip
+    if not as_json:
+        _print(heading)
+    if run or kernels or (run is None and not missing and card != CPU):
+        fitting = [
+            case for case in cases if all(found[p.case]["fits"] for p in predicted[case.name])
+        ]
+        by_case = {each.case: each for group in predicted.values() for each in group}
+        for name, more in _run(config, device, fitting, by_case, kernels=kernels):
+            found[name] |= more
+        if not as_json:
+            _print_residuals(heading)
     if as_json:
         typer.echo(json.dumps(heading, indent=2))
-    else:
-        _print(heading)
+
+
+def _stored_dtype(config: EngineConfig) -> str:
+    from quire.models import load_config, spec_from_config
+
+    return str(spec_from_config(load_config(config.model_path)).dtype).removeprefix("torch.")
+
+
+def _missing(line: Roofline, device: str) -> str | None:
+    """Returns what keeps the cases from being run as they are predicted; None if nothing does."""
+    import torch
+
+    if device == "cpu":
+        return None if line.card.name == card_name("cpu") else f"a CPU is not a {line.card.name}"
+    if not torch.cuda.is_available():
+        return f"there is no GPU here, and {line.card.name} is predicted"
+    if torch.cuda.device_count() < line.world:
+        return f"{line.world} GPUs are predicted, and {torch.cuda.device_count()} are here"
+    here = card_name(device)
+    return None if here == line.card.name else f"{line.card.name} is predicted, and {here} is here"
+
+
+def _run(
+    config: EngineConfig,
+    device: str,
+    cases: Sequence[Case],
+    predicted: Mapping[str, Prediction],
+    *,
+    kernels: bool,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Runs the cases. Yields (name, what its description says from now on) of each prediction."""
+    from quire.bench.gpu_meter import GpuMeter
+    from quire.bench.residual import run_case
+
+    if not cases:
+        return
+    with _engine(config, device) as engine:
+        meter = GpuMeter.of_engine(engine.config.args, engine.config.device)
+        for case in cases:
+            typer.echo(f"running {case.name} ...", err=True)
+            for measured in run_case(engine, case, meter):
+                own = predicted[measured.case]
+                yield own.case, compared(own, measured)
+                if kernels:
+                    from quire.bench import kernel_kinds
+
+                    times = kernel_kinds.measured_kinds(engine, own.case)
+                    kinds = kernel_kinds.compared(kernel_kinds.predicted_kinds(own), times)
+                    yield own.case, {"measured_kinds": kinds}
+
+
+@contextlib.contextmanager
+def _engine(config: EngineConfig, device: str) -> Iterator[QuireEngine]:
+    """Yields an engine that plans steps as the prediction has it.
+
+    Raises:
+        ConfigError: the device's memory does not suffice.
+    """
+    import torch
+
+    from quire.bench.roofline import MAX_REQUESTS, MAX_TOKENS
+    from quire.bench.throughput import QuireEngine
+    from quire.llm import LLM
+
+    folder = Path(config.model_path)
+    stored = any(folder.glob("*.safetensors"))
+    settings: dict[str, Any] = {
+        "load_format": "auto" if stored else "dummy", "device": device,
+        "dtype": config.dtype, "quantization": config.args.quantization,
+        "tensor_parallel_size": config.args.tensor_parallel_size, "skip_tokenizer_init": True,
+        "enable_prefix_caching": False, "max_num_seqs": MAX_REQUESTS,
+        "max_num_batched_tokens": MAX_TOKENS,
+    }  # fmt: skip
+    typer.echo(f"starting with {'the checkpoint' if stored else 'random weights'} ...", err=True)
+    try:
+        llm = LLM(str(folder), **settings)
+        try:
+            yield QuireEngine(llm, None)
+        finally:
+            llm.shutdown()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the device's memory does not suffice to run: {error}", "run") from None
 
 
 def described(found: Prediction, line: Roofline) -> dict[str, Any]:
-    decode = found.decode_seconds
     memory = found.weight_bytes + found.kv_bytes
     return {
         "case": found.case,
-        "output_tok_s": found.output_tok_s,
-        "decode_step_ms": None if decode is None else decode * 1e3,
-        "first_token_ms": found.first_token_seconds * 1e3,
+        **_figures(found),
         "seconds": found.seconds,
         "steps": found.steps,
-        "weights_gb": found.weight_bytes / 1e9,
-        "kv_gb": found.kv_bytes / 1e9,
         "fits": memory <= line.card.memory * EngineArgs.gpu_memory_utilization,
         "kinds": {
             name: {
@@ -70,6 +188,54 @@ def described(found: Prediction, line: Roofline) -> dict[str, Any]:
             for name, kind in found.kinds.items()
         },
     }
+
+
+def compared(predicted: Prediction, found: MeasuredCase) -> dict[str, Any]:
+    """Returns what the description of a case says once it was run."""
+    from quire.bench.residual import residuals
+
+    off = residuals(predicted, found)
+    return {
+        "measured": {**_figures(found), "seconds": found.seconds, **found.gpus},
+        "residual_percent": {_FIGURES[name][0]: value for name, value in off.items()},
+    }
+
+
+def _figures(of: Prediction | MeasuredCase) -> dict[str, float | None]:
+    values = {name: getattr(of, name) for name in _FIGURES}
+    return {
+        name: None if values[key] is None else values[key] * factor
+        for key, (name, factor, _) in _FIGURES.items()
+    }
+
+
+def _print_residuals(heading: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("case", "figure", box=None, padding=(0, 2))
+    for name in ("predicted", "measured", "residual"):
+        table.add_column(name, justify="right")
+    for found in heading["predictions"]:
+        if "measured" not in found:
+            table.add_row(found["case"], "not run: does not fit", "", "", "")
+            continue
+        measured, percent = found["measured"], found["residual_percent"]
+        for name, _, words in _FIGURES.values():
+            if name in percent:
+                values = number(found[name]), number(measured[name]), f"{percent[name]:+.1f} %"
+                table.add_row(found["case"], words, *values)
+        for name, words in (("gpu_watts", "W"), ("joules_per_token", "J per token")):
+            if name in measured:
+                table.add_row(found["case"], words, "", number(measured[name]), "")
+        for name, line in found.get("measured_kinds", {}).items():
+            off = line.get("residual_percent")
+            last = "" if off is None else f"{off:+.1f} %"
+            both = number(line["predicted_ms"]), number(line["measured_ms"])
+            table.add_row(found["case"], f"ms in all: {name}", *both, last)
+    console = Console(highlight=False)
+    console.print()
+    console.print(table)
 
 
 def _print(heading: dict[str, Any]) -> None:

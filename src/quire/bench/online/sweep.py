@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.bench.gpu_meter import GpuMeter
 from quire.bench.online import load
 from quire.bench.online.drive import BUSY, Server, drive, processes_for
 from quire.bench.online.stats import failures, summary
@@ -73,8 +74,13 @@ def levels(
     model: str,
     concurrencies: Sequence[int],
     tell: Callable[[str], None],
+    meter: GpuMeter | None = None,
 ) -> Iterator[LoadLevel]:
-    """Each level in turn, with fresh prompts, after a warm-up. A concurrency of 0 is no limit."""
+    """Each level in turn, with fresh prompts, after a warm-up. A concurrency of 0 is no limit.
+
+    meter: of the server's GPUs; None adds nothing about them.
+    """
+    meter = meter or GpuMeter()
     url = server.base_url + _PATHS[plan.endpoint]
 
     def bodies(count: int, seed: int) -> list[bytes]:
@@ -94,16 +100,19 @@ def levels(
         if plan.rate is not None:
             at = load.arrivals(count, plan.rate, plan.burstiness, seed)
         tell(f"{count} requests, {f'{concurrency} at once' if concurrency else 'no limit'} ...")
-        answers, cpu = drive(
-            url,
-            server.headers,
-            bodies(count, seed),
-            concurrency=concurrency,
-            processes=processes_for(concurrency or count, plan.processes),
-            send_at=at,
-            timeout=plan.timeout,
-        )
+        asked = bodies(count, seed)
+        with meter.reading() as reading:
+            answers, cpu = drive(
+                url,
+                server.headers,
+                asked,
+                concurrency=concurrency,
+                processes=processes_for(concurrency or count, plan.processes),
+                send_at=at,
+                timeout=plan.timeout,
+            )
         metrics = summary(answers, percentiles=plan.percentiles, goodput=plan.goodput)
+        metrics |= reading.metrics(int(metrics.get("output_tokens", 0)))
         metrics["client_cpu"] = cpu
         problems = failures(answers)
         if cpu > BUSY:

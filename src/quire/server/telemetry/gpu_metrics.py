@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.nvml import open_nvml, text, visible_gpus
 from quire.server.telemetry.metrics import ServerMetrics
 
 GAUGES = {
@@ -41,7 +41,7 @@ class GpuMetrics(Collector):
     """The GPUs that the engine may use; none for an engine on a CPU."""
 
     def __init__(self, metrics: ServerMetrics, device: str) -> None:
-        self._nvml = None if device == "cpu" else _open()
+        self._nvml = None if device == "cpu" else open_nvml()
         self._gpus: list[Gpu] = []
         metrics.collect_from(self)
 
@@ -60,34 +60,10 @@ class GpuMetrics(Collector):
                 yield family
 
 
-def _open() -> Any:
-    """Returns NVML, or None where it does not work."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no package, no driver, or one that does not answer
-        return None
-    return pynvml
-
-
 def _read(nvml: Any) -> Iterator[Gpu]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     with contextlib.suppress(nvml.NVMLError):
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            if _is_visible(visible, index, _text(nvml.nvmlDeviceGetUUID(handle))):
-                name = _text(nvml.nvmlDeviceGetName(handle))
-                yield Gpu(index, name, _readings(nvml, handle))
-
-
-def _is_visible(visible: str | None, index: int, uuid: str) -> bool:
-    """Tells whether CUDA sees the device: CUDA_VISIBLE_DEVICES lists indices, or beginnings of
-    UUIDs."""
-    if visible is None:
-        return True
-    names = [name.strip() for name in visible.split(",")]
-    return str(index) in names or any(name and uuid.startswith(name) for name in names)
+        for index, handle in visible_gpus(nvml):
+            yield Gpu(index, text(nvml.nvmlDeviceGetName(handle)), _readings(nvml, handle))
 
 
 def _readings(nvml: Any, handle: Any) -> dict[str, float]:
@@ -104,7 +80,3 @@ def _readings(nvml: Any, handle: Any) -> dict[str, float]:
         celsius = nvml.NVML_TEMPERATURE_GPU
         readings["temperature"] = nvml.nvmlDeviceGetTemperature(handle, celsius)
     return readings
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
