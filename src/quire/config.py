@@ -157,6 +157,9 @@ class EngineArgs:
     distributed_executor: Literal["process", "ray"] = _setting(
         "process", "Who places ranks: each machine its own, or Ray, which finds the machines."
     )
+    async_tp: Literal["auto", "on", "off"] = _setting(
+        "off", "Long prompts as two halves, one's sums over ranks beside the other's products."
+    )
     enable_expert_parallel: bool = _setting(False, "Ranks hold whole experts, not parts of all.")
     redundant_experts: int = _setting(0, "Further copies of experts that many tokens choose.")
     trace_dir: str | None = _setting(
@@ -222,8 +225,8 @@ class EngineArgs:
     def parallel(self) -> bool:
         """Whether any setting of several ranks or machines is used."""
         sizes = self.ranks, self.nnodes, self.node_rank + 1, self.redundant_experts + 1
-        others = self.enable_expert_parallel or self.distributed_executor != "process"
-        return others or max(sizes) > 1
+        others = self.distributed_executor != "process" or self.async_tp == "on"
+        return self.enable_expert_parallel or others or max(sizes) > 1
 
     @property
     def speculates(self) -> bool:
