@@ -19,6 +19,7 @@ from quire.models.halves import first_half
 from quire.models.spec import LayerSpec
 from quire.parallel.halves import HalvesGroup
 from quire.parallel.torch_group import TorchGroup
+from quire.runner.halves import described
 
 logger = logging.getLogger("quire.parallel")
 
@@ -73,10 +74,8 @@ def halves_group(config: EngineConfig, group: TorchGroup) -> TorchGroup:
     """Returns the group of ranks that share layers, as one whose sums run beside other work where
     `async_tp` asks for it, the model allows it and, if it is to be measured, a GPU captures
     graphs."""
-    args = config.args
-    path = Path(config.model_path)
-    reason = obstacle(args, spec_from_config(load_config(path)))
-    device = torch.device(config.device)
+    args, device, least = config.args, torch.device(config.device), sys.maxsize
+    reason = obstacle(args, spec_from_config(load_config(Path(config.model_path))))
     measured = args.async_tp == "auto"
     if reason is None and measured and device.type == "cpu":
         reason = "has nothing to gain on a CPU"
@@ -85,13 +84,15 @@ def halves_group(config: EngineConfig, group: TorchGroup) -> TorchGroup:
     if reason is not None:
         logger.info("async_tp=%s %s: off", args.async_tp, reason)
         return group
+    if not measured:
+        least = _LEAST_ON_CPU if device.type == "cpu" else LEAST
+        logger.info("async_tp=on: %s", described(least))
     if device.type == "cpu":
-        return HalvesGroup(group, _LEAST_ON_CPU, device, measured=False)
+        return HalvesGroup(group, least, device, measured=False)
     # A CPU has no kernels for it.
     from quire.parallel.exchange import exchange_of
 
     tokens = config.scheduler.max_num_batched_tokens
     dtype: torch.dtype = getattr(torch, config.dtype)
     exchange = exchange_of(group, tokens - first_half(tokens), config.hidden_size, dtype, device)
-    least = sys.maxsize if measured else LEAST
     return HalvesGroup(group, least, device, exchange, measured=measured)

@@ -7,6 +7,8 @@ that waits for the peers' flags and adds up (`ops/triton/all_reduce.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,50 +29,49 @@ sums ago in a half has been collected everywhere."""
 
 
 class Exchange:
-    """The memory for parts of sums, in which all ranks of a group write.
+    """Places for parts of sums in the memory of all ranks of a group.
 
-    most: words of 32 bits of a sum at most. All ranks make theirs at once.
+    storages: of every rank `exchange_bytes`, zero at first, held as long as peers may write there.
+    most: words of 32 bits of a sum at most.
     """
 
-    def __init__(self, group: SymmetricGroup, most: int, device: torch.device) -> None:
+    def __init__(
+        self, group: SymmetricGroup, storages: Sequence[torch.UntypedStorage], most: int
+    ) -> None:
         self._group = group
-        self._most = -(-most // 4) * 4  # parts begin at multiples of 16 bytes
-        rank, world = group.rank, group.world
-        sizes = [4 * self._most] * (SLOTS * (world - 1)) + [4 * SLOTS * world]
-        starts = aligned_starts(sizes)
-        # Held as long as peers may write into it.
-        self._memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
-        self._storages = group.share(self._memory.untyped_storage())
+        self._storages = storages
+        self._most = most
+        rank, world, device = group.rank, group.world, storages[group.rank].device
+        starts = _starts(most, world)
         epochs = torch.zeros(SLOTS, dtype=torch.int32, device=device)
 
         def words(of: int, start: int, count: int) -> Tensor:
             view = torch.empty(0, dtype=torch.int32, device=device)
-            view.set_(self._storages[of], start // 4, (count,), (1,))
+            view.set_(storages[of], start // 4, (count,), (1,))
             return view
 
-        self._parts, self._targets = [], []
+        self._parts: list[kernels.Parts] = []
+        self._targets: list[list[Tensor]] = []
         for slot in range(SLOTS):
             first, flags = slot * (world - 1), starts[-2] + 4 * slot * world
-            # Neighbouring places are as far apart as any.
-            apart = starts[1] // 4
-            received = words(rank, starts[first], apart * (world - 1)).view(world - 1, apart)
+            received = words(rank, starts[first], starts[1] // 4 * (world - 1))
             self._parts.append(
                 kernels.Parts(
-                    flags=addresses_in(self._storages, flags, device),
+                    flags=addresses_in(storages, flags, device),
                     epoch=epochs[slot : slot + 1],
                     own_flags=words(rank, flags, world),
-                    received=received,
+                    received=received.view(world - 1, -1),
                 )
             )
-            # In a peer's memory this rank stands where it does counted from there.
+            peers = [(rank + step) % world for step in range(1, world)]
+            # Places in a peer's memory are in the order of ranks, from the one behind it on.
+            places = [(rank - peer - 1) % world for peer in peers]
             self._targets.append(
                 [
-                    words(peer, starts[first + (rank - peer - 1) % world], self._most)
-                    for peer in ((rank + step) % world for step in range(1, world))
+                    words(peer, starts[first + place], most)
+                    for peer, place in zip(peers, places, strict=True)
                 ]
             )
-        torch.cuda.synchronize(device)
-        torch.distributed.barrier(group.handle)
 
     def takes(self, x: Tensor, residual: Tensor | None) -> bool:
         """Whether it sums tensors like these."""
@@ -93,11 +94,28 @@ class Exchange:
         kernels.collect(self._group.peers, self._parts[slot], x, residual, out, site)
 
 
+def exchange_bytes(most: int, world: int) -> int:
+    """Returns the bytes that each rank's memory has, for sums of so many words."""
+    return _starts(most, world)[-1]
+
+
+def _starts(most: int, world: int) -> list[int]:
+    """Returns where the places of all slots begin, then the flags, and how many bytes it all is."""
+    return aligned_starts([4 * most] * (SLOTS * (world - 1)) + [4 * SLOTS * world])
+
+
 def exchange_of(
     group: TorchGroup, rows: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> Exchange | None:
-    """Returns the exchange for sums of so many rows; None: the ranks have no access to each other's
-    memory."""
+    """Returns the exchange for sums of so many rows, which all ranks make at once; None: the ranks
+    have no access to each other's memory."""
     if not isinstance(group, SymmetricGroup):
         return None
-    return Exchange(group, -(-rows * width * dtype.itemsize // 4), device)
+    most = -(-rows * width * dtype.itemsize // 4)
+    size = exchange_bytes(most, group.world)
+    own = torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()
+    exchange = Exchange(group, group.share(own), most)
+    # Nobody writes into memory that is not zero yet.
+    torch.cuda.synchronize(device)
+    torch.distributed.barrier(group.handle)
+    return exchange

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from quire.errors import QuireError
 from quire.parallel.torch_group import TorchGroup
 
 if TYPE_CHECKING:
@@ -102,12 +103,19 @@ class HalvesGroup(TorchGroup):
     @contextmanager
     def halves(self) -> Iterator[None]:
         """Lets sums run beside other work within the block, where each half's work follows its
-        `turn`. All ranks take the same turns."""
+        `turn`. All ranks take the same turns.
+
+        Raises:
+            QuireError: a half had an odd number of sums, and its next one would take the place in
+                the exchange that the last one had.
+        """
         self._counts = [0, 0]
         try:
             yield
             for half in (0, 1):
                 self._finish(half)
+            if any(count % 2 for count in self._counts):
+                raise QuireError("the sums of a half of a step must be even in number")
         finally:
             self._half = None
             self._running = [None, None]
