@@ -48,7 +48,7 @@ _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS, (lambda count: count > 0, "at least 1")),
     **dict.fromkeys(_SIZES, (lambda size: size >= 0.0, ">= 0")),
 }
-"""What settings must be that are not None, and how errors say it."""
+"""Limits of settings that are not None, and how errors put them."""
 
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:

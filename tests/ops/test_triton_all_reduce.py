@@ -116,7 +116,7 @@ def test_sums_over_ranks(monkeypatch: pytest.MonkeyPatch, world: int, dtype: tor
 
 
 class _Exchanging:
-    """What an exchange asks of a rank's group."""
+    """Has what an exchange asks of a rank's group."""
 
     def __init__(self, peers: kernels.Peers) -> None:
         self.rank, self.world, self.peers = peers.rank, peers.world, peers
@@ -163,7 +163,7 @@ def run_exchange(rank: int, memory: Sequence[torch.Tensor], dtype: torch.dtype, 
     ("world", "dtype"), [(2, torch.bfloat16), (2, torch.float32), (3, torch.float32)]
 )
 def test_sums_by_exchange(kernel_device: str, world: int, dtype: torch.dtype) -> None:
-    """Of more sums than an exchange has places, of different sizes."""
+    """There are more sums than an exchange has places, of different sizes."""
     if kernel_device != "cpu":
         pytest.skip("ranks of one GPU each: bench/kernels/all_reduce.py")
     context = multiprocessing.get_context("fork")
