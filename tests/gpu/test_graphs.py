@@ -26,9 +26,12 @@ COSTLY = [
 ]
 
 
-def run(folder: Path, params: list[SamplingParams], **settings: object) -> list[list[int]]:
+def run(
+    folder: Path, params: list[SamplingParams], longest: int = 100, **settings: object
+) -> list[list[int]]:
     draw = random.Random(0)
-    prompts = [[draw.randint(6, VOCAB - 1) for _ in range(draw.randint(1, 100))] for _ in range(24)]
+    lengths = [draw.randint(1, longest) for _ in range(24)]
+    prompts = [[draw.randint(6, VOCAB - 1) for _ in range(length)] for length in lengths]
     llm = LLM(
         str(folder),
         device="cuda",
@@ -36,8 +39,7 @@ def run(folder: Path, params: list[SamplingParams], **settings: object) -> list[
         load_format="dummy",
         skip_tokenizer_init=True,
         max_num_seqs=20,
-        max_num_batched_tokens=300,
-        **{"num_kv_blocks": 400, **settings},
+        **{"max_num_batched_tokens": 300, "num_kv_blocks": 400, **settings},
     )
     outputs = llm.generate(prompts, [params[i % len(params)] for i in range(24)], use_tqdm=False)
     llm.shutdown()
