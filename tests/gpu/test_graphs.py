@@ -30,8 +30,9 @@ def run(
     folder: Path, params: list[SamplingParams], longest: int = 100, **settings: object
 ) -> list[list[int]]:
     draw = random.Random(0)
-    lengths = [draw.randint(1, longest) for _ in range(24)]
-    prompts = [[draw.randint(6, VOCAB - 1) for _ in range(length)] for length in lengths]
+    prompts = [
+        [draw.randint(6, VOCAB - 1) for _ in range(draw.randint(1, longest))] for _ in range(24)
+    ]
     llm = LLM(
         str(folder),
         device="cuda",

@@ -27,6 +27,9 @@ rank sends its part of a sum after it has collected the one before of the same h
 peers' parts of it, which they sent after they had collected the one before that. So what was two
 sums ago in a half has been collected everywhere."""
 
+_ALIGNED = 4
+"""Words: kernels are compiled for addresses that are multiples of 16 bytes."""
+
 
 class Exchange:
     """Places for parts of sums in the memory of all ranks of a group.
@@ -43,7 +46,7 @@ class Exchange:
         self._most = most
         rank, world, device = group.rank, group.world, storages[group.rank].device
         starts = _starts(most, world)
-        epochs = torch.zeros(SLOTS, dtype=torch.int32, device=device)
+        epochs = torch.zeros(SLOTS, _ALIGNED, dtype=torch.int32, device=device)
 
         def words(of: int, start: int, count: int) -> Tensor:
             view = torch.empty(0, dtype=torch.int32, device=device)
@@ -53,12 +56,12 @@ class Exchange:
         self._parts: list[kernels.Parts] = []
         self._targets: list[list[Tensor]] = []
         for slot in range(SLOTS):
-            first, flags = slot * (world - 1), starts[-2] + 4 * slot * world
+            first, flags = slot * (world - 1), starts[-2] + 4 * slot * _flags(world)
             received = words(rank, starts[first], starts[1] // 4 * (world - 1))
             self._parts.append(
                 kernels.Parts(
                     flags=addresses_in(storages, flags, device),
-                    epoch=epochs[slot : slot + 1],
+                    epoch=epochs[slot],
                     own_flags=words(rank, flags, world),
                     received=received.view(world - 1, -1),
                 )
@@ -99,9 +102,14 @@ def exchange_bytes(most: int, world: int) -> int:
     return _starts(most, world)[-1]
 
 
+def _flags(world: int) -> int:
+    """Returns the words that a slot's flags take."""
+    return -(-world // _ALIGNED) * _ALIGNED
+
+
 def _starts(most: int, world: int) -> list[int]:
     """Returns where the places of all slots begin, then the flags, and how many bytes it all is."""
-    return aligned_starts([4 * most] * (SLOTS * (world - 1)) + [4 * SLOTS * world])
+    return aligned_starts([4 * most] * (SLOTS * (world - 1)) + [4 * SLOTS * _flags(world)])
 
 
 def exchange_of(
