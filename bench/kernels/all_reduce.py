@@ -5,6 +5,10 @@
 It starts its ranks itself. Checks: the same bits on every rank, at sizes that vary from sum to sum,
 as calls and as replays of a graph; ranks that come late; and a rank that never comes, which must
 end in a report. The table has µs per sum with the residual added, of bf16 rows of the width.
+
+A second table has sums beside products, as halves of long steps have them (`--async-tp`): µs of two
+products of one half alone, of such a sum alone, of both in a row, and of both at once, by copies
+(`parallel/exchange.py`) and by NCCL.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
 from quire.errors import EngineDeadError  # noqa: E402
+from quire.parallel.exchange import exchange_of  # noqa: E402
+from quire.parallel.halves import HalvesGroup  # noqa: E402
 from quire.parallel.symmetric_memory import (  # noqa: E402
     ONE_SHOT_WORDS,
     TWO_SHOT_WORDS,
@@ -106,6 +113,148 @@ def check_graph(group: SymmetricGroup, width: int, device: torch.device) -> int:
     return wrong
 
 
+HALVES = (512, 1024, 2048, 4096)
+"""Rows of halves of steps."""
+
+
+def halves_of(group: SymmetricGroup, width: int, device: torch.device, copies: bool) -> HalvesGroup:
+    exchange = exchange_of(group, max(HALVES), width, torch.bfloat16, device) if copies else None
+    return HalvesGroup(group, 0, device, exchange)
+
+
+def sums_in_turns(
+    group: HalvesGroup, inputs: list[torch.Tensor], stream: torch.Tensor
+) -> list[torch.Tensor]:
+    """Returns the sums of the inputs, half by half, each with one under way behind it."""
+    with group.halves():
+        found = []
+        for index, x in enumerate(inputs):
+            group.turn(index % 2)
+            found.append(group.all_reduce(x, stream[: len(x)], "turns"))
+    return found
+
+
+def check_halves(group: SymmetricGroup, width: int, device: torch.device) -> int:
+    """Returns how many sums beside others were wrong, as calls and as replays."""
+    rows = (64, 1024, 200, 64, 1024, 3, 7, 512)
+    inputs = [draws(n, width, torch.bfloat16, n + 7 * group.rank, device) for n in rows]
+    stream = draws(max(rows), width, torch.bfloat16, 5, device)
+    expected = [ordered_sum(x, stream[: len(x)]) for x in inputs]
+    # NCCL rounds before the residual is added.
+    return sum(
+        wrong_in_turns(halves_of(group, width, device, copies), inputs, stream, expected, slack)
+        for copies, slack in ((True, 0.0), (False, 0.07))
+    )
+
+
+def ordered_sum(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of all ranks' x in the order of ranks, and the residual, rounded once."""
+    parts = x.new_empty(dist.get_world_size(), *x.shape)
+    dist.all_gather_into_tensor(parts.view(-1), x.view(-1))
+    total = torch.zeros(x.shape, device=x.device)
+    for part in parts:
+        total += part.float()
+    return (total + residual.float()).to(x.dtype)
+
+
+def wrong_in_turns(
+    group: HalvesGroup, inputs: list[torch.Tensor], stream: torch.Tensor,
+    expected: list[torch.Tensor], slack: float,
+) -> int:  # fmt: skip
+    """Returns how many of the sums of `sums_in_turns` are further off than `slack`."""
+
+    def run() -> list[torch.Tensor]:
+        # NCCL overwrites what it sums.
+        return sums_in_turns(group, [x.clone() for x in inputs], stream)
+
+    def count(found: list[torch.Tensor]) -> int:
+        off = [(a.float() - b.float()).abs().max() for a, b in zip(found, expected, strict=True)]
+        return sum(float(each) > slack for each in off)
+
+    wrong = 0
+    for index in range(10):
+        if index % 3 == group.rank:
+            torch.cuda._sleep(2_000_000)
+        wrong += count(run())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream(stream.device)):
+        graph.capture_begin(capture_error_mode="thread_local")
+        found = run()
+        graph.capture_end()
+    for index in range(30):
+        if index % 7 == group.rank:
+            torch.cuda._sleep(1_000_000)
+        graph.replay()
+        wrong += count(found)
+    way = "NCCL" if group.exchange is None else "copies"
+    print(f"rank {group.rank}: sums beside others by {way}: {wrong} wrong", flush=True)
+    return wrong
+
+
+def time_beside(group: SymmetricGroup, width: int, device: torch.device) -> list[list[float]]:
+    """Returns per size of HALVES the µs of each column of the second table."""
+    copies, nccl = (halves_of(group, width, device, way) for way in (True, False))
+    weight = draws(3 * width, width, torch.bfloat16, 1, device)
+    lines = []
+    for rows in HALVES:
+        x = draws(rows, width, torch.bfloat16, 2, device)
+        part, stream = torch.zeros_like(x), torch.zeros_like(x)
+
+        def products(x: torch.Tensor = x) -> None:
+            inner = torch.nn.functional.linear(x, weight)
+            torch.nn.functional.linear(inner, weight.t())
+
+        def plain(part: torch.Tensor = part, stream: torch.Tensor = stream) -> None:
+            group.all_reduce(part, stream, "plain")
+
+        def beside(
+            way: HalvesGroup, work: bool, part: torch.Tensor = part, stream: torch.Tensor = stream
+        ) -> None:
+            # Two of each, as a layer has.
+            with way.halves():
+                for _ in range(2):
+                    way.turn(0)
+                    way.all_reduce(part, stream, "beside")
+                    way.turn(1)
+                    if work:
+                        products()
+
+        def in_a_row() -> None:
+            plain()
+            products()
+
+        ways = (
+            products, plain, in_a_row, lambda: beside(copies, False), lambda: beside(copies, True),
+            lambda: beside(nccl, True),
+        )  # fmt: skip
+        times = [1e6 * graph_seconds(way, device) for way in ways]
+        lines.append([*times[:3], *(time / 2 for time in times[3:])])
+    return lines
+
+
+def graph_seconds(work: Callable[[], None], device: torch.device, calls: int = 10) -> float:
+    """Returns the time of some work within a graph; all ranks call it alike."""
+    work()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        graph.capture_begin(capture_error_mode="thread_local")
+        for _ in range(calls):
+            work()
+        graph.capture_end()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    best = float("inf")
+    for _ in range(5):
+        dist.barrier()
+        graph.replay()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1e3 / calls)
+    return best
+
+
 def check_absence(group: SymmetricGroup, device: torch.device) -> str:
     """Rank 0 sums alone. Returns what its error says, and in how long."""
     x = torch.ones(1, 4096, dtype=torch.bfloat16, device=device)
@@ -149,6 +298,13 @@ def rank_main(rank: int, world: int, width: int, folder: str) -> None:
         for rows, times in zip(ROWS, lines, strict=True):
             cells = ["" if each is None else f"{each:.2f}" for each in times]
             print(f"{rows:6}" + "".join(f"{cell:>12}" for cell in cells))
+    wrong += check_halves(group, width, device)
+    beside = time_beside(group, width, device)
+    if rank == 0:
+        columns = ("products", "sum", "in a row", "copies", "beside", "NCCL beside")
+        print(f"{'rows':>6}" + "".join(f"{column:>12}" for column in columns) + "   µs")
+        for rows, times in zip(HALVES, beside, strict=True):
+            print(f"{rows:6}" + "".join(f"{each:12.1f}" for each in times))
     told = check_absence(group, device)
     if rank == 0:
         print(f"{wrong} sums wrong on rank 0; a rank that never came: {told or 'NOT NOTICED'}")

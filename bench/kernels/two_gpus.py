@@ -4,10 +4,14 @@
     python bench/kernels/two_gpus.py --only checks    # or cases
     python bench/kernels/two_gpus.py --ranks 2 --case b1 --case ttft   # no run on one GPU
     python bench/kernels/two_gpus.py --only cases --way pipeline --case 128x512x256
+    python bench/kernels/two_gpus.py --async-tp       # halves of long steps: checks, times, a table
 
 Checks compare small models in fp32, replayed as graphs, with mixed sampling, penalties, prefix
 hits, preemption and a grammar. A close choice may turn, as sums over ranks round otherwise, so nine
 in ten completions must be equal. The exit status tells whether all were.
+
+With `--async-tp` two GPUs are compared with themselves: small models' tokens, and Qwen3-8B's times
+to the first token, with that setting off, on, chosen by measurement, and off once more.
 """
 
 from __future__ import annotations
@@ -26,12 +30,23 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 MODEL = ROOT / "bench" / "configs" / "qwen3-8b"
 CASES = ("b1", "b64", "nano", "ttft")
+_LOGGED = """
+import logging
+from quire.cli.main import main
+logging.basicConfig(format="%(name)s: %(message)s")
+logging.getLogger("quire.parallel").setLevel(logging.INFO)
+main()
+"""
+"""`quire`, which says what it chose for sums over ranks."""
 LIMIT = 400
 """Seconds that one engine's cases may take."""
 
 
-def completions(folder: Path | None, settings: dict[str, Any]) -> list[list[int]]:
-    """Returns the tokens of the same requests, from an engine of these settings."""
+def completions(
+    folder: Path | None, settings: dict[str, Any], longest: int = 90
+) -> list[list[int]]:
+    """Returns the tokens of the same requests, from an engine of these settings. longest: tokens of
+    what prompts do not share."""
     from quire import LLM, SamplingParams
     from tests.gpu.test_graphs import COSTLY, PARAMS
 
@@ -55,10 +70,10 @@ def completions(folder: Path | None, settings: dict[str, Any]) -> list[list[int]
         llm = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, **options)
         vocab = 128
     draw = random.Random(0)
-    shared = [draw.randrange(6, vocab) for _ in range(50)]
+    shared = [draw.randrange(6, vocab) for _ in range(longest // 2)]
     prompts = [
         (shared if index % 3 == 0 else [])
-        + [draw.randrange(6, vocab) for _ in range(draw.randint(1, 90))]
+        + [draw.randrange(6, vocab) for _ in range(draw.randint(1, longest))]
         for index in range(27)
     ]
     chosen = [params[index % len(params)] for index in range(len(prompts))]
@@ -109,12 +124,67 @@ def checks() -> bool:
     return fine
 
 
+def check_halves() -> bool:
+    """Prints how many completions are equal with long steps whole and in halves, on two GPUs;
+    returns whether enough are, and all of those that must be."""
+    from tests.unit.tiny_engine import TINY, TINY_EXPERTS, TINY_WINDOW, model_folder
+
+    long = {"max_position_embeddings": 4096}
+    options = {"tensor_parallel_size": 2, "max_num_batched_tokens": 4096, "num_kv_blocks": 3000}
+    fine = True
+    with tempfile.TemporaryDirectory() as scratch:
+        tiny = model_folder(Path(scratch) / "tiny", TINY | long)
+        window = model_folder(Path(scratch) / "window", TINY_WINDOW | long)
+        experts = model_folder(Path(scratch) / "experts", TINY_EXPERTS | long)
+        for name, folder, settings in (
+            ("qwen3", tiny, {}),
+            ("qwen3, eager, few blocks", tiny, {"enforce_eager": True, "num_kv_blocks": 500}),
+            ("qwen3, NCCL", tiny, {"disable": ("symmetric",)}),
+            ("qwen3, KV in fp8", tiny, {"kv_cache_dtype": "fp8_dynamic"}),
+            ("mistral, window", window, {"steps_in_flight": 3}),
+            ("experts, whole", experts, {"enable_expert_parallel": True}),
+            ("qwen3, deterministic", tiny, {"deterministic": True}),
+        ):
+            began = time.monotonic()
+            try:
+                whole, halves = (
+                    completions(folder, options | settings | {"async_tp": how}, 1800)
+                    for how in ("off", "on")
+                )
+            except Exception as error:
+                fine = False
+                print(f"{name:28} failed: {type(error).__name__}: {error}", flush=True)
+                continue
+            same = sum(a == b for a, b in zip(whole, halves, strict=True))
+            # In halves products may be of other tiles, which round otherwise.
+            fine &= same >= (1.0 if "deterministic" in settings else 0.8) * len(whole)
+            seconds = time.monotonic() - began
+            print(f"{name:28} {same} of {len(whole)} equal, {seconds:.1f} s", flush=True)
+    return fine
+
+
+def compare_halves(more: list[str]) -> bool:
+    """Prints times to the first token with long steps whole and in halves; returns whether all
+    could be measured."""
+    found = {
+        how: cases(2, "tensor", ["ttft"], ["--async-tp", how.strip("'"), *more])
+        for how in ("off", "on", "auto", "off'")
+    }
+    metrics = {how: by.get("ttft", {}) for how, by in found.items()}
+    print(f"{'':16}" + "".join(f"{how:>10}" for how in metrics) + "   off / on")
+    for name in metrics["off"]:
+        times = [by.get(name, float("nan")) for by in metrics.values()]
+        gain = min(times[0], times[3]) / times[1]
+        print(f"{name:16}" + "".join(f"{each:10.2f}" for each in times) + f"{gain:11.3f}")
+    return all(metrics.values())
+
+
 def cases(ranks: int, way: str, names: list[str], more: list[str]) -> dict[str, dict[str, float]]:
     """Returns the metrics of a model's cases by name, from an engine in a process of its own."""
     with tempfile.TemporaryDirectory() as scratch:
         records = Path(scratch) / "records.jsonl"
         command = [
-            sys.executable, "-m", "quire", "bench", "throughput", str(MODEL),
+            sys.executable, "-c", _LOGGED, "bench", "throughput", str(MODEL),
             "--load-format", "dummy", "--skip-tokenizer-init", "--output", str(records),
             f"--{way}-parallel-size", str(ranks), *(f"--case={name}" for name in names), *more,
         ]  # fmt: skip
@@ -134,8 +204,14 @@ def main() -> int:
     parser.add_argument("--case", action="append", help=f"default: {', '.join(CASES)}")
     parser.add_argument("--ranks", type=int, action="append", help="default: 1 and 2")
     parser.add_argument("--way", choices=("tensor", "pipeline"), default="tensor")
+    parser.add_argument("--async-tp", action="store_true")
     arguments, more = parser.parse_known_args()
     fine = True
+    if arguments.async_tp:
+        fine = arguments.only == "cases" or check_halves()
+        if arguments.only != "checks":
+            fine &= compare_halves(more)
+        return 0 if fine else 1
     if arguments.only != "cases":
         fine = checks()
     if arguments.only != "checks":

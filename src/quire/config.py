@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -37,7 +37,18 @@ _COUNTS = (
     "max_queue_tokens", "steps_in_flight", "tensor_parallel_size", "structured_outputs_cache",
     "max_loras", "max_lora_rank", "pipeline_parallel_size", "nnodes",
 )  # fmt: skip
-"""Settings that are at least 1."""
+_SIZES = ("priority_weight", "host_cache_gb", "disk_cache_gb")
+
+
+_LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "block_size": (lambda size: size > 0 and not size & (size - 1), "a power of two"),
+    "gpu_memory_utilization": (lambda share: 0.0 < share <= 1.0, "in (0, 1]"),
+    "kv_cache_gb": (lambda size: size > 0.0, "> 0"),
+    "structured_outputs_timeout": (lambda seconds: 0.0 < seconds <= 3600.0, "in (0, 3600]"),
+    **dict.fromkeys(_COUNTS, (lambda count: count > 0, "at least 1")),
+    **dict.fromkeys(_SIZES, (lambda size: size >= 0.0, ">= 0")),
+}
+"""Limits of settings that are not None, and how errors put them."""
 
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -157,6 +168,9 @@ class EngineArgs:
     distributed_executor: Literal["process", "ray"] = _setting(
         "process", "Who places ranks: each machine its own, or Ray, which finds the machines."
     )
+    async_tp: Literal["auto", "on", "off"] = _setting(
+        "off", "Long prompts as two halves, one's sums over ranks beside the other's products."
+    )
     enable_expert_parallel: bool = _setting(False, "Ranks hold whole experts, not parts of all.")
     redundant_experts: int = _setting(0, "Further copies of experts that many tokens choose.")
     trace_dir: str | None = _setting(
@@ -169,30 +183,11 @@ class EngineArgs:
             object.__setattr__(self, name, _checked(name, getattr(self, name), kind))
             if get_origin(kind) is Literal:
                 _one_of(name, getattr(self, name), get_args(kind))
-        for name in _COUNTS:
-            _at_least_one(name, getattr(self, name))
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
-            raise ConfigError(
-                f"block_size must be a power of two, got {self.block_size}", "block_size"
-            )
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}",
-                "gpu_memory_utilization",
-            )
-        if self.kv_cache_gb is not None and not self.kv_cache_gb > 0.0:
-            raise ConfigError(f"kv_cache_gb must be > 0, got {self.kv_cache_gb}", "kv_cache_gb")
+        for name, (fine, wanted) in _LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not fine(value):
+                raise ConfigError(f"{name} must be {wanted}, got {value}", name)
         self._check_tiers()
-        if not 0.0 < self.structured_outputs_timeout <= 3600.0:
-            raise ConfigError(
-                "structured_outputs_timeout must be in (0, 3600], got "
-                f"{self.structured_outputs_timeout}",
-                "structured_outputs_timeout",
-            )
-        if not self.priority_weight >= 0.0:
-            raise ConfigError(
-                f"priority_weight must be >= 0, got {self.priority_weight}", "priority_weight"
-            )
         for name in self.disable:
             _one_of("disable", name, OPTIMIZATIONS)
         if self.quantization is not None:
@@ -200,9 +195,6 @@ class EngineArgs:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
 
     def _check_tiers(self) -> None:
-        for name in ("host_cache_gb", "disk_cache_gb"):
-            if getattr(self, name) < 0.0:
-                raise ConfigError(f"{name} must be >= 0, got {getattr(self, name)}", name)
         if self.host_cache_gb and not self.enable_prefix_caching:
             raise ConfigError("host_cache_gb needs enable_prefix_caching", "host_cache_gb")
         if self.disk_cache is not None and not self.host_cache_gb:
@@ -222,8 +214,8 @@ class EngineArgs:
     def parallel(self) -> bool:
         """Whether any setting of several ranks or machines is used."""
         sizes = self.ranks, self.nnodes, self.node_rank + 1, self.redundant_experts + 1
-        others = self.enable_expert_parallel or self.distributed_executor != "process"
-        return others or max(sizes) > 1
+        others = self.distributed_executor != "process" or self.async_tp == "on"
+        return self.enable_expert_parallel or others or max(sizes) > 1
 
     @property
     def speculates(self) -> bool:
@@ -263,11 +255,6 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
         wanted = "an integer" if isinstance(value, int) else "finite,"
         raise ConfigError(f"{name} must be {wanted} in [{-bound}, {bound}), got {value}", name)
     return value
-
-
-def _at_least_one(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ConfigError(f"{name} must be at least 1, got {value}", name)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

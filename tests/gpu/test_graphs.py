@@ -26,9 +26,13 @@ COSTLY = [
 ]
 
 
-def run(folder: Path, params: list[SamplingParams], **settings: object) -> list[list[int]]:
+def run(
+    folder: Path, params: list[SamplingParams], longest: int = 100, **settings: object
+) -> list[list[int]]:
     draw = random.Random(0)
-    prompts = [[draw.randint(6, VOCAB - 1) for _ in range(draw.randint(1, 100))] for _ in range(24)]
+    prompts = [
+        [draw.randint(6, VOCAB - 1) for _ in range(draw.randint(1, longest))] for _ in range(24)
+    ]
     llm = LLM(
         str(folder),
         device="cuda",
@@ -36,8 +40,7 @@ def run(folder: Path, params: list[SamplingParams], **settings: object) -> list[
         load_format="dummy",
         skip_tokenizer_init=True,
         max_num_seqs=20,
-        max_num_batched_tokens=300,
-        **{"num_kv_blocks": 400, **settings},
+        **{"max_num_batched_tokens": 300, "num_kv_blocks": 400, **settings},
     )
     outputs = llm.generate(prompts, [params[i % len(params)] for i in range(24)], use_tqdm=False)
     llm.shutdown()

@@ -54,6 +54,23 @@ def test_two_stages(tmp_path: Path, config: dict[str, object]) -> None:
         assert same >= 0.9 * len(one), settings
 
 
+@pytest.mark.parametrize("config", [TINY, TINY_WINDOW, TINY_EXPERTS], ids=["full", "window", "moe"])
+def test_long_steps_as_halves(tmp_path: Path, config: dict[str, object]) -> None:
+    """By copies, by NCCL, kernel by kernel, as measured; and to the bit."""
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+
+    def tokens(**settings: object) -> list[list[int]]:
+        settings = {"max_num_batched_tokens": 3000, "num_kv_blocks": 2500, **settings}
+        return run(tmp_path, PARAMS + COSTLY, 1800, tensor_parallel_size=2, **settings)
+
+    whole = tokens()
+    for more in ({}, {"disable": ("symmetric",)}, {"enforce_eager": True}, {"async_tp": "auto"}):
+        halves = tokens(**{"async_tp": "on", **more})
+        # Products of fewer rows round differently.
+        assert sum(a == b for a, b in zip(whole, halves, strict=True)) >= 0.9 * len(whole), more
+    assert tokens(deterministic=True, async_tp="on") == tokens(deterministic=True)
+
+
 def test_whole_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are placed anew while graphs stay."""
     monkeypatch.setattr(feature, "FIRST_STEPS", 8)

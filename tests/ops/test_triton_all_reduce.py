@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 import torch
 
 from quire.ops.triton import all_reduce as kernels
+from quire.parallel import exchange
 
 TILES = 4
 WIDTH = 64
@@ -111,6 +113,91 @@ def test_sums_over_ranks(monkeypatch: pytest.MonkeyPatch, world: int, dtype: tor
     for rank in range(world):
         assert found[rank][1] == [0, 0, 0]
         assert found[rank][2] == found[0][2]
+
+
+class _Exchanging:
+    """Has what an exchange asks of a rank's group."""
+
+    def __init__(self, peers: kernels.Peers) -> None:
+        self.rank, self.world, self.peers = peers.rank, peers.world, peers
+
+    def site(self, name: str) -> int:
+        return len(name)
+
+
+def exchange_of_rank(
+    rank: int, memory: Sequence[torch.Tensor], most: int, tries: int = 1 << 30
+) -> exchange.Exchange:
+    world = len(memory)
+    peers = peers_of(rank, world, memory_for(world), tries)
+    storages = [each.untyped_storage() for each in memory]
+    return exchange.Exchange(cast(Any, _Exchanging(peers)), storages, most)
+
+
+def exchange_memory(world: int, most: int) -> list[torch.Tensor]:
+    size = exchange.exchange_bytes(most, world)
+    return [torch.zeros(size, dtype=torch.uint8).share_memory_() for _ in range(world)]
+
+
+def run_exchange(rank: int, memory: Sequence[torch.Tensor], dtype: torch.dtype, out: Any) -> None:
+    """Sums of two halves in turns: each is collected behind the next one's sending."""
+    kernels.COLLECT_TILE = 128
+    torch.set_num_threads(1)
+    world, most = len(memory), max(ROWS) * WIDTH
+    own, waiting, found = exchange_of_rank(rank, memory, most), [], []
+    for index, (mine, residual) in enumerate(parts(world, dtype)):
+        x, result = mine[rank], torch.empty_like(mine[rank])
+        stream = residual if index % 2 else None
+        assert own.takes(x, stream)
+        slot = index % 2 * 2 + index // 2 % 2
+        own.send(slot, x)
+        waiting.append((slot, x, stream, result, "a layer"))
+        found.append(result)
+        if len(waiting) == 2:
+            own.collect(*waiting.pop(0))
+    own.collect(*waiting.pop())
+    out.put((rank, [result.float().numpy() for result in found]))
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(2, torch.bfloat16), (2, torch.float32), (3, torch.float32)]
+)
+def test_sums_by_exchange(kernel_device: str, world: int, dtype: torch.dtype) -> None:
+    """There are more sums than an exchange has places, of different sizes."""
+    if kernel_device != "cpu":
+        pytest.skip("ranks of one GPU each: bench/kernels/all_reduce.py")
+    context = multiprocessing.get_context("fork")
+    memory, out = exchange_memory(world, max(ROWS) * WIDTH), context.Queue()
+    ranks = [
+        context.Process(target=run_exchange, args=(rank, memory, dtype, out), daemon=True)
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    found = dict(out.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join(timeout=60)
+    assert len(ROWS) > exchange.SLOTS
+    for index, (mine, residual) in enumerate(parts(world, dtype)):
+        total = torch.stack([part.float() for part in mine]).sum(0)
+        expected = (total + residual.float() if index % 2 else total).to(dtype).float()
+        for rank in range(world):
+            got = torch.from_numpy(found[rank][index])
+            slack = 2**-7 if dtype == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(got, expected, rtol=slack, atol=slack)
+            assert torch.equal(got, torch.from_numpy(found[0][index]))
+
+
+def test_a_part_that_never_comes(kernel_device: str) -> None:
+    """The report names the rank and the sum."""
+    if kernel_device != "cpu":
+        pytest.skip("ranks of one GPU each: bench/kernels/all_reduce.py")
+    own = exchange_of_rank(1, exchange_memory(2, 128), 128, tries=3)
+    x = torch.ones(2, WIDTH)
+    assert not own.takes(torch.ones(3, WIDTH), None)
+    own.send(0, x)
+    own.collect(0, x, None, torch.empty_like(x), "here")
+    assert cast(Any, own)._group.peers.report.tolist() == [1, 4, 1]
 
 
 @pytest.mark.parametrize("way", ["one_shot", "two_shot"])

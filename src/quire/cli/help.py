@@ -62,7 +62,7 @@ SUBJECTS = (
         (
             "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "nnodes",
             "node_rank", "master_addr", "master_port", "distributed_executor",
-            "redundant_experts",
+            "redundant_experts", "async_tp",
             "num_kv_blocks", "block_size", "enable_prefix_caching", "host_cache_gb", "disk_cache",
             "disk_cache_gb",
         ),

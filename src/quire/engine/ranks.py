@@ -75,6 +75,11 @@ def open_worker(
         from quire.parallel.symmetric_memory import symmetric_group
 
         group = symmetric_group(device, getattr(torch, config.dtype), group.handle)
+    if config.args.async_tp != "off" and group.world > 1:
+        # Few engines compute in halves.
+        from quire.engine.async_tp import halves_group
+
+        group = halves_group(config, group)
     if pipeline is None:
         return group, ModelRunner(config, progress, hooks, group)
     # Few engines are pipelines.
@@ -103,6 +108,11 @@ def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Qu
         lack = f"{_PARAM} of at least 2" if world == 1 else "a model with experts"
         raise ConfigError(f"enable_expert_parallel needs {lack}", "enable_expert_parallel")
     _check_copies(args, spec)
+    if args.async_tp == "on":
+        # Few engines compute in halves.
+        from quire.engine.async_tp import check_async_tp
+
+        check_async_tp(args, spec)
     if device != "cpu":
         _check_devices(device, args)
     whole = args.enable_expert_parallel

@@ -8,6 +8,7 @@ them up alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,6 +19,7 @@ from quire.ops.reference.quantized import quantize_rows, row_scales
 from quire.ops.segments import add_pairs, expert_segments, segment_sum
 from quire.ops.weight import Weight, WeightFormat
 from quire.parallel import ProcessGroup
+from quire.parallel.halves import HalvesGroup
 
 SEGMENTS = 8
 """Segments of a layer's inputs, and so the most ranks."""
@@ -45,13 +47,11 @@ def row_parallel(
     x, weight = _rounded(x, weight, group)
     if group.world == 1:
         return segment_sum(x, weight, own, x.dtype, bias, residual)
-    out = x.new_empty(len(x), weight.outputs)
-    for first in range(0, len(x), _TOKENS):
-        part = slice(first, first + _TOKENS)
-        sums = segment_sum(x[part], weight, own, torch.promote_types(x.dtype, torch.float32))
-        added = None if residual is None else residual[part]
-        out[part] = _meet(sums, group, x.dtype, bias, added)
-    return out
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return _over_ranks(
+        lambda part: segment_sum(x[part], weight, own, wide),
+        x.new_empty(len(x), weight.outputs), bias, residual, group,
+    )  # fmt: skip
 
 
 def experts_sum(
@@ -62,15 +62,37 @@ def experts_sum(
     ranks share. width: those of a whole expert."""
     own = segments_of(width, down.weight.format) // group.world
     out = torch.empty_like(routed.x)
-    for first in range(0, len(out), _TOKENS):
-        part = slice(first, first + _TOKENS)
+
+    def sums(part: slice) -> Tensor:
         x, ids, weights = (tensor[part] for tensor in routed)
         parts = expert_segments(x, ids, weights, up, down, act, own)
+        return add_pairs(parts, parts.dtype) if group.world > 1 else parts
+
+    return _over_ranks(sums, out, None, residual, group)
+
+
+def _over_ranks(
+    sums: Callable[[slice], Tensor], out: Tensor, bias: Tensor | None, residual: Tensor | None,
+    group: ProcessGroup,
+) -> Tensor:  # fmt: skip
+    """Returns `out` [T, N], filled with what `sums` returns for some tokens, added up over all
+    ranks, + bias + residual."""
+    parts = [slice(first, first + _TOKENS) for first in range(0, len(out), _TOKENS)]
+
+    def meet(part: slice, own: Tensor) -> None:
         added = None if residual is None else residual[part]
         if group.world == 1:
-            out[part] = add_pairs(parts, out.dtype, None, added)
+            out[part] = add_pairs(own, out.dtype, bias, added)
         else:
-            out[part] = _meet(add_pairs(parts, parts.dtype), group, out.dtype, None, added)
+            out[part] = _meet(own, group, out.dtype, bias, added)
+
+    if isinstance(group, HalvesGroup) and group.beside_now and residual is not None:
+        # What ranks tell each other comes behind all of a rank's own work.
+        owns = [sums(part) for part in parts]
+        group.beside(lambda: list(map(meet, parts, owns)))
+    else:
+        for part in parts:
+            meet(part, sums(part))
     return out
 
 

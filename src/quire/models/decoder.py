@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -116,16 +117,27 @@ class DecoderLayers(nn.Module):
     def run(self, hidden: Tensor, batch: ForwardBatch, kv: Sequence[Any], shallow: bool) -> Tensor:
         """Returns the stream [T, hidden] behind the layers, each of which stores its KV. See
         `Decoder.forward`."""
+        if len(hidden) >= self.group.halves_from:
+            # Few groups sum beside other work.
+            from quire.models.halves import run_halves
+
+            layers_for = functools.partial(self.layers_for, kv=kv, shallow=shallow)
+            return run_halves(self.group, hidden, batch, layers_for)
+        x = Residual(hidden)
+        for layer, group, cache in self.layers_for(batch, kv, shallow):
+            x = layer(x, batch, group, cache)
+        return x.total()
+
+    def layers_for(self, batch: ForwardBatch, kv: Sequence[Any], shallow: bool) -> list[Any]:
+        """Returns the layers to compute, each with its group's share of the batch, and its KV."""
         stored = next((own.format for own in kv if isinstance(own, ops.KVLayer)), None)
         for group_batch, layout in zip(batch.groups, self.kv_layouts, strict=True):
             group_batch.scratch.setdefault("workspace", self._workspace)
             if stored is not None:
                 group_batch.scratch["schedule"] = layout.schedule(batch, self.dtype, stored)
-        x = Residual(hidden)
-        depth = self._shallow if shallow else len(self.own)
-        for index, cache in zip(self.own[:depth], kv, strict=False):
-            x = self.layers[index](x, batch, batch.groups[self._layer_groups[index]], cache)
-        return x.total()
+        groups = [batch.groups[index] for index in self._layer_groups]
+        own = self.own[: self._shallow] if shallow else self.own
+        return [(self.layers[i], groups[i], cache) for i, cache in zip(own, kv, strict=False)]
 
     def finish(self) -> None:
         """Ends loading."""

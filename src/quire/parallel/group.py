@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol
 
 from torch import Tensor
@@ -16,6 +17,11 @@ class ProcessGroup(Protocol):
     @property
     def world(self) -> int: ...
 
+    @property
+    def halves_from(self) -> int:
+        """The tokens from which a step is computed as two halves (`models/halves.py`)."""
+        ...
+
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
         """The sum of every rank's `x`, and the residual, which all hold; may reuse the memory of
         `x`. name: what an error calls it."""
@@ -29,8 +35,7 @@ class ProcessGroup(Protocol):
 class SingleGroup:
     """One rank alone: collectives cost nothing."""
 
-    rank = 0
-    world = 1
+    rank, world, halves_from = 0, 1, sys.maxsize
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
         return x if residual is None else x.add_(residual)

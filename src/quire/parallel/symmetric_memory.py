@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ Sum = Callable[[Tensor, Tensor | None, int], Tensor]
 class SymmetricGroup(TorchGroup):
     """Sums small tensors by kernels of its own, large ones by NCCL.
 
+    peers: what kernels know of the other ranks.
     limits: the most words (see `quire.ops.triton.all_reduce`) that one shot and two shots are used
         for; `choose` measures them.
     """
@@ -46,19 +47,16 @@ class SymmetricGroup(TorchGroup):
             4 * kernels.two_shot_words(two_tiles),
             4 * kernels.flag_words(two_tiles, world),
         )
-        starts = [0]
-        for size in sizes:
-            starts.append(-(-(starts[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+        starts = aligned_starts(sizes)
         # Held as long as kernels may use it.
         self._memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
-        self._storages = self._share(self._memory.untyped_storage())
+        self._storages = self.share(self._memory.untyped_storage())
 
         def addresses(start: int) -> Tensor:
-            found = [storage.data_ptr() + start for storage in self._storages]
-            return torch.tensor(found, dtype=torch.int64, device=device)
+            return addresses_in(self._storages, start, device)
 
         self._first_epoch = one_tiles
-        self._peers = kernels.Peers(
+        self.peers = kernels.Peers(
             self.rank,
             world,
             one_shot=addresses(starts[0]),
@@ -74,7 +72,7 @@ class SymmetricGroup(TorchGroup):
         torch.cuda.synchronize(device)
         dist.barrier(handle)
 
-    def _share(self, own: torch.UntypedStorage) -> list[torch.UntypedStorage]:
+    def share(self, own: torch.UntypedStorage) -> list[torch.UntypedStorage]:
         """Returns the memory of all ranks, mapped for this rank's device.
 
         By CUDA's handles for other processes: `torch.distributed._symmetric_memory` keeps groups by
@@ -91,20 +89,24 @@ class SymmetricGroup(TorchGroup):
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
         words = kernels.words_of(x)
-        if words is None or words > max(self.limits) or not _alike(x, residual):
+        if words is None or words > max(self.limits) or not alike(x, residual):
             return super().all_reduce(x, residual, name)
-        site = self._sites.setdefault(name, len(self._sites))
+        site = self.site(name)
         if words <= self.limits[0]:
             return self.one_shot(x, residual, site)
         return self.two_shot(x, residual, site)
 
+    def site(self, name: str) -> int:
+        """Returns the number that a sum of this name is reported with."""
+        return self._sites.setdefault(name, len(self._sites))
+
     def one_shot(self, x: Tensor, residual: Tensor | None, site: int = 0) -> Tensor:
         """Returns the sum by `one_shot_kernel`."""
-        return kernels.one_shot(self._peers, x, residual, site)
+        return kernels.one_shot(self.peers, x, residual, site)
 
     def two_shot(self, x: Tensor, residual: Tensor | None, site: int = 0) -> Tensor:
         """Returns the sum by `two_shot_kernel`."""
-        return kernels.two_shot(self._peers, x, residual, site, self._first_epoch)
+        return kernels.two_shot(self.peers, x, residual, site, self._first_epoch)
 
     def by_nccl(self, x: Tensor, residual: Tensor | None, site: int = 0) -> Tensor:
         """Returns the sum by NCCL; overwrites x."""
@@ -154,10 +156,10 @@ class SymmetricGroup(TorchGroup):
         return float(begin.elapsed_time(end)) / 1e3 / (_CALLS * _REPLAYS)
 
     def started(self) -> None:
-        self._peers.control[kernels.TRIES] = _TRIES
+        self.peers.control[kernels.TRIES] = _TRIES
 
     def check(self, step_id: int) -> None:
-        waited, site, epoch = self._peers.report.tolist()
+        waited, site, epoch = self.peers.report.tolist()
         if waited:
             where = next((name for name, at in self._sites.items() if at == site), "")
             raise EngineDeadError(
@@ -166,7 +168,24 @@ class SymmetricGroup(TorchGroup):
             )
 
 
-def _alike(x: Tensor, residual: Tensor | None) -> bool:
+def aligned_starts(sizes: Sequence[int]) -> list[int]:
+    """Returns where parts of so many bytes begin in one piece of memory, and the size of that."""
+    starts = [0]
+    for size in sizes:
+        starts.append(-(-(starts[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+    return starts
+
+
+def addresses_in(
+    storages: Sequence[torch.UntypedStorage], start: int, device: torch.device
+) -> Tensor:
+    """Returns the address of the byte `start` in the memory of each rank, int64 [world]."""
+    found = [storage.data_ptr() + start for storage in storages]
+    return torch.tensor(found, dtype=torch.int64, device=device)
+
+
+def alike(x: Tensor, residual: Tensor | None) -> bool:
+    """Whether a kernel can add the residual, if there is one, to sums of x."""
     if residual is None:
         return True
     same = residual.shape == x.shape and residual.dtype == x.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,8 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 class TorchGroup:
     """Ranks of `torch.distributed` (gloo on CPU, nccl on GPUs); `handle` None is the default group,
     which must be initialized."""
+
+    halves_from = sys.maxsize
 
     def __init__(self, handle: dist.ProcessGroup | None = None) -> None:
         self.handle = handle

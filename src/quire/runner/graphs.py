@@ -160,6 +160,12 @@ class Graphs:
         self, program: StepProgram, hooks: Sequence[Hook], progress: Progress | None = None
     ) -> int:
         """Captures all bodies, heads and hooks' own programs. Returns the tokens of a full step."""
+        if program.model.group.world > 1:
+            from quire.runner.halves import choose_halves
+
+            choose_halves(program, Graphs(self._device, self._limits), self._buckets.few)
+            # What was captured there has gone with its graphs.
+            torch.cuda.empty_cache()
         more = {name: run for hook in hooks for name, run in hook.programs().items()}
         self.capture(program_works(program, self._buckets, more), progress)
         for hook in hooks:

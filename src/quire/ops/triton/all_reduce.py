@@ -14,6 +14,9 @@ has the same bits.
 rank sums a share of every tile, and sends the result; words travel alone, and a flag per tile
 behind them (release and acquire, at system scope). All kernels of a rank push before they wait.
 
+`collect`, for sums beside other work (`quire.parallel.exchange`): copies that no multiprocessor
+makes bring whole parts, a flag behind each (`signal`).
+
 Waits have a limit, in looks of somewhat less than a microsecond each. Who waits too long says so in
 the host's memory, and then nobody on that rank waits any more.
 """
@@ -38,6 +41,8 @@ ONE_SHOT_TILE = 512
 sends two words as 128 bits."""
 TWO_SHOT_TILE = 4096
 """Words of a tile of `two_shot`, by a program of eight warps."""
+COLLECT_TILE = 4096
+"""Words of a tile of `collect`, by a program of eight warps."""
 FAILED, TRIES = 0, 1
 """Words of `Peers.control`."""
 
@@ -269,6 +274,49 @@ def two_shot_kernel(
     tl.store(epochs_ptr + tile, epoch)
 
 
+@triton.jit
+def signal_kernel(flags_ptr, epoch_ptr, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """Tells every peer that this rank's part of the next sum is in its memory. flags: see
+    `Parts.flags`."""
+    epoch = tl.load(epoch_ptr) + 1
+    for step in tl.static_range(1, WORLD):
+        flag = tl.load(flags_ptr + (RANK + step) % WORLD).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(flag + RANK, epoch, sem="release", scope="sys")
+    tl.store(epoch_ptr, epoch)
+
+
+@triton.jit(do_not_specialize=["site"])
+def collect_kernel(
+    x_ptr, residual_ptr, out_ptr, parts_ptr, flags_ptr, epoch_ptr, control_ptr, report_ptr, words,
+    stride, site, RANK: tl.constexpr, WORLD: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Sums a tile per program, once the peers' parts are there. parts: int32 [WORLD - 1, stride],
+    those of the next rank first. flags: int32 [WORLD]. It comes behind `signal_kernel` of the
+    sum, whose epoch it awaits."""
+    tile = tl.program_id(0)
+    place = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = place < words
+    epoch = tl.load(epoch_ptr)
+    own = tl.load(x_ptr + place, mask=inside, other=0)
+    low = tl.zeros([TILE], tl.float32)
+    high = tl.zeros([TILE], tl.float32)
+    for rank in tl.static_range(WORLD):
+        part = own
+        if rank != RANK:
+            _await_flag(flags_ptr + rank, epoch, control_ptr, report_ptr, rank, site)
+            tl.debug_barrier()
+            from_rank = parts_ptr + (rank - RANK - 1 + WORLD) % WORLD * stride.to(tl.int64)
+            part = tl.load(from_rank + place, mask=inside, other=0, cache_modifier=".cg")
+        low += _low(part, KIND)
+        high += _high(part, KIND)
+    if RESIDUAL:
+        stream = tl.load(residual_ptr + place, mask=inside, other=0)
+        low += _low(stream, KIND)
+        high += _high(stream, KIND)
+    tl.store(out_ptr + place, _word(low, high, KIND), mask=inside)
+
+
 def words_of(x: Tensor) -> int | None:
     """Returns how many words of 32 bits a tensor has; None: kernels here do not take it."""
     if x.dtype not in _KINDS or not x.is_contiguous():
@@ -289,6 +337,51 @@ def two_shot(
     """Returns the same as `one_shot`. first_epoch: where the epochs of `two_shot` begin."""
     own = (peers.two_shot, peers.flags)
     return _run(two_shot_kernel, peers, x, residual, site, first_epoch, TWO_SHOT_TILE, own, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Says where peers' parts of sums of one kind come to. Of these the next begins only when the
+    last one was collected.
+
+    flags: int64 [world], the addresses of each rank's flags, int32 [world], by sender, zero before
+        the first sum; its own comes at place `rank`.
+    epoch: int32 [1], the sums that this rank has signalled.
+    own_flags: this rank's flags. received: int32 [world - 1, words], what peers write to, that of
+        the next rank first.
+    """
+
+    flags: Tensor
+    epoch: Tensor
+    own_flags: Tensor
+    received: Tensor
+
+
+def signal(peers: Peers, parts: Parts) -> None:
+    """Tells all peers that they have this rank's part of the next sum. No kernel may begin before
+    the one in front of it on the stream, which may have been a copy, has ended."""
+    launch(signal_kernel, (1,))(
+        parts.flags, parts.epoch, RANK=peers.rank, WORLD=peers.world, num_warps=1
+    )
+
+
+def collect(
+    peers: Peers, parts: Parts, x: Tensor, residual: Tensor | None, out: Tensor, site: int
+) -> None:
+    """Writes the sum of all ranks' x, and the residual, to `out`. x: this rank's part, which peers
+    have got, and a signal behind it. site: what a failed wait is reported with."""
+    words = words_of(x)
+    if not words:
+        return
+    seen = x.view(-1).view(torch.int32)
+    stream = seen if residual is None else residual.view(-1).view(torch.int32)
+    # No dependent launch: it stands behind a wait for another stream.
+    launch(collect_kernel, (triton.cdiv(words, COLLECT_TILE),))(
+        seen, stream, out.view(-1).view(torch.int32), parts.received, parts.own_flags, parts.epoch,
+        peers.control, peers.report, words, parts.received.stride(0), site,
+        RANK=peers.rank, WORLD=peers.world, TILE=COLLECT_TILE, KIND=_KINDS[x.dtype],
+        RESIDUAL=residual is not None, num_warps=8,
+    )  # fmt: skip
 
 
 def _run(

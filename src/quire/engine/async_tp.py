@@ -1,0 +1,98 @@
+"""`--async-tp`: which engines compute long steps as two halves, and from how many tokens on."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import torch
+
+from quire.config import EngineArgs, EngineConfig
+from quire.errors import ConfigError
+from quire.layers.attention import AttentionSpec
+from quire.layers.experts import ExpertsSpec
+from quire.layers.latent_attention import LatentAttentionSpec
+from quire.layers.mlp import MlpSpec
+from quire.models import ModelSpec, load_config, spec_from_config
+from quire.models.halves import first_half
+from quire.models.spec import LayerSpec
+from quire.parallel.halves import HalvesGroup
+from quire.parallel.torch_group import TorchGroup
+from quire.runner.halves import described
+
+logger = logging.getLogger("quire.parallel")
+
+LEAST = 1024
+"""The tokens from which `on` computes steps as two halves on a GPU. Of fewer, products of half as
+many take nearly as long."""
+_LEAST_ON_CPU = 16
+"""On a CPU nothing runs beside, and the setting is for tests."""
+
+
+def check_async_tp(args: EngineArgs, spec: ModelSpec) -> None:
+    """Refuses `on` where steps cannot be computed as two halves.
+
+    Raises:
+        ConfigError: names what is in the way.
+    """
+    reason = obstacle(args, spec)
+    if reason is not None:
+        raise ConfigError(f"async_tp=on {reason}", "async_tp")
+
+
+def obstacle(args: EngineArgs, spec: ModelSpec) -> str | None:
+    """Returns what keeps steps from being computed as two halves, or None."""
+    if args.tensor_parallel_size == 1:
+        return "needs tensor_parallel_size of at least 2: it is about sums over ranks"
+    if args.enable_lora or args.lora or args.lora_dir:
+        return "is not supported with LoRA adapters, which find their rows in a whole step"
+    if args.speculates:
+        return "is not supported with speculation: draft heads read whole steps between layers"
+    for index, layer in enumerate(spec.layers):
+        reason = _of_layer(layer)
+        if reason is not None:
+            return f"is not supported for {spec.architecture}: layer {index} {reason}"
+    return None
+
+
+def _of_layer(layer: LayerSpec) -> str | None:
+    """Returns why a layer is not two parts that each end with a sum over ranks, or None."""
+    if layer.norms != "input" or layer.parallel or layer.multiplier != 1.0:
+        return "is no plain layer, whose parts each end with a sum over ranks and the residual"
+    if not isinstance(layer.mixer, AttentionSpec | LatentAttentionSpec):
+        return "is recurrent, and its state does not stop within a step"
+    ffn = layer.ffn
+    if isinstance(ffn, ExpertsSpec) and ffn.shared_width and not ffn.shared_gate:
+        return "has a shared expert, whose sum comes before that of the others"
+    if not isinstance(ffn, MlpSpec | ExpertsSpec):
+        return "has a feed-forward part of another kind"
+    return None
+
+
+def halves_group(config: EngineConfig, group: TorchGroup) -> TorchGroup:
+    """Returns the group of ranks that share layers, as one whose sums run beside other work where
+    `async_tp` asks for it, the model allows it and, if it is to be measured, a GPU captures
+    graphs."""
+    args, device, least = config.args, torch.device(config.device), sys.maxsize
+    reason = obstacle(args, spec_from_config(load_config(Path(config.model_path))))
+    measured = args.async_tp == "auto"
+    if reason is None and measured and device.type == "cpu":
+        reason = "has nothing to gain on a CPU"
+    elif reason is None and measured and config.eager:
+        reason = "is not measured without graphs"
+    if reason is not None:
+        logger.info("async_tp=%s %s: off", args.async_tp, reason)
+        return group
+    if not measured:
+        least = _LEAST_ON_CPU if device.type == "cpu" else LEAST
+        logger.info("async_tp=on: %s", described(least))
+    if device.type == "cpu":
+        return HalvesGroup(group, least, device, measured=False)
+    # A CPU has no kernels for it.
+    from quire.parallel.exchange import exchange_of
+
+    tokens = config.scheduler.max_num_batched_tokens
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    exchange = exchange_of(group, tokens - first_half(tokens), config.hidden_size, dtype, device)
+    return HalvesGroup(group, least, device, exchange, measured=measured)
