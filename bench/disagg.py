@@ -1,154 +1,624 @@
-"""Decode beside a flood of long prompts: one server, and two of which one computes the prompts.
+"""Prefill and decode apart on two GPUs, beside servers that do both on the same two.
 
-    python bench/disagg.py [--streams 4] [--seconds 20] [MODEL]
+    python bench/disagg.py --results bench/results                 # Qwen3-8B's shape, two GPUs
+    python bench/disagg.py --results bench/results --model qwen2.5-1.5b
+    python bench/disagg.py --results bench/results --only ipc      # setups with that name
+    python bench/disagg.py --results bench/results --table         # of what was measured so far
+    python bench/disagg.py --try                                   # a CPU, the embedded model
 
-Streams decode while a client sends one long prompt after the other, each new. Printed are the times
-between a stream's tokens (ITL) at rest and under the flood, and prompts per second. Servers of this
-script share the machine's cores, so what counts is p99 / p50, not how the setups compare in speed.
+Weights are random, prompts are random token ids. Each setup is started by itself, with GPUs of its
+own by CUDA_VISIBLE_DEVICES, and has these parts:
+
+flood     streams decode, at first alone (`rest_itl_…`), then while clients send one long prompt
+          after the other, each new; the times between a stream's tokens (ITL)
+handover  prompts that come one at a time: the time to the first token here and at the server that
+          computes them, what their KV takes beyond the computing, and the rate at which it travels
+loads     requests in a closed loop, of long prompts and of long answers: throughput, TTFT, ITL
+
+A part that takes too long is ended with its servers, and told; so are setups for which no time is
+left. Records are appended to RESULTS/disagg/CARD.jsonl as they are made. A table comes last.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
+import json
+import multiprocessing
 import os
 import random
 import re
-import statistics
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from urllib.parse import urlsplit
 
-import openai
+import numpy as np
 
-READY = re.compile(r"^Serving (\S+) at (\S+)\. ", re.MULTILINE)
+from gpu_table import card_name, slug
+from quire.bench.online.client import Answer
+from quire.bench.online.drive import drive, processes_for
+from quire.bench.online.load import Ask, Lengths, body, random_asks
+from quire.bench.online.stats import failures, summary
+from quire.bench.record import (
+    BenchRecord,
+    append_jsonl,
+    format_table,
+    make_record,
+    read_jsonl,
+)
+
+HERE = Path(__file__).resolve().parent
 NAME = "bench"
+_START_SECONDS = 120.0
+_STOP_SECONDS = 10.0
+_SERVING = re.compile(r"^Serving \S+ at ")
+_SHOWN = (
+    "itl_mean_ms", "itl_p50_ms", "itl_p99_ms", "itl_p99_to_p50", "rest_itl_p50_ms",
+    "rest_itl_p99_ms", "flood_s", "flood_p50_ms", "output_tok_s", "request_s", "ttft_p50_ms",
+    "ttft_p99_ms", "computed_ms", "handover_ms", "handover_server_ms", "layer_ms", "megabytes",
+    "link_ms", "remote", "failed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests in a closed loop: so many at once, of so many tokens in and out."""
+
+    name: str
+    streams: int
+    requests: int
+    input: int
+    output: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much is measured.
+
+    streams: that decode, of `stream_prompt` tokens, up to `stream_tokens`. ramp, rest, flood:
+    seconds until they count, alone, and under the flood. flood_prompt: tokens of a flooding prompt,
+    of which `flooders` are under way. handovers: prompts of `handover_prompt` tokens. remote: see
+    --remote-prefill-tokens. layers: of the model. part: the most seconds of a part.
+    """
+
+    streams: int
+    stream_prompt: int
+    stream_tokens: int
+    ramp: float
+    rest: float
+    flood: float
+    flood_prompt: int
+    flooders: int
+    handovers: int
+    handover_prompt: int
+    loads: tuple[Load, ...]
+    remote: int
+    length: int
+    layers: int
+    part: float = 60.0
+
+
+BIG = Sizes(
+    streams=64, stream_prompt=128, stream_tokens=6000, ramp=3.5, rest=2.5, flood=7.0,
+    flood_prompt=8192, flooders=2, handovers=12, handover_prompt=2048,
+    loads=(Load("in", 32, 64, 4096, 64), Load("out", 128, 128, 512, 384)),
+    remote=1024, length=9216, layers=36,
+)  # fmt: skip
+TRIED = Sizes(
+    streams=2, stream_prompt=16, stream_tokens=1500, ramp=4.0, rest=3.0, flood=8.0,
+    flood_prompt=512, flooders=1, handovers=3, handover_prompt=512,
+    loads=(Load("in", 2, 4, 512, 8), Load("out", 2, 4, 32, 32)),
+    remote=64, length=2048, layers=6,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Servers that answer at one address. transport: "" where one does it all. gpus: of servers
+    that do."""
+
+    transport: str = ""
+    mode: str = ""
+    gpus: int = 1
+    parts: tuple[str, ...] = ("flood", "handover", "loads")
+
+    @property
+    def name(self) -> str:
+        if self.transport:
+            return f"split-{self.transport}-{self.mode}"
+        return "aggregated-1gpu" if self.gpus == 1 else f"aggregated-{self.gpus}gpus"
+
+
+def setups(small: bool) -> list[Setup]:
+    """Returns what is measured, what matters most first. small: only the times between tokens."""
+    both = Setup(gpus=2, parts=("flood", "loads"))
+    one = Setup(parts=("flood", "handover"))
+    split = [
+        Setup(transport, mode)
+        for transport, mode in (("ipc", "sync"), ("tcp", "async"), ("tcp", "sync"))
+    ]
+    if small:
+        return [Setup(each.transport, each.mode, each.gpus, ("flood",)) for each in (one, *split)]
+    rest = Setup("tcp", "sync", parts=("flood", "handover"))
+    return [split[0], both, one, split[1], rest]
+
+
+# -- servers -----------------------------------------------------------------------------------
 
 
 @dataclass
-class Times:
-    """Seconds between tokens, and how many prompts were answered meanwhile."""
+class Servers:
+    """Running servers. url: where requests go. writer: of the one that computes prompts, or ""."""
 
-    between: list[float] = field(default_factory=list)
-    prompts: int = 0
+    url: str = ""
+    writer: str = ""
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    said: list[list[str]] = field(default_factory=list)
 
-    def quantile(self, share: float) -> float:
-        ordered = sorted(self.between)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    def start(self, flags: Sequence[str], gpus: str | None) -> str:
+        """Starts a server, which is not ready yet; returns its address. gpus: that it sees."""
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quire", "serve", *flags, "--port", str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **visible},
+            start_new_session=True,
+        )
+        self.processes.append(process)
+        self.said.append([])
+        return f"http://127.0.0.1:{port}"
+
+    def await_ready(self, seconds: float) -> None:
+        """Raises RuntimeError, with the last that a server said, where one does not start."""
+        deadline = time.monotonic() + seconds
+        for process, said in zip(self.processes, self.said, strict=True):
+            ready = threading.Event()
+            threading.Thread(target=_listen, args=(process, said, ready), daemon=True).start()
+            while not ready.wait(0.1):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError("a server did not start:\n" + "".join(said[-25:]))
+
+    def stop(self) -> None:
+        """Ends all processes. Idempotent."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, deadline - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-@contextmanager
-def server(model: list[str], *flags: str) -> Iterator[str]:
-    """Runs a server; yields its address."""
-    command = [sys.executable, "-m", "quire", "serve", *model, "--port", "0"]
-    process = subprocess.Popen(
-        [*command, "--served-model-name", NAME, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
+def _listen(process: subprocess.Popen[str], said: list[str], ready: threading.Event) -> None:
+    for line in process.stdout or ():
+        said.append(line)
+        if _SERVING.match(line):
+            ready.set()
+
+
+@contextlib.contextmanager
+def running(setup: Setup, model: Sequence[str], sizes: Sizes, gpus: bool) -> Iterator[Servers]:
+    """Yields the servers of a setup, ready."""
+    flags = [
+        *model, "--served-model-name", NAME, "--skip-tokenizer-init", "--max-model-len",
+        str(sizes.length), "--log-level", "warning",
+    ]  # fmt: skip
+    servers = Servers()
     try:
-        said = ""
-        for line in process.stdout or ():
-            said += line
-            found = READY.search(said)
-            if found:
-                threading.Thread(target=(process.stdout or sys.stdin).read, daemon=True).start()
-                yield found[2]
-                return
-        raise SystemExit(f"a server did not start:\n{said}")
+        if not setup.transport:
+            several = ["--data-parallel-size", str(setup.gpus)] if setup.gpus > 1 else []
+            visible = ",".join(map(str, range(setup.gpus)))
+            servers.url = servers.start([*flags, *several], visible if gpus else None)
+        else:
+            way = ["--transport", setup.transport, "--kv-transfer", setup.mode]
+            servers.writer = servers.start(
+                [*flags, "--role", "prefill", *way], "1" if gpus else None
+            )
+            asks = ["--peer", servers.writer, "--remote-prefill-tokens", str(sizes.remote)]
+            reader = [*flags, "--role", "decode", *way, *asks]
+            servers.url = servers.start(reader, "0" if gpus else None)
+        servers.await_ready(_START_SECONDS)
+        yield servers
     finally:
-        process.terminate()
-        process.wait()
+        servers.stop()
 
 
-def measure(url: str, streams: int, seconds: float, words: int) -> Times:
-    """Times streams at a server. words: of the prompts that flood it; 0: none do."""
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    times, over = Times(), threading.Event()
-
-    def stream(index: int) -> None:
-        while not over.is_set():
-            last = 0.0
-            answer = client.completions.create(
-                model=NAME,
-                prompt=f"Story {index}",
-                max_tokens=400,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
-            for _ in answer:
-                now = time.perf_counter()
-                if last and not over.is_set():
-                    times.between.append(now - last)
-                last = now
-                if over.is_set():
-                    break
-            answer.close()
-
-    def flood() -> None:
-        draw = random.Random(1)
-        while not over.is_set():
-            prompt = " ".join(
-                draw.choice(["red", "fox", "owl", "sky", "sea"]) for _ in range(words)
-            )
-            client.completions.create(model=NAME, prompt=prompt, max_tokens=1)
-            times.prompts += not over.is_set()
-
-    threads = [threading.Thread(target=stream, args=(i,), daemon=True) for i in range(streams)]
-    if words:
-        threads.append(threading.Thread(target=flood, daemon=True))
-    for thread in threads:
-        thread.start()
-    time.sleep(seconds)
-    over.set()
-    for thread in threads:
-        thread.join()
-    return times
+# -- requests ----------------------------------------------------------------------------------
 
 
-def show(what: str, times: Times, seconds: float) -> None:
-    p50, p99 = times.quantile(0.5), times.quantile(0.99)
-    mean = statistics.fmean(times.between)
-    print(
-        f"{what:28} {1e3 * mean:8.1f} {1e3 * p50:8.1f} {1e3 * p99:8.1f} {p99 / p50:8.2f}"
-        f" {times.prompts / seconds:10.2f}",
-        flush=True,
+def ask(
+    url: str, asks: Sequence[Ask], streams: int, timeout: float
+) -> tuple[list[Answer], list[str]]:
+    """Returns the answers of a closed loop, and what failed."""
+    sampling = {"temperature": 0.0, "ignore_eos": True}
+    bodies = [body(each, NAME, "completions", sampling) for each in asks]
+    answers, _ = drive(
+        f"{url}/v1/completions", {}, bodies,
+        concurrency=streams, processes=processes_for(streams, None), timeout=timeout,
+    )  # fmt: skip
+    return answers, failures(answers)
+
+
+def prompts(count: int, tokens: int, output: int, seed: int) -> list[Ask]:
+    return random_asks(count, Lengths(input_len=tokens, output_len=output), 1000, seed)
+
+
+def counters(url: str) -> dict[str, float]:
+    """Returns the server's metrics of one value, by name; those of several are summed."""
+    found: dict[str, float] = {}
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        for line in answer.read().decode().splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0]
+                found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+class Flood:
+    """Clients that send prompts one after the other, each new. done: their (begin, end), in seconds
+    of the monotonic clock. failed: how many got no answer."""
+
+    def __init__(self, url: str, tokens: int, clients: int) -> None:
+        parts = urlsplit(url)
+        self._address = parts.hostname or "", parts.port or 80
+        self._tokens = tokens
+        self._over = threading.Event()
+        self.done: list[tuple[float, float]] = []
+        self.failed = 0
+        self._threads = [
+            threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(clients)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, index: int) -> None:
+        draw = random.Random(os.urandom(8) + bytes([index]))
+        while not self._over.is_set():
+            prompt = [draw.randrange(10, 1000) for _ in range(self._tokens)]
+            sent = {"model": NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
+            begun = time.perf_counter()
+            try:
+                connection = http.client.HTTPConnection(*self._address, timeout=30)
+                headers = {"Content-Type": "application/json"}
+                connection.request("POST", "/v1/completions", json.dumps(sent), headers)
+                answer = connection.getresponse()
+                answer.read()
+                good = answer.status == 200
+                connection.close()
+            except (OSError, http.client.HTTPException):
+                good = False
+            if good:
+                self.done.append((begun, time.perf_counter()))
+            elif not self._over.is_set():
+                self.failed += 1
+                time.sleep(0.1)
+
+    def end(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(30)
+
+
+# -- parts -------------------------------------------------------------------------------------
+
+
+def flood(servers: Servers, sizes: Sizes) -> dict[str, float]:
+    """Times the streams at rest and under the flood."""
+    before = counters(servers.url)
+    found: list[list[Answer]] = []
+    seconds = sizes.ramp + sizes.rest + sizes.flood + 1.0
+    asks = prompts(sizes.streams, sizes.stream_prompt, sizes.stream_tokens, 1)
+
+    def streams() -> None:
+        # Those that have not ended by then are left.
+        found.append(ask(servers.url, asks, sizes.streams, seconds)[0])
+
+    thread = threading.Thread(target=streams, daemon=True)
+    thread.start()
+    time.sleep(sizes.ramp)
+    begun = time.perf_counter()
+    time.sleep(sizes.rest)
+    flooded = time.perf_counter()
+    prompts_sent = Flood(servers.url, sizes.flood_prompt, sizes.flooders)
+    time.sleep(sizes.flood)
+    ended = time.perf_counter()
+    prompts_sent.end()
+    thread.join()
+    (answers,) = found
+    if late := sum(not len(each.times) or each.times[0] > begun for each in answers):
+        print(f"   {late} of {len(answers)} streams began late", flush=True)
+    if early := sum(len(each.times) and each.times[-1] < ended for each in answers):
+        print(f"   {early} of {len(answers)} streams ended early", flush=True)
+    metrics = {**between(answers, begun, flooded, "rest_"), **between(answers, flooded, ended, "")}
+    inside = [end - begin for begin, end in prompts_sent.done if end < ended]
+    metrics["flood_s"] = len(inside) / (ended - flooded)
+    if inside:
+        metrics["flood_p50_ms"] = 1e3 * float(np.median(inside))
+    metrics["failed"] = prompts_sent.failed
+    if servers.writer:
+        metrics["remote"] = _grown(servers.url, before, "quire_kv_blocks_received_total")
+    return metrics
+
+
+def between(answers: Sequence[Answer], begin: float, end: float, name: str) -> dict[str, float]:
+    """Returns the times between tokens, of those that came within a window."""
+    gaps = [np.diff(t[(t >= begin) & (t <= end)]) for t in (each.times for each in answers)]
+    found = 1e3 * np.concatenate(gaps)
+    if not len(found):
+        return {}
+    p50, p99 = (float(np.percentile(found, p)) for p in (50, 99))
+    return {
+        f"{name}itl_mean_ms": float(found.mean()),
+        f"{name}itl_p50_ms": p50,
+        f"{name}itl_p99_ms": p99,
+        f"{name}itl_max_ms": float(found.max()),
+        f"{name}itl_p99_to_p50": p99 / p50,
+    }
+
+
+def handover(servers: Servers, sizes: Sizes) -> dict[str, float]:
+    """Times prompts that come one at a time, at the server and at the one that computes them."""
+    count, tokens = sizes.handovers, sizes.handover_prompt
+    ask(servers.url, prompts(3, tokens, 2, 2), 1, 30.0)  # the first ones connect
+    before = counters(servers.url)
+    here, problems = ask(servers.url, prompts(count, tokens, 2, 3), 1, 30.0)
+    metrics = {"ttft_p50_ms": first_tokens(here), "failed": len(problems)}
+    if not servers.writer:
+        metrics["layer_ms"] = metrics["ttft_p50_ms"] / sizes.layers
+        return metrics
+    came = max(1.0, _grown(servers.url, before, "quire_kv_fetches_total"))
+    size = _grown(servers.url, before, "quire_kv_bytes_received_total") / came
+    seconds = _grown(servers.url, before, "quire_kv_handover_seconds_total") / came
+    there, problems = ask(servers.writer, prompts(count, tokens, 2, 4), 1, 30.0)
+    computed = first_tokens(there)
+    return {
+        **metrics,
+        "failed": metrics["failed"] + len(problems),
+        "remote": came,
+        "computed_ms": computed,
+        "handover_ms": metrics["ttft_p50_ms"] - computed,
+        "handover_server_ms": 1e3 * seconds,
+        "layer_ms": computed / sizes.layers,
+        "megabytes": size / 1e6,
+    }
+
+
+def first_tokens(answers: Sequence[Answer]) -> float:
+    """Returns the median time to the first token, in milliseconds."""
+    return summary(answers, percentiles=(50,)).get("ttft_p50_ms", float("nan"))
+
+
+def _grown(url: str, before: dict[str, float], name: str) -> float:
+    return counters(url).get(name, 0.0) - before.get(name, 0.0)
+
+
+def closed_loop(servers: Servers, sizes: Sizes, load: Load) -> dict[str, float]:
+    """Times requests in a closed loop, behind a few that warm up."""
+    ask(servers.url, prompts(4, load.input, 4, 5), 4, 60.0)
+    asks = prompts(load.requests, load.input, load.output, 6)
+    answers, problems = ask(servers.url, asks, load.streams, 60.0)
+    for problem in problems:
+        print(f"   {problem}", flush=True)
+    return summary(answers, percentiles=(50, 99))
+
+
+def link_rates() -> dict[str, float]:
+    """Returns bytes a second between the memory of two GPUs, and of one and the host."""
+    import torch
+
+    size = 1 << 28
+    here = torch.empty(size, dtype=torch.uint8, device="cuda:0")
+    there = torch.empty(size, dtype=torch.uint8, device="cuda:1")
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def rate(copy: Callable[[], object]) -> float:
+        best = 0.0
+        for _ in range(6):
+            for each in (0, 1):
+                torch.cuda.synchronize(each)
+            begun = time.perf_counter()
+            copy()
+            for each in (0, 1):
+                torch.cuda.synchronize(each)
+            best = max(best, size / (time.perf_counter() - begun))
+        return best
+
+    return {
+        "gpu_to_gpu": rate(lambda: here.copy_(there, non_blocking=True)),
+        "gpu_to_host": rate(lambda: pinned.copy_(there, non_blocking=True)),
+        "host_to_gpu": rate(lambda: here.copy_(pinned, non_blocking=True)),
+    }
+
+
+def _measure_link(pipe: Connection) -> None:
+    pipe.send(link_rates())
+
+
+def link() -> dict[str, float]:
+    """Returns `link_rates`, measured in a process of its own, so that this one uses no GPU."""
+    own, given = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_measure_link, args=(given,), daemon=True
     )
+    process.start()
+    rates: dict[str, float] = own.recv() if own.poll(90) else {}
+    process.kill()
+    return rates
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="*", help="model's folder or hub id; none: the embedded one")
-    parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--words", type=int, default=1000, help="of a flooding prompt")
-    parser.add_argument("--remote", type=int, default=128, help="--remote-prefill-tokens")
+# -- all of it ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """Measures setups one after the other. end: of the time, on the monotonic clock. rates: see
+    `link_rates`."""
+
+    model: str
+    card: str
+    flags: list[str]
+    sizes: Sizes
+    gpus: bool
+    kept: Path | None
+    end: float
+    rates: dict[str, float] = field(default_factory=dict)
+    records: list[BenchRecord] = field(default_factory=list)
+    trouble: list[str] = field(default_factory=list)
+
+    def run(self, setup: Setup) -> None:
+        """Starts a setup and measures its parts; what goes wrong is told and not raised."""
+        begun = time.monotonic()
+        try:
+            with running(setup, self.flags, self.sizes, self.gpus) as servers:
+                print(f"== {setup.name}: ready in {time.monotonic() - begun:.0f} s", flush=True)
+                for name, part in self._parts(setup):
+                    if not self._guarded(f"{setup.name} {name}", servers, part):
+                        break
+                for said in servers.said:
+                    warned = [line for line in said if "WARN" in line or "ERROR" in line]
+                    print("".join(f"   {line}" for line in warned[:5]), end="", flush=True)
+        except RuntimeError as error:
+            self._tell(f"{setup.name}: {error}")
+
+    def _parts(self, setup: Setup) -> Iterator[tuple[str, Callable[[Servers], dict[str, float]]]]:
+        sizes = self.sizes
+        if "flood" in setup.parts:
+            yield "flood", lambda servers: flood(servers, sizes)
+        if "handover" in setup.parts:
+            yield "handover", lambda servers: self._with_link(setup, handover(servers, sizes))
+        for load in sizes.loads if "loads" in setup.parts else ():
+            yield load.name, lambda servers, load=load: closed_loop(servers, sizes, load)
+
+    def _with_link(self, setup: Setup, metrics: dict[str, float]) -> dict[str, float]:
+        """Adds what the bytes alone take on the way of a transport."""
+        ways = {"ipc": ("gpu_to_gpu",), "tcp": ("gpu_to_host", "host_to_gpu")}
+        if "megabytes" in metrics and self.rates:
+            size = 1e6 * metrics["megabytes"]
+            took = sum(size / self.rates[way] for way in ways.get(setup.transport, ()))
+            metrics["link_ms"] = 1e3 * took
+        return metrics
+
+    def _guarded(
+        self, case: str, servers: Servers, part: Callable[[Servers], dict[str, float]]
+    ) -> bool:
+        """Measures a part, and keeps its record; returns whether it came to its end in time."""
+        limit = min(self.sizes.part, self.end - time.monotonic())
+        if limit < 5:
+            self._tell(f"{case}: left out, no time")
+            return True
+        found: list[dict[str, float]] = []
+        failed: list[str] = []
+
+        def measure() -> None:
+            try:
+                found.append(part(servers))
+            except Exception as error:
+                failed.append(f"{type(error).__name__}: {error}")
+
+        begun = time.monotonic()
+        thread = threading.Thread(target=measure, daemon=True)
+        thread.start()
+        thread.join(limit)
+        if not found:
+            self._tell(f"{case}: {failed[0] if failed else f'no end after {limit:.0f} s'}")
+            for said in servers.said:
+                print("".join(f"   {line}" for line in said[-12:]), end="", flush=True)
+            return bool(failed)
+        record = make_record(
+            case, found[0], model=self.model,
+            settings={"streams": self.sizes.streams, "flood_prompt": self.sizes.flood_prompt,
+                      "handover_prompt": self.sizes.handover_prompt, **self.rates},
+        )  # fmt: skip
+        record.card = self.card or record.card
+        self.records.append(record)
+        if self.kept is not None:
+            append_jsonl(self.kept, [record])
+        short = {name: round(found[0][name], 3) for name in _SHOWN if name in found[0]}
+        print(f"   {case} ({time.monotonic() - begun:.0f} s): {short}", flush=True)
+        return True
+
+    def _tell(self, what: str) -> None:
+        self.trouble.append(what.splitlines()[0])
+        print(f"== {what}", flush=True)
+
+
+def show(records: Sequence[BenchRecord]) -> None:
+    """Prints a table for each kind of part, of the latest record of each case."""
+    latest = {(each.model, each.case): each for each in records}
+    kinds: dict[str, list[BenchRecord]] = {}
+    for record in latest.values():
+        kinds.setdefault(record.case.rpartition(" ")[2], []).append(record)
+    for kind in kinds.values():
+        hidden = [name for each in kind for name in each.metrics if name not in _SHOWN]
+        print(format_table(kind, leave_out=hidden) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="qwen3-8b", help="a folder of bench/configs")
+    parser.add_argument("--try", dest="tried", action="store_true", help="the embedded model")
+    parser.add_argument("--results", type=Path, help="a folder to keep records in")
+    parser.add_argument("--only", action="append", help="setups with this in their names")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all setups")
+    parser.add_argument("--table", action="store_true", help="print what was measured, and end")
+    parser.add_argument("--list", action="store_true", help="name the setups, and end")
+    parser.add_argument("--flags", default="", help="more flags of every server")
     given = parser.parse_args()
-    print(f"{'':28} {'mean ms':>8} {'p50 ms':>8} {'p99 ms':>8} {'p99/p50':>8} {'prompts/s':>10}")
-
-    def run(what: str, url: str, words: int) -> None:
-        measure(url, given.streams, 2.0, words)  # the first steps are slower
-        show(what, measure(url, given.streams, given.seconds, words), given.seconds)
-
-    with server(given.model) as url:
-        run("one server, no flood", url, 0)
-        run("one server, flood", url, given.words)
-    for mode in ("sync", "async"):
-        with (
-            server(given.model, "--role", "prefill", "--kv-transfer", mode) as writer,
-            server(
-                given.model,
-                *("--role", "decode", "--peer", writer),
-                *("--remote-prefill-tokens", str(given.remote)),
-            ) as reader,
-        ):
-            run(f"prefill apart ({mode}), flood", reader, given.words)
+    sizes, model, flags = BIG, given.model, given.flags.split()
+    small = model == "qwen2.5-1.5b"
+    chosen = setups(small)
+    if given.tried:
+        sizes, model = TRIED, "quire-tiny"
+        chosen = [each for each in chosen if each.transport != "ipc"]
+    else:
+        flags = [str(HERE / "configs" / model), "--load-format", "dummy", *flags]
+    if small:
+        sizes = replace(sizes, layers=28)
+    if given.only:
+        chosen = [each for each in chosen if any(part in each.name for part in given.only)]
+    if given.list:
+        print("\n".join(f"{each.name}: {', '.join(each.parts)}" for each in chosen))
+        return 0
+    kept, card = None, "" if given.tried else card_name()
+    if given.results is not None:
+        kept = given.results / "disagg" / f"{slug(card) or 'cpu'}.jsonl"
+        kept.parent.mkdir(parents=True, exist_ok=True)
+    if given.table:
+        show(read_jsonl(kept) if kept is not None else [])
+        return 0
+    bench = Bench(
+        model, card, flags, sizes, not given.tried, kept, time.monotonic() + given.seconds
+    )
+    if bench.gpus:
+        bench.rates = link()
+        print({way: f"{rate / 1e9:.0f} GB/s" for way, rate in bench.rates.items()}, flush=True)
+    for setup in chosen:
+        if bench.end - time.monotonic() < 20:
+            bench.trouble.append(f"{setup.name}: left out, no time")
+            continue
+        bench.run(setup)
+    show(bench.records)
+    print("\n".join(f"not complete: {what}" for what in bench.trouble))
+    return 1 if bench.trouble else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

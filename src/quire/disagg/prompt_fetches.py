@@ -247,6 +247,7 @@ class Fetches:
                 if event.outcome == "done":
                     missing = len(fetch.loading.tokens) - fetch.loading.start
                     self.handover.add(missing, event.seconds)
+                    self._stats.handover_seconds += max(0.0, event.seconds)
                 if event.outcome == "done" and not fetch.complete and not fetch.dropped:
                     fetch.outcome = "broken"
                 self._stats.fetches[fetch.outcome] = self._stats.fetches.get(fetch.outcome, 0) + 1

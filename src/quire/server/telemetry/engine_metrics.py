@@ -72,6 +72,10 @@ _PEER_COUNTERS = {
     "blocks_received": ("kv_blocks_received", "KV blocks that came from other engines."),
     "bytes_sent": ("kv_bytes_sent", "Bytes of the KV blocks that other engines took."),
     "bytes_received": ("kv_bytes_received", "Bytes of those that came from other engines."),
+    "handover_seconds": (
+        "kv_handover_seconds",
+        "Seconds that prompts from other engines took beyond their computing.",
+    ),
     "remote_tokens": ("remote_hit_tokens", "Prompt tokens whose KV came from other engines."),
     "local": (
         "kv_fetches_local",
