@@ -139,18 +139,18 @@ class Setup:
         return "aggregated-1gpu" if self.gpus == 1 else f"aggregated-{self.gpus}gpus"
 
 
+WAYS = (("ipc", "async"), ("tcp", "async"), ("ipc", "sync"), ("tcp", "sync"))
+
+
 def setups(small: bool) -> list[Setup]:
     """Returns what is measured, what matters most first. small: only the times between tokens."""
-    both = Setup(gpus=2, parts=("flood", "loads"))
-    one = Setup(parts=("flood", "handover"))
-    split = [
-        Setup(transport, mode)
-        for transport, mode in (("ipc", "sync"), ("tcp", "async"), ("tcp", "sync"))
-    ]
     if small:
-        return [Setup(each.transport, each.mode, each.gpus, ("flood",)) for each in (one, *split)]
-    rest = Setup("tcp", "sync", parts=("flood", "handover"))
-    return [split[0], both, one, split[1], rest]
+        alone = Setup(parts=("flood",))
+        return [alone, *(Setup(transport, mode, parts=("flood",)) for transport, mode in WAYS)]
+    first, second, *others = (Setup(*way) for way in WAYS)
+    short = [replace(each, parts=("flood", "handover")) for each in others]
+    both = Setup(gpus=2, parts=("flood", "loads"))
+    return [first, both, Setup(parts=("flood", "handover")), second, *short]
 
 
 # -- servers -----------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def running(setup: Setup, model: Sequence[str], sizes: Sizes, gpus: bool) -> Ite
             )
             asks = ["--peer", servers.writer, "--remote-prefill-tokens", str(sizes.remote)]
             reader = [*flags, "--role", "decode", *way, *asks]
-            servers.url = servers.start(reader, "0" if gpus else None)
+            servers.url = servers.start(reader, "0,1" if gpus else None)
         servers.await_ready(_START_SECONDS)
         yield servers
     finally:

@@ -30,8 +30,9 @@ from quire.parallel import SingleGroup
 from quire.runner.transfer.copier import HostCopier
 from quire.runner.transfer.engine_memory import RankMemory, group_memory, pieces_of
 from quire.runner.transfer.layout import BlockLayout
-from quire.runner.transfer.nixl_agent import NixlAgent, Read, ReadPart
+from quire.runner.transfer.nixl_agent import NixlAgent
 from quire.runner.transfer.peer import StagingPool
+from quire.runner.transfer.remote_reads import Read, ReadPart
 
 _BATCH, _LARGE_BATCH = 16, 64
 _CPU = torch.device("cpu")

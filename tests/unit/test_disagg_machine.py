@@ -43,6 +43,7 @@ SIZE = 4
 LEASE = 10.0
 SLOTS = 5
 VOCAB = 40
+WAYS = ("sync", "async", "direct", "direct async")
 MEMORY = MemoryHandle(0, 0, 0, b"", [], [])
 GROUPS = {
     "full": (KVGroup((0,), tokens_per_block=SIZE),),
@@ -174,7 +175,7 @@ class Engine:
                 lease=LEASE,
                 port=0,
                 chunks=chunks,
-                memory=MEMORY,
+                memory=MEMORY if others is None else None,
                 clock=lambda: now[0],
             )
         else:
@@ -219,15 +220,15 @@ class Engine:
 class DisaggMachine(RuleBasedStateMachine):
     @initialize(
         kind=st.sampled_from(sorted(GROUPS)),
-        way=st.sampled_from(["sync", "async", "direct"]),
+        way=st.sampled_from(WAYS),
         seed=st.integers(0, 99),
     )
     def begin(self, kind: str, way: str, seed: int) -> None:
         """way: blocks go through memory between engines, behind the prompt or behind its steps, or
-        the reader reads the writer's own."""
+        the reader reads the writer's own, likewise."""
         self.now = [0.0]
-        self.kind, self.chunks = kind, way == "async"
-        self.writers: dict[bytes, Engine] | None = {} if way == "direct" else None
+        self.kind, self.chunks = kind, way.endswith("async")
+        self.writers: dict[bytes, Engine] | None = {} if way.startswith("direct") else None
         self.random = random.Random(seed)
         self.names = 0
         self.alive: list[Request] = []
@@ -455,7 +456,7 @@ def test_blocks_that_a_step_is_yet_to_fill_are_not_sent() -> None:
 def test_everything_goes_well() -> None:
     """Shows what the machine's luck may not: prompts do come from the other engine."""
     for kind in GROUPS:
-        for way in ("sync", "async", "direct"):
+        for way in WAYS:
             machine = DisaggMachine()
             machine.begin(kind, way, 0)
             for stem, length in enumerate((40, 21, 33)):
@@ -513,12 +514,40 @@ def test_what_is_read_too_late_is_not_used() -> None:
     assert machine.writer.stats.grants == {"timeout": 1}
 
 
+def test_what_a_running_prompt_loses_while_it_is_read_is_sent_again() -> None:
+    """The reader copies what others have written there since, and then the right blocks."""
+    machine = DisaggMachine()
+    machine.begin("full", "direct async", 0)
+    machine.stick(True)
+    machine.ask(0, 60, 2)
+    exports = machine.writer.exports
+    assert exports is not None
+    while not any(export.sent for export in exports._by_name.values()):
+        machine.talk(0, 1)
+        machine.run_writer(1)
+        machine.run_reader(1)
+    machine.talk(0, 1)
+    machine.run_reader(1)
+    (export,) = exports._by_name.values()
+    assert export.held is None
+    machine.preempt_writer()
+    draw = random.Random(1)
+    for i in range(3):
+        machine.writer.add(f"other{i}/0", [draw.randrange(VOCAB) for _ in range(30)], 2)
+    machine.run_writer(2)
+    machine.stick(False)
+    machine.teardown()
+    assert machine.fetched == 1
+    assert machine.reader.stats.blocks_received > 56 // SIZE
+
+
+@pytest.mark.parametrize("way", ["async", "direct async"])
 @pytest.mark.parametrize("seed", range(12))
-def test_blocks_that_are_lost_while_they_are_read_are_sent_again(seed: int) -> None:
-    """Requests start over while their blocks are copied out, and others take these."""
+def test_blocks_that_are_lost_while_they_are_read_are_sent_again(seed: int, way: str) -> None:
+    """Requests start over while their blocks are read, and others take these."""
     draw = random.Random(seed)
     machine = DisaggMachine()
-    machine.begin(draw.choice(["full", "window"]), "async", seed)
+    machine.begin(draw.choice(["full", "window"]), way, seed)
     for _ in range(4):
         machine.ask(draw.randrange(3), draw.randrange(25, 41), 2)
     machine.run_reader(1)
@@ -530,6 +559,8 @@ def test_blocks_that_are_lost_while_they_are_read_are_sent_again(seed: int) -> N
         if draw.random() < 0.2:
             machine.preempt_writer()
         machine.talk(draw.randrange(4), 2)
+        if way != "async":
+            machine.run_reader(1)
     machine.teardown()
     assert machine.fetched == 4
 

@@ -19,7 +19,8 @@ from quire.errors import ConfigError
 from quire.extras import NIXL
 from quire.runner.transfer.engine_memory import RankMemory, group_memory, pieces_of
 from quire.runner.transfer.layout import BlockLayout
-from quire.runner.transfer.nixl_agent import NixlAgent, Read, ReadPart
+from quire.runner.transfer.nixl_agent import NixlAgent
+from quire.runner.transfer.remote_reads import Read, ReadPart
 
 needs_nixl = pytest.mark.skipif(
     not any(importlib.util.find_spec(name) for name in NIXL), reason="needs the extra `nixl`"

@@ -18,13 +18,14 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("model", "kv"), [("full", "int8"), ("window", "float32"), ("state", "float32")]
+    ("model", "mode", "kv"),
+    [("full", "async", "int8"), ("window", "sync", "float32"), ("state", "sync", "float32")],
 )
 def test_tokens_are_those_of_one_engine(
-    folders: dict[str, Path], make: Any, model: str, kv: str
+    folders: dict[str, Path], make: Any, model: str, mode: str, kv: str
 ) -> None:
     expected = alone(folders[model], kv_cache_dtype=kv)
-    check(make(folders[model], transport="nixl", kv_cache_dtype=kv), expected)
+    check(make(folders[model], mode, transport="nixl", kv_cache_dtype=kv), expected)
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow)])

@@ -13,8 +13,10 @@ when its reader says that it took it, or the connection's threads have ended. A 
 sign for the length of a lease, while it is waited for, is dead.
 
 Where readers read the cache itself, "out" copies nothing: its end says that the blocks have been
-written. They are given up when the reader took the last batch, or the grant was closed. A reader
-that still reads then gets no `End`, and throws away what it read.
+written, which those of a prompt that has ended are. They are given up when the reader took the last
+batch, or the grant was closed. A reader that still reads then gets no `End`, and throws away what
+it read. So does one of a batch that a running prompt has lost before it was taken: it is sent
+again.
 """
 
 from __future__ import annotations
@@ -90,8 +92,8 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A batch on its way to the memory between engines, out of `blocks`, int32 [n]. turn: how often
-    its request had been preempted; None: the blocks are held."""
+    """A batch on its way out of `blocks`, int32 [n]. turn: how often its request had been
+    preempted; None: the blocks are held."""
 
     batch: BlockBatch
     blocks: Int32
@@ -105,10 +107,10 @@ class Export:
     tokens: int32 [whole blocks]. sent_to: by group, the table entry of the next block to send.
     finished: its request has ended. settled: a plan was made since the blocks are held. ended: it
     is forgotten. moving: batches on their way to the memory between engines, by transfer. again:
-    (group, first, end) of blocks that were lost on that way. sent: batches that the reader has not
-    taken. done: how often its request was preempted, and how many tokens were planned, at the last
-    plan. granted: when it was. computed: seconds from then until
-    its request had ended. deadline: when the reader counts as dead. told: when it was last told
+    (group, first, end) of blocks that were lost on their way. sent: batches that the reader has not
+    taken, by number. done: how often its request was preempted, and how many tokens were planned,
+    at the last plan. granted: when it was. computed: seconds from then until its request had ended.
+    deadline: when the reader counts as dead. told: when it was last told
     that work goes on.
     """
 
@@ -128,7 +130,7 @@ class Export:
     ended: bool = False
     moving: dict[int, Leaving] = field(default_factory=dict)
     again: list[tuple[int, int, int]] = field(default_factory=list)
-    sent: dict[int, BlockBatch] = field(default_factory=dict)
+    sent: dict[int, Leaving] = field(default_factory=dict)
     told: float = 0.0
     done: tuple[int, int] = (0, 0)
 
@@ -261,8 +263,12 @@ class Exports:
         self._heard(export)
         link.send(Accepted(self._memory))
 
-    def _taken(self, export: Export, batch: BlockBatch) -> None:
+    def _taken(self, export: Export, leaving: Leaving) -> None:
+        batch = leaving.batch
         self._slots.give(batch.group, batch.slots or [])
+        if self._memory is None and not self._kept(export, leaving):
+            # They were read where they are, or what came there in their place was.
+            export.again.append((batch.group, batch.first, batch.first + batch.count))
         self._stats.blocks_sent += batch.count
         self._stats.bytes_sent += batch.count * self._sizes[batch.group]
         self._heard(export)
@@ -274,8 +280,8 @@ class Exports:
     def _stopped(self, export: Export) -> None:
         """Frees what a connection's threads held."""
         export.link = None
-        for batch in export.sent.values():
-            self._slots.give(batch.group, batch.slots or [])
+        for leaving in export.sent.values():
+            self._slots.give(leaving.batch.group, leaving.batch.slots or [])
         export.sent.clear()
         if not export.closed:
             self._close(export, "dead")
@@ -397,7 +403,7 @@ class Exports:
                     self._slots.give(batch.group, batch.slots or [])
                     export.again.append((batch.group, batch.first, batch.first + batch.count))
                 else:
-                    export.sent[batch.number] = batch
+                    export.sent[batch.number] = leaving
                     self._heard(export)
                     export.link.send(batch)
             self._forget_ended(export)

@@ -12,7 +12,7 @@ import msgspec
 from quire.config import EngineConfig
 from quire.plan import KVGroup
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The version of the messages between engines."""
 _SAMPLE_BYTES = 1 << 16
 
@@ -21,7 +21,7 @@ class KVFacts(msgspec.Struct, frozen=True):
     """Facts about an engine's blocks.
 
     model: stands for its configuration and its weights, by their headers and beginnings.
-    transport: how blocks travel.
+    transport: how blocks travel, and the host where they stay on one.
     groups: kind, window, layers and bytes of each KV group's block, with the heads of all ranks.
     """
 
@@ -42,7 +42,7 @@ def facts_of(
     return KVFacts(
         protocol=PROTOCOL,
         version=importlib.metadata.version("quire"),
-        transport=transport,
+        transport=transport if transport != "ipc" else f"ipc on host {host_name()}",
         model=model_digest(config),
         dtype=config.dtype,
         kv_cache_dtype=config.kv_cache_dtype,
@@ -52,6 +52,11 @@ def facts_of(
             for group, size in zip(groups, sizes, strict=True)
         ),
     )
+
+
+def host_name() -> str:
+    """Returns 8 hex digits for this host as it was last started, the same in its containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
 
 
 def differences(own: KVFacts, peer: KVFacts) -> list[str]:

@@ -10,7 +10,7 @@ from quire.arrays import Int32
 
 _BATCH = 16
 """Most blocks that are put into slots for one message."""
-_LARGE_BATCH = 64
+_LARGE_BATCH = 1024
 """Most blocks of one message that stay where they are."""
 
 

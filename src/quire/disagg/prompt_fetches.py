@@ -124,17 +124,13 @@ class Fetch:
         return all(len(blocks) == len(filled) for _, blocks, filled in wanted)
 
     def wants(self, brought: Brought) -> bool:
-        """Whether blocks are among those that are lacking."""
+        """Whether blocks are among those that were asked for. Some come again, where the peer has
+        lost them while they were read."""
         if not 0 <= brought.group < len(self.filled):
             return False
         place = self.loading.places[brought.group]
         end = place + len(self.loading.blocks[brought.group])
-        entries = range(brought.first, brought.first + len(brought.slots))
-        return (
-            place <= brought.first
-            and entries.stop <= end
-            and not self.filled[brought.group].intersection(entries)
-        )
+        return place <= brought.first and brought.first + len(brought.slots) <= end
 
 
 class Fetches:

@@ -20,7 +20,8 @@ class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     role: prefill computes prompts for others, decode asks others, both does both.
     peers: URLs of servers to ask. peer_key: the API key that they want.
     kv_transfer: sync sends a prompt's blocks once all are computed, async as steps compute them.
-    transport: tcp by connections and shared memory, nixl by reading the peer's cache.
+    transport: tcp by connections and shared memory; nixl and ipc by reading the peer's cache, ipc
+        that of a GPU of the same host.
     lease_timeout: seconds without a sign of the peer after which it counts as dead.
     remote_prefill_tokens: the fewest tokens, not in the cache, to ask a peer for; None: as many as
         fill a step.
@@ -31,7 +32,7 @@ class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     peers: tuple[str, ...] = ()
     peer_key: str | None = None
     kv_transfer: Literal["sync", "async"] = "sync"
-    transport: Literal["tcp", "nixl"] = "tcp"
+    transport: Literal["tcp", "nixl", "ipc"] = "tcp"
     lease_timeout: float = 10.0
     remote_prefill_tokens: int | None = None
     host: str = "127.0.0.1"
@@ -52,19 +53,12 @@ def read_settings(given: Mapping[str, Any]) -> DisaggSettings:
     """Returns settings from their mapping.
 
     Raises:
-        ConfigError: one is unknown, of a wrong type, or does not go with another.
+        ConfigError: one is unknown, or of a wrong type.
     """
     try:
-        settings = msgspec.convert(dict(given), DisaggSettings)
+        return msgspec.convert(dict(given), DisaggSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"kv_peers: {error}", "kv_peers") from None
-    if settings.transport == "nixl" and settings.kv_transfer == "async":
-        raise ConfigError(
-            "transport=nixl has blocks read where they are, which are kept from the prompt's end "
-            "on: it needs kv_transfer=sync",
-            "kv_transfer",
-        )
-    return settings
 
 
 def check_engine(config: EngineConfig) -> None:

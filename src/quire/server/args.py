@@ -213,10 +213,11 @@ class ServerArgs(ApiArgs):
         "sync",
         "sync sends a prompt's KV once it is computed, async each step's behind the step.",
     )
-    transport: Literal["tcp", "nixl"] = _setting(
+    transport: Literal["tcp", "nixl", "ipc"] = _setting(
         "tcp",
         "How KV travels. tcp: connections, and shared memory between servers of one host. nixl: "
-        "the reader's ranks read the cache of the peer's (needs the extra `nixl`).",
+        "the reader's ranks read the cache of the peer's (needs the extra `nixl`). ipc: the same "
+        "between GPUs of one host, by CUDA alone.",
     )
     lease_timeout: float = _setting(
         10.0, "Seconds without a sign of a peer after which it counts as dead."

@@ -152,7 +152,7 @@ class CudaCopier:
             self._pieces(base, targets + offset, size, wide=True)
 
     def _pieces(self, sources: Any, targets: Any, size: int, wide: bool = False) -> None:
-        _copy_pieces(sources, targets, size, self._device, wide)
+        copy_between(sources, targets, size, self._device, wide)
 
 
 class PinnedCopier:
@@ -186,12 +186,12 @@ class PinnedCopier:
                 inside = (part.data.data_ptr() + here * part.size).reshape(-1)
                 outside = (bases[:, None] + part.offset + run * part.whole + part.first).reshape(-1)
                 source, target = (inside, outside) if outward else (outside, inside)
-                _copy_pieces(source, target, part.size, self._device)
+                copy_between(source, target, part.size, self._device)
             event: Any = stream.record_event()
         return cast("Callable[[], bool]", event.query)
 
 
-def _copy_pieces(
+def copy_between(
     sources: Any, targets: Any, size: int, device: torch.device, wide: bool = False
 ) -> None:
     """Copies pieces of `size` bytes on the current stream. sources, targets: addresses, int64 [n].

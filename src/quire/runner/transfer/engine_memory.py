@@ -41,7 +41,7 @@ class RankMemory(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPieces:
-    """MemoryPieces of memory to be read: addresses and bytes, int64 [n] each."""
+    """Pieces of memory to be read: addresses and bytes, int64 [n] each."""
 
     here: Any
     there: Any

@@ -225,10 +225,17 @@ def _open_peers(
 ) -> Place:
     # Few engines have peers, and fewer a library for them.
     device = torch.device(config.device)
-    if (config.args.kv_peers or {}).get("transport") == "nixl":
-        from quire.runner.transfer.nixl_place import open_nixl_place
+    match (config.args.kv_peers or {}).get("transport"):
+        case "nixl":
+            from quire.runner.transfer.direct_place import open_direct_place
+            from quire.runner.transfer.nixl_agent import NixlAgent
 
-        return open_nixl_place(cache, spec, group, device)
+            return open_direct_place(cache, spec, group, device, NixlAgent)
+        case "ipc":
+            from quire.runner.transfer.direct_place import open_direct_place
+            from quire.runner.transfer.ipc_agent import open_ipc_agent
+
+            return open_direct_place(cache, spec, group, device, open_ipc_agent)
     from quire.runner.transfer.peer import open_peer_place
 
     return open_peer_place(cache, spec, group, device)

@@ -1,4 +1,4 @@
-"""The place `peer` where engines read each other's KV cache by NIXL.
+"""The place `peer` where engines read each other's KV cache.
 
 Nothing is copied on the way: each rank reads its heads of a peer's blocks, from the ranks that hold
 them, into its own blocks. What goes "out" stays where it is, and the move says that it may be read.
@@ -7,12 +7,13 @@ them, into its own blocks. What goes "out" stays where it is, and the move says 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.models import ModelSpec
@@ -27,9 +28,9 @@ from quire.runner.transfer.engine_memory import (
     pieces_of,
 )
 from quire.runner.transfer.layout import BlockLayout
-from quire.runner.transfer.nixl_agent import NixlAgent, Read, ReadPart
 from quire.runner.transfer.peer import rank_heads
 from quire.runner.transfer.rank_moves import RankMoves, cells_bytes, cells_of
+from quire.runner.transfer.remote_reads import Read, ReadPart, RemoteReads
 from quire.runner.transfer.shared_memory import map_shared
 
 _CLOSE_SECONDS = 5.0
@@ -50,7 +51,7 @@ class RemoteBlocks:
     memory: bytes
 
 
-class NixlPlace:
+class DirectPlace:
     """Reads blocks of peers into the blocks of this rank.
 
     A transfer's `slots` are blocks of the peer that its `source` describes.
@@ -58,7 +59,7 @@ class NixlPlace:
 
     def __init__(
         self,
-        agent: NixlAgent,
+        agent: RemoteReads,
         layouts: list[BlockLayout],
         pool: RemoteBlocks,
         moves: RankMoves,
@@ -105,19 +106,28 @@ class NixlPlace:
         self._agent.close(_CLOSE_SECONDS)
 
 
-def open_nixl_place(
-    cache: KVCache, spec: ModelSpec, group: ProcessGroup, device: torch.device
-) -> NixlPlace:
-    """Registers a rank's KV cache; all ranks call it at once.
+OpenAgent = Callable[[Sequence[Tensor], torch.device], RemoteReads]
+"""Opens the way to other engines' memory for a rank with these tensors."""
+
+
+def open_direct_place(
+    cache: KVCache,
+    spec: ModelSpec,
+    group: ProcessGroup,
+    device: torch.device,
+    open_agent: OpenAgent,
+) -> DirectPlace:
+    """Lets peers read a rank's KV cache; all ranks call it at once.
 
     Raises:
-        ConfigError: the library is not there or of no use, or blocks cannot be cut into heads.
+        ConfigError: what reads memory is not there or of no use, or blocks cannot be cut into
+            heads.
     """
     groups = range(len(cache.groups))
     layouts = [
         BlockLayout(cache.block_tensors(g), rank_heads(cache, g, spec, group)) for g in groups
     ]
-    agent = NixlAgent([t for g in groups for t in cache.block_tensors(g)], device)
+    agent = open_agent([t for g in groups for t in cache.block_tensors(g)], device)
     own = RankMemory(
         agent.metadata,
         agent.kind,
@@ -126,7 +136,7 @@ def open_nixl_place(
     )
     pool = RemoteBlocks(tuple(layout.size for layout in layouts), _gathered(own, group, device))
     fence = _cuda_fence(device) if device.type == "cuda" else _no_fence
-    return NixlPlace(agent, layouts, pool, _moves(group, str(device)), fence)
+    return DirectPlace(agent, layouts, pool, _moves(group, str(device)), fence)
 
 
 def _gathered(own: RankMemory, group: ProcessGroup, device: torch.device) -> bytes:
@@ -135,7 +145,7 @@ def _gathered(own: RankMemory, group: ProcessGroup, device: torch.device) -> byt
         return encode_memory([own])
     data = encode_memory([own])
     if len(data) > _MOST_DESCRIPTION:
-        raise ConfigError(f"transport=nixl: a rank's memory takes {len(data)} bytes to describe")
+        raise ConfigError(f"role: a rank's memory takes {len(data)} bytes to describe")
     padded = torch.zeros(_MOST_DESCRIPTION + 1, dtype=torch.int32, device=device)
     padded[0] = len(data)
     padded[1 : 1 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

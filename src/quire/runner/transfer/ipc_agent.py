@@ -1,0 +1,216 @@
+"""Reads of other engines' GPU memory within a host, by CUDA's handles for other processes.
+
+A peer's caches are mapped when they are first read, and unmapped when its process has ended: until
+then its GPU could not use them again. Whole blocks are copied by the engines for copies, which
+leave the multiprocessors to the model. Ranks of different numbers of heads read small pieces: those
+are copied by a kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError, QuireError
+from quire.runner.transfer.copier import copy_between
+from quire.runner.transfer.engine_memory import MemoryPieces
+from quire.runner.transfer.remote_reads import ReadPart, RemoteReads
+
+_LARGE = 1 << 16
+"""Bytes of a piece from which on it is worth a call of its own."""
+_ALIGN = 16
+_CHECK_SECONDS = 0.5
+"""Between two looks whether peers live."""
+
+
+class Allocation(msgspec.Struct, frozen=True):
+    """Memory of another process: where it begins there, its bytes, and how to open it."""
+
+    begin: int
+    size: int
+    handle: bytes
+
+
+class ProcessMemory(msgspec.Struct, frozen=True):
+    """Allocations of a process. pid, started: by which it is known to live."""
+
+    pid: int
+    started: str
+    allocations: list[Allocation]
+
+
+class Opener(Protocol):
+    """Opens the memory of other processes; see `CudaIpc`."""
+
+    def allocation(self, address: int) -> tuple[int, int]: ...
+
+    def export(self, base: int) -> bytes: ...
+
+    def open(self, handle: bytes) -> int: ...
+
+    def close(self, address: int) -> None: ...
+
+
+Copies = Callable[[MemoryPieces], Callable[[], bool]]
+"""Copies pieces to here, from `there` in this process's addresses; tells whether that is done."""
+
+_decoder = msgspec.msgpack.Decoder(ProcessMemory)
+
+
+class OpenedMemory:
+    """A peer's allocations, mapped. begins, ends: there; here: where each begins now; int64 [n]."""
+
+    def __init__(self, memory: ProcessMemory, opener: Opener) -> None:
+        self.memory = memory
+        found = sorted(memory.allocations, key=lambda each: each.begin)
+        self.begins = np.array([each.begin for each in found], dtype=np.int64)
+        self.ends = self.begins + np.array([each.size for each in found], dtype=np.int64)
+        opened: list[int] = []
+        try:
+            for each in found:
+                opened.append(opener.open(each.handle))
+        except BaseException:
+            for address in opened:
+                opener.close(address)
+            raise
+        self.here = np.array(opened, dtype=np.int64)
+
+    def locate(self, pieces: MemoryPieces) -> MemoryPieces:
+        """Returns pieces with addresses of this process. Raises QuireError where one is outside of
+        what was opened."""
+        at = np.searchsorted(self.begins, pieces.there, side="right") - 1
+        if (at < 0).any() or (pieces.there + pieces.sizes > self.ends[at]).any():
+            raise QuireError("a peer named blocks outside of its cache")
+        there = pieces.there - self.begins[at] + self.here[at]
+        return MemoryPieces(pieces.here, there, pieces.sizes)
+
+
+class IpcAgent(RemoteReads):
+    """Lets processes of this host open some tensors, and reads theirs.
+
+    Raises:
+        ConfigError: the memory cannot be opened by others.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], device: torch.device, opener: Opener, copies: Copies
+    ) -> None:
+        super().__init__(tensors, device, "kv-ipc")
+        self._opener = opener
+        self._copies = copies
+        self._looked = 0.0
+        try:
+            found = {opener.allocation(t.data_ptr()) for t in tensors if t.nbytes}
+            opened = [Allocation(begin, size, opener.export(begin)) for begin, size in found]
+        except QuireError as error:
+            raise ConfigError(
+                f"transport=ipc: other processes cannot open this memory ({error}); expandable "
+                "segments of PYTORCH_ALLOC_CONF must be off. Use transport=tcp",
+                "transport",
+            ) from None
+        own = ProcessMemory(os.getpid(), _start_of(os.getpid()), opened)
+        self.metadata = msgspec.msgpack.encode(own)
+        self._start_thread()
+
+    def _meet(self, metadata: bytes) -> OpenedMemory:
+        memory = _decoder.decode(metadata)
+        if not _lives(memory):
+            raise QuireError(
+                f"the peer's process {memory.pid} is not seen here; transport=ipc needs one host "
+                "and, with containers, common namespaces of processes and IPC"
+            )
+        return OpenedMemory(memory, self._opener)
+
+    def _part(self, peer: OpenedMemory) -> None:
+        for address in peer.here.tolist():
+            self._opener.close(address)
+
+    def _begin(self, peer: OpenedMemory, part: ReadPart) -> Callable[[], bool]:
+        return self._copies(peer.locate(part.pieces))
+
+    def _over(self, handle: Callable[[], bool]) -> bool:
+        return handle()
+
+    def _serve(self) -> None:
+        now = time.monotonic()
+        if now - self._looked > _CHECK_SECONDS:
+            self._looked = now
+            peers = self._peers.items()
+            self._broken |= {name for name, peer in peers if not _lives(peer.memory)}
+
+    def _shut(self) -> None:
+        for peer in self._peers.values():
+            self._part(peer)
+        self._peers.clear()
+
+
+def open_ipc_agent(tensors: Sequence[Tensor], device: torch.device) -> IpcAgent:
+    """Returns the agent of this rank's GPU.
+
+    Raises:
+        ConfigError: there is none, or its memory cannot be opened by others.
+    """
+    if device.type != "cuda":
+        raise ConfigError(
+            "transport=ipc reads the memory of GPUs, and there is none here: use transport=tcp, "
+            "which shares memory between servers of one host",
+            "transport",
+        )
+    # A CPU has no driver.
+    from quire.runner.transfer.cuda_ipc import CudaIpc
+
+    driver = CudaIpc(device.index or 0)
+    return IpcAgent(tensors, device, driver, CudaCopies(driver, device))
+
+
+class CudaCopies:
+    """Copies pieces on a stream of its own."""
+
+    def __init__(self, driver: Any, device: torch.device) -> None:
+        self._driver = driver
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # The kernel is compiled now rather than at a first read.
+        page = torch.zeros(2, _ALIGN, dtype=torch.uint8, device=device)
+        own = np.array([page.data_ptr()], dtype=np.int64)
+        torch.cuda.synchronize(device)
+        self(MemoryPieces(own + _ALIGN, own, np.array([_ALIGN])))
+        self._stream.synchronize()
+
+    def __call__(self, pieces: MemoryPieces) -> Callable[[], bool]:
+        with torch.cuda.stream(self._stream):
+            for size in np.unique(pieces.sizes).tolist():
+                of_size = pieces.sizes == size
+                self._copy(pieces.here[of_size], pieces.there[of_size], size)
+            event: Any = self._stream.record_event()
+        return lambda: bool(event.query())
+
+    def _copy(self, here: Any, there: Any, size: int) -> None:
+        stream = self._stream.cuda_stream
+        if size >= _LARGE or size % _ALIGN:
+            for target, source in zip(here.tolist(), there.tolist(), strict=True):
+                self._driver.copy(target, source, size, stream)
+            return
+        copy_between(there, here, size, self._device)
+
+
+def _start_of(pid: int) -> str:
+    """Returns when a process began, in the kernel's words; "" where it has ended, or is not
+    seen."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return "" if state in "ZX" else rest[18]
+
+
+def _lives(memory: ProcessMemory) -> bool:
+    return bool(memory.started) and _start_of(memory.pid) == memory.started

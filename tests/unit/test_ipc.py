@@ -1,0 +1,239 @@
+"""Engines that read each other's KV cache by handles of its memory: the handles are opened by a
+stand-in of CUDA's driver, all else is real. On a GPU also by the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from quire.arrays import int32
+from quire.disagg.facts import facts_of
+from quire.engine.builder import build_core
+from quire.errors import ConfigError, QuireError
+from quire.runner.transfer import ipc_agent
+from quire.runner.transfer.engine_memory import (
+    MemoryPieces,
+    RankMemory,
+    group_memory,
+    pieces_of,
+)
+from quire.runner.transfer.ipc_agent import Allocation, IpcAgent, ProcessMemory, open_ipc_agent
+from quire.runner.transfer.layout import BlockLayout
+from quire.runner.transfer.remote_reads import Read, ReadPart
+from tests.unit.test_disagg_engines import alone, check, config_of, folders, make
+
+__all__ = ["folders", "make"]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+CPU = torch.device("cpu")
+SHIFT = 1 << 40
+"""How far from their own addresses the stand-in maps allocations."""
+
+
+class FakeDriver:
+    """Opens memory of this process, under other addresses."""
+
+    def __init__(self, sizes: dict[int, int]) -> None:
+        self.sizes = sizes
+        self.opened: list[int] = []
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        return address - 16, self.sizes[address] + 32
+
+    def export(self, base: int) -> bytes:
+        return base.to_bytes(64, "little")
+
+    def open(self, handle: bytes) -> int:
+        base = int.from_bytes(handle, "little")
+        if base == 0:
+            raise QuireError("CUDA: no such handle")
+        self.opened.append(base + SHIFT)
+        return base + SHIFT
+
+    def close(self, address: int) -> None:
+        self.opened.remove(address)
+
+
+def copies(pieces: MemoryPieces) -> Callable[[], bool]:
+    """Copies at once, and tells of it later."""
+    for here, there, size in pieces.each():
+        ctypes.memmove(here, there - SHIFT, size)
+    told = iter([False, False])
+    return lambda: next(told, True)
+
+
+def fake_agent(tensors: list[torch.Tensor], device: torch.device) -> IpcAgent:
+    driver = FakeDriver({t.data_ptr(): t.nbytes for t in tensors})
+    return IpcAgent(tensors, device, driver, copies)
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "kv"),
+    [("full", "async", "int8"), ("window", "async", "float32"), ("state", "sync", "float32")],
+)
+def test_tokens_are_those_of_one_engine(
+    folders: dict[str, Path],
+    make: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    mode: str,
+    kv: str,
+) -> None:
+    monkeypatch.setattr(ipc_agent, "open_ipc_agent", fake_agent)
+    expected = alone(folders[model], kv_cache_dtype=kv)
+    check(make(folders[model], mode, transport="ipc", kv_cache_dtype=kv), expected)
+
+
+def test_without_a_gpu_it_is_refused_with_what_to_use(folders: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"transport=ipc .* use transport=tcp"):
+        build_core(config_of(folders["full"], {"role": "prefill", "transport": "ipc"}))
+
+
+def test_engines_of_different_hosts_do_not_match(folders: dict[str, Path]) -> None:
+    config = config_of(folders["full"], None)
+    facts = facts_of(config, (), (), "ipc")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    assert facts.transport == f"ipc on host {boot[:8]}"
+    assert len(facts.transport) <= 32
+
+
+class Reader:
+    """Reads blocks into its own memory."""
+
+    def __init__(self, agent: IpcAgent, tensor: torch.Tensor) -> None:
+        self.agent = agent
+        self.tensor = tensor
+        self.layout = BlockLayout([tensor])
+
+    def read(self, memory: RankMemory, blocks: int) -> bool:
+        ids = int32(range(blocks))
+        pieces = pieces_of(self.layout, ids, memory.groups[0], ids)
+        assert pieces is not None
+        read = Read([ReadPart(memory, pieces)], lambda: True)
+        self.agent.read(read)
+        wait(lambda: read.good is not None)
+        return bool(read.good)
+
+
+def wait(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    tensor = torch.zeros(4, 32, dtype=torch.uint8)
+    made = Reader(fake_agent([tensor], CPU), tensor)
+    yield made
+    made.agent.close(10.0)
+
+
+def memory_of(tensor: torch.Tensor, metadata: bytes) -> RankMemory:
+    return RankMemory(metadata, "DRAM", 0, [group_memory(BlockLayout([tensor]), True)])
+
+
+def test_what_cannot_be_opened_or_lies_outside_is_not_read(reader: Reader) -> None:
+    source = torch.full((4, 32), 7, dtype=torch.uint8)
+    peer = fake_agent([source], CPU)
+    good = msgspec.msgpack.decode(peer.metadata, type=ProcessMemory)
+    assert reader.read(memory_of(source, peer.metadata), 2)
+    assert (reader.tensor[:2] == 7).all()
+    assert not reader.tensor[2:].any()
+    other = torch.zeros(4, 32, dtype=torch.uint8)
+    gone = msgspec.structs.replace(good, started="1")
+    closed = msgspec.structs.replace(
+        good, allocations=[*good.allocations, Allocation(1, 1, bytes(64))]
+    )
+    for metadata, tensor in (
+        (peer.metadata, other),
+        (msgspec.msgpack.encode(gone), source),
+        (msgspec.msgpack.encode(closed), source),
+        (b"\x00", source),
+    ):
+        assert not reader.read(memory_of(tensor, metadata), 1)
+    wait(lambda: not reader.agent._broken)
+    assert reader.agent._opener.opened == []  # type: ignore[attr-defined]
+    assert reader.read(memory_of(source, peer.metadata), 4)
+    peer.close(10.0)
+
+
+def test_memory_of_a_process_that_has_ended_is_given_back(reader: Reader) -> None:
+    source = torch.full((4, 32), 7, dtype=torch.uint8)
+    process = multiprocessing.get_context("spawn").Process(target=signal.pause)
+    process.start()
+    assert process.pid is not None
+    started = ipc_agent._start_of(process.pid)
+    allocation = Allocation(
+        source.data_ptr(), source.nbytes, source.data_ptr().to_bytes(64, "little")
+    )
+    told = ProcessMemory(process.pid, started, [allocation])
+    assert reader.read(memory_of(source, msgspec.msgpack.encode(told)), 4)
+    opened = reader.agent._opener.opened  # type: ignore[attr-defined]
+    assert len(opened) == 1
+    os.kill(process.pid, signal.SIGKILL)
+    wait(lambda: not opened)  # although nobody has taken note of its end
+    process.join()
+
+
+# -- on a GPU ----------------------------------------------------------------------------------
+
+BLOCKS, SIZE = 64, 1 << 20
+
+
+def serve(connection: Connection, device: str) -> None:
+    """Lets its memory be read until it is told to end."""
+    tensor = torch.arange(BLOCKS, device=device, dtype=torch.uint8)[:, None].expand(-1, SIZE)
+    tensor = tensor.contiguous()
+    torch.cuda.synchronize(device)
+    agent = open_ipc_agent([tensor], torch.device(device))
+    layout = BlockLayout([tensor])
+    connection.send(RankMemory(agent.metadata, "VRAM", 0, [group_memory(layout, True)]))
+    connection.recv()
+
+
+@needs_gpu
+@pytest.mark.parametrize("size", [SIZE, 1 << 10])
+def test_memory_of_another_process_s_gpu_is_read(size: int) -> None:
+    here, there = "cuda:0", f"cuda:{torch.cuda.device_count() - 1}"
+    own, given = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(given, there))
+    process.start()
+    memory: RankMemory = own.recv()
+    target = torch.zeros(BLOCKS, SIZE, dtype=torch.uint8, device=here)
+    agent = open_ipc_agent([target], torch.device(here))
+    begins = np.arange(0, BLOCKS * SIZE, size, dtype=np.int64)
+    pieces = MemoryPieces(
+        begins + target.data_ptr(),
+        begins + memory.groups[0].addresses[0],
+        np.full(len(begins), size, dtype=np.int64),
+    )
+    for killed in (False, False, True):
+        target.zero_()
+        torch.cuda.synchronize()
+        read = Read([ReadPart(memory, pieces)], lambda: True)
+        agent.read(read)
+        if killed:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+        wait(lambda read=read: read.good is not None)  # type: ignore[misc]
+        if not killed:
+            assert read.good
+            assert torch.equal(target[:, 0].cpu(), torch.arange(BLOCKS, dtype=torch.uint8))
+            assert torch.equal(target[:, -1].cpu(), torch.arange(BLOCKS, dtype=torch.uint8))
+    wait(lambda: not agent._peers)
+    torch.cuda.synchronize()  # a peer's death is no error of this process
+    process.join()
+    agent.close(10.0)
