@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,24 +63,37 @@ class Wire:
     engine: Engine
     out: deque[Message | None] = field(default_factory=deque)
     stopped: bool = False
+    taken: set[int] = field(default_factory=set)
+    promise: tuple[set[int], End] | None = None
 
     def send(self, message: Message) -> None:
         self.out.append(message)
 
+    def end_after(self, numbers: Collection[int], end: End) -> None:
+        self.promise = set(numbers), end
+        self.end_if_taken()
+
+    def end_if_taken(self) -> None:
+        if self.promise is not None and self.promise[0] <= self.taken:
+            self.out.append(self.promise[1])
+            self.promise = None
+
     def close(self) -> None:
+        self.promise = None
         self.out.append(None)
 
     def hear(self, message: Message) -> None:
-        """The reader's message arrives."""
-        assert self.engine.exports is not None
-        self.engine.exports.handle(Heard(self, message))
+        """The reader's message arrives; the loop takes note of it at its next turn."""
+        if isinstance(message, Taken):
+            self.taken.add(message.number)
+            self.end_if_taken()
+        self.engine.news.append(Heard(self, message))
 
     def stop(self) -> None:
         """The connection has ended for the writer."""
         if not self.stopped:
             self.stopped = True
-            assert self.engine.exports is not None
-            self.engine.exports.handle(Stopped(self))
+            self.engine.news.append(Stopped(self))
 
 
 @dataclass(eq=False)
@@ -166,6 +180,7 @@ class Engine:
         self.puller = FakePuller()
         self.exports: Exports | None = None
         self.fetches: Fetches | None = None
+        self.news: list[Heard | Stopped] = []
         sizes = [1] * len(groups)
         if writes:
             self.exports = Exports(
@@ -196,6 +211,9 @@ class Engine:
 
     def step(self) -> None:
         if self.exports is not None:
+            for event in self.news:
+                self.exports.handle(event)
+            self.news = []
             for request, _ in self.exports.check():
                 self.scheduler.abort(request.request_id, FinishReason.ERROR)
         while self.scheduler.num_in_flight < self.depth:

@@ -25,7 +25,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -69,6 +69,11 @@ class ReaderLink(Protocol):
         """Sends a message, a batch with its blocks."""
         ...
 
+    def end_after(self, numbers: Collection[int], end: End) -> None:
+        """Sends `end` once the reader took the batches of these numbers, unless `close` was called
+        before. So it need not wait for the loop, which may be in the midst of a step."""
+        ...
+
     def close(self) -> None:
         """Ends the connection once what was sent before has left, or cannot. `Stopped` is told when
         no thread of it touches memory any more. Idempotent."""
@@ -109,9 +114,9 @@ class Export:
     is forgotten. moving: batches on their way to the memory between engines, by transfer. again:
     (group, first, end) of blocks that were lost on their way. sent: batches that the reader has not
     taken, by number. done: how often its request was preempted, and how many tokens were planned,
-    at the last plan. granted: when it was. computed: seconds from then until its request had ended.
-    deadline: when the reader counts as dead. told: when it was last told
-    that work goes on.
+    at the last plan. promised: the connection sends the end by itself. granted: when it was.
+    computed: seconds from then until its request had ended. deadline: when the reader counts as
+    dead. told: when it was last told that work goes on.
     """
 
     grant: Grant
@@ -126,6 +131,7 @@ class Export:
     link: ReaderLink | None = None
     held: LoadingPrefix | None = None
     settled: bool = False
+    promised: bool = False
     closed: bool = False
     ended: bool = False
     moving: dict[int, Leaving] = field(default_factory=dict)
@@ -173,6 +179,8 @@ class Exports:
     def attach(self, blocks: BlockManager) -> None:
         self._blocks = blocks
         self._loader = PrefixLoader(blocks)
+        # A recurrent state is copied by a later step, behind which it can be read.
+        self._readable = self._memory is None and all(group.grows for group in blocks.groups)
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -224,6 +232,7 @@ class Exports:
             self._refuse(export, (503, "the prompt's blocks could not be kept"), "aborted")
             return
         export.settled = all(group.grows for group in self._blocks.groups)
+        self._offer(export)
         self._end_if_sent(export)
 
     # -- news ----------------------------------------------------------------------------------
@@ -262,13 +271,16 @@ class Exports:
         self._by_link[link] = export
         self._heard(export)
         link.send(Accepted(self._memory))
+        self._offer(export)
+        self._end_if_sent(export)
 
     def _taken(self, export: Export, leaving: Leaving) -> None:
         batch = leaving.batch
         self._slots.give(batch.group, batch.slots or [])
-        if self._memory is None and not self._kept(export, leaving):
+        if self._may_be_lost(leaving) and not self._kept(export, leaving):
             # They were read where they are, or what came there in their place was.
             export.again.append((batch.group, batch.first, batch.first + batch.count))
+            self._offer(export)
         self._stats.blocks_sent += batch.count
         self._stats.bytes_sent += batch.count * self._sizes[batch.group]
         self._heard(export)
@@ -378,18 +390,38 @@ class Exports:
 
     def _send(self, builder: PlanBuilder, export: Export, g: int, first: int, end: int) -> int:
         """Moves up to a batch of blocks out; returns how many."""
+        leaving = self._batch(export, g, first, end)
+        if leaving is None:
+            return 0
+        batch = leaving.batch
+        export.moving[batch.number] = leaving
+        slots = int32(batch.slots or [])
+        builder.transfer(Transfer(batch.number, "out", "peer", g, leaving.blocks, slots=slots))
+        return batch.count
+
+    def _batch(self, export: Export, g: int, first: int, end: int) -> Leaving | None:
+        """Finds places for the first of some blocks; None where there is none."""
         entries = self._entries(export, g, first, end)
         slots = self._slots.put(g, entries)
         if not slots:
-            return 0
-        id = next(self._ids)
-        batch = BlockBatch(id, g, first, len(slots), slots)
-        blocks = entries[: len(slots)]
+            return None
+        batch = BlockBatch(next(self._ids), g, first, len(slots), slots)
         turn = export.done[0] if export.held is None else None
-        export.moving[id] = Leaving(batch, blocks, turn)
-        transfer = Transfer(id, "out", "peer", g, blocks, slots=int32(slots))
-        builder.transfer(transfer)
-        return len(slots)
+        return Leaving(batch, entries[: len(slots)], turn)
+
+    def _offer(self, export: Export) -> None:
+        """Has a reader read blocks where they are, without a plan: the prompt has ended, and so its
+        blocks have been written."""
+        if not self._readable or export.held is None or export.closed or export.link is None:
+            return
+        unsent, export.again = self._unsent(export), []
+        for g, first, end in unsent:
+            export.sent_to[g] = max(export.sent_to[g], end)
+            while first < end and (leaving := self._batch(export, g, first, end)):
+                first += leaving.batch.count
+                export.sent[leaving.batch.number] = leaving
+                export.link.send(leaving.batch)
+                self._heard(export)
 
     def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
         """Takes note of copies that have ended."""
@@ -432,13 +464,22 @@ class Exports:
     # -- the end -------------------------------------------------------------------------------
 
     def _end_if_sent(self, export: Export) -> None:
-        """Ends a grant of which the reader has taken everything."""
-        held = export.held
-        if held is None or export.closed or export.link is None or export.moving or export.sent:
+        """Ends a grant of which the reader has taken everything, or is to once it has."""
+        if export.held is None or export.closed or export.link is None or export.moving:
             return
-        if export.settled and not self._unsent(export):
-            export.link.send(End(export.computed))
+        if not export.settled or self._unsent(export):
+            return
+        if not export.promised and not any(
+            self._may_be_lost(each) for each in export.sent.values()
+        ):
+            export.promised = True
+            export.link.end_after(list(export.sent), End(export.computed))
+        if not export.sent:
             self._close(export, "done")
+
+    def _may_be_lost(self, leaving: Leaving) -> bool:
+        """Tells whether it is to be seen, when a batch was taken, if it was still the prompt's."""
+        return self._memory is None and leaving.turn is not None
 
     def _refuse(self, export: Export, status: Status, outcome: str) -> None:
         _log.warning("a grant ended (%d): %s", *status)

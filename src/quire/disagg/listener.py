@@ -6,11 +6,11 @@ import logging
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from quire.disagg.channel import BrokenMessageError, PeerChannel
 from quire.disagg.exports import Heard, Stopped
-from quire.disagg.messages import BlockBatch, Mapped, Message
+from quire.disagg.messages import BlockBatch, End, Mapped, Message, Taken
 from quire.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,11 @@ class ReaderConnection:
         self._view = view
         self._tell = tell
         self._shared = False
+        self._taken: set[int] = set()
+        self._awaited: frozenset[int] = frozenset()
+        self._end: End | None = None
+        """What is sent once the awaited batches have been taken."""
+        self._lock = threading.Lock()
         self._out: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         seconds = int(send_seconds * 1000)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds)
@@ -54,8 +59,20 @@ class ReaderConnection:
     def send(self, message: Message) -> None:
         self._out.put(message)
 
+    def end_after(self, numbers: Collection[int], end: End) -> None:
+        with self._lock:
+            self._awaited, self._end = frozenset(numbers), end
+            self._end_if_taken()
+
+    def _end_if_taken(self) -> None:
+        if self._end is not None and self._awaited <= self._taken:
+            self._out.put(self._end)
+            self._end = None
+
     def close(self) -> None:
-        self._out.put(None)
+        with self._lock:
+            self._end = None
+            self._out.put(None)
 
     def cut(self) -> None:
         """Ends the connection at once. Idempotent."""
@@ -67,8 +84,12 @@ class ReaderConnection:
                 message = self._channel.receive()
                 if isinstance(message, Mapped):
                     self._shared = message.shared
-                else:
-                    self._tell(Heard(self, message))
+                    continue
+                if isinstance(message, Taken):
+                    with self._lock:
+                        self._taken.add(message.number)
+                        self._end_if_taken()
+                self._tell(Heard(self, message))
         except (OSError, BrokenMessageError) as error:
             if isinstance(error, BrokenMessageError):
                 _log.warning("a reader sent no valid message: %s", error)
