@@ -83,7 +83,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is measured.
+    """Amounts of what is measured.
 
     streams: that decode, of `stream_prompt` tokens, up to `stream_tokens`. ramp, rest, flood:
     seconds until they count, alone, and under the flood. flood_prompt: tokens of a flooding prompt,

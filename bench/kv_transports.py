@@ -108,7 +108,7 @@ def main() -> None:
                 if way == "connection":
                     channel.receive_into(into)
                 else:
-                    into[:] = memory.block(0, slot)
+                    memory.copy_block(0, slot, into)
             pipe.send("taken")
             cache.copier.into(0, ids, int32(range(count)))
 

@@ -38,7 +38,7 @@ __all__ = ["folders", "make"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CPU = torch.device("cpu")
 SHIFT = 1 << 40
-"""How far from their own addresses the stand-in maps allocations."""
+"""Bytes from where allocations are to where the stand-in maps them."""
 
 
 class FakeDriver:

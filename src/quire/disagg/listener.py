@@ -46,7 +46,7 @@ class ReaderConnection:
         self._taken: set[int] = set()
         self._awaited: frozenset[int] = frozenset()
         self._end: End | None = None
-        """What is sent once the awaited batches have been taken."""
+        """Sent once the awaited batches have been taken."""
         self._lock = threading.Lock()
         self._out: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         seconds = int(send_seconds * 1000)

@@ -10,6 +10,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 from quire.disagg.channel import BrokenMessageError, PeerChannel
 from quire.disagg.free_slots import FreeSlots
@@ -209,7 +212,7 @@ class PeerPull:
             for i, slot in enumerate(slots):
                 into = threads.view(batch.group, slot)
                 if batch.slots is not None and memory is not None:
-                    into[:] = memory.block(batch.group, batch.slots[i])
+                    memory.copy_block(batch.group, batch.slots[i], into)
                 else:
                     channel.receive_into(into)
         except BaseException:
@@ -243,16 +246,19 @@ class PeerMemory:
     def __init__(self, handle: MemoryHandle, memory: mmap.mmap) -> None:
         self._handle = handle
         self._memory = memory
+        self._bytes: Any = np.frombuffer(memory, dtype=np.uint8)
 
-    def block(self, group: int, slot: int) -> bytes:
-        """Returns a slot's bytes. Raises BrokenMessageError if it is outside of the memory."""
+    def copy_block(self, group: int, slot: int, into: memoryview) -> None:
+        """Copies a slot's bytes; other threads of this process run meanwhile. Raises
+        BrokenMessageError if it is outside of the memory."""
         size = self._handle.sizes[group]
         begin = self._handle.starts[group] + slot * size
-        if slot < 0 or begin + size > len(self._memory):
+        if slot < 0 or begin + size > len(self._bytes):
             raise BrokenMessageError(f"slot {slot} of group {group}")
-        return self._memory[begin : begin + size]
+        np.copyto(np.frombuffer(into, dtype=np.uint8), self._bytes[begin : begin + size])
 
     def close(self) -> None:
+        self._bytes = None  # it would keep the memory mapped
         self._memory.close()
 
 

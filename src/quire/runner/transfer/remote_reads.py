@@ -79,7 +79,7 @@ class RemoteReads(ABC):
         self.device = (device.index or 0) if on_gpu else 0
         self._tensors = list(tensors)  # as long as a peer may read them
         self._peers: OrderedDict[bytes, Any] = OrderedDict()
-        """What `_meet` gave, by peers' metadata, those that were read least recently first."""
+        """Answers of `_meet` by peers' metadata, those that were read least recently first."""
         self._broken: set[bytes] = set()
         self._jobs: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
         self._reads: list[Read] = []
