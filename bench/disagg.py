@@ -214,8 +214,10 @@ def _listen(process: subprocess.Popen[str], said: list[str], ready: threading.Ev
 
 
 @contextlib.contextmanager
-def running(setup: Setup, model: Sequence[str], sizes: Sizes, gpus: bool) -> Iterator[Servers]:
-    """Yields the servers of a setup, ready."""
+def running(
+    setup: Setup, model: Sequence[str], sizes: Sizes, gpus: bool, hidden: bool
+) -> Iterator[Servers]:
+    """Yields the servers of a setup, ready. hidden: neither role sees the other one's GPU."""
     flags = [
         *model, "--served-model-name", NAME, "--skip-tokenizer-init", "--max-model-len",
         str(sizes.length), "--log-level", "warning",
@@ -224,16 +226,17 @@ def running(setup: Setup, model: Sequence[str], sizes: Sizes, gpus: bool) -> Ite
     try:
         if not setup.transport:
             several = ["--data-parallel-size", str(setup.gpus)] if setup.gpus > 1 else []
-            visible = ",".join(map(str, range(setup.gpus)))
-            servers.url = servers.start([*flags, *several], visible if gpus else None)
+            numbers = ",".join(map(str, range(setup.gpus)))
+            servers.url = servers.start([*flags, *several], numbers if gpus else None)
         else:
             way = ["--transport", setup.transport, "--kv-transfer", setup.mode]
-            servers.writer = servers.start(
-                [*flags, "--role", "prefill", *way], "1" if gpus else None
-            )
+            # Each takes the first that it sees.
+            visible = ("1", "0") if hidden else ("1,0", "0,1")
+            writer = [*flags, "--role", "prefill", *way]
+            servers.writer = servers.start(writer, visible[0] if gpus else None)
             asks = ["--peer", servers.writer, "--remote-prefill-tokens", str(sizes.remote)]
             reader = [*flags, "--role", "decode", *way, *asks]
-            servers.url = servers.start(reader, "0,1" if gpus else None)
+            servers.url = servers.start(reader, visible[1] if gpus else None)
         servers.await_ready(_START_SECONDS)
         yield servers
     finally:
@@ -322,6 +325,7 @@ class Flood:
 
 def flood(servers: Servers, sizes: Sizes) -> dict[str, float]:
     """Times the streams at rest and under the flood."""
+    ask(servers.url, prompts(3, sizes.flood_prompt, 2, 7), 1, 60.0)  # the first ones connect
     before = counters(servers.url)
     found: list[list[Answer]] = []
     seconds = sizes.ramp + sizes.rest + sizes.flood + 1.0
@@ -479,6 +483,7 @@ class Bench:
     gpus: bool
     kept: Path | None
     end: float
+    hidden: bool = False
     rates: dict[str, float] = field(default_factory=dict)
     records: list[BenchRecord] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
@@ -487,7 +492,7 @@ class Bench:
         """Starts a setup and measures its parts; what goes wrong is told and not raised."""
         begun = time.monotonic()
         try:
-            with running(setup, self.flags, self.sizes, self.gpus) as servers:
+            with running(setup, self.flags, self.sizes, self.gpus, self.hidden) as servers:
                 print(f"== {setup.name}: ready in {time.monotonic() - begun:.0f} s", flush=True)
                 for name, part in self._parts(setup):
                     if not self._guarded(f"{setup.name} {name}", servers, part):
@@ -580,6 +585,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=540.0, help="for all setups")
     parser.add_argument("--table", action="store_true", help="print what was measured, and end")
     parser.add_argument("--list", action="store_true", help="name the setups, and end")
+    parser.add_argument("--hidden", action="store_true", help="a role sees its own GPU only")
     parser.add_argument("--flags", default="", help="more flags of every server")
     given = parser.parse_args()
     sizes, model, flags = BIG, given.model, given.flags.split()
@@ -605,7 +611,14 @@ def main() -> int:
         show(read_jsonl(kept) if kept is not None else [])
         return 0
     bench = Bench(
-        model, card, flags, sizes, not given.tried, kept, time.monotonic() + given.seconds
+        model,
+        card,
+        flags,
+        sizes,
+        not given.tried,
+        kept,
+        time.monotonic() + given.seconds,
+        given.hidden,
     )
     if bench.gpus:
         bench.rates = link()

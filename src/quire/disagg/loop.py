@@ -12,14 +12,14 @@ from quire.config import EngineConfig
 from quire.disagg.disagg_stats import DisaggStats
 from quire.disagg.exports import Exports, Heard, Stopped
 from quire.disagg.facts import differences, facts_of
-from quire.disagg.free_slots import BlocksInPlace, FreeSlots
+from quire.disagg.free_slots import BlocksInPlace, FreeSlots, PeerSlots
 from quire.disagg.inbox import Inbox
 from quire.disagg.listener import Listener
 from quire.disagg.messages import Grant, MemoryHandle, PromptRequest, Welcome
 from quire.disagg.peer_list import PeerList
 from quire.disagg.prompt_fetches import Brought, Ended, Fetches
 from quire.disagg.pulls import PullThreads
-from quire.disagg.settings import check_engine, check_groups, read_settings
+from quire.disagg.settings import DisaggSettings, check_engine, check_groups, read_settings
 from quire.errors import ConfigError, PeerMismatchError, RequestError
 from quire.executor import Capacity, Executor
 from quire.loop_feature import Failure, LoopFeature
@@ -118,8 +118,10 @@ class DisaggLoop(LoopFeature):
                 settings.lease_timeout,
                 lambda: 0 if self._exports is None else len(self._exports),
             )
-            outward = FreeSlots(len(groups), 0, pool.slots // 2) if staged else BlocksInPlace()
-            self._slots += [outward] if isinstance(outward, FreeSlots) else []
+            outward: PeerSlots = BlocksInPlace()
+            if staged:
+                outward = FreeSlots(len(groups), 0, _for_readers(settings, pool))
+                self._slots.append(outward)
             self._exports = Exports(
                 outward,
                 pool.sizes,
@@ -131,7 +133,9 @@ class DisaggLoop(LoopFeature):
             )
             _log.info("prompts for others: blocks at port %d", self._listener.port)
         if settings.asks:
-            inward = FreeSlots(len(groups), pool.slots // 2, pool.slots) if staged else None
+            inward = None
+            if staged:
+                inward = FreeSlots(len(groups), _for_readers(settings, pool), pool.slots)
             self._slots += [] if inward is None else [inward]
             peers = PeerList(settings.peers, settings.peer_key, self._facts)
             lease = settings.lease_timeout
@@ -234,6 +238,14 @@ class DisaggLoop(LoopFeature):
         if self._pulls is not None:
             self._pulls.close()
         self._inbox.close()
+
+
+def _for_readers(settings: DisaggSettings, pool: Any) -> int:
+    """Counts the slots of each group for blocks that leave; the rest is for those that come."""
+    if not settings.grants:
+        return 0
+    slots: int = pool.slots
+    return slots // 2 if settings.asks else slots
 
 
 def _handle(pool: Any, groups: int) -> MemoryHandle:

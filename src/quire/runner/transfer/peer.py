@@ -28,8 +28,8 @@ from quire.runner.transfer.layout import BlockLayout, HeadRange, head_range
 from quire.runner.transfer.moves import INTO, OUT, Moves, board_bytes, board_of
 from quire.runner.transfer.shared_memory import map_shared
 
-_BYTES = 256 << 20
-"""Bytes of the memory, unless a few blocks need more."""
+_CPU_BYTES, _GPU_BYTES = 256 << 20, 1 << 30
+"""Bytes of the memory, unless a few blocks need more. Models on GPUs are larger."""
 _LEAST_SLOTS, _MOST_SLOTS = 8, 4096
 
 
@@ -134,7 +134,8 @@ def open_peer_place(
         for index in range(len(cache.groups))
     ]
     sizes = [layout.size for layout in layouts]
-    slots = max(_LEAST_SLOTS, min(_MOST_SLOTS, _BYTES // sum(sizes)))
+    size = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
+    slots = max(_LEAST_SLOTS, min(_MOST_SLOTS, size // sum(sizes)))
     pool = StagingPool(sizes, slots, group, str(device))
     copier: Copier = HostCopier(layouts, pool)
     if device.type == "cuda":
