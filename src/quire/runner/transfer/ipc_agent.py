@@ -133,6 +133,11 @@ class IpcAgent(RemoteReads):
         for address in peer.here.tolist():
             self._opener.close(address)
 
+    def _has_room(self) -> bool:
+        # One after the other, as they would run anyway: a call for a copy waits when a thousand are
+        # under way, and the interpreter with it.
+        return not any(read.begun and read.good is None for read in self._reads)
+
     def _begin(self, peer: OpenedMemory, part: ReadPart) -> Callable[[], bool]:
         return self._copies(peer.locate(part.pieces))
 

@@ -134,6 +134,10 @@ class RemoteReads(ABC):
     def _over(self, handle: Any) -> bool:
         """Tells whether a part has been read; raises where that failed."""
 
+    def _has_room(self) -> bool:
+        """Tells whether one more read may be under way."""
+        return True
+
     def _release(self, handle: Any) -> None:  # noqa: B027
         """Gives up the handle of a part that has ended."""
 
@@ -163,7 +167,7 @@ class RemoteReads(ABC):
     def _turn(self) -> None:
         """Begins and ends what can be, and serves those that read."""
         for read in self._reads:
-            if not read.begun and read.ready():
+            if not read.begun and self._has_room() and read.ready():
                 self._begin_parts(read)
             if read.begun:
                 self._check(read)
