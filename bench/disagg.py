@@ -463,8 +463,12 @@ def link() -> dict[str, float]:
         target=_measure_link, args=(given,), daemon=True
     )
     process.start()
-    rates: dict[str, float] = own.recv() if own.poll(90) else {}
+    given.close()
+    rates: dict[str, float] = {}
+    with contextlib.suppress(EOFError):  # it failed
+        rates = own.recv() if own.poll(60) else {}
     process.kill()
+    process.join(10)
     return rates
 
 
