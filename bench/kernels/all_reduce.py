@@ -277,7 +277,7 @@ def check_absence(group: SymmetricGroup, device: torch.device) -> str:
 
 def rank_main(rank: int, world: int, width: int, folder: str) -> None:
     device = torch.device("cuda", rank)
-    join_group(device, folder, rank, world, 60.0)
+    join_group(device, f"file://{folder}/ranks", rank, world, 60.0)
     group = symmetric_group(device, torch.bfloat16)
     if not isinstance(group, SymmetricGroup):
         raise SystemExit("no symmetric memory")

@@ -12,7 +12,7 @@ from quire.config import EngineArgs
 from quire.evaluate import measure_perplexity
 from quire.models import resolve_model_path
 
-OPTIONS = Options(samples=8, length=128, device="cuda")
+OPTIONS = Options(samples=8, length=128, device="cuda", force=True)
 RECIPES = {
     "gptq": {"group_size": 64},
     "awq": {"group_size": 64},
