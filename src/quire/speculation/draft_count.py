@@ -60,8 +60,8 @@ class _Table:
     def __init__(self, seconds: dict[int, float]) -> None:
         self._sizes = np.array(sorted(seconds), dtype=np.int64)
         ordered = [seconds[size] for size in sorted(seconds)]
-        # More is never faster, whatever a measurement says.
-        self._seconds = np.maximum.accumulate(np.array(ordered, dtype=np.float64))
+        # Fewer are never slower: a measurement that says so was disturbed.
+        self._seconds = np.minimum.accumulate(np.array(ordered[::-1], dtype=np.float64))[::-1]
 
     def __call__(self, sizes: Any, nothing: float = 1.0) -> Floats:
         """Returns seconds for sizes, float64 [n]. nothing: where nothing was measured."""

@@ -114,13 +114,17 @@ def _power_of_two(value: float, low: int, high: int) -> int:
     return result
 
 
+_GEMV_INPUTS = 4096
+"""Inputs up to which a program of a GEMV has whole rows in registers."""
+
+
 def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
     rows = shape.n * (2 if shape.gated else 1)
     whole = triton.next_power_of_2(shape.k)
     if _unpacks(shape):
         # Values take registers once unpacked; words of a row as short as this still fill a line.
         bk, warps = min(max(whole, 64), 1024), 4 if whole >= 1024 else 2
-    elif whole <= 4096:
+    elif whole <= _GEMV_INPUTS:
         bk, warps = max(whole, 32), _power_of_two(whole / 512, 1, 8)
     else:
         bk, warps = 1024, 4
@@ -167,7 +171,9 @@ def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
     is near its limit there; so is what tensor cores do not take, beyond a GEMV."""
     if multiplies(shape) and traits.capability >= (8, 0):
         return _mma_plan(shape)
-    if shape.m <= 4:
+    slow = shape.dtype == (torch.float32 if traits.bf16 else torch.bfloat16)
+    # A GEMV of long rows has no registers for three of x.
+    if shape.m <= (2 if shape.k > _GEMV_INPUTS and not (slow or _unpacks(shape)) else 4):
         return _gemv_plan(shape, traits.num_sms)
     if _unpacks(shape):
         # Dequantized whole, it would be read and written once more, in 16 bits.
@@ -177,7 +183,6 @@ def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
             else _skinny_plan(shape, traits.num_sms)
         )
     big = shape.m > 16 and shape.weight_bytes > (96 << 20)
-    slow = shape.dtype == (torch.float32 if traits.bf16 else torch.bfloat16)
     if shape.m > HEURISTIC_MAX_M or big or slow:
         return TORCH
     return _skinny_plan(shape, traits.num_sms)
