@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire.models import Decoder, build_model, load_config, load_weights, spec_from_config
-from tests.models.checkpoints import CASES, LONGROPE, greedy, make
+from tests.models.checkpoints import CASES, LONGROPE, make
 from tests.models.harness import Harness
 from tests.slow import slow
 
@@ -42,16 +42,23 @@ def test_logits_and_greedy_tokens(case: str, tmp_path: Path) -> None:
     prompts = prompts_of(1)
 
     harness = Harness(model, padding=3)
-    expected = [greedy(oracle, prompt, 64) for prompt in prompts]
-    assert max(len(set(tokens)) for tokens in expected) > 16
-    assert harness.generate(prompts, 64, chunk=7) == expected
+    found = harness.generate(prompts, 64, chunk=7)
+    assert max(len(set(tokens)) for tokens in found) > 16
+    sequences = [prompt + tokens for prompt, tokens in zip(prompts, found, strict=True)]
+    expected = logits_of(oracle, sequences)
+    for prompt, tokens, logits in zip(prompts, found, expected, strict=True):
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+    check_logits(Harness(model, block_size=16), expected, sequences, 1e-4)
 
-    sequences = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
-    check_logits(Harness(model, block_size=16), oracle, sequences, 1e-4)
+
+def logits_of(oracle: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """Returns what transformers computes for all tokens of each sequence at once."""
+    with torch.inference_mode():
+        return [oracle(torch.tensor([sequence])).logits[0].float() for sequence in sequences]
 
 
 def check_logits(
-    harness: Harness, oracle: Any, sequences: list[list[int]], tolerance: float
+    harness: Harness, wanted: list[torch.Tensor], sequences: list[list[int]], tolerance: float
 ) -> None:
     """Rows of prompts, chunks, drafts and single tokens, mixed, against one full forward pass."""
     rows = [harness.add(sequence) for sequence in sequences]
@@ -64,9 +71,7 @@ def check_logits(
         outputs = harness.step(list(zip(pending, sizes, strict=True)))
         for row, logits in zip(pending, outputs, strict=True):
             found[rows.index(row)].append(logits)
-    for sequence, parts in zip(sequences, found, strict=True):
-        with torch.inference_mode():
-            expected = oracle(torch.tensor([sequence])).logits[0].float()
+    for expected, parts in zip(wanted, found, strict=True):
         torch.testing.assert_close(torch.cat(parts), expected, atol=tolerance, rtol=0.0)
 
 
@@ -84,7 +89,7 @@ def test_half_precision(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     sequences = [prompt + prompt for prompt in prompts_of(2)]
     half = oracle.to(dtype)
     tolerance = 0.3 if dtype is torch.bfloat16 else 0.04
-    check_logits(Harness(load(tmp_path, dtype)), half, sequences, tolerance)
+    check_logits(Harness(load(tmp_path, dtype)), logits_of(half, sequences), sequences, tolerance)
 
 
 def test_longrope_beyond_the_original_positions(
@@ -96,7 +101,7 @@ def test_longrope_beyond_the_original_positions(
     monkeypatch.setitem(CASES, "phi3-long", ("Phi3", changes))
     oracle = make(tmp_path, "phi3-long")
     sequences = [prompt + prompt for prompt in prompts_of(3) if len(prompt) > 8]
-    check_logits(Harness(load(tmp_path)), oracle, sequences, 1e-4)
+    check_logits(Harness(load(tmp_path)), logits_of(oracle, sequences), sequences, 1e-4)
 
 
 def test_long_prompt_is_cut_into_tiles(tmp_path: Path) -> None:

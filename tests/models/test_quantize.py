@@ -7,6 +7,8 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quire.compression import GateError, Options, Recipe, quantize
+from quire.compression import GateError, Options, Recipe, Report, quantize
 from quire.compression.forward import Sequences
 from quire.compression.gptq import gptq
 from quire.compression.layout import stored_tensors
@@ -48,7 +50,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fp8-weights": {"method": "fp8", "weight_only": True},
     "fp8-blocks": {"method": "fp8", "group_size": 16},
 }
-OPTIONS = Options(samples=6, length=32, gate=1e6)
+TEXT = Path(__file__).parents[2] / "LICENSE"
+"""Of less than the built-in text, which `test_the_command` reads, there are tokens in no time."""
+OPTIONS = Options(data=TEXT, samples=6, length=32, gate=1e6)
 IN_BITS = {"gptq": 4, "gptq-asymmetric": 4, "awq": 4, "rtn": 4}
 
 
@@ -59,24 +63,45 @@ def original(folder: Path, case: str = "qwen3") -> Path:
     return folder
 
 
+Made = Callable[[str, str], tuple[Path, Path, Report]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Makes a case's checkpoint, and one quantized by a recipe, each once. Returns both, and the
+    report."""
+    originals: dict[str, Path] = {}
+    reports: dict[tuple[str, str], tuple[Path, Path, Report]] = {}
+
+    def make_once(case: str, name: str) -> tuple[Path, Path, Report]:
+        if case not in originals:
+            originals[case] = original(tmp_path_factory.mktemp(case) / "model", case)
+        if (case, name) not in reports:
+            source, out = originals[case], originals[case].with_name(name)
+            report = quantize(source, "tiny", out, Recipe.of(**RECIPES[name]), OPTIONS)
+            reports[case, name] = source, out, report
+        return reports[case, name]
+
+    return make_once
+
+
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("case", ["qwen3", "llama-biases"])
-def test_a_checkpoint_stands_for_its_model(name: str, case: str, tmp_path: Path) -> None:
-    source = original(tmp_path / "model", case)
-    report = quantize(source, "tiny", tmp_path / "out", Recipe.of(**RECIPES[name]), OPTIONS)
-    assert not (tmp_path / "out.partial").exists()
+def test_a_checkpoint_stands_for_its_model(name: str, case: str, made: Made) -> None:
+    source, out, report = made(case, name)
+    assert not out.with_name(f"{name}.partial").exists()
     # Reloaded, the model computes nearly the same.
-    plain, found = logits(loaded(source)), logits(loaded(tmp_path / "out"))
+    plain, found = logits(loaded(source)), logits(loaded(out))
     error = (found - plain).norm() / plain.norm()
     assert error < (0.8 if name in IN_BITS else 0.2)
-    told = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
+    told = json.loads((out / "quantization_report.json").read_text())
     assert told["perplexity"]["after"] == report.perplexity_after
     assert told["unquantized"] == ["lm_head"]
     modules = {key.removesuffix(".weight") for key, _, _ in projections(loaded(source))}
     assert told["layer_errors"].keys() == modules
     assert all(0 < e < 0.5 for e in told["layer_errors"].values())
     assert report.bytes_after < report.bytes_before
-    assert "| KL to the original" in (tmp_path / "out" / "quantization_report.md").read_text()
+    assert "| KL to the original" in (out / "quantization_report.md").read_text()
 
 
 @pytest.mark.parametrize("case", ["gemma2", "cohere2", "exaone4", "granite"])
@@ -91,19 +116,18 @@ def test_models_of_other_shapes(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_transformers_reads_the_same_weights(name: str, tmp_path: Path) -> None:
+def test_transformers_reads_the_same_weights(name: str, made: Made) -> None:
     """The compressed-tensors library decompresses every weight to the numbers that Quire has."""
     pytest.importorskip("compressed_tensors")
     import transformers
 
-    source = original(tmp_path / "model", "llama-biases")
-    quantize(source, "tiny", tmp_path / "out", Recipe.of(**RECIPES[name]), OPTIONS)
+    _, out, _ = made("llama-biases", name)
     settings = transformers.CompressedTensorsConfig(run_compressed=False)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", quantization_config=settings, dtype=torch.float32
+        out, quantization_config=settings, dtype=torch.float32
     ).eval()
     weights = dict(oracle.named_parameters())
-    model = loaded(tmp_path / "out")
+    model = loaded(out)
     for key, _, own in projections(model):
         torch.testing.assert_close(weights[key].double(), own, rtol=1e-5, atol=1e-7)
     ids = [5, 17, 99, 3, 42, 7, 7, 150, 23]
@@ -116,12 +140,8 @@ def test_transformers_reads_the_same_weights(name: str, tmp_path: Path) -> None:
     assert (found - expected).norm() / expected.norm() < bound
 
 
-def test_methods_that_look_at_data_lose_less(tmp_path: Path) -> None:
-    source = original(tmp_path / "model")
-    lost = {}
-    for name in ("rtn", "gptq", "awq"):
-        report = quantize(source, "tiny", tmp_path / name, Recipe.of(**RECIPES[name]), OPTIONS)
-        lost[name] = sum(report.errors.values())
+def test_methods_that_look_at_data_lose_less(made: Made) -> None:
+    lost = {name: sum(made("qwen3", name)[2].errors.values()) for name in ("rtn", "gptq", "awq")}
     assert lost["gptq"] < lost["rtn"]
     assert lost["awq"] < lost["rtn"]
 
@@ -202,15 +222,16 @@ def test_blocks_compute_as_the_model_does(tmp_path: Path) -> None:
 def test_the_gate(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
     recipe = Recipe.of("rtn", group_size=16)
-    strict = Options(samples=6, length=32, gate=-99.0)
+    strict = Options(data=TEXT, samples=6, length=32, gate=-99.0)
     with pytest.raises(GateError, match="nothing is written"):
         quantize(source, "tiny", tmp_path / "out", recipe, strict)
     assert not (tmp_path / "out").exists()
     # What was computed is not computed again.
     blocks: list[int] = []
     force = Options(
-        samples=6, length=32, gate=-99.0, force=True, on_block=lambda done, _: blocks.append(done)
-    )
+        data=TEXT, samples=6, length=32, gate=-99.0, force=True,
+        on_block=lambda done, _: blocks.append(done),
+    )  # fmt: skip
     report = quantize(source, "tiny", tmp_path / "out", recipe, force)
     assert blocks == [3]
     assert not report.passes
@@ -228,14 +249,14 @@ def on_block(done, total):
 
 quantize(
     Path(sys.argv[1]), "tiny", Path(sys.argv[2]), Recipe.of("gptq", group_size=16),
-    Options(samples=6, length=32, gate=1e6, on_block=on_block),
+    Options(data=Path(sys.argv[3]), samples=6, length=32, gate=1e6, on_block=on_block),
 )
 """
 
 
 def test_a_kill_costs_one_block(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
-    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out")]
+    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), str(TEXT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "out").exists()
@@ -243,9 +264,7 @@ def test_a_kill_costs_one_block(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="begun with another"):
         quantize(source, "tiny", tmp_path / "out", Recipe.of("rtn", group_size=16), OPTIONS)
     blocks: list[int] = []
-    options = Options(
-        samples=6, length=32, gate=1e6, on_block=lambda count, _: blocks.append(count)
-    )
+    options = replace(OPTIONS, on_block=lambda count, _: blocks.append(count))
     quantize(source, "tiny", tmp_path / "out", recipe, options)
     assert blocks == [2, 3]
     quantize(source, "tiny", tmp_path / "whole", recipe, OPTIONS)
@@ -262,7 +281,7 @@ def _digests(folder: Path) -> dict[str, str]:
 def test_layers_left_alone(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
     options = Options(
-        samples=6, length=32, gate=1e6,
+        data=TEXT, samples=6, length=32, gate=1e6,
         ignore=("model.layers.1.mlp.down_proj", r"re:.*self_attn\.v_proj"),
     )  # fmt: skip
     report = quantize(source, "tiny", tmp_path / "out", Recipe.of("rtn", group_size=16), options)
@@ -314,7 +333,7 @@ def test_refusals(tmp_path: Path) -> None:
     ):
         quantize(source, "tiny", out, Recipe.of("rtn"), OPTIONS)
     with pytest.raises(ConfigError, match="no linear layer is named 'q_proj'"):
-        quantize(source, "tiny", out, recipe, Options(length=32, ignore=("q_proj",)))
+        quantize(source, "tiny", out, recipe, replace(OPTIONS, ignore=("q_proj",)))
     short = tmp_path / "short"
     short.write_text("abc")
     with pytest.raises(ConfigError, match="two sequences of 200"):

@@ -22,7 +22,7 @@ from quire.ops.reference.quantized import dequantize
 from tests.models.checkpoints import greedy, make
 from tests.models.harness import Harness
 from tests.models.quantized_checkpoints import make_quantized
-from tests.models.test_families import check_logits, load, prompts_of
+from tests.models.test_families import check_logits, load, logits_of, prompts_of
 from tests.models.test_parallel import Ranked
 from tests.models.test_quantized_checkpoints import ROUNDS_INPUTS, loaded, logits
 
@@ -160,7 +160,7 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
     expected = [greedy(oracle, prompt, 24) for prompt in prompts]
     assert Harness(model, padding=2).generate(prompts, 24, chunk=7) == expected
     sequences = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
-    check_logits(Harness(model), oracle, sequences, 1e-4)
+    check_logits(Harness(model), logits_of(oracle, sequences), sequences, 1e-4)
     whole = dequantize(model.layers[1].mlp.down.weight, torch.float64).view(6, 64, 64)
     for rank in range(2):
         own = loaded(tmp_path, Ranked(rank, 2)).layers[1].mlp.down.weight
