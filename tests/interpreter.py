@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter cost a quarter.
+"""Makes Triton's interpreter cost a fifth.
 
 At every call of a device function the interpreter replaces the functions of `triton.language` anew,
 although they stay replaced until the launch ends; for every value it builds a table of all dtypes,
@@ -6,6 +6,8 @@ the value's type and shape, and wrappers of both; and it computes whether sums o
 to tell nobody, unless it is asked to debug. Here the first is done once per launch and module, the
 second once per dtype, the third once per type, and the last only where it is asked for. Where it
 reduces with a kernel's own function, it calls that for each element; here for each half of them.
+Operands of one type, and numbers beside tensors, skip the promotion of types that changes nothing,
+and floats of 8 and 16 bits are converted by tables and by shifts.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ import numpy as np
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
+_numbers: dict[Any, Any] = {}
+"""Tensors of one number, of the launch that runs."""
+
 
 def reuse_what_stays() -> None:
     """Replaces functions of the interpreter and of the language, in this process, for good."""
@@ -26,6 +31,8 @@ def reuse_what_stays() -> None:
     _share_types()
     _shorten_checks()
     _call_directly()
+    _share_numbers()
+    _convert_by_tables()
     interpreter.ReduceOps.generic_reduce = _reduce_by_halves  # type: ignore[method-assign]
     options = interpreter.interpreter_builder.options
     if not options.debug:
@@ -43,6 +50,7 @@ def _patch_once_a_launch() -> None:
 
     def run_grid(self: Any, *args: Any, **kwargs: Any) -> None:
         patched.clear()  # the end of the launch before has restored the language
+        _numbers.clear()
         launch(self, *args, **kwargs)
 
     def call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,6 +114,29 @@ def _share_types() -> None:
         if not dtype.is_ptr() and 8 * data.itemsize > max(8, dtype.primitive_bitwidth):
             self.__post_init__()
 
+    others: dict[Any, Any] = {}
+    change_element = core.block_type.with_element_ty
+
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        if type(scalar_ty) is not core.dtype:
+            return change_element(self, scalar_ty)
+        key = scalar_ty.name, *self.shape.values
+        if key not in others:
+            others[key] = change_element(self, scalar_ty)
+        return others[key]
+
+    def get_block_ty(self: Any, element_ty: Any, shape: Any) -> Any:
+        key = element_ty.name, *shape
+        return others[key] if key in others else core.block_type(element_ty, shape)
+
+    def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        filled = np.empty(ret_ty.shape, interpreter._get_np_dtype(arg.dtype))
+        filled[...] = arg.data[0] if arg.data.ndim else arg.data
+        return interpreter.TensorHandle(filled, arg.dtype.scalar)
+
+    interpreter.InterpreterBuilder.get_block_ty = get_block_ty
+    interpreter.InterpreterBuilder.create_splat = create_splat
+    core.block_type.with_element_ty = with_element_ty
     core.block_type.__init__ = block_type
     core.tensor.__init__ = tensor
     interpreter.TensorHandle.__init__ = handle
@@ -127,11 +158,13 @@ def _shorten_checks() -> None:
     def equal(self: Any, other: Any) -> bool:
         return self is other or equal_dtypes(self, other)
 
+    plain = {bool, float, int, str, type(None), core.block_type, core.dtype, core.tensor}
+
     def unwrap_if_constexpr(value: Any) -> Any:
         kind = type(value)
         if kind is core.constexpr:
             return value.value
-        return value if kind in (int, core.tensor, core.dtype) else unwrap(value)
+        return value if kind in plain else unwrap(value)
 
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
         left, right = lhs.type, rhs.type
@@ -159,6 +192,59 @@ def _call_directly() -> None:
         patches.set_attr(scope, name, call)
 
     interpreter._patch_attr = patch
+
+
+def _share_numbers() -> None:
+    """Makes the tensor of a number that is beside tensors of one type and shape once a launch."""
+    promote = semantic.TritonSemantic.binary_op_type_checking_impl
+
+    def operands(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+        left, right = type(lhs) is core.tensor, type(rhs) is core.tensor
+        if self is not interpreter.interpreter_semantic or not (left or right):
+            return promote(self, lhs, rhs, *args, **kwargs)
+        tensor, number = (lhs, rhs) if left else (rhs, lhs)
+        if type(tensor.dtype) is not core.dtype:
+            return promote(self, lhs, rhs, *args, **kwargs)
+        if left and right:
+            # Of what else is told, whether pointers are allowed changes nothing here.
+            if lhs.dtype is rhs.dtype and len(args) < 3 and not kwargs:
+                return self.broadcast_impl_value(lhs, rhs)
+            return promote(self, lhs, rhs, *args, **kwargs)
+        if type(number) not in (int, float):
+            return promote(self, lhs, rhs, *args, **kwargs)
+        # As text, zeros have signs.
+        shape = tensor.type.shape.values if tensor.type.is_block() else ()
+        key = repr(number), tensor.dtype.name, left, args, *kwargs.items(), *shape
+        if key not in _numbers:
+            made = promote(self, lhs, rhs, *args, **kwargs)
+            if (made[0] if left else made[1]) is not tensor:
+                return made
+            _numbers[key] = made[1] if left else made[0]
+            _numbers[key].handle.data.flags.writeable = False
+        return (lhs, _numbers[key]) if left else (_numbers[key], rhs)
+
+    semantic.TritonSemantic.binary_op_type_checking_impl = operands
+
+
+def _convert_by_tables() -> None:
+    """Converts floats of 8 bits by tables of the interpreter's own results, and bfloat16 to float32
+    and back, which the interpreter cuts off, by a shift."""
+    tables: dict[Any, Any] = {}
+    convert, bf16, fp32 = interpreter._convert_float, core.bfloat16, core.float32
+
+    def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source is bf16 and target is fp32:
+            return values.view(np.uint16).astype(np.uint32) << np.uint32(16)
+        if source is fp32 and target is bf16 and rounding is None:
+            return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        if source.primitive_bitwidth != 8:
+            return convert(values, source, target, rounding)
+        key = source.name, target.name, rounding
+        if key not in tables:
+            tables[key] = convert(np.arange(256, dtype=np.uint8), source, target, rounding)
+        return tables[key][values.view(np.uint8)]
+
+    interpreter._convert_float = convert_float
 
 
 def _reduce_by_halves(self: Any, given: Any) -> list[Any]:
