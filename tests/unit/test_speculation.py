@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,8 @@ SETTINGS = {
     "lanes": {"depth": 2, "lanes": 3, "prefix_caching": False},
 }
 SAMPLED = {
-    *(("auto", name) for name in SETTINGS),
-    *(("suffix", "sync"), ("suffix", "preempted"), ("draft", "chunks"), ("draft", "lanes")),
+    *(("auto", name) for name in ("sync", "preempted", "lanes")),
+    *(("suffix", "sync"), ("suffix", "preempted"), ("draft", "chunks")),
     *(("long", "preempted"), ("off", "preempted")),
 }
 
@@ -117,7 +118,7 @@ def test_draft_heads_change_nothing(
 
 
 def many(seed: int) -> list[Job]:
-    prompts = random_prompts(64, 40, seed=seed)
+    prompts = random_prompts(36, 40, seed=seed)
     return [
         Job(prompt, PARAMS[i % len(PARAMS)], seed=seed + i)
         for i, prompt in enumerate(prompts)
@@ -136,14 +137,15 @@ def test_many_requests_at_once(folder: Path) -> None:
         assert engine.run(jobs) == expected
 
 
-def test_the_distribution_is_the_targets(folder: Path) -> None:
+@pytest.mark.parametrize("count", [6, slow(12)])
+def test_the_distribution_is_the_targets(folder: Path, count: int) -> None:
     """Chi-square of the third token over seeds, against an engine without speculation and other
     seeds: a two-sample test over the likeliest tokens, at a level of one in ten thousand."""
     params = SamplingParams(temperature=0.7, max_tokens=4, n=100, ignore_eos=True)
 
     def third(first: int, **settings: Any) -> Counter[int]:
         engine = TinyEngine(folder, dtype="float64", lanes=64, blocks=900, **settings)
-        jobs = [Job([9, 8, 7, 9, 8, 7, 9], params, seed=first + i) for i in range(12)]
+        jobs = [Job([9, 8, 7, 9, 8, 7, 9], params, seed=first + i) for i in range(count)]
         return Counter(output[2] for output in engine.run(jobs))
 
     one = third(0)
@@ -186,6 +188,14 @@ def generated(**settings: Any) -> tuple[list[list[int]], SpeculationStats | None
     return [list(o.outputs[0].token_ids) for o in outputs], stats.speculation, stats.steps
 
 
+@functools.cache
+def generated_plainly(kv_cache_dtype: str) -> tuple[list[list[int]], int]:
+    """Returns the tokens of an engine without drafts, and its steps."""
+    found, nothing, steps = generated(kv_cache_dtype=kv_cache_dtype)
+    assert nothing is None
+    return found, steps
+
+
 def free_of_charge(llm: LLM) -> None:
     """Lets drafts cost nothing: what a busy machine measures is no part of these tests."""
     from quire.speculation.draft_count import StepCosts
@@ -206,10 +216,8 @@ def free_of_charge(llm: LLM) -> None:
     ids=["draft", "model", "kv8", "eagle3"],
 )
 def test_the_embedded_draft_is_accepted(settings: dict[str, Any]) -> None:
-    kv = {key: settings[key] for key in ("kv_cache_dtype",) if key in settings}
-    expected, nothing, plain_steps = generated(**kv)
+    expected, plain_steps = generated_plainly(settings.get("kv_cache_dtype", "auto"))
     found, stats, steps = generated(**settings)
-    assert nothing is None
     assert found == expected
     assert stats is not None
     method = settings.get("speculative", {}).get("method", "draft")
@@ -229,7 +237,7 @@ def test_the_model_catches_up(depth: int) -> None:
     free_of_charge(llm)
     (feature,) = [f for f in llm._core._loop_features if isinstance(f, SpeculationFeature)]
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    told = llm._core.add("a", np.arange(40, 60, dtype=np.int32), params, max_total=200)
+    told = llm._core.add("a", np.arange(40, 60, dtype=np.int32), params, max_total=130)
     found = TextIndex.find
     forced = pytest.MonkeyPatch()
     # At first the same wrong text is found wherever one looks.
@@ -243,7 +251,7 @@ def test_the_model_catches_up(depth: int) -> None:
     assert TextIndex.find is found
     while llm._core.has_work():
         llm._core.step()
-    assert told[0].num_output_tokens == 180
+    assert told[0].num_output_tokens == 110
     drafts = feature.stats()["speculation"].sources["draft"]
     assert drafts.rows > 10
     assert drafts.accepted > 20

@@ -3,8 +3,9 @@ pushed out, brought back, damaged or forgotten."""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ BLOCK_GB = 3 * 2 * 2 * 8 * 16 * 4 / 1e9
 """Gigabytes of a block of `TINY`: layers, K and V, heads, tokens, head size, bytes."""
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return model_folder(tmp_path / "model", TINY)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("tiers") / "model", TINY)
 
 
 def engine(folder: Path, **settings: Any) -> LLM:
@@ -45,12 +46,16 @@ def engine(folder: Path, **settings: Any) -> LLM:
     return LLM(str(folder), **given | settings)
 
 
+def patch_costs(patch: pytest.MonkeyPatch) -> None:
+    """Replaces measured rates: those of a tiny model on a busy machine are of no use to a test."""
+    patch.setattr("quire.offload.costs.CostModel.fetch_pays", lambda self, *_: True)
+    patch.setattr("quire.offload.costs.CostModel.swap_pays", lambda self, *_: True)
+    patch.setattr("quire.offload.costs.CostModel.worth_keeping", True)
+
+
 @pytest.fixture(autouse=True)
 def copying_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces measured rates: those of a tiny model on a busy machine are of no use to a test."""
-    monkeypatch.setattr("quire.offload.costs.CostModel.fetch_pays", lambda self, *_: True)
-    monkeypatch.setattr("quire.offload.costs.CostModel.swap_pays", lambda self, *_: True)
-    monkeypatch.setattr("quire.offload.costs.CostModel.worth_keeping", True)
+    patch_costs(monkeypatch)
 
 
 def answers(llm: LLM, tail: int = 0) -> list[list[int]]:
@@ -62,10 +67,26 @@ def answers(llm: LLM, tail: int = 0) -> list[list[int]]:
     return found
 
 
-def plain(folder: Path, *tails: int) -> Iterator[list[list[int]]]:
+@functools.cache
+def plain(folder: Path, tail: int) -> list[list[int]]:
+    """Returns the answers of an engine without any cache."""
     llm = engine(folder, enable_prefix_caching=False)
-    yield from (answers(llm, tail) for tail in tails)
+    found = answers(llm, tail)
     llm.shutdown()
+    return found
+
+
+@pytest.fixture(scope="module")
+def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the disk cache that an engine has left, which tests copy."""
+    kv = tmp_path_factory.mktemp("files") / "kv"
+    with pytest.MonkeyPatch.context() as patch:
+        patch_costs(patch)
+        first = engine(folder, host_cache_gb=16 * BLOCK_GB, disk_cache=str(kv))
+        for tail in range(3):
+            answers(first, tail)
+        first.shutdown()
+    return kv
 
 
 def test_what_the_device_lost_comes_back_from_the_host(folder: Path) -> None:
@@ -79,7 +100,7 @@ def test_what_the_device_lost_comes_back_from_the_host(folder: Path) -> None:
     assert stats.prefix_hit_tokens >= stats.tiers.host_hit_tokens
     assert stats.blocks_used == [0]
     llm.shutdown()
-    assert found == list(plain(folder, 0, 1))
+    assert found == [plain(folder, 0), plain(folder, 1)]
 
 
 def test_ranks_keep_their_heads_on_the_host(folder: Path) -> None:
@@ -92,37 +113,31 @@ def test_ranks_keep_their_heads_on_the_host(folder: Path) -> None:
     assert stats.tiers.host_blocks_total == 100
     assert stats.tiers.host_hit_tokens >= 4 * 48
     assert stats.tiers.swapped_in_bytes == stats.tiers.swapped_in * round(BLOCK_GB * 1e9)
-    assert found == list(plain(folder, 0, 1))
+    assert found == [plain(folder, 0), plain(folder, 1)]
 
 
-def test_files_outlive_the_engine(folder: Path, tmp_path: Path) -> None:
+def test_files_outlive_the_engine(folder: Path, files: Path, tmp_path: Path) -> None:
     disk = {"host_cache_gb": 16 * BLOCK_GB, "disk_cache": str(tmp_path / "kv")}
-    first = engine(folder, **disk)
-    for tail in range(3):
-        answers(first, tail)
-    first.shutdown()
+    shutil.copytree(files, tmp_path / "kv")
     again = engine(folder, **disk)
     found = answers(again, 3)
     stats = again.stats().tiers
     again.shutdown()
     assert stats is not None
     assert stats.disk_hit_tokens > 0
-    assert found == next(plain(folder, 3))
+    assert found == plain(folder, 3)
 
 
 @pytest.mark.parametrize("damage", ["flip", "delete"])
 def test_damaged_files_are_computed_again(
-    folder: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+    folder: Path, files: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = {"host_cache_gb": 16 * BLOCK_GB, "disk_cache": str(tmp_path / "kv")}
-    first = engine(folder, **disk)
-    for tail in range(3):
-        answers(first, tail)
-    first.shutdown()
+    shutil.copytree(files, tmp_path / "kv")
     again = engine(folder, **disk)
-    files = [path for path in (tmp_path / "kv").rglob("*.0") if path.is_file()]
-    assert files
-    for file in files:
+    found_files = [path for path in (tmp_path / "kv").rglob("*.0") if path.is_file()]
+    assert found_files
+    for file in found_files:
         data = bytearray(file.read_bytes())
         data[-5] ^= 0x40
         file.unlink() if damage == "delete" else file.write_bytes(data)
@@ -134,7 +149,7 @@ def test_damaged_files_are_computed_again(
     assert stats.transfer_failures > 0
     assert stats.disk_hit_tokens == 0
     assert len([r for r in caplog.records if "disk cache" in r.message]) == (damage == "flip")
-    assert found == next(plain(folder, 3))
+    assert found == plain(folder, 3)
 
 
 def test_a_swapped_request_does_not_compute_again(folder: Path) -> None:
@@ -158,7 +173,7 @@ def test_forgotten_prefixes_do_not_come_back(folder: Path) -> None:
     answers(llm)
     assert llm._core.scheduler.reset_prefix_cache()
     before = llm.stats().prefix_hit_tokens
-    assert answers(llm) == next(plain(folder, 0))
+    assert answers(llm) == plain(folder, 0)
     stats = llm.stats()
     llm.shutdown()
     assert stats.prefix_hit_tokens == before
