@@ -9,6 +9,9 @@ import openai
 import pytest
 
 from tests.server.server_process import Server, start_server
+from tests.server.shared_routes import share
+
+share()
 
 
 @pytest.fixture(scope="session")

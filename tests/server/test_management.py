@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,15 @@ import pytest
 
 from quire import __version__
 from tests.server.server_process import MODEL, Server
+from tests.slow import WHOLE
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello there!"}]
 OWN = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ mood }}"
 KEYS = '[boss]\nkey = "boss-key"\nadmin = true\n\n[user]\nkey = "user-key"\n'
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
+"""Takes all the seconds that a template may have."""
 
 
 def headers(key: str) -> dict[str, str]:
@@ -106,7 +112,7 @@ def _takes_templates(server: Server) -> None:
     for template, param in (
         ("{% for %}", "chat_template"),
         ("{{ raise_exception('no') }}", "messages"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}", None),
+        *([(ENDLESS, None)] if WHOLE in os.environ else []),
         ("{{ ''.__class__.__mro__ }}", "messages"),
         ("x" * 65_537, "chat_template"),
     ):
