@@ -21,8 +21,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests that need a GPU have it to themselves.
 PYTEST_WORKERS ?= $(shell command -v nvidia-smi > /dev/null && echo 0 || \
 	getconf _NPROCESSORS_ONLN | awk '{ print ($$1 < 8 ? $$1 : 8) }')
-# One thread for each of several workers: more would only wait for each other.
-PYTEST = OMP_NUM_THREADS=$(if $(filter 0 1,$(PYTEST_WORKERS)),$${OMP_NUM_THREADS:-2},1) \
+# One thread for each of several workers: more would only wait for each other. What pytest makes of
+# tests' assertions is kept for the next run, also where the environment wants no such files.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(if $(filter 0 1,$(PYTEST_WORKERS)),$${OMP_NUM_THREADS:-2},1) \
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help

@@ -14,6 +14,7 @@ from quire.plan import RowFlag, claim_width
 from quire.runner import Hook
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, PlanBuilder
+from tests.slow import slow
 from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
 
 DRAFTS = 3
@@ -144,16 +145,23 @@ def plain(folder: Path) -> tuple[Answers, dict[str, list[int]]]:
     return with_texts(TinyEngine(folder, dtype="float64"))
 
 
-@pytest.mark.parametrize("kind", ["right", "wrong", "partly", "late", "none", "mixed"])
+KINDS = ["right", "wrong", "partly", "late", "none", "mixed"]
+SETTINGS = [
+    {"depth": 1},
+    {"depth": 2, "budget": 48},
+    {"depth": 3, "blocks": 34},
+    {"depth": 2, "lanes": 3, "prefix_caching": False},
+]
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "kind"),
     [
-        {"depth": 1},
-        {"depth": 2, "budget": 48},
-        {"depth": 3, "blocks": 34},
-        {"depth": 2, "lanes": 3, "prefix_caching": False},
+        (own, kind) if kind == "mixed" or (i + j) % 2 else slow(own, kind)
+        for i, own in enumerate(SETTINGS)
+        for j, kind in enumerate(KINDS)
     ],
-    ids=str,
+    ids=[f"{own}-{kind}" for own in SETTINGS for kind in KINDS],
 )
 def test_drafts_change_nothing_but_speed(
     folder: Path,

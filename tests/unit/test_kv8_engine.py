@@ -57,8 +57,15 @@ def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY)
     ]
 
 
-@kinds
-@pytest.mark.parametrize("config", [TINY, TINY_WINDOW], ids=["full", "window"])
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        *((TINY, kind) for kind in KINDS),
+        *(slow(TINY_WINDOW, kind) for kind in KINDS[:2]),
+        (TINY_WINDOW, KINDS[2]),
+    ],
+    ids=[f"{name}-{kind}" for name in ("full", "window") for kind in KINDS],
+)
 def test_answers_do_not_depend_on_company_chunks_or_prefixes(
     tmp_path: Path, kind: str, config: dict[str, object]
 ) -> None:
