@@ -131,7 +131,9 @@ def test_sliding_window(kernel_device: str, kv_format: KVFormat, window: int) ->
     Stored(kv_format, kernel_device, MIXED).check(window=window)
 
 
-@formats
+@pytest.mark.parametrize(
+    "kv_format", [slow(FORMATS["fp8"]), slow(FORMATS["fp8_dynamic"]), FORMATS["int8"]], ids=FORMATS
+)
 def test_soft_cap(kernel_device: str, kv_format: KVFormat) -> None:
     Stored(kv_format, kernel_device, MIXED).check(softcap=2.0)
 

@@ -138,11 +138,11 @@ def test_throughput_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "o.jsonl"
     shown = bench(
         *("throughput", "--case", "b1", "--case", "ttft", "--case", "nano-penalized"),
-        *("--batch-sweep", "1,3", "--sweep-input-len", "100", "--sweep-output-len", "60"),
+        *("--batch-sweep", "1,3", "--sweep-input-len", "100", "--sweep-output-len", "16"),
         *("--scale", "0.05", "--repeat", "1", "--output", str(file)),
     )
     records = {r.case: r for r in read_jsonl(file)}
-    assert list(records) == ["b1", "ttft", "nano-penalized", "1x100x60", "3x100x60"]
+    assert list(records) == ["b1", "ttft", "nano-penalized", "1x100x16", "3x100x16"]
     assert all(case in shown for case in records)
     b1, nano = records["b1"], records["nano-penalized"]
     assert b1.model == "quire-tiny"
@@ -154,7 +154,7 @@ def test_throughput_on_a_cpu(tmp_path: Path) -> None:
     assert nano.metrics["kv_utilization_reserved_percent"] < nano.metrics["kv_utilization_percent"]
     assert nano.metrics["kv_utilization_percent"] <= 100
     assert set(records["ttft"].metrics) == {"ttft_26_ms", "ttft_102_ms", "ttft_410_ms"}
-    assert records["3x100x60"].settings["sweep"] == "rows"
+    assert records["3x100x16"].settings["sweep"] == "rows"
 
 
 def test_latency_and_ablation_on_a_cpu(tmp_path: Path) -> None:

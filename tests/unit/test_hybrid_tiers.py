@@ -21,9 +21,9 @@ _GB = 0.01
 copying_always_pays = test_tiers.copying_always_pays
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return model_folder(tmp_path / "model", HYBRID)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("hybrid-tiers") / "model", HYBRID)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_prefixes_that_the_device_lost_come_back_with_their_states(folder: Path)
     assert 0 < tiers.host_states_used <= tiers.host_states_total
     assert tiers.host_hit_tokens >= 4 * 48
     assert tiers.disk_hit_tokens == tiers.transfer_failures == 0
-    assert found == list(plain(folder, 0, 1))
+    assert found == [plain(folder, 0), plain(folder, 1)]
 
 
 def test_conversations_go_on_from_the_end_of_a_turn(folder: Path) -> None:
@@ -88,7 +88,7 @@ def test_files_hold_states_beyond_the_engine(folder: Path, tmp_path: Path) -> No
     again.shutdown()
     assert tiers.disk_hit_tokens >= 6 * 48
     assert tiers.transfer_failures == 0
-    assert found == next(plain(folder, 3))
+    assert found == plain(folder, 3)
 
 
 @pytest.mark.parametrize("requests", [slow(60)])

@@ -104,7 +104,7 @@ def test_blocks_come_back_from_lower_tiers(
     monkeypatch.setattr("quire.offload.costs.CostModel.fetch_pays", lambda self, *_: True)
     monkeypatch.setattr("quire.offload.costs.CostModel.worth_keeping", True)
     folder = model_folder(tmp_path / "model", TINY)
-    prompts = [prompt[:56] for prompt in random_prompts(60, 120, seed=7) if len(prompt) >= 56][:8]
+    prompts = [prompt[:56] for prompt in random_prompts(60, 120, seed=7) if len(prompt) >= 56][:6]
     plain = engine(folder, kind, enable_prefix_caching=False)
     expected = [answers(plain, [prompt])[0] for prompt in prompts]
     plain.shutdown()

@@ -28,12 +28,12 @@ from tests.unit.tiny_engine import (
     random_prompts,
 )
 
-PLAIN: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+PLAIN: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True}
 PARAMS = [
     SamplingParams(temperature=0.0, logprobs=2, **PLAIN),
     SamplingParams(temperature=0.9, top_p=0.9, seed=1, **PLAIN),
     SamplingParams(temperature=0.8, repetition_penalty=1.2, seed=2, n=2, **PLAIN),
-    SamplingParams(temperature=0.8, seed=3, max_tokens=12, structured_outputs={"regex": "[0-9]+"}),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=8, structured_outputs={"regex": "[0-9]+"}),
 ]
 
 
