@@ -51,7 +51,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fp8-blocks": {"method": "fp8", "group_size": 16},
 }
 TEXT = Path(__file__).parents[2] / "LICENSE"
-"""Of less than the built-in text, which `test_the_command` reads, there are tokens in no time."""
+"""A short text to calibrate with; `test_the_command` reads the built-in one, which is long."""
 OPTIONS = Options(data=TEXT, samples=6, length=32, gate=1e6)
 IN_BITS = {"gptq": 4, "gptq-asymmetric": 4, "awq": 4, "rtn": 4}
 
