@@ -29,8 +29,10 @@ class Pet(BaseModel):
 SCHEMA = Pet.model_json_schema()
 
 
-def chat(client: openai.OpenAI, **options: Any) -> Any:
-    return client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=200, **options)
+def chat(client: openai.OpenAI, max_tokens: int = 200, **options: Any) -> Any:
+    return client.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=max_tokens, **options
+    )
 
 
 def named(schema: Any, **more: Any) -> dict[str, Any]:
@@ -67,9 +69,9 @@ def test_n_and_non_strict(client: openai.OpenAI) -> None:
 
 
 def test_json_object_and_text(client: openai.OpenAI) -> None:
-    answer = chat(client, response_format={"type": "json_object"}, seed=1)
+    answer = chat(client, 24, response_format={"type": "json_object"}, seed=1)
     assert answer.choices[0].message.content.startswith("{")
-    assert chat(client, response_format={"type": "text"}).choices[0].message.content
+    assert chat(client, 24, response_format={"type": "text"}).choices[0].message.content
 
 
 @pytest.mark.parametrize(
