@@ -4,11 +4,12 @@ choose from.
     PYTHONPATH=src python bench/kernels/experts.py [--seconds 100] [--sweep] [--only TEXT]
 
 Times the router and the experts of one layer of Qwen3-30B-A3B and gpt-oss-20b for 1 to 2048 tokens
-on random routes; the share is that of reading each chosen expert's weights once at 4.0 TB/s.
---sweep: also other tiles than those that would be chosen, and prints the best. --only: cases whose
-name has this in it. Prints a table at the end. A failing check or configuration is reported, not
-fatal; what does not fit the time is skipped and named. Without a GPU it only checks, under
-TRITON_INTERPRET=1.
+on random routes; the share is that of reading each chosen expert's weights once at 4.0 TB/s. Beside
+the default stands what is chosen without `experts_mma`. --sweep: also other tiles than those that
+would be chosen, checked first, and prints each, the best first. --only: cases whose name has one of
+these in it, separated by commas. Prints a table at the end. A failing check or configuration is
+reported, not fatal; what does not fit the time is skipped and named. Without a GPU it only checks,
+under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from quire.ops.arguments import RmsScale
 from quire.ops.experts import SILU, ExpertCopies, ExpertWeights, Routing, Swiglu
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton.experts import run_experts
+from quire.ops.triton.experts import run_experts, takes_mma
 from quire.ops.triton.experts_plan import (
     GEMV_TOKENS,
     ExpertsPlan,
     ExpertsShape,
+    MmaTile,
     Tile,
     bits_of,
     plan_for,
@@ -50,6 +52,7 @@ FORMATS = {
     "fp8-g128": WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=128),
     "int8": WeightFormat(torch.int8, scales=torch.float32),
     "int4-g128": WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=128, zeros=True),
+    "int4-g128-no-zeros": WeightFormat(torch.uint8, bits=4, scales=torch.bfloat16, group=128),
     "mxfp4": WeightFormat(torch.uint8, bits=4, scales=torch.float8_e8m0fnu, group=32, code="e2m1"),
 }
 
@@ -140,12 +143,14 @@ class Batch:
         )
 
 
-def plan_of(layer: Layer, tokens: int) -> ExpertsPlan:
+def plan_of(layer: Layer, tokens: int, *, mma: bool = True) -> ExpertsPlan:
+    """Returns the plan that is chosen, or that is without `experts_mma`."""
     model = layer.model
+    x = torch.empty(1, model.hidden, dtype=torch.bfloat16, device=DEVICE)
     return plan_for(
         ExpertsShape(
             tokens, model.experts, model.top_k, model.hidden, model.width, torch.bfloat16,
-            bits_of(layer.up.weight.format),
+            bits_of(layer.up.weight.format), mma and takes_mma(x, layer.up, layer.down),
         )
     )  # fmt: skip
 
@@ -153,7 +158,7 @@ def plan_of(layer: Layer, tokens: int) -> ExpertsPlan:
 # -- checks --------------------------------------------------------------------------------------
 
 
-def checks() -> Iterator[tuple[str, Callable[[], float]]]:
+def checks(sweep: bool) -> Iterator[tuple[str, Callable[[], float]]]:
     small = DEVICE == "cpu"
     for model in (QWEN3, GPT_OSS):
         own = replace(model, experts=8, top_k=4)
@@ -167,6 +172,13 @@ def checks() -> Iterator[tuple[str, Callable[[], float]]]:
                     f"{model.name} {name} {tokens}",
                     functools.partial(check_layer, own, name, tokens),
                 )
+        for name in model.formats if sweep else ():
+            for tokens in (2, 50):
+                for label, plan in mma_plans(tokens).items():
+                    yield (
+                        f"{model.name} {name} {tokens} {label}",
+                        functools.partial(check_layer, own, name, tokens, plan),
+                    )
 
 
 def check_route(model: Model, tokens: int) -> float:
@@ -199,11 +211,11 @@ def copies_of(experts: int) -> ExpertCopies:
     return ExpertCopies(1 + both.int(), slots, torch.zeros_like(slots[:, 0]))
 
 
-def check_layer(model: Model, name: str, tokens: int) -> float:
+def check_layer(model: Model, name: str, tokens: int, plan: ExpertsPlan | None = None) -> float:
     layer = Layer.make(model, FORMATS[name])
     batch = Batch.draw(model, tokens, 0)
     batch.ids[-1, 0] = -1
-    found = batch.run(plan_of(layer, tokens), layer)
+    found = batch.run(plan or plan_of(layer, tokens), layer)
 
     def exact(linear: ExpertWeights) -> ExpertWeights:
         values = dequantize(linear.weight, torch.float64)
@@ -222,12 +234,16 @@ def check_layer(model: Model, name: str, tokens: int) -> float:
 
 
 def plans(layer: Layer, tokens: int, sweep: bool) -> dict[str, ExpertsPlan]:
-    found = {"default": plan_of(layer, tokens)}
+    found = {"default": plan_of(layer, tokens), "before": plan_of(layer, tokens, mma=False)}
+    if found["default"] == found["before"]:
+        del found["before"]
     if not sweep:
         return found
+    if tokens <= 256:
+        found.update(mma_plans(tokens))
     if tokens <= 16:
         # Each product's tile beside the default of the other: their times add up.
-        chosen = found["default"] if tokens <= GEMV_TOKENS else plan_of(layer, 1)
+        chosen = plan_of(layer, min(tokens, GEMV_TOKENS), mma=False)
         for up in (Tile(1, 2, 2048, 4), Tile(1, 4, 512, 4, 3), Tile(1, 4, 1024, 4, 2),
                    Tile(1, 4, 1024, 4, 3), Tile(1, 4, 2048, 8), Tile(1, 8, 512, 4, 3),
                    Tile(1, 8, 512, 8), Tile(1, 16, 256, 4, 3)):  # fmt: skip
@@ -249,7 +265,43 @@ def plans(layer: Layer, tokens: int, sweep: bool) -> dict[str, ExpertsPlan]:
     return found
 
 
-def _name(tile: Tile) -> str:
+def mma_plans(tokens: int) -> dict[str, ExpertsPlan]:
+    """Returns plans on tensor cores to choose from: each product's tile beside a usual one of the
+    other."""
+    found = {}
+    if tokens <= GEMV_TOKENS:
+        usual = ExpertsPlan("gemv", MmaTile(1, 0, 4, 2), MmaTile(1, 0, 8, 3))
+        ups = ((1, 4, 1), (1, 4, 2), (1, 4, 4), (1, 8, 1), (1, 8, 2), (1, 8, 3), (1, 2, 4),
+               (2, 4, 1), (2, 4, 2), (2, 8, 1), (2, 2, 2))  # fmt: skip
+        downs = ((1, 4, 2), (1, 4, 4), (1, 8, 1), (1, 8, 2), (1, 8, 3), (1, 8, 6), (1, 16, 1),
+                 (1, 16, 2), (1, 16, 3), (2, 8, 2))  # fmt: skip
+        for rows, warps, chunks in ups:
+            up = MmaTile(rows, 0, warps, chunks)
+            found[f"up {_name(up)}"] = replace(usual, up=up)
+        for rows, warps, chunks in downs:
+            down = MmaTile(rows, 0, warps, chunks)
+            found[f"down {_name(down)}"] = replace(usual, down=down)
+        return found
+    for columns in (1, 2, 4):
+        if columns * 4 > tokens:
+            continue
+        usual_tile = MmaTile(2 if columns < 4 else 1, columns, 4, 1)
+        usual = ExpertsPlan("grouped", usual_tile, usual_tile)
+        tiles = [
+            MmaTile(rows, columns, warps, chunks)
+            for rows, warps, chunks in ((1, 4, 1), (1, 4, 2), (1, 8, 1), (2, 2, 1), (2, 4, 1),
+                                        (2, 4, 2), (2, 8, 1), (4, 2, 1), (4, 4, 1), (4, 8, 1))
+            if rows * columns <= 8
+        ]  # fmt: skip
+        for tile in tiles:
+            found[f"up {_name(tile)}"] = replace(usual, up=tile)
+            found[f"down {_name(tile)}"] = replace(usual, down=tile)
+    return found
+
+
+def _name(tile: Tile | MmaTile) -> str:
+    if isinstance(tile, MmaTile):
+        return f"mma r{tile.rows}n{tile.columns}w{tile.warps}c{tile.chunks}"
     swap = "s" if tile.swap else ""
     return f"{tile.bm}x{tile.bn}x{tile.bk}w{tile.warps}p{tile.stages}{swap}"
 
@@ -290,6 +342,9 @@ def time_layer(model: Model, name: str, tokens: int, sweep: bool) -> Line:
     print(
         f"{model.name} {name} {tokens}: best {best} {line.trials.get(best, 0):.1f} µs", flush=True
     )
+    if sweep:
+        order = sorted(line.trials, key=line.trials.__getitem__)
+        print("; ".join(f"{label} {line.trials[label]:.1f}" for label in order), flush=True)
     return line
 
 
@@ -313,7 +368,11 @@ def cases(only: str) -> list[tuple[str, Model, str, int]]:
         for model in (QWEN3, GPT_OSS)
         for name in model.formats
     ]
-    return [case for case in found if only in case[0]]
+    return [case for case in found if wanted(case[0], only)]
+
+
+def wanted(name: str, only: str) -> bool:
+    return any(part.strip() in name for part in only.split(","))
 
 
 def compile_all(only: str, sweep: bool) -> None:
@@ -328,8 +387,8 @@ def compile_all(only: str, sweep: bool) -> None:
 
 
 def table(lines: list[Line]) -> Iterator[str]:
-    head = ("model", "weights", "tokens", "router µs", "experts µs", "of floor", "TFLOP/s",
-            "best µs", "of floor", "with")  # fmt: skip
+    head = ("model", "weights", "tokens", "router µs", "before µs", "experts µs", "of floor",
+            "TFLOP/s", "best µs", "of floor", "with")  # fmt: skip
     rows = [head]
     for line in sorted(lines, key=lambda line: (line.model, line.format, line.tokens)):
         if not line.trials:
@@ -338,7 +397,8 @@ def table(lines: list[Line]) -> Iterator[str]:
         label = min(line.trials, key=line.trials.__getitem__)
         best = line.trials[label]
         rows.append((
-            line.model, line.format, str(line.tokens), f"{line.route_us:.1f}", f"{default:.1f}",
+            line.model, line.format, str(line.tokens), f"{line.route_us:.1f}",
+            f"{line.trials.get('before', default):.1f}", f"{default:.1f}",
             f"{line.floor_us / default:.0%}", f"{line.flops / default / 1e6:.0f}", f"{best:.1f}",
             f"{line.floor_us / best:.0%}", label,
         ))  # fmt: skip
@@ -351,12 +411,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check and time experts.")
     parser.add_argument("--seconds", type=float, default=100.0, help="start nothing after this")
     parser.add_argument("--sweep", action="store_true", help="try other tiles too")
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--only", default="", help="cases whose name has one of these")
     parser.add_argument("--no-checks", action="store_true")
     options = parser.parse_args()
     session = Session()
     if not options.no_checks:
-        own = [check for check in checks() if options.only in check[0]]
+        own = [check for check in checks(options.sweep) if wanted(check[0], options.only)]
         if DEVICE == "cuda":
             with compiling(os.cpu_count() or 4):
                 for _, check in own:

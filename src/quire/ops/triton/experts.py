@@ -20,7 +20,17 @@ from quire.ops.triton.experts_kernels import (
     grouped_kernel,
     up_gemv_kernel,
 )
-from quire.ops.triton.experts_plan import FIXED, ExpertsPlan, ExpertsShape, Tile, bits_of, plan_for
+from quire.ops.triton.experts_mma import mma_rows, mma_sum, multiplies
+from quire.ops.triton.experts_plan import (
+    FIXED_DOWN,
+    FIXED_UP,
+    ExpertsPlan,
+    ExpertsShape,
+    MmaTile,
+    Tile,
+    bits_of,
+    plan_for,
+)
 from quire.ops.triton.experts_route import Sorted, sort_by_expert
 from quire.ops.triton.launch import launch, options, traits
 from quire.ops.triton.quantized_tiles import Operands
@@ -40,9 +50,16 @@ def experts_mlp(
     """See `reference.experts.experts_mlp`. Nothing is read on the host."""
     shape = ExpertsShape(
         len(x), up.experts, ids.shape[1], x.shape[1], down.weight.inputs, x.dtype,
-        bits_of(up.weight.format),
+        bits_of(up.weight.format), takes_mma(x, up, down),
     )  # fmt: skip
     return run_experts(plan_for(shape), x, ids, weights, up, down, act, residual)
+
+
+def takes_mma(x: Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
+    """Whether `experts_mma` takes a layer's weights and tokens like x, on this device."""
+    # Units have the dtype of x, and rows that begin at multiples of 16 bytes if their weights do.
+    alike = up.weight.format == down.weight.format and down.weight.inputs % 8 == 0
+    return alike and traits(x.device).bf16 and all(multiplies(own.weight, x) for own in (up, down))
 
 
 def run_experts(
@@ -52,10 +69,12 @@ def run_experts(
     """Runs a layer's experts by a plan, see `experts_mlp`.
 
     Raises:
-        ConfigError: no kernel loads the weights.
+        ConfigError: no kernel, or not the plan's, loads the weights.
     """
-    for own in (up, down):
+    for own, tile in ((up, plan.up), (down, plan.down)):
         _check(own.weight)
+        if isinstance(tile, MmaTile) and not multiplies(own.weight, x):
+            raise ConfigError("a plan for tensor cores got what they do not take", "plan")
     tokens, top_k = ids.shape
     out = torch.empty(tokens, down.outputs, dtype=x.dtype, device=x.device)
     if not tokens:
@@ -63,15 +82,18 @@ def run_experts(
     x = _rounded(x, up.weight)
     inner = torch.empty(tokens * top_k, down.weight.inputs, dtype=x.dtype, device=x.device)
     if plan.kernel == "gemv":
-        _up_gemv(plan.up, x, ids, up, act, inner)
+        _rows_of_each(plan.up, x, ids, weights, up, act, inner)
         inner = _rounded(inner, down.weight)
-        _down_gemv(plan.down, inner, ids, weights, down, residual, out)
+        if isinstance(plan.down, MmaTile):
+            mma_sum(plan.down, inner, ids, weights, down, residual, out)
+        else:
+            _down_gemv(plan.down, inner, ids, weights, down, residual, out)
         return out
     order = sort_by_expert(ids, up.experts, plan.up.bm)
-    _grouped(plan.up, x, order, weights, up, act, inner, top_k)
+    _rows(plan.up, x, ids, order, weights, up, act, inner, top_k)
     inner = _rounded(inner, down.weight)
     parts = torch.empty(tokens * top_k, down.outputs, dtype=x.dtype, device=x.device)
-    _grouped(plan.down, inner, order, weights, down, None, parts, 1)
+    _rows(plan.down, inner, ids, order, weights, down, None, parts, 1)
     _combine(parts, ids, residual, out)
     return out
 
@@ -94,8 +116,8 @@ def expert_segments(
     if not tokens:
         return out
     inner = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
-    order = sort_by_expert(ids, up.experts, FIXED.up.bm)
-    _grouped(FIXED.up, _rounded(x, up.weight), order, weights, up, act, inner, top_k)
+    order = sort_by_expert(ids, up.experts, FIXED_UP.bm)
+    _grouped(FIXED_UP, _rounded(x, up.weight), order, weights, up, act, inner, top_k)
     inner = _rounded(inner, down.weight)
     parts = torch.empty(tokens * top_k, down.outputs, dtype=torch.float32, device=x.device)
     for index, own_inner in enumerate(inner.chunk(segments, 1)):
@@ -104,7 +126,7 @@ def expert_segments(
             weight=columns(down.weight, first, first + own_inner.shape[1]),
             bias=None if index else down.bias,
         )
-        _grouped(FIXED.down, own_inner, order, weights, own, None, parts, 1)
+        _grouped(FIXED_DOWN, own_inner, order, weights, own, None, parts, 1)
         _combine(parts, ids, None, out[index])
     return out
 
@@ -141,6 +163,28 @@ def _acts(act: Swiglu | None) -> dict[str, float]:
     return {"ALPHA": act.alpha, "LIMIT": act.limit, "SHIFT": act.shift, "CUBIC": act.cubic}
 
 
+def _rows_of_each(
+    tile: Tile | MmaTile, x: Tensor, ids: Tensor, weights: Tensor, up: ExpertWeights, act: Swiglu,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """The units of each assignment by itself."""
+    if isinstance(tile, MmaTile):
+        mma_rows(tile, x, ids, None, weights, up, act, out, ids.shape[1])
+    else:
+        _up_gemv(tile, x, ids, up, act, out)
+
+
+def _rows(
+    tile: Tile | MmaTile, x: Tensor, ids: Tensor, order: Sorted, weights: Tensor,
+    linear: ExpertWeights, act: Swiglu | None, out: Tensor, rows_per_x: int,
+) -> None:  # fmt: skip
+    """One product over blocks of sorted tokens; with an activation gated, else weighted."""
+    if isinstance(tile, MmaTile):
+        mma_rows(tile, x, ids, order, weights, linear, act, out, rows_per_x)
+    else:
+        _grouped(tile, x, order, weights, linear, act, out, rows_per_x)
+
+
 def _up_gemv(
     tile: Tile, x: Tensor, ids: Tensor, up: ExpertWeights, act: Swiglu, out: Tensor
 ) -> None:
@@ -174,7 +218,7 @@ def _grouped(
     tile: Tile, x: Tensor, order: Sorted, weights: Tensor, linear: ExpertWeights,
     act: Swiglu | None, out: Tensor, rows_per_x: int,
 ) -> None:  # fmt: skip
-    """One product over blocks of sorted tokens; with an activation gated, else weighted."""
+    """See `_rows`."""
     own, n, k = Operands(linear.weight), out.shape[1], x.shape[1]
     card = traits(x.device)
     launch(grouped_kernel, (order.most, triton.cdiv(n, tile.bn)))(

@@ -32,42 +32,38 @@ from quire.ops.triton.gemm_plan import (
     chunk_inputs,
 )
 from quire.ops.triton.launch import options
+from quire.ops.triton.mma_unpack import (
+    EIGHT_BITS,
+    FOUR_BITS,
+    MULTIPLY,
+    TYPES,
+    four_bit_integers,
+    registers,
+)
 from quire.ops.triton.quantized_tiles import Operands
 
-_MULTIPLY = "mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 {{$0, $1, $2, $3}}, "
 _SUMS = ", {{${0}, ${1}, ${2}, ${3}}};"
 CHUNK: tl.constexpr = tl.constexpr(CHUNK_WORDS)
 
 
-def _registers(count: int, text: str) -> str:
-    lines = "\n".join(line.strip() for line in text.strip().splitlines())
-    return f"{{\n.reg .b32 a<{count}>, b<{count}>, y<4>, t;\n{lines}\n}}"
-
-
-def _four_bits(t: str, magic: str, one: str) -> str:
+def _four_bits(dtype: torch.dtype) -> str:
     """Returns instructions for a word of two rows, $4 and $5, and 8 inputs, $8 to $11. $6, $7: what
     is added to 2^7 (bf16) or 2^10 (fp16) + value. Values 4 places apart make a pair."""
-    lines = []
-    for source, out, zero in ((4, "a", 6), (5, "b", 7)):
-        for pair in range(4):
-            place = f"${source}"
-            if pair:
-                lines.append(f"shr.u32 t, ${source}, {4 * pair};")
-                place = "t"
-            lines.append(f"lop3.b32 {out}{pair}, {place}, 0x000F000F, {magic}, 0xEA;")
-            lines.append(f"fma.rn.{t}x2 {out}{pair}, {out}{pair}, y0, ${zero};")
-    lines.insert(0, f"mov.b32 y0, {one};")
+    t, (magic, one) = TYPES[dtype], FOUR_BITS[dtype]
+    lines = [f"mov.b32 y0, {one};"]
+    for source, out, zero in (("$4", "a", "$6"), ("$5", "b", "$7")):
+        lines += four_bit_integers(t, magic, source, [f"{out}{pair}" for pair in range(4)], zero)
     lines += [
         "prmt.b32 y0, $8, $10, 0x5410;", "prmt.b32 y1, $8, $10, 0x7632;",
         "prmt.b32 y2, $9, $11, 0x5410;", "prmt.b32 y3, $9, $11, 0x7632;",
     ]  # fmt: skip
-    multiply = _MULTIPLY.format(t=t)
+    multiply = MULTIPLY.format(t=t)
     lines.append(multiply + "{a0, b0, a1, b1}, {y0, y1}" + _SUMS.format(12, 13, 14, 15))
     lines.append(multiply + "{a2, b2, a3, b3}, {y2, y3}" + _SUMS.format(0, 1, 2, 3))
-    return _registers(4, "\n".join(lines))
+    return registers(4, "\n".join(lines))
 
 
-def _eight_bits(t: str, unpack: str, count: int = 2) -> str:
+def _eight_bits(dtype: torch.dtype, unpack: str, count: int) -> str:
     """Returns instructions for a word of two rows, $4 and $5, and 4 inputs, $6 and $7.
 
     unpack: makes pairs o0 and o1 of the word w. count: registers that it needs of a row."""
@@ -77,47 +73,18 @@ def _eight_bits(t: str, unpack: str, count: int = 2) -> str:
         for word, out in ((4, "a"), (5, "b"))
     )  # fmt: skip
     end = "{a0, b0, a1, b1}, {$6, $7}" + _SUMS.format(8, 9, 10, 11)
-    return _registers(count, f"{text}\n{_MULTIPLY.format(t=t)}{end}")
+    return registers(count, f"{text}\n{MULTIPLY.format(t=TYPES[dtype])}{end}")
 
 
-# Signed bytes plus 128 in the mantissa of 2^23; the float that remains is exact in 16 bits.
-_INT8_TO_BF16 = """
-xor.b32 t, w, 0x80808080;
-prmt.b32 o0, t, 0x4B000000, 0x7440; prmt.b32 o1, t, 0x4B000000, 0x7441;
-prmt.b32 o2, t, 0x4B000000, 0x7442; prmt.b32 o3, t, 0x4B000000, 0x7443;
-sub.f32 o0, o0, 0f4B000080; sub.f32 o1, o1, 0f4B000080;
-sub.f32 o2, o2, 0f4B000080; sub.f32 o3, o3, 0f4B000080;
-prmt.b32 o0, o0, o1, 0x7632; prmt.b32 o1, o2, o3, 0x7632;
-"""
-_INT8_TO_FP16 = """
-xor.b32 t, w, 0x80808080; mov.b32 y0, 0x64646464; mov.b32 y1, 0x64806480;
-prmt.b32 o0, t, y0, 0x4140; prmt.b32 o1, t, y0, 0x4342;
-sub.rn.f16x2 o0, o0, y1; sub.rn.f16x2 o1, o1, y1;
-"""
-# Exponent and mantissa move to their places in 16 bits; the difference of the biases is a factor.
-_FP8 = """
-mov.b32 y0, {factor}; prmt.b32 o0, w, 0, 0x1404; prmt.b32 o1, w, 0, 0x3424;
-shr.u32 t, o0, {shift}; and.b32 t, t, {mask}; lop3.b32 o0, o0, 0x80008000, t, 0xEA;
-shr.u32 t, o1, {shift}; and.b32 t, t, {mask}; lop3.b32 o1, o1, 0x80008000, t, 0xEA;
-mul.rn.{t}x2 o0, o0, y0; mul.rn.{t}x2 o1, o1, y0;
-"""
 INSTRUCTIONS = {
-    (torch.uint8, torch.bfloat16): _four_bits("bf16", "0x43004300", "0x3F803F80"),
-    (torch.uint8, torch.float16): _four_bits("f16", "0x64006400", "0x3C003C00"),
-    (torch.int8, torch.bfloat16): _eight_bits("bf16", _INT8_TO_BF16, 4),
-    (torch.int8, torch.float16): _eight_bits("f16", _INT8_TO_FP16),
-    (torch.float8_e4m3fn, torch.bfloat16): _eight_bits(
-        "bf16", _FP8.format(factor="0x7B807B80", shift=4, mask="0x07F007F0", t="bf16")
-    ),
-    (torch.float8_e4m3fn, torch.float16): _eight_bits(
-        "f16", _FP8.format(factor="0x5C005C00", shift=1, mask="0x3F803F80", t="f16")
-    ),
+    **{(torch.uint8, dtype): _four_bits(dtype) for dtype in TYPES},
+    **{key: _eight_bits(key[1], *own) for key, own in EIGHT_BITS.items()},
 }
 """Instructions that unpack and multiply, by the dtypes of stored values and of x."""
 
 
 @triton.jit
-def _load_words(pointers, wanted):
+def load_words(pointers, wanted):
     """Returns four neighbouring words of each thread, which no other thread reads; anything where
     they are not `wanted`."""
     return tl.inline_asm_elementwise(
@@ -129,7 +96,7 @@ def _load_words(pointers, wanted):
 
 
 @triton.jit
-def _keep_order(thread):
+def keep_order(thread):
     """Keeps loads before it there: the assembler moves those of the next round to where they are
     used, and nothing is under way while a warp computes."""
     tl.inline_asm_elementwise(
@@ -139,7 +106,7 @@ def _keep_order(thread):
 
 
 @triton.jit
-def _load_inputs(pointers):
+def load_inputs(pointers):
     """Returns eight neighbouring inputs of each thread, as pairs."""
     return tl.inline_asm_elementwise(
         "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [pointers],
@@ -190,9 +157,9 @@ def _multiply8(ASM: tl.constexpr, low, high, x0, x1, sums):
 @triton.jit
 def _inputs(x_ptrs, g_ptrs, at, NORM: tl.constexpr):
     """Returns eight neighbouring inputs of each thread, as pairs, times weights of a norm."""
-    p0, p1, p2, p3 = _load_inputs(x_ptrs + at)
+    p0, p1, p2, p3 = load_inputs(x_ptrs + at)
     if NORM:
-        g0, g1, g2, g3 = _load_inputs(g_ptrs + at)
+        g0, g1, g2, g3 = load_inputs(g_ptrs + at)
         p0 = _times(p0, g0)
         p1 = _times(p1, g1)
         p2 = _times(p2, g2)
@@ -223,14 +190,14 @@ def _load_chunks(
             scales = (tl.load(low_scale + group), tl.load(high_scale + group))
             if HAS_ZEROS:
                 zeros = (tl.load(low_zero + group), tl.load(high_zero + group))
-        low = _load_words(low_ptrs + at, wanted)
-        high = _load_words(high_ptrs + at, wanted)
+        low = load_words(low_ptrs + at, wanted)
+        high = load_words(high_ptrs + at, wanted)
         chunks = chunks + ((low, high, scales, zeros),)
     return chunks
 
 
 @triton.jit
-def _pair(zeros, ROW: tl.constexpr, WARPS: tl.constexpr, FP16: tl.constexpr, STORED: tl.constexpr):
+def pair(zeros, ROW: tl.constexpr, WARPS: tl.constexpr, FP16: tl.constexpr, STORED: tl.constexpr):
     """Returns -(2^7 or 2^10 + zero) as a pair of 16-bit floats; without STORED the zero is 8."""
     zero = tl.full([32 * WARPS], 8, tl.int32)
     if STORED:
@@ -265,8 +232,8 @@ def _add_chunk(
                 q1 = tl.where(inside, q1, 0)
                 q2 = tl.where(inside, q2, 0)
                 q3 = tl.where(inside, q3, 0)
-            zero0 = _pair(zeros, 0, WARPS, FP16, HAS_ZEROS)
-            zero1 = _pair(zeros, 1, WARPS, FP16, HAS_ZEROS)
+            zero0 = pair(zeros, 0, WARPS, FP16, HAS_ZEROS)
+            zero1 = pair(zeros, 1, WARPS, FP16, HAS_ZEROS)
             new = _multiply4(ASM, low[2 * half], high[2 * half], zero0, zero1, p0, p1, p2, p3, new)
             new = _multiply4(
                 ASM, low[2 * half + 1], high[2 * half + 1], zero0, zero1, q0, q1, q2, q3, new
@@ -375,7 +342,7 @@ def mma_gemv_kernel(
                 w_zero_ptr + high * stride_sn, first + STEP, turn, W, WARPS, COUNT, False,
                 PER_GROUP, HAS_ZEROS,
             )  # fmt: skip
-            _keep_order(thread)
+            keep_order(thread)
         for index in tl.static_range(COUNT):
             at = first + index * WARPS * CHUNK
             inside = at + turn * CHUNK < W

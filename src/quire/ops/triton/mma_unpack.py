@@ -1,0 +1,120 @@
+"""Instructions that make pairs of 16-bit floats of words of stored weights, for `mma.sync`.
+
+Integers of 4 bits, and of 8 bits where x is fp16, go into the mantissa of a power of two, whose
+subtraction is exact. Floats move to their places in 16 bits, where the difference of the exponents'
+biases is a factor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MULTIPLY = "mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 {{$0, $1, $2, $3}}, "
+"""The start of a product of 16 weight rows and 8 rows of x, 16 inputs of each; {t}: their type."""
+
+# Signed bytes plus 128 in the mantissa of 2^23; the float that remains is exact in 16 bits.
+_INT8_TO_BF16 = """
+xor.b32 t, w, 0x80808080;
+prmt.b32 o0, t, 0x4B000000, 0x7440; prmt.b32 o1, t, 0x4B000000, 0x7441;
+prmt.b32 o2, t, 0x4B000000, 0x7442; prmt.b32 o3, t, 0x4B000000, 0x7443;
+sub.f32 o0, o0, 0f4B000080; sub.f32 o1, o1, 0f4B000080;
+sub.f32 o2, o2, 0f4B000080; sub.f32 o3, o3, 0f4B000080;
+prmt.b32 o0, o0, o1, 0x7632; prmt.b32 o1, o2, o3, 0x7632;
+"""
+_INT8_TO_FP16 = """
+xor.b32 t, w, 0x80808080; mov.b32 y0, 0x64646464; mov.b32 y1, 0x64806480;
+prmt.b32 o0, t, y0, 0x4140; prmt.b32 o1, t, y0, 0x4342;
+sub.rn.f16x2 o0, o0, y1; sub.rn.f16x2 o1, o1, y1;
+"""
+# Exponent and mantissa move to their places in 16 bits; the difference of the biases is a factor.
+_FP8 = """
+mov.b32 y0, {factor}; prmt.b32 o0, w, 0, 0x1404; prmt.b32 o1, w, 0, 0x3424;
+shr.u32 t, o0, {shift}; and.b32 t, t, {mask}; lop3.b32 o0, o0, 0x80008000, t, 0xEA;
+shr.u32 t, o1, {shift}; and.b32 t, t, {mask}; lop3.b32 o1, o1, 0x80008000, t, 0xEA;
+mul.rn.{t}x2 o0, o0, y0; mul.rn.{t}x2 o1, o1, y0;
+"""
+TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+FOUR_BITS = {
+    torch.bfloat16: ("0x43004300", "0x3F803F80"),
+    torch.float16: ("0x64006400", "0x3C003C00"),
+}
+"""The power of two whose mantissa takes a value, and one, as pairs."""
+EIGHT_BITS = {
+    (torch.int8, torch.bfloat16): (_INT8_TO_BF16, 4),
+    (torch.int8, torch.float16): (_INT8_TO_FP16, 2),
+    (torch.float8_e4m3fn, torch.bfloat16): (
+        _FP8.format(factor="0x7B807B80", shift=4, mask="0x07F007F0", t="bf16"), 2
+    ),
+    (torch.float8_e4m3fn, torch.float16): (
+        _FP8.format(factor="0x5C005C00", shift=1, mask="0x3F803F80", t="f16"), 2
+    ),
+}  # fmt: skip
+"""Instructions that make pairs o0 and o1 of a word w, and the registers o0, o1... they need."""
+
+
+def registers(count: int, text: str) -> str:
+    """Returns instructions in a scope with registers a0, a1..., b0, b1..., y0 to y3 and t."""
+    lines = "\n".join(line.strip() for line in text.strip().splitlines())
+    return f"{{\n.reg .b32 a<{count}>, b<{count}>, y<4>, t;\n{lines}\n}}"
+
+
+def four_bit_integers(t: str, magic: str, word: str, outs: list[str], zero: str) -> list[str]:
+    """Returns instructions for a word. y0 holds pairs of 1. zero: minus what is added to the power
+    of two in `magic` + value. Values 4 places apart make a pair."""
+    lines = []
+    for pair, out in enumerate(outs):
+        place = word
+        if pair:
+            lines.append(f"shr.u32 t, {word}, {4 * pair};")
+            place = "t"
+        lines.append(f"lop3.b32 {out}, {place}, 0x000F000F, {magic}, 0xEA;")
+        lines.append(f"fma.rn.{t}x2 {out}, {out}, y0, {zero};")
+    return lines
+
+
+def _four_bit_floats(word: str, outs: list[str], factor: str) -> list[str]:
+    """Returns instructions for a word of 4-bit floats, which as bf16 are 2^126 times too small,
+    subnormal numbers included, and are multiplied by `factor`, a pair of powers of two."""
+    lines = []
+    for pair, out in enumerate(outs):
+        shift = 6 - 4 * pair
+        lines.append(f"{'shl.b32' if shift > 0 else 'shr.u32'} t, {word}, {abs(shift)};")
+        lines.append("and.b32 t, t, 0x01C001C0;")
+        place = word
+        if pair < 3:
+            lines.append(f"shl.b32 {out}, {word}, {12 - 4 * pair};")
+            place = out
+        lines.append(f"lop3.b32 {out}, {place}, 0x80008000, t, 0xEA;")
+        lines.append(f"mul.rn.bf16x2 {out}, {out}, {factor};")
+    return lines
+
+
+def _of_four_bits(dtype: torch.dtype) -> str:
+    magic, one = FOUR_BITS[dtype]
+    lines = [f"mov.b32 y0, {one};"]
+    lines += four_bit_integers(TYPES[dtype], magic, "$4", ["$0", "$1", "$2", "$3"], "$5")
+    return registers(1, "\n".join(lines))
+
+
+def _of_eight_bits(text: str) -> str:
+    for name, register in (("o0", "$0"), ("o1", "$1"), ("o2", "a2"), ("o3", "a3"), ("w,", "$2,")):
+        text = text.replace(name, register)
+    return registers(4, text)
+
+
+UNPACK = {
+    **{("integer", torch.uint8, dtype): _of_four_bits(dtype) for dtype in TYPES},
+    **{("integer", *key): _of_eight_bits(text) for key, (text, _) in EIGHT_BITS.items()},
+    ("e2m1", torch.uint8, torch.bfloat16): registers(
+        1, "\n".join(_four_bit_floats("$4", ["$0", "$1", "$2", "$3"], "$5"))
+    ),
+}
+"""Instructions that unpack a word of one row, by the code and dtype of stored values and the dtype
+of x. Of 4 bits: the word $4, and the pair that is added or multiplied, $5, become pairs $0 to $3.
+Of 8 bits: the word $2 becomes the pairs $0 and $1."""
+PRODUCT = {
+    dtype: MULTIPLY.format(t=name) + "{$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    for dtype, name in TYPES.items()
+}
+"""The instruction for pairs of a row, of the row 8 behind it, then the next pairs of both, $4 to
+$7; pairs of x, $8 and $9; and sums, $10 to $13."""
