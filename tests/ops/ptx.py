@@ -6,6 +6,7 @@ compiled with one element a thread.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ _HALF = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 def floats(words: Words, kind: str) -> NDArray[np.float64]:
     """Returns the 16-bit floats in words, [..., 2], the low one first."""
-    halves = torch.from_numpy(np.ascontiguousarray(words)[..., None].view(np.int16))
+    halves = torch.from_numpy(words[..., None].copy().view(np.int16))
     found: NDArray[np.float64] = halves.view(_HALF[kind]).double().numpy()
     return found
 
@@ -84,12 +85,8 @@ class _Threads:
         value = self.registers[name]
         return value if value.itemsize == 8 else np.ascontiguousarray(value).view(np.uint32)
 
-    def run(self, line: str) -> None:
-        guard = re.match(r"@(\w+) ", line)
-        wanted = self.registers[guard.group(1)] if guard else np.ones(self.size, bool)
-        op, _, rest = (line[guard.end() :] if guard else line).partition(" ")
-        groups = re.findall(r"\{([^}]*)\}|\[([^\]]*)\]|([^,{}\[\]\s]+)", rest)
-        names = [[part.strip() for part in "".join(group).split(",")] for group in groups]
+    def run(self, guard: str, op: str, names: list[list[str]]) -> None:
+        wanted = self.registers[guard] if guard else np.ones(self.size, bool)
         if op == "bar.warp.sync":
             return
         if op.startswith("ld.global"):
@@ -123,6 +120,7 @@ _OPS: dict[str, Callable[[list[Words]], Words]] = {
     "shr.u32": lambda v: v[0] >> v[1],
     "shl.b32": lambda v: v[0] << v[1],
     "and.b32": lambda v: v[0] & v[1],
+    "mul.lo.u32": lambda v: v[0] * v[1],
     "xor.b32": lambda v: v[0] ^ v[1],
     "prmt.b32": lambda v: _permute(v[0], v[1], int(v[2][0])),
     "sub.f32": lambda v: (v[0].view(np.float32) - v[1].view(np.float32)).view(np.uint32),
@@ -140,13 +138,26 @@ def _lop3(values: list[Words]) -> Words:
 _OPS["lop3.b32"] = _lop3
 
 
+@functools.cache
+def _lines(text: str) -> list[tuple[str, str, list[list[str]]]]:
+    """Returns the guard, the name and the operands of each instruction."""
+    lines = []
+    for line in (part.strip() for part in text.strip("{}\n ").replace("\n", " ").split(";")):
+        if line and not line.startswith(".reg"):
+            guard = re.match(r"@(\w+) ", line)
+            op, _, rest = (line[guard.end() :] if guard else line).partition(" ")
+            groups = re.findall(r"\{([^}]*)\}|\[([^\]]*)\]|([^,{}\[\]\s]+)", rest)
+            names = [[part.strip() for part in "".join(group).split(",")] for group in groups]
+            lines.append((guard.group(1) if guard else "", op, names))
+    return lines
+
+
 def run(text: str, outputs: int, inputs: list[Any]) -> list[Any]:
     """Returns the outputs of instructions, one array over threads for each."""
     threads = _Threads(outputs, inputs)
     with np.errstate(all="ignore"):
-        for line in (part.strip() for part in text.strip("{}\n ").replace("\n", " ").split(";")):
-            if line and not line.startswith(".reg"):
-                threads.run(line)
+        for line in _lines(text):
+            threads.run(*line)
     return [threads.registers[f"${i}"] for i in range(outputs)]
 
 

@@ -347,9 +347,11 @@ def mma_rows_kernel(
     none = tl.zeros([32 * WARPS], tl.float32)
     for _ in tl.static_range(R * NT):
         sums = sums + ((none, none, none, none),)
-    for k in range(0, STEP if SINGLE else W, STEP):
-        current = chunks
-        if not SINGLE:
+    # Only behind the last whole round may words be missing.
+    whole = W // STEP * STEP
+    if not SINGLE:
+        for k in range(0, whole, STEP):
+            current = chunks
             chunks = ()
             for index in tl.static_range(COUNT):
                 at = own_at + (k + STEP + index * WARPS * CHUNK)
@@ -360,14 +362,22 @@ def mma_rows_kernel(
                                 R, GROUP, HAS_ZEROS),
                 )  # fmt: skip
             keep_order(thread)
+            for index in tl.static_range(COUNT):
+                at = own_at + (k + index * WARPS * CHUNK)
+                inputs = _inputs(x_ptrs, at, at < W, NT, PAIRS, True)
+                sums = _add_chunk(
+                    sums, current[index], inputs, 1.0, WARPS, R, NT, PAIRS, UNPACK, PRODUCT, FP16,
+                    E2M1, GROUP, HAS_ZEROS, GROUP > 0 and not E2M1,
+                )  # fmt: skip
+    if SINGLE or not EVEN:
         for index in tl.static_range(COUNT):
-            at = own_at + (k + index * WARPS * CHUNK)
+            at = own_at + (whole if not SINGLE else 0) + index * WARPS * CHUNK
             inside = at < W
             if not EVEN:
                 at = tl.minimum(at, W - 4)
             inputs = _inputs(x_ptrs, at, inside, NT, PAIRS, EVEN)
             sums = _add_chunk(
-                sums, current[index], inputs, 1.0, WARPS, R, NT, PAIRS, UNPACK, PRODUCT, FP16, E2M1,
+                sums, chunks[index], inputs, 1.0, WARPS, R, NT, PAIRS, UNPACK, PRODUCT, FP16, E2M1,
                 GROUP, HAS_ZEROS, GROUP > 0 and not E2M1,
             )  # fmt: skip
     sums = _meet(sums, 0, R * NT, WARPS)

@@ -135,14 +135,14 @@ def _chunks(bits: int, warps: int, most: int) -> int:
 
 def _direct_tile(bits: int) -> MmaTile:
     """A tile of one token, for rows of some bits: long rows take more warps."""
-    warps = 8 if bits > 24 * CHUNK_WORDS * 32 else 4
+    warps = 8 if bits > 16 * CHUNK_WORDS * 32 else 4
     return MmaTile(1, 0, warps, _chunks(bits, warps, 4))
 
 
 def _sum_tile(shape: ExpertsShape) -> MmaTile:
     """A tile of the sum over a token's experts: there are few, which take many warps."""
-    bits = shape.top_k * shape.width * shape.bits
-    return MmaTile(1, 0, 8, _chunks(bits, 8, 6))
+    chunks = _chunks(shape.top_k * shape.width * shape.bits, 8, 1 << 16)
+    return MmaTile(1, 0, 8, chunks if chunks <= 6 else 3)
 
 
 def _row_tile(shape: ExpertsShape, *, gated: bool) -> Tile:

@@ -74,17 +74,19 @@ def four_bit_integers(t: str, magic: str, word: str, outs: list[str], zero: str)
 
 def _four_bit_floats(word: str, outs: list[str], factor: str) -> list[str]:
     """Returns instructions for a word of 4-bit floats, which as bf16 are 2^126 times too small,
-    subnormal numbers included, and are multiplied by `factor`, a pair of powers of two."""
+    subnormal numbers included, and are multiplied by `factor`, a pair of powers of two. A product
+    puts two copies of 4 bits where one has the sign and the other the rest in its place."""
     lines = []
     for pair, out in enumerate(outs):
-        shift = 6 - 4 * pair
-        lines.append(f"{'shl.b32' if shift > 0 else 'shr.u32'} t, {word}, {abs(shift)};")
-        lines.append("and.b32 t, t, 0x01C001C0;")
         place = word
-        if pair < 3:
-            lines.append(f"shl.b32 {out}, {word}, {12 - 4 * pair};")
-            place = out
-        lines.append(f"lop3.b32 {out}, {place}, 0x80008000, t, 0xEA;")
+        if pair >= 2:
+            place = "t"
+        if pair == 2:
+            lines.append(f"shr.u32 t, {word}, 8;")
+        odd = pair % 2
+        lines.append(f"and.b32 {out}, {place}, {'0x00F000F0' if odd else '0x000F000F'};")
+        lines.append(f"mul.lo.u32 {out}, {out}, {'0x104' if odd else '0x1040'};")
+        lines.append(f"and.b32 {out}, {out}, 0x81C081C0;")
         lines.append(f"mul.rn.bf16x2 {out}, {out}, {factor};")
     return lines
 
