@@ -142,7 +142,9 @@ def _direct_tile(bits: int) -> MmaTile:
 def _sum_tile(shape: ExpertsShape) -> MmaTile:
     """A tile of the sum over a token's experts: there are few, which take many warps."""
     chunks = _chunks(shape.top_k * shape.width * shape.bits, 8, 1 << 16)
-    return MmaTile(1, 0, 8, chunks if chunks <= 6 else 3)
+    if chunks <= 6:
+        return MmaTile(1, 0, 8, chunks)
+    return MmaTile(1, 0, 16, 4 if shape.bits >= 16 else 2)
 
 
 def _row_tile(shape: ExpertsShape, *, gated: bool) -> Tile:
