@@ -1,15 +1,17 @@
 """Experts on this GPU: every kernel against its twin, then times of whole layers, with tiles to
 choose from.
 
-    PYTHONPATH=src python bench/kernels/experts.py [--seconds 100] [--sweep] [--only TEXT]
+    PYTHONPATH=src python bench/kernels/experts.py [--seconds 100] [--sweep KIND] [--only TEXT]
+                                                   [--tokens 1,64,8,2048,256]
 
 Times the router and the experts of one layer of Qwen3-30B-A3B and gpt-oss-20b for 1 to 2048 tokens
 on random routes; the share is that of reading each chosen expert's weights once at 4.0 TB/s. Beside
-the default stands what is chosen without `experts_mma`. --sweep: also other tiles than those that
-would be chosen, checked first, and prints each, the best first. --only: cases whose name has one of
-these in it, separated by commas. Prints a table at the end. A failing check or configuration is
-reported, not fatal; what does not fit the time is skipped and named. Without a GPU it only checks,
-under TRITON_INTERPRET=1.
+the default stands what is chosen without `experts_mma`, and for many tokens what the other order of
+operands, and weights that are not expanded, take. --sweep: also other tiles than those that would
+be chosen, and prints each, the best first; mma: those of `experts_mma`, checked first; loops: those
+of the other kernels; all. --only: cases whose name has one of these in it, separated by commas.
+Prints a table at the end. A failing check or configuration is reported, not fatal; what does not
+fit the time is skipped and named. Without a GPU it only checks, under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -151,6 +153,7 @@ def plan_of(layer: Layer, tokens: int, *, mma: bool = True) -> ExpertsPlan:
         ExpertsShape(
             tokens, model.experts, model.top_k, model.hidden, model.width, torch.bfloat16,
             bits_of(layer.up.weight.format), mma and takes_mma(x, layer.up, layer.down),
+            layer.up.weight.format.code == "e2m1",
         )
     )  # fmt: skip
 
@@ -158,7 +161,7 @@ def plan_of(layer: Layer, tokens: int, *, mma: bool = True) -> ExpertsPlan:
 # -- checks --------------------------------------------------------------------------------------
 
 
-def checks(sweep: bool) -> Iterator[tuple[str, Callable[[], float]]]:
+def checks(sweep: str) -> Iterator[tuple[str, Callable[[], float]]]:
     small = DEVICE == "cpu"
     for model in (QWEN3, GPT_OSS):
         own = replace(model, experts=8, top_k=4)
@@ -172,7 +175,7 @@ def checks(sweep: bool) -> Iterator[tuple[str, Callable[[], float]]]:
                     f"{model.name} {name} {tokens}",
                     functools.partial(check_layer, own, name, tokens),
                 )
-        for name in model.formats if sweep else ():
+        for name in model.formats if sweep in ("mma", "all") else ():
             for tokens in (2, 50):
                 for label, plan in mma_plans(tokens).items():
                     yield (
@@ -233,48 +236,82 @@ def check_layer(model: Model, name: str, tokens: int, plan: ExpertsPlan | None =
 # -- times ---------------------------------------------------------------------------------------
 
 
-def plans(layer: Layer, tokens: int, sweep: bool) -> dict[str, ExpertsPlan]:
+def plans(layer: Layer, tokens: int, sweep: str) -> dict[str, ExpertsPlan]:
     found = {"default": plan_of(layer, tokens), "before": plan_of(layer, tokens, mma=False)}
-    if found["default"] == found["before"]:
+    default, bits = found["default"], bits_of(layer.up.weight.format)
+    if default == found["before"]:
         del found["before"]
-    if not sweep:
-        return found
+    if tokens > 256 and bits < 16:
+        stored = replace(default, expand=False)
+        if default.expand:
+            found["not expanded"] = stored
+        found["other order"] = turned(stored)
+    if sweep in ("mma", "all") and tokens <= 256:
+        own = mma_plans(tokens)
+        if tokens <= GEMV_TOKENS or bits < 8:
+            found.update(own)
+    if sweep in ("loops", "all"):
+        found.update(gemv_plans(layer) if tokens <= 16 else {})
+        found.update(grouped_plans(tokens, bits) if tokens >= 8 else {})
+    return found
+
+
+def turned(plan: ExpertsPlan) -> ExpertsPlan:
+    """Returns a grouped plan with the other order of operands."""
+    up, down = plan.up, plan.down
+    assert isinstance(up, Tile)
+    assert isinstance(down, Tile)
+    return replace(plan, up=replace(up, swap=not up.swap), down=replace(down, swap=not down.swap))
+
+
+def gemv_plans(layer: Layer) -> dict[str, ExpertsPlan]:
+    """Returns plans of few tokens: each product's tile beside the default of the other. Their times
+    add up."""
+    found = {}
+    chosen = plan_of(layer, GEMV_TOKENS, mma=False)
+    for up in (Tile(1, 2, 2048, 4), Tile(1, 4, 512, 4, 3), Tile(1, 4, 1024, 4, 2),
+               Tile(1, 4, 1024, 4, 3), Tile(1, 4, 2048, 8), Tile(1, 8, 512, 4, 3),
+               Tile(1, 8, 512, 8), Tile(1, 16, 256, 4, 3)):  # fmt: skip
+        found[f"gemv up {_name(up)}"] = replace(chosen, up=up)
+    for down in (Tile(1, 4, 256, 4), Tile(1, 4, 512, 4), Tile(1, 4, 1024, 4),
+                 Tile(1, 8, 256, 4, 2), Tile(1, 8, 512, 8), Tile(1, 16, 128, 4),
+                 Tile(1, 16, 256, 8)):  # fmt: skip
+        found[f"gemv down {_name(down)}"] = replace(chosen, down=down)
+    return found
+
+
+def grouped_plans(tokens: int, bits: int) -> dict[str, ExpertsPlan]:
+    """Returns plans of sorted tokens, with as many weight rows in a tile of either product."""
+    found = {}
     if tokens <= 256:
-        found.update(mma_plans(tokens))
-    if tokens <= 16:
-        # Each product's tile beside the default of the other: their times add up.
-        chosen = plan_of(layer, min(tokens, GEMV_TOKENS), mma=False)
-        for up in (Tile(1, 2, 2048, 4), Tile(1, 4, 512, 4, 3), Tile(1, 4, 1024, 4, 2),
-                   Tile(1, 4, 1024, 4, 3), Tile(1, 4, 2048, 8), Tile(1, 8, 512, 4, 3),
-                   Tile(1, 8, 512, 8), Tile(1, 16, 256, 4, 3)):  # fmt: skip
-            found[f"gemv up {_name(up)}"] = replace(chosen, up=up)
-        for down in (Tile(1, 4, 256, 4), Tile(1, 4, 512, 4), Tile(1, 4, 1024, 4),
-                     Tile(1, 8, 256, 4, 2), Tile(1, 8, 512, 8), Tile(1, 16, 128, 4),
-                     Tile(1, 16, 256, 8)):  # fmt: skip
-            found[f"gemv down {_name(down)}"] = replace(chosen, down=down)
-    if tokens >= 8:
-        for bm in (16, 32) if tokens <= 256 else (64, 128):
-            tiles = [
-                (Tile(bm, bn, bk, warps, stages, swap), Tile(bm, 2 * bn, bk, warps, stages, swap))
-                for bn, bk, warps, stages in ((32, 128, 4, 4), (64, 64, 4, 4), (32, 64, 4, 5),
-                                              (64, 128, 4, 3), (64, 64, 8, 4), (128, 64, 8, 3))
-                for swap in ((False, True) if bm <= 32 else (False,))
-            ]  # fmt: skip
-            for up, down in tiles:
-                found[f"grouped {_name(up)}"] = ExpertsPlan("grouped", up, down)
+        sizes = [
+            (bm, *own) for bm in (16, 32)
+            for own in ((32, 128, 4, 4), (64, 64, 4, 4), (32, 64, 4, 5), (64, 128, 4, 3),
+                        (64, 64, 8, 4), (128, 64, 8, 3))
+        ]  # fmt: skip
+    else:
+        sizes = [(64, 64, 64, 4, 3), (64, 128, 64, 8, 3), (128, 64, 64, 8, 3), (128, 64, 64, 4, 3),
+                 (256, 64, 64, 8, 3)]  # fmt: skip
+    for bm, bn, bk, warps, stages in sizes:
+        for swap in (False, True):
+            tiles = [Tile(bm, wide, bk, warps, stages, swap) for wide in (bn, 2 * bn)]
+            found[f"grouped {_name(tiles[0])}"] = ExpertsPlan("grouped", *tiles)
+            if bits < 16 and tokens > 256 and not swap:
+                name = f"grouped {_name(tiles[0])} expanded"
+                found[name] = ExpertsPlan("grouped", *tiles, expand=True)
     return found
 
 
 def mma_plans(tokens: int) -> dict[str, ExpertsPlan]:
-    """Returns plans on tensor cores to choose from: each product's tile beside a usual one of the
-    other."""
+    """Returns plans on tensor cores to choose from. For few tokens each product's tile stands
+    beside a usual one of the other; else both have the same."""
     found = {}
     if tokens <= GEMV_TOKENS:
-        usual = ExpertsPlan("gemv", MmaTile(1, 0, 4, 2), MmaTile(1, 0, 8, 3))
-        ups = ((1, 4, 1), (1, 4, 2), (1, 4, 4), (1, 8, 1), (1, 8, 2), (1, 8, 3), (1, 2, 4),
-               (2, 4, 1), (2, 4, 2), (2, 8, 1), (2, 2, 2))  # fmt: skip
-        downs = ((1, 4, 2), (1, 4, 4), (1, 8, 1), (1, 8, 2), (1, 8, 3), (1, 8, 6), (1, 16, 1),
-                 (1, 16, 2), (1, 16, 3), (2, 8, 2))  # fmt: skip
+        usual = ExpertsPlan("gemv", MmaTile(1, 0, 4, 1), MmaTile(1, 0, 8, 2))
+        ups = ((1, 4, 1), (1, 4, 2), (1, 4, 4), (1, 8, 2), (1, 2, 2), (1, 2, 4), (2, 4, 1),
+               (2, 2, 2))  # fmt: skip
+        downs = ((1, 4, 4), (1, 8, 1), (1, 8, 2), (1, 8, 3), (1, 8, 6), (1, 16, 1), (1, 16, 2),
+                 (1, 16, 3), (2, 8, 2))  # fmt: skip
         for rows, warps, chunks in ups:
             up = MmaTile(rows, 0, warps, chunks)
             found[f"up {_name(up)}"] = replace(usual, up=up)
@@ -282,20 +319,14 @@ def mma_plans(tokens: int) -> dict[str, ExpertsPlan]:
             down = MmaTile(rows, 0, warps, chunks)
             found[f"down {_name(down)}"] = replace(usual, down=down)
         return found
-    for columns in (1, 2, 4):
-        if columns * 4 > tokens:
-            continue
-        usual_tile = MmaTile(2 if columns < 4 else 1, columns, 4, 1)
-        usual = ExpertsPlan("grouped", usual_tile, usual_tile)
-        tiles = [
-            MmaTile(rows, columns, warps, chunks)
-            for rows, warps, chunks in ((1, 4, 1), (1, 4, 2), (1, 8, 1), (2, 2, 1), (2, 4, 1),
-                                        (2, 4, 2), (2, 8, 1), (4, 2, 1), (4, 4, 1), (4, 8, 1))
-            if rows * columns <= 8
-        ]  # fmt: skip
-        for tile in tiles:
-            found[f"up {_name(tile)}"] = replace(usual, up=tile)
-            found[f"down {_name(tile)}"] = replace(usual, down=tile)
+    for columns in (1, 2):
+        for rows in (1, 2, 4):
+            for warps in (2, 4):
+                for chunks in (1, 2):
+                    tile = MmaTile(rows, columns, warps, chunks)
+                    if rows * columns * chunks > 8:  # more than registers hold
+                        continue
+                    found[_name(tile)] = ExpertsPlan("grouped", tile, tile)
     return found
 
 
@@ -317,7 +348,7 @@ class Line:
     flops: float
 
 
-def time_layer(model: Model, name: str, tokens: int, sweep: bool) -> Line:
+def time_layer(model: Model, name: str, tokens: int, sweep: str) -> Line:
     layer = Layer.make(model, FORMATS[name])
     batches = [Batch.draw(model, tokens, seed) for seed in range(16 if tokens <= 64 else 2)]
     distinct = sum(len(batch.ids.unique()) for batch in batches) / len(batches)
@@ -361,10 +392,10 @@ def time_route(model: Model, batches: list[Batch], copies: ExpertCopies | None =
     return graph_us(calls, 2.0, 32)
 
 
-def cases(only: str) -> list[tuple[str, Model, str, int]]:
+def cases(only: str, tokens_of_each: str) -> list[tuple[str, Model, str, int]]:
     found = [
         (f"{model.name} {name} {tokens}", model, name, tokens)
-        for tokens in (1, 64, 8, 2048, 256)
+        for tokens in map(int, tokens_of_each.split(","))
         for model in (QWEN3, GPT_OSS)
         for name in model.formats
     ]
@@ -375,10 +406,10 @@ def wanted(name: str, only: str) -> bool:
     return any(part.strip() in name for part in only.split(","))
 
 
-def compile_all(only: str, sweep: bool) -> None:
+def compile_all(only: str, tokens_of_each: str, sweep: str) -> None:
     """Everything that is timed, on all cores at once."""
     with compiling(os.cpu_count() or 4):
-        for _, model, name, tokens in cases(only):
+        for _, model, name, tokens in cases(only, tokens_of_each):
             layer = Layer.make(replace(model, experts=model.top_k), FORMATS[name])
             real = replace(layer, model=model)
             batch = Batch.draw(layer.model, tokens, 0)
@@ -410,7 +441,8 @@ def table(lines: list[Line]) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check and time experts.")
     parser.add_argument("--seconds", type=float, default=100.0, help="start nothing after this")
-    parser.add_argument("--sweep", action="store_true", help="try other tiles too")
+    parser.add_argument("--sweep", choices=("", "mma", "loops", "all"), default="")
+    parser.add_argument("--tokens", default="1,64,8,2048,256")
     parser.add_argument("--only", default="", help="cases whose name has one of these")
     parser.add_argument("--no-checks", action="store_true")
     options = parser.parse_args()
@@ -428,11 +460,11 @@ def main() -> int:
         session.check(own, until=0.5 * options.seconds)
     lines: list[Line] = []
     if DEVICE == "cuda":
-        compile_all(options.only, options.sweep)
+        compile_all(options.only, options.tokens, options.sweep)
         print(f"compiled after {session.seconds:.0f} s", flush=True)
         parts = [
             (case, functools.partial(time_layer, model, name, tokens, options.sweep))
-            for case, model, name, tokens in cases(options.only)
+            for case, model, name, tokens in cases(options.only, options.tokens)
         ]
         for line in session.each(parts, until=options.seconds):
             lines.append(line)

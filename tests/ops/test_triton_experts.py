@@ -21,7 +21,15 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 from quire.errors import ConfigError
 from quire.ops.arguments import RmsScale
 from quire.ops.choose import Policy, use_policy
-from quire.ops.experts import GELU_TANH, SILU, ExpertCopies, ExpertWeights, Routing, Swiglu
+from quire.ops.experts import (
+    GELU_TANH,
+    MANY_TOKENS,
+    SILU,
+    ExpertCopies,
+    ExpertWeights,
+    Routing,
+    Swiglu,
+)
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
 from quire.ops.triton.experts import experts_mlp, run_experts
@@ -37,6 +45,7 @@ GPT_OSS = Swiglu(1.702, 7.0, 1.0)
 GEMV = ExpertsPlan("gemv", Tile(1, 4, 64), Tile(1, 4, 32))
 GROUPED = ExpertsPlan("grouped", Tile(16, 16, 32), Tile(16, 16, 64))
 SWAPPED = ExpertsPlan("grouped", Tile(32, 16, 64, swap=True), Tile(32, 32, 64, swap=True))
+EXPANDED = replace(GROUPED, expand=True)
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -225,8 +234,18 @@ def test_formats(plan: ExpertsPlan, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_4_bit_floats_in_half_precision(dtype: torch.dtype) -> None:
-    for plan in (GEMV, GROUPED):
+    for plan in (GEMV, GROUPED, EXPANDED):
         check(plan, E2M1, dtype, 3, hidden=64, width=64)
+
+
+@pytest.mark.parametrize("name", ["e2m1", slow("uint4-g32-zeros"), slow("int8-g32")])
+def test_expanded_weights(name: str) -> None:
+    check(EXPANDED, FORMATS.get(name, E2M1), torch.float32, 5, act=GPT_OSS, bias=True, hidden=96,
+          width=64)  # fmt: skip
+
+
+def test_8_bits_as_left_operand() -> None:
+    check(SWAPPED, FORMATS["int8-g32"], torch.bfloat16, 5, hidden=64, width=64)
 
 
 @pytest.mark.parametrize("tokens", [1, 17, slow(90)])
@@ -263,3 +282,13 @@ def test_plans_fit_what_they_serve() -> None:
     rows = [plan(tokens).up.bm for tokens in (64, 512, 2048, 8192)]
     assert rows == sorted(rows)
     assert all(plan(tokens).up.bm == plan(tokens).down.bm for tokens in (64, 512, 2048, 8192))
+
+
+def test_only_many_tokens_of_4_bit_floats_are_worth_expanding() -> None:
+    def expands(tokens: int, *, e2m1: bool = True) -> bool:
+        shape = ExpertsShape(tokens, 32, 4, 2880, 2880, torch.bfloat16, 4, True, e2m1)
+        return plan_for(shape).expand
+
+    assert expands(8 * MANY_TOKENS + 1)
+    assert not expands(8 * MANY_TOKENS - 8)
+    assert not expands(8192, e2m1=False)

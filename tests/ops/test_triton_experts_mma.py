@@ -26,17 +26,14 @@ FORMATS = {
     "int4": WeightFormat(torch.uint8, bits=4, scales=torch.bfloat16, group=128),
     "int4-zeros": WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=128, zeros=True),
     "mxfp4": E2M1,
-    "fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32),
-    "fp8-blocks": WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=128),
     "int8": WeightFormat(torch.int8, scales=torch.float32),
-    "none": None,
 }
 EACH = ExpertsPlan("gemv", MmaTile(1, 0, 2, 1), MmaTile(1, 0, 2, 2))
 SORTED = ExpertsPlan("grouped", MmaTile(2, 1, 2, 1), MmaTile(1, 1, 1, 2))
 WIDE = ExpertsPlan("grouped", MmaTile(2, 2, 1, 2), MmaTile(2, 2, 2, 1))
 
 
-QUICK = ("int4-zeros", "fp8-blocks")
+QUICK = ("int4-zeros", "int8")
 NAMES = [name if name in QUICK else slow(name) for name in FORMATS]
 
 

@@ -184,6 +184,7 @@ class Experts(nn.Module):
         own = 4 * tokens * (2 * self.hidden + self.spec.experts) + 32 * rows
         # The activation may be a step of its own, which reads one result and writes another.
         own += 2 * self.up.workspace_bytes(rows) + self.down.workspace_bytes(rows + tokens)
+        own += max(self.up.expanded_bytes(rows), self.down.expanded_bytes(rows))
         return own + (0 if self.shared is None else self.shared.workspace_bytes(tokens))
 
 

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from quire.ops.weight import Weight
 
+MANY_TOKENS = 96
+"""Tokens per expert beyond which a GPU makes 16-bit numbers of all 4-bit floats of a layer first.
+That writes 2 bytes a weight, and saves what widening each tile of tokens anew takes longer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:

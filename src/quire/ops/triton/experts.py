@@ -2,7 +2,8 @@
 
 Few tokens: two kernels behind the router, each of which reads the weights of chosen experts alone.
 More: assignments are sorted by expert on the device, then two products over blocks of tokens of one
-expert, then the sum over each token's experts, in fixed order.
+expert, then the sum over each token's experts, in fixed order. For many tokens, 4-bit floats are
+widened once instead of for each tile.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from quire.ops.triton.experts_plan import (
 )
 from quire.ops.triton.experts_route import Sorted, sort_by_expert
 from quire.ops.triton.launch import launch, options, traits
-from quire.ops.triton.quantized_tiles import Operands
+from quire.ops.triton.quantized_tiles import Operands, dequantize
 from quire.ops.triton.round_inputs import round_inputs
 from quire.ops.weight import Weight
 
@@ -50,7 +51,7 @@ def experts_mlp(
     """See `reference.experts.experts_mlp`. Nothing is read on the host."""
     shape = ExpertsShape(
         len(x), up.experts, ids.shape[1], x.shape[1], down.weight.inputs, x.dtype,
-        bits_of(up.weight.format), takes_mma(x, up, down),
+        bits_of(up.weight.format), takes_mma(x, up, down), up.weight.format.code == "e2m1",
     )  # fmt: skip
     return run_experts(plan_for(shape), x, ids, weights, up, down, act, residual)
 
@@ -90,9 +91,14 @@ def run_experts(
             _down_gemv(plan.down, inner, ids, weights, down, residual, out)
         return out
     order = sort_by_expert(ids, up.experts, plan.up.bm)
+    if plan.expand:
+        up = _expanded(up, x.dtype)
     _rows(plan.up, x, ids, order, weights, up, act, inner, top_k)
+    del up  # so that the memory of expanded weights serves the second product too
     inner = _rounded(inner, down.weight)
     parts = torch.empty(tokens * top_k, down.outputs, dtype=x.dtype, device=x.device)
+    if plan.expand:
+        down = _expanded(down, x.dtype)
     _rows(plan.down, inner, ids, order, weights, down, None, parts, 1)
     _combine(parts, ids, residual, out)
     return out
@@ -147,6 +153,10 @@ def _check(weight: Weight) -> None:
 
 def _rounded(x: Tensor, weight: Weight) -> Tensor:
     return x if weight.format.inputs == "none" else round_inputs(x, weight)
+
+
+def _expanded(linear: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+    return linear._replace(weight=Weight.plain(dequantize(linear.weight, dtype)))
 
 
 def _formats(own: Operands, k: int, tile: Tile) -> dict[str, object]:

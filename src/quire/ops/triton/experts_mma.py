@@ -31,9 +31,9 @@ def multiplies(weight: Weight, x: Tensor) -> bool:
     values = weight.values
     if x.dtype not in TYPES or not _aligned(x) or not _aligned(values) or weight.first:
         return False
-    if format.scales is None:
-        return format.values == x.dtype
-    if format.ordered or (format.code, format.values, x.dtype) not in UNPACK:
+    if format.scales is None or format.ordered:
+        return False
+    if (format.code, format.values, x.dtype) not in UNPACK:
         return False
     if format.code == "e2m1":
         # Each thread has the 32 inputs of one scale.
@@ -51,10 +51,10 @@ def _aligned(x: Tensor) -> bool:
 def _known(own: Operands, weight: Weight, x: Tensor) -> dict[str, Any]:
     """Returns what is known of a weight at compile time."""
     format = weight.format
-    bits = own.bits or 8 * format.values.itemsize
-    unpack = UNPACK[format.code, format.values, x.dtype] if bits < 16 else ""
+    bits = own.bits or 8
     return {
-        "PAIRS": 16 // bits, "UNPACK": unpack, "PRODUCT": PRODUCT[x.dtype],
+        "PAIRS": 16 // bits, "UNPACK": UNPACK[format.code, format.values, x.dtype],
+        "PRODUCT": PRODUCT[x.dtype],
         "FP16": x.dtype == torch.float16, "E2M1": own.e2m1, "GROUP": own.group * bits // 32,
         "HAS_ZEROS": own.has_zeros,
     }  # fmt: skip

@@ -179,7 +179,7 @@ def _add_chunk(
                     t = _product(PRODUCT, a2, b2, a3, b3, x[4 * i + 2], x[4 * i + 3], t)
                     added = added + (t,)
                 own = added
-        elif PAIRS == 2:
+        else:
             for i in tl.static_range(4):
                 a0, a1 = _unpack8(UNPACK, low[i])
                 b0, b1 = _unpack8(UNPACK, high[i])
@@ -187,17 +187,6 @@ def _add_chunk(
                 for n in tl.static_range(NT):
                     x = inputs[n]
                     t = _product(PRODUCT, a0, b0, a1, b1, x[2 * i], x[2 * i + 1], own[n])
-                    added = added + (t,)
-                own = added
-        else:
-            for i in tl.static_range(2):
-                added = ()
-                for n in tl.static_range(NT):
-                    x = inputs[n]
-                    t = _product(
-                        PRODUCT, low[2 * i], high[2 * i], low[2 * i + 1], high[2 * i + 1],
-                        x[2 * i], x[2 * i + 1], own[n],
-                    )  # fmt: skip
                     added = added + (t,)
                 own = added
         if APART:

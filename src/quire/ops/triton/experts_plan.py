@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from quire.ops.experts import MANY_TOKENS
 from quire.ops.triton.gemm_plan import CHUNK_WORDS
 from quire.ops.weight import WeightFormat
 
@@ -48,16 +49,17 @@ class MmaTile:
 class ExpertsPlan:
     """One way to run a layer's experts. kernel: "gemv" for each token by itself, "grouped" for
     tokens in the order of experts. up, down: the tiles of the two products; a grouped plan has
-    equal `bm` in both."""
+    equal `bm` in both. expand: weights become numbers of x's dtype first, all experts'."""
 
     kernel: Literal["gemv", "grouped"]
     up: Tile | MmaTile
     down: Tile | MmaTile
+    expand: bool = False
 
 
 class ExpertsShape(NamedTuple):
     """The shape that a choice depends on. dtype: of x. bits: of a stored weight. mma: whether
-    `experts_mma` takes the weights, on this card."""
+    `experts_mma` takes the weights, on this card. e2m1: weights are 4-bit floats."""
 
     tokens: int
     experts: int
@@ -67,6 +69,7 @@ class ExpertsShape(NamedTuple):
     dtype: torch.dtype
     bits: int
     mma: bool = False
+    e2m1: bool = False
 
     @property
     def mean(self) -> float:
@@ -79,8 +82,8 @@ def bits_of(format: WeightFormat) -> int:
     return format.bits or 8 * format.values.itemsize
 
 
-USE_MMA = True
-"""Whether plans choose `experts_mma` where it is expected to be faster."""
+_SMALL_GRID = 128
+"""Programs of which a card runs all at once, with 16 warps each."""
 FIXED_UP = Tile(32, 32, 64, 4, 3)
 FIXED_DOWN = Tile(32, 64, 64, 4, 3)
 """Tiles for any shape, so that a token's result is the same to the bit whatever else is in the
@@ -90,10 +93,9 @@ batch."""
 @functools.lru_cache(maxsize=4096)
 def plan_for(shape: ExpertsShape) -> ExpertsPlan:
     """Returns the plan of a shape."""
-    if shape.mma and USE_MMA:
-        found = _mma_plan(shape)
-        if found is not None:
-            return found
+    found = _mma_plan(shape) if shape.mma else None
+    if found is not None:
+        return found
     if shape.tokens <= GEMV_TOKENS:
         return ExpertsPlan("gemv", _row_tile(shape, gated=True), _row_tile(shape, gated=False))
     wide = shape.dtype == torch.float32
@@ -108,50 +110,42 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
         return ExpertsPlan("grouped", up, down)
     if shape.mean <= 48 or wide:
         return ExpertsPlan("grouped", Tile(32, 64, 64, 4, 3), Tile(32, 128, 64, 4, 3))
-    if shape.mean <= 96:
-        return ExpertsPlan("grouped", Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3))
-    return ExpertsPlan("grouped", Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3))
+    # As left operand, 8 bits are multiplied from the registers where they were widened, while the
+    # next are: else they go through shared memory, and each waits for the other.
+    swap = shape.bits == 8
+    if shape.mean <= MANY_TOKENS:
+        return ExpertsPlan("grouped", Tile(64, 64, 64, 4, 3, swap), Tile(64, 128, 64, 4, 3, swap))
+    up, down = Tile(128, 64, 64, 8, 3, swap), Tile(128, 128, 64, 8, 3, swap)
+    return ExpertsPlan("grouped", up, down, expand=shape.e2m1)
 
 
 def _mma_plan(shape: ExpertsShape) -> ExpertsPlan | None:
     """Returns the plan of few tokens per expert on tensor cores, None if there are too many."""
     if shape.tokens <= GEMV_TOKENS:
-        return ExpertsPlan(
-            "gemv", _direct_tile(shape.hidden * shape.bits), _sum_tile(shape),
-        )  # fmt: skip
-    if shape.bits >= 16 or shape.mean > 32:
+        direct = MmaTile(1, 0, 4, 1 if shape.bits < 8 else 2)
+        return ExpertsPlan("gemv", direct, _sum_tile(shape))
+    if shape.bits >= 8 or shape.mean > 10:
         return None
-    columns = 1 if shape.mean <= 5 else 2 if shape.mean <= 14 else 4
-    rows = 2 if columns <= 2 else 1
-    up = MmaTile(rows, columns, 4, _chunks(shape.hidden * shape.bits, 4, 2 // rows))
-    down = MmaTile(rows, columns, 4, _chunks(shape.width * shape.bits, 4, 2 // rows))
-    return ExpertsPlan("grouped", up, down)
-
-
-def _chunks(bits: int, warps: int, most: int) -> int:
-    """Returns the chunks that each of some warps has under way of a row: all, or few enough."""
-    return max(1, min(most, -(-bits // (CHUNK_WORDS * 32 * warps))))
-
-
-def _direct_tile(bits: int) -> MmaTile:
-    """A tile of one token, for rows of some bits: long rows take more warps."""
-    warps = 8 if bits > 16 * CHUNK_WORDS * 32 else 4
-    return MmaTile(1, 0, warps, _chunks(bits, warps, 4))
+    # Inputs are loaded for every 8 tokens anew, so that wider tiles save little; programs of few
+    # warps end apart from each other, and hide each other's ends.
+    tile = MmaTile(2, 1, 2, 1)
+    return ExpertsPlan("grouped", tile, tile)
 
 
 def _sum_tile(shape: ExpertsShape) -> MmaTile:
-    """A tile of the sum over a token's experts: there are few, which take many warps."""
-    chunks = _chunks(shape.top_k * shape.width * shape.bits, 8, 1 << 16)
+    """A tile of the sum over a token's experts, in one round if warps have room for it."""
+    chunks = -(-shape.top_k * shape.width * shape.bits // (CHUNK_WORDS * 32 * 8))
     if chunks <= 6:
         return MmaTile(1, 0, 8, chunks)
-    return MmaTile(1, 0, 16, 4 if shape.bits >= 16 else 2)
+    programs = shape.tokens * -(-shape.hidden // 16)
+    return MmaTile(1, 0, 16 if programs <= _SMALL_GRID else 8, 2)
 
 
 def _row_tile(shape: ExpertsShape, *, gated: bool) -> Tile:
     """A tile of a GEMV: a few rows of weights, as long as registers allow. Rows of few bits are
     short, so that more of them have to be under way."""
     if gated:
-        return Tile(1, 4, 1024, 4, 1 if shape.bits >= 16 else 3)
+        return Tile(1, 4, 512, 4, 3) if shape.bits >= 16 else Tile(1, 16, 256, 4, 3)
     if shape.bits >= 16:
         return Tile(1, 4, 512, 4)
     return Tile(1, 4, 1024 if shape.bits < 8 and shape.width >= 1024 else 256, 4)

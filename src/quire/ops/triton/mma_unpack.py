@@ -106,7 +106,10 @@ def _of_eight_bits(text: str) -> str:
 
 UNPACK = {
     **{("integer", torch.uint8, dtype): _of_four_bits(dtype) for dtype in TYPES},
-    **{("integer", *key): _of_eight_bits(text) for key, (text, _) in EIGHT_BITS.items()},
+    **{
+        ("integer", torch.int8, dtype): _of_eight_bits(EIGHT_BITS[torch.int8, dtype][0])
+        for dtype in TYPES
+    },
     ("e2m1", torch.uint8, torch.bfloat16): registers(
         1, "\n".join(_four_bit_floats("$4", ["$0", "$1", "$2", "$3"], "$5"))
     ),

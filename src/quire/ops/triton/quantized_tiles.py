@@ -169,7 +169,7 @@ def widen(
 def _dequantize_kernel(
     w_ptr, s_ptr, z_ptr, out_ptr, N, K, stride_wn, stride_sn, stride_on,
     BN: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr,
 ):  # fmt: skip
     """Stores out [N, K] of a weight. Grid: tiles of outputs, tiles of inputs."""
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -182,7 +182,9 @@ def _dequantize_kernel(
         scales = load_groups(s_ptr + rows * stride_sn, k0, K, BK, GROUP, False)
     if HAS_ZEROS:
         zeros = load_groups(z_ptr + rows * stride_sn, k0, K, BK, GROUP, False)
-    wide = widen(w, scales, zeros, BN, BK, BITS, GROUP, HAS_ZEROS)
+    wide = widen(w, scales, zeros, BN, BK, BITS, GROUP, HAS_ZEROS, E2M1)
+    if E2M1:
+        wide *= LIFT
     if HAS_SCALES:
         wide *= tl.load(s_ptr + rows * stride_sn).to(tl.float32)
     ks = k0 + tl.arange(0, BK)[None, :]
@@ -229,6 +231,6 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     launch(_dequantize_kernel, (triton.cdiv(n, bn), triton.cdiv(k, bk)))(
         own.values, own.scales, own.zeros, out, n, k, own.values.stride(0), own.scales.stride(0),
         out.stride(0), BN=bn, BK=bk, BITS=own.bits, GROUP=own.group, HAS_SCALES=own.has_scales,
-        HAS_ZEROS=own.has_zeros, num_warps=4,
+        HAS_ZEROS=own.has_zeros, E2M1=own.e2m1, num_warps=4,
     )  # fmt: skip
     return out
