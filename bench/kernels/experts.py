@@ -29,7 +29,7 @@ from timing import DEVICE, graph_us
 from torch import Tensor
 
 from quire.ops.arguments import RmsScale
-from quire.ops.experts import SILU, ExpertCopies, ExpertWeights, Routing, Swiglu
+from quire.ops.experts import SILU, ExpertCopies, ExpertWeights, Routing, Swiglu, expands
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
 from quire.ops.triton.experts import run_experts, takes_mma
@@ -145,15 +145,20 @@ class Batch:
         )
 
 
+def has_mma(layer: Layer) -> bool:
+    """Whether `experts_mma` takes a layer's weights, on this card."""
+    x = torch.empty(1, layer.up.weight.inputs, dtype=torch.bfloat16, device=DEVICE)
+    return takes_mma(x, layer.up, layer.down)
+
+
 def plan_of(layer: Layer, tokens: int, *, mma: bool = True) -> ExpertsPlan:
     """Returns the plan that is chosen, or that is without `experts_mma`."""
     model = layer.model
-    x = torch.empty(1, model.hidden, dtype=torch.bfloat16, device=DEVICE)
     return plan_for(
         ExpertsShape(
             tokens, model.experts, model.top_k, model.hidden, model.width, torch.bfloat16,
-            bits_of(layer.up.weight.format), mma and takes_mma(x, layer.up, layer.down),
-            layer.up.weight.format.code == "e2m1",
+            bits_of(layer.up.weight.format), mma and has_mma(layer),
+            expands(layer.up.weight.format, tokens * model.top_k, model.experts),
         )
     )  # fmt: skip
 
@@ -175,7 +180,8 @@ def checks(sweep: str) -> Iterator[tuple[str, Callable[[], float]]]:
                     f"{model.name} {name} {tokens}",
                     functools.partial(check_layer, own, name, tokens),
                 )
-        for name in model.formats if sweep in ("mma", "all") else ():
+        four_bits = "int4-g128" if model is QWEN3 else "mxfp4"
+        for name in (four_bits,) if sweep in ("mma", "all") else ():
             for tokens in (2, 50):
                 for label, plan in mma_plans(tokens).items():
                     yield (
@@ -242,14 +248,12 @@ def plans(layer: Layer, tokens: int, sweep: str) -> dict[str, ExpertsPlan]:
     if default == found["before"]:
         del found["before"]
     if tokens > 256 and bits < 16:
-        stored = replace(default, expand=False)
-        if default.expand:
-            found["not expanded"] = stored
-        found["other order"] = turned(stored)
-    if sweep in ("mma", "all") and tokens <= 256:
-        own = mma_plans(tokens)
-        if tokens <= GEMV_TOKENS or bits < 8:
-            found.update(own)
+        own = replace(default, expand=not default.expand)
+        found["expanded" if own.expand else "not expanded"] = own
+        found["other order"] = turned(replace(default, expand=False))
+    known = tokens <= GEMV_TOKENS or bits < 8
+    if sweep in ("mma", "all") and tokens <= 256 and known and has_mma(layer):
+        found.update(mma_plans(tokens))
     if sweep in ("loops", "all"):
         found.update(gemv_plans(layer) if tokens <= 16 else {})
         found.update(grouped_plans(tokens, bits) if tokens >= 8 else {})

@@ -67,6 +67,19 @@ def test_weights_are_those_that_the_layout_stands_for(case: str, tmp_path: Path)
             np.testing.assert_allclose(found.numpy(), exact[name], rtol=1e-6, atol=1e-9)
 
 
+def test_memory_of_expanded_weights(tmp_path: Path) -> None:
+    make_quantized(tmp_path, "mxfp4", "qwen3-moe")
+    part = loaded(tmp_path).layers[1].mlp
+    assert isinstance(part, Experts)
+    many = 96 * part.up.count // part.spec.routing.top_k + 1
+    up, down = (2 * own.weight.outputs * own.weight.inputs for own in (part.up, part.down))
+    rows = many * part.spec.routing.top_k
+    assert part.up.expanded_bytes(rows) == up
+    assert part.down.expanded_bytes(rows) == down
+    assert part.up.expanded_bytes(96 * part.up.count) == 0
+    assert part.workspace_bytes(many) - part.workspace_bytes(many - 1) > max(up, down)
+
+
 def test_experts_quantized_in_different_ways_are_refused(tmp_path: Path) -> None:
     make_quantized(tmp_path, "w4a16", "qwen3-moe")
     file = tmp_path / "config.json"

@@ -23,12 +23,12 @@ from quire.ops.arguments import RmsScale
 from quire.ops.choose import Policy, use_policy
 from quire.ops.experts import (
     GELU_TANH,
-    MANY_TOKENS,
     SILU,
     ExpertCopies,
     ExpertWeights,
     Routing,
     Swiglu,
+    expands,
 )
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
@@ -285,10 +285,10 @@ def test_plans_fit_what_they_serve() -> None:
 
 
 def test_only_many_tokens_of_4_bit_floats_are_worth_expanding() -> None:
-    def expands(tokens: int, *, e2m1: bool = True) -> bool:
-        shape = ExpertsShape(tokens, 32, 4, 2880, 2880, torch.bfloat16, 4, True, e2m1)
-        return plan_for(shape).expand
-
-    assert expands(8 * MANY_TOKENS + 1)
-    assert not expands(8 * MANY_TOKENS - 8)
-    assert not expands(8192, e2m1=False)
+    int4 = replace(E2M1, code="integer", scales=torch.float16)
+    assert expands(E2M1, 97 * 32, 32)
+    assert not expands(E2M1, 96 * 32, 32)
+    assert not expands(int4, 1000 * 32, 32)
+    shape = ExpertsShape(2048, 32, 4, 2880, 2880, torch.bfloat16, 4, mma=True, expand=True)
+    assert plan_for(shape).expand
+    assert not plan_for(shape._replace(expand=False)).expand

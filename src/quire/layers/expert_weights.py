@@ -13,7 +13,7 @@ from quire import ops
 from quire.errors import ModelError
 from quire.layers.build import Build
 from quire.layers.parameter_slice import ParameterSlice
-from quire.ops.experts import MANY_TOKENS, ExpertWeights
+from quire.ops.experts import ExpertWeights, expands
 from quire.quantization import ProjectionShare, Range, Scheme, StoredTensor
 
 Layout = Literal["each", "fused", "interleaved"]
@@ -261,8 +261,8 @@ class ExpertLinear(nn.Module):
     def expanded_bytes(self, rows: int) -> int:
         """Returns the memory of the weights in 16 bits, where those of `rows` rows are expanded."""
         weight, experts, _ = self.weights
-        many = weight.format.code == "e2m1" and rows > MANY_TOKENS * experts
-        return 2 * weight.outputs * weight.inputs if many else 0
+        values = weight.outputs * weight.inputs
+        return 2 * values if expands(weight.format, rows, experts) else 0
 
 
 def even_cut(size: int, unit: int, rank: int, world: int) -> Range:

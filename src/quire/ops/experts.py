@@ -8,11 +8,18 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from quire.ops.weight import Weight
+from quire.ops.weight import Weight, WeightFormat
 
-MANY_TOKENS = 96
-"""Tokens per expert beyond which a GPU makes 16-bit numbers of all 4-bit floats of a layer first.
-That writes 2 bytes a weight, and saves what widening each tile of tokens anew takes longer."""
+_MANY_TOKENS = 96
+
+
+def expands(format: WeightFormat, assignments: int, experts: int) -> bool:
+    """Whether a GPU makes 16-bit numbers of all experts of a layer before it multiplies them.
+
+    That writes and reads 2 bytes a weight, and saves widening 4-bit floats for each tile of tokens.
+    assignments: of tokens to these experts, at most.
+    """
+    return format.code == "e2m1" and assignments > _MANY_TOKENS * experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

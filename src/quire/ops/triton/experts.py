@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.ops.experts import ExpertWeights, Swiglu
+from quire.ops.experts import ExpertWeights, Swiglu, expands
 from quire.ops.reference.segments import columns
 from quire.ops.triton.experts_kernels import (
     combine_kernel,
@@ -51,7 +51,8 @@ def experts_mlp(
     """See `reference.experts.experts_mlp`. Nothing is read on the host."""
     shape = ExpertsShape(
         len(x), up.experts, ids.shape[1], x.shape[1], down.weight.inputs, x.dtype,
-        bits_of(up.weight.format), takes_mma(x, up, down), up.weight.format.code == "e2m1",
+        bits_of(up.weight.format), takes_mma(x, up, down),
+        expands(up.weight.format, ids.numel(), up.experts),
     )  # fmt: skip
     return run_experts(plan_for(shape), x, ids, weights, up, down, act, residual)
 

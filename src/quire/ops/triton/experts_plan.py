@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from quire.ops.experts import MANY_TOKENS
 from quire.ops.triton.gemm_plan import CHUNK_WORDS
 from quire.ops.weight import WeightFormat
 
@@ -59,7 +58,7 @@ class ExpertsPlan:
 
 class ExpertsShape(NamedTuple):
     """The shape that a choice depends on. dtype: of x. bits: of a stored weight. mma: whether
-    `experts_mma` takes the weights, on this card. e2m1: weights are 4-bit floats."""
+    `experts_mma` takes the weights, on this card. expand: see `expands`."""
 
     tokens: int
     experts: int
@@ -69,7 +68,7 @@ class ExpertsShape(NamedTuple):
     dtype: torch.dtype
     bits: int
     mma: bool = False
-    e2m1: bool = False
+    expand: bool = False
 
     @property
     def mean(self) -> float:
@@ -113,10 +112,10 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
     # As left operand, 8 bits are multiplied from the registers where they were widened, while the
     # next are: else they go through shared memory, and each waits for the other.
     swap = shape.bits == 8
-    if shape.mean <= MANY_TOKENS:
+    if shape.mean <= 96:
         return ExpertsPlan("grouped", Tile(64, 64, 64, 4, 3, swap), Tile(64, 128, 64, 4, 3, swap))
     up, down = Tile(128, 64, 64, 8, 3, swap), Tile(128, 128, 64, 8, 3, swap)
-    return ExpertsPlan("grouped", up, down, expand=shape.e2m1)
+    return ExpertsPlan("grouped", up, down, expand=shape.expand)
 
 
 def _mma_plan(shape: ExpertsShape) -> ExpertsPlan | None:
