@@ -159,6 +159,7 @@ def plan_of(layer: Layer, tokens: int, *, mma: bool = True) -> ExpertsPlan:
             tokens, model.experts, model.top_k, model.hidden, model.width, torch.bfloat16,
             bits_of(layer.up.weight.format), mma and has_mma(layer),
             expands(layer.up.weight.format, tokens * model.top_k, model.experts),
+            layer.up.weight.dtype.is_floating_point,
         )
     )  # fmt: skip
 

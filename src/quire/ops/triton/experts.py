@@ -52,7 +52,7 @@ def experts_mlp(
     shape = ExpertsShape(
         len(x), up.experts, ids.shape[1], x.shape[1], down.weight.inputs, x.dtype,
         bits_of(up.weight.format), takes_mma(x, up, down),
-        expands(up.weight.format, ids.numel(), up.experts),
+        expands(up.weight.format, ids.numel(), up.experts), up.weight.dtype.is_floating_point,
     )  # fmt: skip
     return run_experts(plan_for(shape), x, ids, weights, up, down, act, residual)
 

@@ -58,7 +58,8 @@ class ExpertsPlan:
 
 class ExpertsShape(NamedTuple):
     """The shape that a choice depends on. dtype: of x. bits: of a stored weight. mma: whether
-    `experts_mma` takes the weights, on this card. expand: see `expands`."""
+    `experts_mma` takes the weights, on this card. expand: see `expands`. floats: weights are stored
+    as floats."""
 
     tokens: int
     experts: int
@@ -69,6 +70,7 @@ class ExpertsShape(NamedTuple):
     bits: int
     mma: bool = False
     expand: bool = False
+    floats: bool = False
 
     @property
     def mean(self) -> float:
@@ -109,12 +111,16 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
         return ExpertsPlan("grouped", up, down)
     if shape.mean <= 48 or wide:
         return ExpertsPlan("grouped", Tile(32, 64, 64, 4, 3), Tile(32, 128, 64, 4, 3))
-    # As left operand, 8 bits are multiplied from the registers where they were widened, while the
-    # next are: else they go through shared memory, and each waits for the other.
-    swap = shape.bits == 8
-    if shape.mean <= 96:
+    eight = shape.bits == 8
+    if shape.mean <= 96 or eight:
+        # As left operand, 8-bit floats are multiplied from the registers where they were widened,
+        # while the next are; integers are not the faster for it.
+        swap = eight and shape.floats
         return ExpertsPlan("grouped", Tile(64, 64, 64, 4, 3, swap), Tile(64, 128, 64, 4, 3, swap))
-    up, down = Tile(128, 64, 64, 8, 3, swap), Tile(128, 128, 64, 8, 3, swap)
+    if shape.mean <= 256 and (shape.bits >= 16 or shape.expand):
+        up, down = Tile(64, 128, 64, 8, 3), Tile(64, 256, 64, 8, 3)
+    else:
+        up, down = Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)
     return ExpertsPlan("grouped", up, down, expand=shape.expand)
 
 
@@ -127,7 +133,7 @@ def _mma_plan(shape: ExpertsShape) -> ExpertsPlan | None:
         return None
     # Inputs are loaded for every 8 tokens anew, so that wider tiles save little; programs of few
     # warps end apart from each other, and hide each other's ends.
-    tile = MmaTile(2, 1, 2, 1)
+    tile = MmaTile(1 if shape.mean <= 6 else 2, 1, 2, 1)
     return ExpertsPlan("grouped", tile, tile)
 
 
