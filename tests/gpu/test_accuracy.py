@@ -67,6 +67,7 @@ def agree(found: Answers, exact: Answers) -> int:
     [
         {},
         {"max_num_batched_tokens": 48, "max_num_seqs": 20},
+        {"max_num_batched_tokens": 64},
         {"rounds": 2, "enable_prefix_caching": True},
         {"num_kv_blocks": 40, "max_model_len": 512, "enable_prefix_caching": False},
         {"enforce_eager": True},
@@ -74,7 +75,17 @@ def agree(found: Answers, exact: Answers) -> int:
         {"dtype": "float16"},
         {"disable": OPTIMIZATIONS},
     ],
-    ids=["plain", "chunked", "prefix hits", "preempted", "eager", "fixed", "fp16", "nothing on"],
+    ids=[
+        "plain",
+        "chunked",
+        "more lanes than tokens",
+        "prefix hits",
+        "preempted",
+        "eager",
+        "fixed",
+        "fp16",
+        "nothing on",
+    ],
 )
 def test_paths_agree_with_fp32(exact: Answers, settings: dict[str, Any]) -> None:
     found = answers(**{"device": "cuda", "dtype": "bfloat16", **settings})

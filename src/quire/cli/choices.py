@@ -51,7 +51,7 @@ def _graphs(config: EngineConfig) -> str:
     if config.eager:
         return "off: enforce_eager, or disabled"
     limits = config.scheduler
-    decode = len(row_buckets(limits.max_num_seqs))
+    decode = len(row_buckets(min(limits.max_num_seqs, limits.max_num_batched_tokens)))
     mixed = len(mixed_buckets(limits.max_num_batched_tokens))
     return (
         f"{decode} bodies for decode steps, 2 x {mixed} for mixed ones of up to "

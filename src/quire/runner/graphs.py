@@ -69,13 +69,14 @@ class Buckets:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._rows = row_buckets(limits.lanes)
+        self._rows = row_buckets(min(limits.lanes, limits.tokens))
         self._mixed = mixed_buckets(limits.tokens)
         self._logit_rows = _up_to(
             limits.logit_rows, [*self._rows, *range(limits.lanes, limits.logit_rows, 64)]
         )
         # Rows of a few drafts have as many logit rows as tokens.
-        self._short = [size for size in self._logit_rows if size > 1] if limits.drafts else []
+        short = _up_to(min(limits.tokens, limits.logit_rows), self._logit_rows)
+        self._short = [size for size in short if size > 1] if limits.drafts else []
 
     def bodies(self) -> list[BodyShape]:
         """Returns all shapes of bodies, largest first."""
