@@ -1,16 +1,16 @@
 """Linear layers with low-rank adapters for few rows: one kernel for both.
 
-The kernel is `skinny_kernel` with more programs before its own. These multiply by A, wait for each
-other, and multiply by B, beside the others, and write what is to be added; a program of the layer
-adds it to its sums once they are whole. So a layer with adapters has as many
-launches as one without, and both read at once. Sums are those of `skinny_kernel`: rows without an
-adapter keep their bits.
+The kernel is `skinny_kernel`, some of whose programs multiply by A before their own tile of the
+layer. Each adds B times that to its tile, once its sums are whole. So a layer with adapters has as
+many launches as one without, and both read at once. Sums are those of `skinny_kernel`: rows without
+an adapter keep their bits.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import triton
@@ -21,7 +21,14 @@ from quire.ops.adapters import AdapterRows, SlotWeights
 from quire.ops.arguments import Activation, RmsScale
 from quire.ops.choose import current_policy
 from quire.ops.triton.activation import run as activate
-from quire.ops.triton.adapter_tiles import TURNS, await_tiles, expand, parts_of_tiles, shrink
+from quire.ops.triton.adapter_tiles import (
+    TURNS,
+    ask_for_a,
+    ask_for_b,
+    await_tiles,
+    expand,
+    shrink,
+)
 from quire.ops.triton.adapters import (
     AdapterTiles,
     add_adapters,
@@ -45,75 +52,145 @@ from quire.ops.triton.quantized_tiles import Operands
 from quire.ops.triton.skinny_gemm import MAX_SPLIT_TILES, meet, product, store_tile
 from quire.ops.weight import Weight
 
-_WORKERS = 64
-"""Programs that multiply by A and B."""
 STAGES = 4
 """Stages of the loops over A and B."""
+_STAGED = 80 << 10
+"""Bytes of shared memory for the stages of a loop over B."""
 
 
-@triton.jit(do_not_specialize=["M", "prefetch_k", "steps_per_split", "workers", "turn"])
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Who multiplies by A, and what is asked for before it is needed.
+
+    place: "own": programs before their own tile of the layer; "extra": programs that do nothing
+        else, before those; "apart": a kernel of its own, which the layer's waits for once its sums
+        are whole.
+    programs: the most that multiply by A. Those of one kernel must all fit on the device at once,
+        as programs of the layer wait for them.
+    parts: the most of a tile's inputs.
+    ahead: bytes of B that are asked for before the layer's sums; the rest is behind them.
+    prefetch: bytes of each row of the weight that are asked for first, at least.
+    stages: of the loop over B. Three loads of it follow each other.
+    """
+
+    place: Literal["own", "extra", "apart"] = "own"
+    programs: int = 128
+    parts: int = 8
+    ahead: int = 16 << 20
+    prefetch: int = 0
+    stages: int = 2
+
+
+SCHEDULE = Schedule()
+
+
+@triton.jit
+def _add_expanded(
+    acc, first_row, rows, ms, own, N, part, parts, count, memory_ptr, table_ptr, tiles_ptr,
+    inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride,
+    BM: tl.constexpr, BN: tl.constexpr, GLU: tl.constexpr, PLACES: tl.constexpr,
+    RANK: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Adds what `expand` gives to the sums of rows with an adapter, and leaves those of others."""
+    if GLU:
+        cols = tl.minimum(first_row + tl.arange(0, BN), N - 1)
+        gate = expand(
+            cols, first_row, ms, own, part, parts, count, memory_ptr, table_ptr, tiles_ptr,
+            inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride, BM, BN, PLACES, RANK,
+            WIDTH, UPCAST, STAGES,
+        )  # fmt: skip
+        up = expand(
+            cols + N, first_row + N, ms, own, part, parts, count, memory_ptr, table_ptr, tiles_ptr,
+            inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride, BM, BN, PLACES, RANK,
+            WIDTH, UPCAST, STAGES,
+        )  # fmt: skip
+        added = tl.reshape(tl.join(gate, up), [BM, 2 * BN])
+    else:
+        added = expand(
+            rows, first_row, ms, own, part, parts, count, memory_ptr, table_ptr, tiles_ptr,
+            inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride, BM, BN, PLACES, RANK,
+            WIDTH, UPCAST, STAGES,
+        )  # fmt: skip
+    return tl.where((own >= 0)[:, None], acc + added, acc)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "M", "prefetch_k", "steps_per_split", "workers", "apart", "most_parts", "ahead", "turn",
+    ]
+)  # fmt: skip
 def _adapted_kernel(
     x_ptr, w_ptr, w_scale_ptr, w_zero_ptr, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr,
     slots_ptr, order_ptr, tiles_ptr, count_ptr, memory_ptr, table_ptr, starts_ptr, inner_ptr,
-    inner_parts_ptr, delta_ptr, tile_counters_ptr,
+    inner_parts_ptr, tile_counters_ptr,
     M, N, K, stride_xm, stride_wn, stride_sn, stride_rm, stride_ym, steps_per_split, prefetch_k,
-    workers, turn, tiles_n, splits, slot_stride, table_stride, inner_stride, delta_stride, ranks,
+    workers, apart, most_parts, ahead, turn, tiles_n, splits, slot_stride, table_stride,
+    inner_stride, ranks,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     SWAP: tl.constexpr, EVEN: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, UPCAST: tl.constexpr,
     PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
-    TILE: tl.constexpr, BR: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    TILE: tl.constexpr, BR: tl.constexpr, INPUTS: tl.constexpr,
     PLACES: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, FIXED: tl.constexpr,
-    EVEN_INPUTS: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_INPUTS: tl.constexpr, STAGES: tl.constexpr, B_STAGES: tl.constexpr, SHRINK: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] as `skinny_kernel` does of x whose norm, if any, is applied, with
-    adapters. Grid: `workers` that adapt, then N tiles, K splits, M tiles. turn: see
-    TURNS."""
+    adapters. Grid: N tiles, K splits, M tiles, behind `apart` programs that have none. Of all of
+    them the first `workers` multiply by A. turn: see TURNS. SHRINK: without it the kernel before
+    this one has done that, and x was complete before it started."""
     if PDL and EAGER:
         gdc_launch_dependents()
     pid = tl.program_id(0)
-    if pid < workers:
-        if PDL:
-            wait_for_predecessor(EAGER)
-        if pid == 0:
-            tl.store(tile_counters_ptr + TURNS + 2 * (1 - turn) + tl.arange(0, 2), 0)
-        ready_ptr = tile_counters_ptr + TURNS + 2 * turn
-        shrink(
-            pid, workers, x_ptr, memory_ptr, table_ptr, order_ptr, tiles_ptr, count_ptr, x_ptr,
-            inner_ptr, inner_parts_ptr, tile_counters_ptr, ready_ptr, K, slot_stride, table_stride,
-            stride_xm, inner_stride, ranks, 0.0, TILE, BR, INPUTS, PLACES, WIDTH, FIXED,
-            EVEN_INPUTS, False, UPCAST, STAGES, True,
-        )  # fmt: skip
-        count = tl.load(count_ptr)
-        if count > 0:
-            await_tiles(ready_ptr, count, PDL)
-            expand(
-                pid, workers, count, memory_ptr, table_ptr, order_ptr, tiles_ptr, inner_ptr,
-                delta_ptr, starts_ptr, ready_ptr + 1, slot_stride, table_stride, inner_stride,
-                delta_stride, TILE, OUTPUTS, PLACES, RANK, WIDTH, UPCAST, STAGES,
-            )  # fmt: skip
-    else:
-        pid -= workers
-        R: tl.constexpr = 2 * BN if GLU else BN
-        pid_n = pid % tiles_n
-        pid_k = pid // tiles_n % splits
-        pid_m = pid // tiles_n // splits
-        rows = tile_rows(pid_n, N, BN, GLU)
-        cols = pid_n * BN + tl.arange(0, BN)
-        ms = pid_m * BM + tl.arange(0, BM)
-        k_begin = pid_k * steps_per_split * BK
-        k_end = tl.minimum(K, k_begin + steps_per_split * BK)
-        if PREFETCH:
+    item = tl.maximum(pid - apart, 0)
+    R: tl.constexpr = 2 * BN if GLU else BN
+    pid_n = item % tiles_n
+    pid_k = item // tiles_n % splits
+    pid_m = item // tiles_n // splits
+    rows = tile_rows(pid_n, N, BN, GLU)
+    ms = pid_m * BM + tl.arange(0, BM)
+    k_begin = pid_k * steps_per_split * BK
+    k_end = tl.minimum(K, k_begin + steps_per_split * BK)
+    count = tl.load(count_ptr)
+    # Here, and not where they are needed, as nothing hides their latency there.
+    own = tl.load(slots_ptr + ms, mask=ms < M, other=-1)
+    if PREFETCH:
+        if pid >= apart:
             STEP: tl.constexpr = 8 if BITS == 4 else 1
             first = k_begin // STEP
             last_k = tl.minimum(k_end // STEP, first + prefetch_k)
             prefetch_rows(w_ptr, rows, stride_wn, first, last_k)
-        # Here, and not where they are needed, as nothing hides their latency there.
-        count = tl.load(count_ptr)
-        own = tl.load(slots_ptr + ms, mask=ms < M, other=-1)
+        if SHRINK:
+            if pid < workers:
+                ask_for_a(
+                    pid, workers, count, memory_ptr, table_ptr, tiles_ptr, K, slot_stride,
+                    table_stride, most_parts, BR, INPUTS, FIXED, 4,
+                )  # fmt: skip
+        if (pid >= apart) & (pid_k == 0) & (pid_m == 0):
+            soon = tl.minimum(count, ahead)
+            ask_for_b(
+                0, soon, pid_n * BN, memory_ptr, table_ptr, tiles_ptr, starts_ptr, slot_stride,
+                table_stride, BN, PLACES,
+            )  # fmt: skip
+            if GLU:
+                ask_for_b(
+                    0, soon, pid_n * BN + N, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
+                    slot_stride, table_stride, BN, PLACES,
+                )  # fmt: skip
+    if SHRINK:
         if PDL:
             wait_for_predecessor(EAGER)
+        if pid == 0:
+            tl.store(tile_counters_ptr + TURNS + 1 - turn, 0)
+        if pid < workers:
+            shrink(
+                pid, workers, x_ptr, memory_ptr, table_ptr, order_ptr, tiles_ptr, count_ptr, x_ptr,
+                inner_ptr, inner_parts_ptr, tile_counters_ptr, tile_counters_ptr + TURNS + turn, K,
+                slot_stride, table_stride, stride_xm, inner_stride, ranks, 0.0, most_parts, TILE,
+                BR, INPUTS, PLACES, WIDTH, FIXED, EVEN_INPUTS, False, UPCAST, STAGES, True,
+            )  # fmt: skip
+    if pid >= apart:
+        cols = pid_n * BN + tl.arange(0, BN)
         x_ptrs = x_ptr + tl.minimum(ms, M - 1).to(tl.int64)[:, None] * stride_xm
         w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * stride_wn
         s_ptrs = w_scale_ptr + rows.to(tl.int64)[:, None] * stride_sn
@@ -123,23 +200,80 @@ def _adapted_kernel(
             x_ptrs, w_ptrs, s_ptrs, z_ptrs, x_ptr, scale, k_begin, k_end, K, 0.0, BM, R, BK, EVEN,
             "none", SWAP, UPCAST, BITS, GROUP, HAS_ZEROS,
         )  # fmt: skip
+        if not SHRINK:
+            if PDL:
+                wait_for_predecessor(EAGER)
+        # Programs of a tile share its adapters; but what is added before the scales is scaled.
+        SHARED: tl.constexpr = SPLIT and not HAS_SCALES
         last = True
-        if SPLIT:
+        if SPLIT and not SHARED:
             tile = pid_m * tiles_n + pid_n
             acc, last = meet(acc, parts_ptr, counters_ptr, tile, pid_k, splits, BM, R)
         if last:
             if HAS_SCALES:
                 acc *= tl.load(w_scale_ptr + rows * stride_sn).to(tl.float32)[None, :]
+            part = 0
+            parts = 1
+            if SHARED:
+                part = pid_k
+                parts = splits
             if count > 0:
-                parts = count * parts_of_tiles(workers, count)
-                await_tiles(tile_counters_ptr + TURNS + 2 * turn + 1, parts, PDL)
-                mask = (own >= 0)[:, None] & (rows >= 0)[None, :]
-                at = delta_ptr + ms.to(tl.int64)[:, None] * delta_stride + rows[None, :]
-                acc += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+                if PREFETCH:
+                    ask_for_b(
+                        ahead, count, pid_n * BN, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
+                        slot_stride, table_stride, BN, PLACES,
+                    )  # fmt: skip
+                    if GLU:
+                        ask_for_b(
+                            ahead, count, pid_n * BN + N, memory_ptr, table_ptr, tiles_ptr,
+                            starts_ptr, slot_stride, table_stride, BN, PLACES,
+                        )  # fmt: skip
+                if SHRINK:
+                    await_tiles(tile_counters_ptr + TURNS + turn, count, PDL)
+                acc = _add_expanded(
+                    acc, pid_n * BN, rows, ms, own, N, part, parts, count, memory_ptr, table_ptr,
+                    tiles_ptr, inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride, BM,
+                    BN, GLU, PLACES, RANK, WIDTH, UPCAST, B_STAGES,
+                )  # fmt: skip
+        if SHARED:
+            tile = pid_m * tiles_n + pid_n
+            acc, last = meet(acc, parts_ptr, counters_ptr, tile, pid_k, splits, BM, R)
+        if last:
             store_tile(
                 acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_sn,
                 stride_rm, stride_ym, GLU, ACT, False, HAS_BIAS, HAS_RES, False,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["prefetch_k", "workers", "most_parts"])
+def _shrink_kernel(
+    x_ptr, w_ptr, order_ptr, tiles_ptr, count_ptr, memory_ptr, table_ptr, inner_ptr,
+    inner_parts_ptr, tile_counters_ptr, K, outputs, stride_xm, stride_wn, prefetch_k, split_k,
+    splits, workers, most_parts, slot_stride, table_stride, inner_stride, ranks,
+    PREFETCH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr, TILE: tl.constexpr,
+    BR: tl.constexpr, INPUTS: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
+    FIXED: tl.constexpr, EVEN_INPUTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Multiplies by A, and first asks for what the layer's kernel reads first. Grid (workers)."""
+    pid = tl.program_id(0)
+    if PREFETCH:
+        for row in range(pid * 16, outputs, workers * 16):
+            rows = tl.minimum(row + tl.arange(0, 16), outputs - 1)
+            for split in range(splits):
+                begin = split * split_k
+                prefetch_rows(w_ptr, rows, stride_wn, begin, begin + prefetch_k)
+        ask_for_a(
+            pid, workers, tl.load(count_ptr), memory_ptr, table_ptr, tiles_ptr, K, slot_stride,
+            table_stride, most_parts, BR, INPUTS, FIXED, 4,
+        )  # fmt: skip
+    if PDL:
+        wait_for_predecessor(False)
+    shrink(
+        pid, workers, x_ptr, memory_ptr, table_ptr, order_ptr, tiles_ptr, count_ptr, x_ptr,
+        inner_ptr, inner_parts_ptr, tile_counters_ptr, tile_counters_ptr, K, slot_stride,
+        table_stride, stride_xm, inner_stride, ranks, 0.0, most_parts, TILE, BR, INPUTS, PLACES,
+        WIDTH, FIXED, EVEN_INPUTS, False, UPCAST, STAGES, False,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -167,31 +301,54 @@ def adapted_gemm(
     if splits > 1:
         size = tiles_n * tiles_m * splits * plan.bm * r
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
-    tiles = AdapterTiles.of(x, weights)
-    delta = torch.empty(m, args.weight.outputs, dtype=torch.float32, device=x.device)
+    schedule = SCHEDULE
+    tiles = AdapterTiles.of(x, weights, most_inputs=256)
     counters = counters_of(x.device)
-    # All must fit on the device at once, as they wait for each other. The interpreter runs programs
-    # one after the other.
-    most = min(_WORKERS, card.num_sms) if x.device.type == "cuda" else 1
+    programs = tiles_n * splits * tiles_m
+    most = schedule.programs
+    if schedule.place == "own":
+        most = min(most, programs)
+    # The interpreter runs programs one after the other, so the first does what others wait for.
+    most = most if x.device.type == "cuda" else 1
     workers, fixed, sums = shrink_buffers(x, weights, rows, tiles, most)
-    launch(_adapted_kernel, (workers + tiles_n * splits * tiles_m,))(
-        x, operands.values, operands.scales, operands.zeros, x if args.bias is None else args.bias,
+    upcast = x.dtype == torch.bfloat16 and not card.bf16
+    values, own = operands.values, schedule.place != "apart"
+    prefetch = max(plan.prefetch, schedule.prefetch) // values.element_size()
+    extra = workers if schedule.place == "extra" else 0
+    if not own:
+        packed = 8 if operands.bits == 4 else 1
+        launch(_shrink_kernel, (workers,))(
+            x, values, rows.order, rows.tiles, rows.num_tiles, weights.memory, weights.table,
+            tiles.inner, sums, counters.words, k, args.weight.outputs, x.stride(0),
+            values.stride(0), min(prefetch, per_split * plan.bk // packed),
+            per_split * plan.bk // packed, splits, workers, schedule.parts,
+            weights.memory.stride(0), weights.table.stride(0), tiles.inner.stride(0), weights.rows,
+            PREFETCH=card.pdl, UPCAST=upcast, PDL=card.pdl, TILE=rows.tile, BR=tiles.br,
+            INPUTS=tiles.bk, PLACES=len(weights.sizes), WIDTH=tiles.width, FIXED=fixed,
+            EVEN_INPUTS=k % tiles.bk == 0, STAGES=3, **options(card.pdl, num_warps=4, maxnreg=128),
+        )  # fmt: skip
+    slot_bytes = weights.rank * args.weight.outputs * x.element_size()
+    columns = 128 if plan.bn <= 64 else 64
+    stage = (plan.bm + plan.bn) * columns * x.element_size()
+    launch(_adapted_kernel, (extra + programs,))(
+        x, values, operands.scales, operands.zeros, x if args.bias is None else args.bias,
         x if res is None else res, out, parts, workspace.counters, rows.slots, rows.order,
         rows.tiles, rows.num_tiles, weights.memory, weights.table,
-        _starts(weights.sizes, x.device), tiles.inner, sums, delta, counters.words,
-        m, n, k, x.stride(0), operands.values.stride(0), operands.scales.stride(0),
-        0 if res is None else res.stride(0), out.stride(0), per_split,
-        plan.prefetch // operands.values.element_size(), workers, counters.take_turn(),
-        tiles_n, splits, weights.memory.stride(0), weights.table.stride(0),
-        tiles.inner.stride(0), delta.stride(0), weights.rows,
+        _starts(weights.sizes, x.device), tiles.inner, sums, counters.words,
+        m, n, k, x.stride(0), values.stride(0), operands.scales.stride(0),
+        0 if res is None else res.stride(0), out.stride(0), per_split, prefetch,
+        workers if own else 0, extra, schedule.parts, schedule.ahead // slot_bytes,
+        counters.take_turn(), tiles_n, splits, weights.memory.stride(0), weights.table.stride(0),
+        tiles.inner.stride(0), weights.rows,
         BM=plan.bm, BN=plan.bn, BK=plan.bk, SPLIT=splits > 1, SWAP=plan.swap,
         EVEN=k % plan.bk == 0, GLU=args.gated, ACT=args.act_name,
         HAS_SCALES=operands.has_scales, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
         BITS=operands.bits, GROUP=operands.group, HAS_ZEROS=operands.has_zeros,
-        UPCAST=x.dtype == torch.bfloat16 and not card.bf16, PDL=card.pdl, EAGER=plan.eager,
-        PREFETCH=card.pdl, TILE=rows.tile, BR=tiles.br, INPUTS=tiles.bk, OUTPUTS=tiles.bn,
+        UPCAST=upcast, PDL=card.pdl, EAGER=plan.eager,
+        PREFETCH=card.pdl, TILE=rows.tile, BR=tiles.br, INPUTS=tiles.bk,
         PLACES=len(weights.sizes), RANK=weights.rank, WIDTH=tiles.width,
         FIXED=fixed, EVEN_INPUTS=k % tiles.bk == 0, STAGES=STAGES,
+        B_STAGES=min(schedule.stages, 3 * max(0, _STAGED // stage) + 1), SHRINK=own,
         **options(card.pdl, num_warps=plan.warps, num_stages=plan.stages),
     )  # fmt: skip
     return out

@@ -115,7 +115,7 @@ def _cut_tiles(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    tl.store(counters_ptr + TURNS + tl.arange(0, 4), tl.zeros([4], tl.int32))
+    tl.store(counters_ptr + TURNS + tl.arange(0, 2), tl.zeros([2], tl.int32))
     slot = tl.arange(0, SLOTS)
     tokens = tl.load(counts_ptr + slot, mask=slot < num_slots, other=0)
     starts = tl.cumsum(tokens, 0) - tokens
@@ -183,7 +183,7 @@ def _adapt(
         shrink(
             pid, workers, x_ptr, memory_ptr, table_ptr, order_ptr, tiles_ptr, count_ptr, norm_ptr,
             inner_ptr, parts_ptr, counters_ptr, counters_ptr + READY, K, slot_stride, table_stride,
-            x_stride, inner_stride, ranks, eps, BM, BR, BK, PLACES, WIDTH, FIXED, EVEN_K, NORM,
+            x_stride, inner_stride, ranks, eps, 16, BM, BR, BK, PLACES, WIDTH, FIXED, EVEN_K, NORM,
             UPCAST, STAGES, EXPAND,
         )  # fmt: skip
     elif EXPAND:
@@ -284,18 +284,13 @@ class AdapterTiles:
     inner: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, weights: SlotWeights) -> AdapterTiles:
+    def of(cls, x: Tensor, weights: SlotWeights, most_inputs: int = VALUES) -> AdapterTiles:
         places, device = len(weights.sizes), x.device
         width = triton.next_power_of_2(max(16, weights.rank))
         br = min(64, max(16, triton.next_power_of_2(weights.rows)))
-        bk = min(VALUES // br, max(64, triton.next_power_of_2(weights.inputs)))
+        bk = min(most_inputs, VALUES // br, max(64, triton.next_power_of_2(weights.inputs)))
         inner = torch.empty(len(x), places * width, dtype=x.dtype, device=device)
         return cls(width, br, bk, inner)
-
-    @property
-    def bn(self) -> int:
-        """Returns the rows of a tile of B."""
-        return VALUES // min(64, self.width)
 
 
 def shrink_buffers(
