@@ -59,8 +59,8 @@ _STAGED = 80 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """Who multiplies by A, and what is asked for before it is needed.
+class AdapterSchedule:
+    """Says who multiplies by A, and what is asked for before it is needed.
 
     place: "own": programs before their own tile of the layer; "extra": programs that do nothing
         else, before those; "apart": a kernel of its own, which the layer's waits for once its sums
@@ -70,7 +70,7 @@ class Schedule:
     parts: the most of a tile's inputs.
     ahead: bytes of B that are asked for before the layer's sums; the rest is behind them.
     prefetch: bytes of each row of the weight that are asked for first, at least.
-    stages: of the loop over B. Three loads of it follow each other.
+    stages: of the loop over B, three of whose loads follow each other.
     """
 
     place: Literal["own", "extra", "apart"] = "own"
@@ -81,7 +81,7 @@ class Schedule:
     stages: int = 2
 
 
-SCHEDULE = Schedule()
+SCHEDULE = AdapterSchedule()
 
 
 @triton.jit
