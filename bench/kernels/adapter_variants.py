@@ -3,8 +3,8 @@
     python bench/kernels/adapter_variants.py [--layers 36] [--seconds 145]
 
 Each way is first checked against the twins, with adapters of several ranks: it must leave base rows
-their bits, and give the same twice. One that fails is told, and timed if it can be. Tables end the output, at
-the latest after `--seconds`.
+their bits, and give the same twice. One that fails is told, and timed if it can be. Tables
+end the output, at the latest after `--seconds`.
 """
 
 from __future__ import annotations
