@@ -116,6 +116,25 @@ def test_tensors(
         read_adapter(adapter, layout)
 
 
+@pytest.mark.parametrize("part", ["A", "B"])
+def test_values_that_the_models_dtype_does_not_hold(
+    checkpoint: Path, adapter: Path, part: str
+) -> None:
+    """A finite value of fp32 that is infinite in fp16."""
+    spec = spec_from_config(load_config(checkpoint / "model"))
+    half = AdapterLayout(build_model(spec, device="meta", dtype=torch.float16), 8)
+    found = tensors(adapter)
+    name = f"{FIRST}.lora_{part}.weight"
+    large = torch.zeros_like(found[name])
+    large[0, 0] = 65520.0
+    save(adapter, {**found, name: large})
+    with pytest.raises(RequestError, match=f"lora_{part}.weight holds values beyond float16"):
+        read_adapter(adapter, half)
+    large[0, 0] = 65504.0
+    save(adapter, {**found, name: large})
+    read_adapter(adapter, half)
+
+
 def test_unknown_modules(adapter: Path, layout: AdapterLayout) -> None:
     found = tensors(adapter)
     save(adapter, {name.replace("layers.0", "layers.9"): part for name, part in found.items()})

@@ -77,7 +77,13 @@ def read_adapter(folder: Path, layout: AdapterLayout) -> Adapter:
         _check(module, a, b, targets, expected)
         scale = _scale(config, module, expected)
         for target in targets:
-            part = LowRank(a.to(layout.dtype), target.rows(b).to(layout.dtype), scale)
+            own_a, own_b = a.to(layout.dtype), target.rows(b).to(layout.dtype)
+            for name, cast in (("A", own_a), ("B", own_b)):
+                # Where tokens of other adapters multiply a value by zero, infinity would show.
+                if not bool(torch.isfinite(cast).all()):
+                    dtype = str(layout.dtype).removeprefix("torch.")
+                    raise _wrong(f"{module}.lora_{name}.weight holds values beyond {dtype}")
+            part = LowRank(own_a, own_b, scale)
             adapter.parts[target.layer, target.place] = part
     if not adapter.parts:
         raise _wrong(f"{WEIGHTS} holds no tensor of an adapter")
