@@ -2,6 +2,9 @@
 
     python bench/kernels/adapter_variants.py [--layers 36] [--seconds 145]
 
+"loop": the product with B is a loop of its own whose result is added to the layer's sums. Others
+add it to those sums in place, and read the first slots' B before them ("early").
+
 Each way is first checked against the twins, with adapters of several ranks: it must leave base rows
 their bits, and give the same twice. One that fails is told, and timed if it can be. Tables
 end the output, at the latest after `--seconds`.
@@ -38,27 +41,31 @@ from quire.ops.triton.adapted_gemm import AdapterSchedule
 from quire.ops.triton.linear import linear
 from quire.runner.graphs import Graphs
 
-OWN = adapted_gemm.SCHEDULE
-EXTRA, APART = replace(OWN, place="extra"), replace(OWN, place="apart")
+NEW = adapted_gemm.SCHEDULE
+LOOP = replace(NEW, stages=1, early=0, by_one=False, registers=0)
 WAYS: dict[str, AdapterSchedule] = {
-    "own 128": OWN,
-    "apart 132": replace(APART, programs=132),
-    "extra 64": replace(EXTRA, programs=64),
-    "own 64": replace(OWN, programs=64),
-    "own 256": replace(OWN, programs=256),
-    "own 32": replace(OWN, programs=32),
-    "extra 8": replace(EXTRA, programs=8),
-    "extra 16": replace(EXTRA, programs=16),
-    "apart 264": replace(APART, programs=264),
-    "apart 132, W 2 KB": replace(APART, programs=132, prefetch=2048),
-    "own 128, W 2 KB": replace(OWN, prefetch=2048),
-    "own 128, W 4 KB": replace(OWN, prefetch=4096),
-    "own 128, B late": replace(OWN, ahead=0),
-    "own 128, B before": replace(OWN, ahead=1 << 30),
-    "own 128, 4 parts": replace(OWN, parts=4),
-    "own 128, 16 parts": replace(OWN, parts=16),
-    "own 128, 1 stage": replace(OWN, stages=1),
-    "own 128, 4 stages": replace(OWN, stages=4),
+    "extra 64": NEW,
+    "extra 64, loop": LOOP,
+    "own 128, loop": replace(LOOP, place="own", programs=128),
+    "extra 64, not early": replace(NEW, early=0),
+    "extra 64, any registers": replace(NEW, registers=0),
+    "extra 64, early in shared": replace(NEW, hold=False),
+    "extra 32": replace(NEW, programs=32),
+    "own 128": replace(NEW, place="own", programs=128),
+    "apart 132": replace(NEW, place="apart", programs=132),
+    "extra 128": replace(NEW, programs=128),
+    "extra 64, all look": replace(NEW, by_one=False),
+    "extra 64, 128 registers": replace(NEW, registers=128),
+    "extra 64, B late": replace(NEW, ahead=0),
+    "extra 64, early 32": replace(NEW, early=32),
+    "extra 64, 16 parts": replace(NEW, parts=16),
+    "extra 16, loop": replace(LOOP, programs=16),
+    "extra 32, loop": replace(LOOP, programs=32),
+    "extra 128, loop": replace(LOOP, programs=128),
+    "extra 64, loop, B late": replace(LOOP, ahead=0),
+    "own 128, loop, B late": replace(LOOP, place="own", programs=128, ahead=0),
+    "apart 132, loop": replace(LOOP, place="apart", programs=132),
+    "apart 264, loop": replace(LOOP, place="apart", programs=264),
 }
 CASES = ("none", "1 row of 1", "1", "4", "16", "64")
 KINDS = {"qkv": None, "out": None, "up": "silu_and_mul", "down": None}

@@ -75,15 +75,18 @@ def test_tokens_are_grouped_by_slot(kernel_device: str, lengths: list[int]) -> N
     used = (twin.slots >= 0).nonzero().flatten()
     expected = used[torch.argsort(twin.slots[used], stable=True)]
     assert torch.equal(found.order[: len(used)].long(), expected)
-    tiles = found.tiles[: int(found.num_tiles)].tolist()
-    covered = [(slot, int(found.order[first + i])) for slot, first, n in tiles for i in range(n)]
+    tiles = found.tiles[: int(found.num_tiles[0])].tolist()
+    covered = [(slot, int(found.order[first + i])) for slot, first, n, _ in tiles for i in range(n)]
     assert covered == [(int(twin.slots[t]), int(t)) for t in expected]
-    assert all(0 < n <= found.tile for _, _, n in tiles)
+    assert all(0 < n <= found.tile for _, _, n, _ in tiles)
+    slots = sorted(set(twin.slots.tolist()) - {-1})
+    assert found.tiles[: len(slots), 3].tolist() == slots
+    assert int(found.num_tiles[1]) == len(slots)
 
 
 def test_a_step_without_adapters_has_no_tiles(kernel_device: str) -> None:
     found = rows_of([-1] * 5, kernel_device, kernels, 3)
-    assert int(found.num_tiles) == 0
+    assert int(found.num_tiles[0]) == 0
     out = draw(5, 40).to(kernel_device)
     weights = slot_weights([(4,)] * 3, (40,), 64, 4, torch.float32, kernel_device)
     before = out.clone()
@@ -185,6 +188,7 @@ PLAN = GemmPlan("skinny", bm=16, bn=32, bk=64, split_k=2)
         ((96, 32, 32), 64, [(4, 4, 4), (16, 0, 8), (0, 0, 0)], None, replace(PLAN, bm=64)),
         ((72,), 272, [(16,), (7,), (80,)], None, PLAN),
         ((48, 48), 256, [(8, 8), (24, 1), (0, 5)], "silu_and_mul", PLAN),
+        ((40, 24), 64, [(3, 200), (7, 0), (130, 9)], None, replace(PLAN, bn=64, swap=True)),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

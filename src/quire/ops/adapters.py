@@ -50,8 +50,9 @@ class AdapterRows(NamedTuple):
 
     slots: int32 [T], each token's slot, -1 for none.
     order: int32 [T], the tokens of slot 0, then those of slot 1, and so on; the rest is undefined.
-    tiles: int32 [most, 3], (slot, first place in `order`, tokens) of runs of at most `tile` tokens
-        of one slot. num_tiles: int32 [1], how many there are.
+    tiles: int32 [most, 4], (slot, first place in `order`, tokens) of runs of at most `tile` tokens
+        of one slot; the last column lists the slots, each once. num_tiles: int32 [2], how many runs
+        and how many slots there are.
     The twins read `slots` only, and leave the others empty.
     """
 

@@ -21,7 +21,7 @@ def adapter_rows(rows: StepRows, column: Tensor, *, num_tokens: int, num_slots: 
     taken = torch.repeat_interleave(own, q_lens)
     slots[: len(taken)] = taken
     none = slots[:0]
-    return AdapterRows(slots, none, none.view(0, 3), none)
+    return AdapterRows(slots, none, none.view(0, 4), none)
 
 
 def add_adapters(

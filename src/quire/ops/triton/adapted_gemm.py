@@ -23,10 +23,16 @@ from quire.ops.choose import current_policy
 from quire.ops.triton.activation import run as activate
 from quire.ops.triton.adapter_tiles import (
     TURNS,
+    add_product,
+    add_rounds,
     ask_for_a,
     ask_for_b,
+    await_by_one,
     await_tiles,
+    cut,
     expand,
+    find_slots,
+    load_b,
     shrink,
 )
 from quire.ops.triton.adapters import (
@@ -70,15 +76,24 @@ class AdapterSchedule:
     parts: the most of a tile's inputs.
     ahead: bytes of B that are asked for before the layer's sums; the rest is behind them.
     prefetch: bytes of each row of the weight that are asked for first, at least.
-    stages: of the loop over B, three of whose loads follow each other.
+    stages: of the loop over B, three of whose loads follow each other. 0: it has none, adds to the
+        layer's sums themselves, and finds addresses a round before they are needed.
+    early: columns of B that are read before the layer's sums, if there are no stages.
+    hold: those stay in registers until then. Else they are in shared memory before the sums begin.
+    by_one: one thread of a program looks whether A is done, not each.
+    registers: the most of a thread, 0 for no limit.
     """
 
-    place: Literal["own", "extra", "apart"] = "own"
-    programs: int = 128
+    place: Literal["own", "extra", "apart"] = "extra"
+    programs: int = 64
     parts: int = 8
     ahead: int = 16 << 20
     prefetch: int = 0
-    stages: int = 2
+    stages: int = 0
+    early: int = 128
+    hold: bool = True
+    by_one: bool = True
+    registers: int = 168
 
 
 SCHEDULE = AdapterSchedule()
@@ -134,6 +149,8 @@ def _adapted_kernel(
     TILE: tl.constexpr, BR: tl.constexpr, INPUTS: tl.constexpr,
     PLACES: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, FIXED: tl.constexpr,
     EVEN_INPUTS: tl.constexpr, STAGES: tl.constexpr, B_STAGES: tl.constexpr, SHRINK: tl.constexpr,
+    EARLY: tl.constexpr, COLUMNS: tl.constexpr, HOLD: tl.constexpr,
+    BY_ONE: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] as `skinny_kernel` does of x whose norm, if any, is applied, with
     adapters. Grid: N tiles, K splits, M tiles, behind `apart` programs that have none. Of all of
@@ -154,6 +171,29 @@ def _adapted_kernel(
     count = tl.load(count_ptr)
     # Here, and not where they are needed, as nothing hides their latency there.
     own = tl.load(slots_ptr + ms, mask=ms < M, other=-1)
+    # Programs of a tile share its adapters; but what is added before the scales is scaled.
+    SHARED: tl.constexpr = SPLIT and not HAS_SCALES
+    part = 0
+    parts = 1
+    if SHARED:
+        part = pid_k
+        parts = splits
+    EACH: tl.constexpr = WIDTH if WIDTH < COLUMNS else COLUMNS
+    CHUNKS: tl.constexpr = (RANK + EACH - 1) // EACH
+    GROUPS: tl.constexpr = COLUMNS // EACH
+    FIRST: tl.constexpr = EARLY // EACH if B_STAGES == 0 else 0
+    used = tl.load(count_ptr + 1)
+    asked = parts * FIRST // CHUNKS // (2 if GLU else 1)
+    if B_STAGES == 0:
+        first_place = 0
+        places = PLACES
+        if not GLU:
+            last_place = 0
+            for later in tl.static_range(1, PLACES):
+                start = tl.load(starts_ptr + later)
+                first_place += (start <= pid_n * BN).to(tl.int32)
+                last_place += (start < pid_n * BN + BN).to(tl.int32)
+            places = last_place - first_place + 1
     if PREFETCH:
         if pid >= apart:
             STEP: tl.constexpr = 8 if BITS == 4 else 1
@@ -166,20 +206,29 @@ def _adapted_kernel(
                     pid, workers, count, memory_ptr, table_ptr, tiles_ptr, K, slot_stride,
                     table_stride, most_parts, BR, INPUTS, FIXED, 4,
                 )  # fmt: skip
-        if (pid >= apart) & (pid_k == 0) & (pid_m == 0):
-            soon = tl.minimum(count, ahead)
+        soon = tl.minimum(used, ahead)
+        if (pid >= apart) & (pid_k == 0) & (pid_m == 0) & (soon > asked):
             ask_for_b(
-                0, soon, pid_n * BN, memory_ptr, table_ptr, tiles_ptr, starts_ptr, slot_stride,
+                asked, soon, pid_n * BN, memory_ptr, table_ptr, tiles_ptr, starts_ptr, slot_stride,
                 table_stride, BN, PLACES,
             )  # fmt: skip
             if GLU:
                 ask_for_b(
-                    0, soon, pid_n * BN + N, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
+                    asked, soon, pid_n * BN + N, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
                     slot_stride, table_stride, BN, PLACES,
                 )  # fmt: skip
+    if FIRST > 0:
+        slot, column, width, start, end, base, stride = find_slots(
+            part * FIRST, first_place, places, used, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
+            slot_stride, table_stride, FIRST, CHUNKS, EACH, WIDTH,
+        )  # fmt: skip
+        b = load_b(rows, width, start, end, base, stride, memory_ptr, R, FIRST, EACH, PLACES)
     if SHRINK:
         if PDL:
-            wait_for_predecessor(EAGER)
+            _, pieces = cut(count, K, workers, most_parts, INPUTS, FIXED)
+            # Others have nothing to do, and keep the places of programs that have a tile.
+            if (pid >= apart) | (pid < tl.maximum(1, count * pieces)):
+                wait_for_predecessor(EAGER)
         if pid == 0:
             tl.store(tile_counters_ptr + TURNS + 1 - turn, 0)
         if pid < workers:
@@ -203,8 +252,6 @@ def _adapted_kernel(
         if not SHRINK:
             if PDL:
                 wait_for_predecessor(EAGER)
-        # Programs of a tile share its adapters; but what is added before the scales is scaled.
-        SHARED: tl.constexpr = SPLIT and not HAS_SCALES
         last = True
         if SPLIT and not SHARED:
             tile = pid_m * tiles_n + pid_n
@@ -212,29 +259,51 @@ def _adapted_kernel(
         if last:
             if HAS_SCALES:
                 acc *= tl.load(w_scale_ptr + rows * stride_sn).to(tl.float32)[None, :]
-            part = 0
-            parts = 1
-            if SHARED:
-                part = pid_k
-                parts = splits
             if count > 0:
                 if PREFETCH:
-                    ask_for_b(
-                        ahead, count, pid_n * BN, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
-                        slot_stride, table_stride, BN, PLACES,
-                    )  # fmt: skip
-                    if GLU:
+                    late = tl.maximum(ahead, asked)
+                    if used > late:
                         ask_for_b(
-                            ahead, count, pid_n * BN + N, memory_ptr, table_ptr, tiles_ptr,
-                            starts_ptr, slot_stride, table_stride, BN, PLACES,
+                            late, used, pid_n * BN, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
+                            slot_stride, table_stride, BN, PLACES,
                         )  # fmt: skip
+                        if GLU:
+                            ask_for_b(
+                                late, used, pid_n * BN + N, memory_ptr, table_ptr, tiles_ptr,
+                                starts_ptr, slot_stride, table_stride, BN, PLACES,
+                            )  # fmt: skip
                 if SHRINK:
-                    await_tiles(tile_counters_ptr + TURNS + turn, count, PDL)
-                acc = _add_expanded(
-                    acc, pid_n * BN, rows, ms, own, N, part, parts, count, memory_ptr, table_ptr,
-                    tiles_ptr, inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride, BM,
-                    BN, GLU, PLACES, RANK, WIDTH, UPCAST, B_STAGES,
-                )  # fmt: skip
+                    if BY_ONE:
+                        await_by_one(tile_counters_ptr + TURNS + turn, count)
+                    else:
+                        await_tiles(tile_counters_ptr + TURNS + turn, count, PDL)
+                if B_STAGES == 0:
+                    groups = used * places * CHUNKS
+                    if FIRST > 0:
+                        if HOLD:
+                            # Else the compiler has it wait for b where b is read.
+                            b = tl.inline_asm_elementwise(
+                                "mov.b32 $0, $1;", "=r,r", [b], dtype=b.dtype, is_pure=False,
+                                pack=2,
+                            )  # fmt: skip
+                        acc = add_product(
+                            acc, b, ms, own, slot, column, width, inner_ptr, inner_stride, BM,
+                            FIRST, EACH, SWAP, UPCAST,
+                        )  # fmt: skip
+                    begin = parts * FIRST + part * GROUPS
+                    if begin < groups:
+                        acc = add_rounds(
+                            acc, begin, groups, parts * GROUPS, rows, ms, own, first_place, places,
+                            used, memory_ptr, table_ptr, tiles_ptr, inner_ptr, starts_ptr,
+                            slot_stride, table_stride, inner_stride, BM, R, PLACES, GROUPS, CHUNKS,
+                            EACH, WIDTH, SWAP, UPCAST,
+                        )  # fmt: skip
+                else:
+                    acc = _add_expanded(
+                        acc, pid_n * BN, rows, ms, own, N, part, parts, count, memory_ptr,
+                        table_ptr, tiles_ptr, inner_ptr, starts_ptr, slot_stride, table_stride,
+                        inner_stride, BM, BN, GLU, PLACES, RANK, WIDTH, UPCAST, B_STAGES,
+                    )  # fmt: skip
         if SHARED:
             tile = pid_m * tiles_n + pid_n
             acc, last = meet(acc, parts_ptr, counters_ptr, tile, pid_k, splits, BM, R)
@@ -330,6 +399,7 @@ def adapted_gemm(
     slot_bytes = weights.rank * args.weight.outputs * x.element_size()
     columns = 128 if plan.bn <= 64 else 64
     stage = (plan.bm + plan.bn) * columns * x.element_size()
+    limits = {"maxnreg": schedule.registers} if schedule.registers else {}
     launch(_adapted_kernel, (extra + programs,))(
         x, values, operands.scales, operands.zeros, x if args.bias is None else args.bias,
         x if res is None else res, out, parts, workspace.counters, rows.slots, rows.order,
@@ -349,7 +419,10 @@ def adapted_gemm(
         PLACES=len(weights.sizes), RANK=weights.rank, WIDTH=tiles.width,
         FIXED=fixed, EVEN_INPUTS=k % tiles.bk == 0, STAGES=STAGES,
         B_STAGES=min(schedule.stages, 3 * max(0, _STAGED // stage) + 1), SHRINK=own,
-        **options(card.pdl, num_warps=plan.warps, num_stages=plan.stages),
+        EARLY=schedule.early // (2 if r > 64 else 1), COLUMNS=128,
+        HOLD=schedule.hold and card.pdl and x.element_size() == 2,
+        BY_ONE=schedule.by_one and card.pdl,
+        **options(card.pdl, num_warps=plan.warps, num_stages=plan.stages, **limits),
     )  # fmt: skip
     return out
 

@@ -122,7 +122,10 @@ def _cut_tiles(
     tiles = (tokens + TILE - 1) // TILE
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
+    used = (tokens > 0).to(tl.int32)
     tl.store(count_ptr, total)
+    tl.store(count_ptr + 1, tl.sum(used, 0))
+    tl.store(tiles_ptr + (tl.cumsum(used, 0) - 1) * 4 + 3, slot, mask=tokens > 0)
     for at in range(0, total, BLOCK):
         tile = at + tl.arange(0, BLOCK)
         owner = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
@@ -131,7 +134,7 @@ def _cut_tiles(
         first = tl.sum(tl.where(own, starts[None, :], 0), 1) + nth * TILE
         left = tl.sum(tl.where(own, tokens[None, :], 0), 1) - nth * TILE
         there = (tile < total) & (tile < most)
-        line = tiles_ptr + tile * 3
+        line = tiles_ptr + tile * 4
         tl.store(line, owner, mask=there)
         tl.store(line + 1, first, mask=there)
         tl.store(line + 2, tl.minimum(left, TILE), mask=there)
@@ -143,7 +146,7 @@ def adapter_rows(rows: StepRows, column: Tensor, *, num_tokens: int, num_slots: 
     few = num_tokens <= _FEW_TOKENS or current_policy().deterministic
     tile = 16 if few else 64
     most = min(num_tokens, num_slots + num_tokens // tile)
-    sizes = [num_tokens, num_tokens, num_slots, 3 * most, 1]
+    sizes = [num_tokens, num_tokens, num_slots, 4 * most, 2]
     made = torch.empty(sum(sizes), dtype=torch.int32, device=device)
     slots, order, counts, tiles, count = made.split(sizes)
     count_rows = len(rows.lanes)
@@ -158,7 +161,7 @@ def adapter_rows(rows: StepRows, column: Tensor, *, num_tokens: int, num_slots: 
         counts, tiles, count, counters_of(device).words, num_slots, most, TILE=tile,
         SLOTS=triton.next_power_of_2(num_slots), BLOCK=32, PDL=pdl, **options(pdl, num_warps=4),
     )  # fmt: skip
-    return AdapterRows(slots, order, tiles.view(most, 3), count, tile)
+    return AdapterRows(slots, order, tiles.view(most, 4), count, tile)
 
 
 @triton.jit
@@ -197,7 +200,7 @@ def _adapt(
                 await_tiles(counters_ptr + READY, count, PDL)
                 end_wait(counters_ptr, programs)
         for item in range(start, count * num_blocks, programs):
-            tile = tiles_ptr + (item // num_blocks) * 3
+            tile = tiles_ptr + (item // num_blocks) * 4
             block = blocks_ptr + (item % num_blocks) * 4
             slot = tl.load(tile).to(tl.int64)
             place = tl.load(block)
