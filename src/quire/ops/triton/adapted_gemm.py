@@ -1,9 +1,9 @@
 """Linear layers with low-rank adapters for few rows: one kernel for both.
 
-The kernel is `skinny_kernel`, some of whose programs multiply by A before their own tile of the
-layer. Each adds B times that to its tile, once its sums are whole. So a layer with adapters has as
-many launches as one without, and both read at once. Sums are those of `skinny_kernel`: rows without
-an adapter keep their bits.
+The kernel is `skinny_kernel` with programs that multiply by A. Each program of the layer adds B
+times that to its tile, once its sums are whole. So a layer with adapters has as many launches as
+one without, and both read at once. Sums are those of `skinny_kernel`: rows without an adapter keep
+their bits.
 """
 
 from __future__ import annotations
