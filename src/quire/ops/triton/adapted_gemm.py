@@ -1,16 +1,15 @@
 """Linear layers with low-rank adapters for few rows: one kernel for both.
 
-The kernel is `skinny_kernel` with programs that multiply by A. Each program of the layer adds B
-times that to its tile, once its sums are whole. So a layer with adapters has as many launches as
-one without, and both read at once. Sums are those of `skinny_kernel`: rows without an adapter keep
-their bits.
+The kernel is `skinny_kernel` with further programs before its own, which multiply by A. Each
+program of the layer adds B times that to its tile, once its sums are whole. So a layer with
+adapters has as many launches as one without, and reads A beside its weight. Sums are those of
+`skinny_kernel`: rows without an adapter keep their bits.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 import triton
@@ -23,16 +22,11 @@ from quire.ops.choose import current_policy
 from quire.ops.triton.activation import run as activate
 from quire.ops.triton.adapter_tiles import (
     TURNS,
-    add_product,
-    add_rounds,
     ask_for_a,
     ask_for_b,
-    await_by_one,
     await_tiles,
     cut,
     expand,
-    find_slots,
-    load_b,
     shrink,
 )
 from quire.ops.triton.adapters import (
@@ -59,44 +53,12 @@ from quire.ops.triton.skinny_gemm import MAX_SPLIT_TILES, meet, product, store_t
 from quire.ops.weight import Weight
 
 STAGES = 4
-"""Stages of the loops over A and B."""
-_STAGED = 80 << 10
-"""Bytes of shared memory for the stages of a loop over B."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterSchedule:
-    """Says who multiplies by A, and what is asked for before it is needed.
-
-    place: "own": programs before their own tile of the layer; "extra": programs that do nothing
-        else, before those; "apart": a kernel of its own, which the layer's waits for once its sums
-        are whole.
-    programs: the most that multiply by A. Those of one kernel must all fit on the device at once,
-        as programs of the layer wait for them.
-    parts: the most of a tile's inputs.
-    ahead: bytes of B that are asked for before the layer's sums; the rest is behind them.
-    prefetch: bytes of each row of the weight that are asked for first, at least.
-    stages: of the loop over B, three of whose loads follow each other. 0: it has none, adds to the
-        layer's sums themselves, and finds addresses a round before they are needed.
-    early: columns of B that are read before the layer's sums, if there are no stages.
-    hold: those stay in registers until then. Else they are in shared memory before the sums begin.
-    by_one: one thread of a program looks whether A is done, not each.
-    registers: the most of a thread, 0 for no limit.
-    """
-
-    place: Literal["own", "extra", "apart"] = "extra"
-    programs: int = 64
-    parts: int = 8
-    ahead: int = 16 << 20
-    prefetch: int = 0
-    stages: int = 0
-    early: int = 128
-    hold: bool = True
-    by_one: bool = True
-    registers: int = 168
-
-
-SCHEDULE = AdapterSchedule()
+"""Stages of the loop over A."""
+_WORKERS = 64
+"""The most programs that multiply by A. They must all fit on the device at once, as programs of the
+layer wait for them."""
+_PARTS = 8
+"""The most parts of a tile's inputs."""
 
 
 @triton.jit
@@ -104,7 +66,7 @@ def _add_expanded(
     acc, first_row, rows, ms, own, N, part, parts, count, memory_ptr, table_ptr, tiles_ptr,
     inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride,
     BM: tl.constexpr, BN: tl.constexpr, GLU: tl.constexpr, PLACES: tl.constexpr,
-    RANK: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    RANK: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Adds what `expand` gives to the sums of rows with an adapter, and leaves those of others."""
     if GLU:
@@ -112,19 +74,19 @@ def _add_expanded(
         gate = expand(
             cols, first_row, ms, own, part, parts, count, memory_ptr, table_ptr, tiles_ptr,
             inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride, BM, BN, PLACES, RANK,
-            WIDTH, UPCAST, STAGES,
+            WIDTH, UPCAST,
         )  # fmt: skip
         up = expand(
             cols + N, first_row + N, ms, own, part, parts, count, memory_ptr, table_ptr, tiles_ptr,
             inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride, BM, BN, PLACES, RANK,
-            WIDTH, UPCAST, STAGES,
+            WIDTH, UPCAST,
         )  # fmt: skip
         added = tl.reshape(tl.join(gate, up), [BM, 2 * BN])
     else:
         added = expand(
             rows, first_row, ms, own, part, parts, count, memory_ptr, table_ptr, tiles_ptr,
             inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride, BM, BN, PLACES, RANK,
-            WIDTH, UPCAST, STAGES,
+            WIDTH, UPCAST,
         )  # fmt: skip
     return tl.where((own >= 0)[:, None], acc + added, acc)
 
@@ -148,14 +110,12 @@ def _adapted_kernel(
     PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
     TILE: tl.constexpr, BR: tl.constexpr, INPUTS: tl.constexpr,
     PLACES: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, FIXED: tl.constexpr,
-    EVEN_INPUTS: tl.constexpr, STAGES: tl.constexpr, B_STAGES: tl.constexpr, SHRINK: tl.constexpr,
-    EARLY: tl.constexpr, COLUMNS: tl.constexpr, HOLD: tl.constexpr,
-    BY_ONE: tl.constexpr,
+    EVEN_INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] as `skinny_kernel` does of x whose norm, if any, is applied, with
-    adapters. Grid: N tiles, K splits, M tiles, behind `apart` programs that have none. Of all of
-    them the first `workers` multiply by A. turn: see TURNS. SHRINK: without it the kernel before
-    this one has done that, and x was complete before it started."""
+    adapters. Grid: `workers` that multiply by A, then N tiles, K splits, M tiles. apart: programs
+    before those of tiles, as many as `workers`. ahead: slots whose B is asked for first.
+    turn: see TURNS."""
     if PDL and EAGER:
         gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -178,66 +138,43 @@ def _adapted_kernel(
     if SHARED:
         part = pid_k
         parts = splits
-    EACH: tl.constexpr = WIDTH if WIDTH < COLUMNS else COLUMNS
-    CHUNKS: tl.constexpr = (RANK + EACH - 1) // EACH
-    GROUPS: tl.constexpr = COLUMNS // EACH
-    FIRST: tl.constexpr = EARLY // EACH if B_STAGES == 0 else 0
     used = tl.load(count_ptr + 1)
-    asked = parts * FIRST // CHUNKS // (2 if GLU else 1)
-    if B_STAGES == 0:
-        first_place = 0
-        places = PLACES
-        if not GLU:
-            last_place = 0
-            for later in tl.static_range(1, PLACES):
-                start = tl.load(starts_ptr + later)
-                first_place += (start <= pid_n * BN).to(tl.int32)
-                last_place += (start < pid_n * BN + BN).to(tl.int32)
-            places = last_place - first_place + 1
     if PREFETCH:
         if pid >= apart:
             STEP: tl.constexpr = 8 if BITS == 4 else 1
             first = k_begin // STEP
             last_k = tl.minimum(k_end // STEP, first + prefetch_k)
             prefetch_rows(w_ptr, rows, stride_wn, first, last_k)
-        if SHRINK:
-            if pid < workers:
-                ask_for_a(
-                    pid, workers, count, memory_ptr, table_ptr, tiles_ptr, K, slot_stride,
-                    table_stride, most_parts, BR, INPUTS, FIXED, 4,
-                )  # fmt: skip
+        if pid < workers:
+            ask_for_a(
+                pid, workers, count, memory_ptr, table_ptr, tiles_ptr, K, slot_stride,
+                table_stride, most_parts, BR, INPUTS, FIXED, 4,
+            )  # fmt: skip
         soon = tl.minimum(used, ahead)
-        if (pid >= apart) & (pid_k == 0) & (pid_m == 0) & (soon > asked):
+        if (pid >= apart) & (pid_k == 0) & (pid_m == 0) & (soon > 0):
             ask_for_b(
-                asked, soon, pid_n * BN, memory_ptr, table_ptr, tiles_ptr, starts_ptr, slot_stride,
+                0, soon, pid_n * BN, memory_ptr, table_ptr, tiles_ptr, starts_ptr, slot_stride,
                 table_stride, BN, PLACES,
             )  # fmt: skip
             if GLU:
                 ask_for_b(
-                    asked, soon, pid_n * BN + N, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
+                    0, soon, pid_n * BN + N, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
                     slot_stride, table_stride, BN, PLACES,
                 )  # fmt: skip
-    if FIRST > 0:
-        slot, column, width, start, end, base, stride = find_slots(
-            part * FIRST, first_place, places, used, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
-            slot_stride, table_stride, FIRST, CHUNKS, EACH, WIDTH,
+    if PDL:
+        _, pieces = cut(count, K, workers, most_parts, INPUTS, FIXED)
+        # Others have nothing to do, and keep the places of programs that have a tile.
+        if (pid >= apart) | (pid < tl.maximum(1, count * pieces)):
+            wait_for_predecessor(EAGER)
+    if pid == 0:
+        tl.store(tile_counters_ptr + TURNS + 1 - turn, 0)
+    if pid < workers:
+        shrink(
+            pid, workers, x_ptr, memory_ptr, table_ptr, order_ptr, tiles_ptr, count_ptr, x_ptr,
+            inner_ptr, inner_parts_ptr, tile_counters_ptr, tile_counters_ptr + TURNS + turn, K,
+            slot_stride, table_stride, stride_xm, inner_stride, ranks, 0.0, most_parts, TILE,
+            BR, INPUTS, PLACES, WIDTH, FIXED, EVEN_INPUTS, False, UPCAST, STAGES, True,
         )  # fmt: skip
-        b = load_b(rows, width, start, end, base, stride, memory_ptr, R, FIRST, EACH, PLACES)
-    if SHRINK:
-        if PDL:
-            _, pieces = cut(count, K, workers, most_parts, INPUTS, FIXED)
-            # Others have nothing to do, and keep the places of programs that have a tile.
-            if (pid >= apart) | (pid < tl.maximum(1, count * pieces)):
-                wait_for_predecessor(EAGER)
-        if pid == 0:
-            tl.store(tile_counters_ptr + TURNS + 1 - turn, 0)
-        if pid < workers:
-            shrink(
-                pid, workers, x_ptr, memory_ptr, table_ptr, order_ptr, tiles_ptr, count_ptr, x_ptr,
-                inner_ptr, inner_parts_ptr, tile_counters_ptr, tile_counters_ptr + TURNS + turn, K,
-                slot_stride, table_stride, stride_xm, inner_stride, ranks, 0.0, most_parts, TILE,
-                BR, INPUTS, PLACES, WIDTH, FIXED, EVEN_INPUTS, False, UPCAST, STAGES, True,
-            )  # fmt: skip
     if pid >= apart:
         cols = pid_n * BN + tl.arange(0, BN)
         x_ptrs = x_ptr + tl.minimum(ms, M - 1).to(tl.int64)[:, None] * stride_xm
@@ -249,9 +186,6 @@ def _adapted_kernel(
             x_ptrs, w_ptrs, s_ptrs, z_ptrs, x_ptr, scale, k_begin, k_end, K, 0.0, BM, R, BK, EVEN,
             "none", SWAP, UPCAST, BITS, GROUP, HAS_ZEROS,
         )  # fmt: skip
-        if not SHRINK:
-            if PDL:
-                wait_for_predecessor(EAGER)
         last = True
         if SPLIT and not SHARED:
             tile = pid_m * tiles_n + pid_n
@@ -261,7 +195,8 @@ def _adapted_kernel(
                 acc *= tl.load(w_scale_ptr + rows * stride_sn).to(tl.float32)[None, :]
             if count > 0:
                 if PREFETCH:
-                    late = tl.maximum(ahead, asked)
+                    # For `expand`, while others may still multiply by A.
+                    late = tl.maximum(ahead, 0)
                     if used > late:
                         ask_for_b(
                             late, used, pid_n * BN, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
@@ -272,38 +207,12 @@ def _adapted_kernel(
                                 late, used, pid_n * BN + N, memory_ptr, table_ptr, tiles_ptr,
                                 starts_ptr, slot_stride, table_stride, BN, PLACES,
                             )  # fmt: skip
-                if SHRINK:
-                    if BY_ONE:
-                        await_by_one(tile_counters_ptr + TURNS + turn, count)
-                    else:
-                        await_tiles(tile_counters_ptr + TURNS + turn, count, PDL)
-                if B_STAGES == 0:
-                    groups = used * places * CHUNKS
-                    if FIRST > 0:
-                        if HOLD:
-                            # Else the compiler has it wait for b where b is read.
-                            b = tl.inline_asm_elementwise(
-                                "mov.b32 $0, $1;", "=r,r", [b], dtype=b.dtype, is_pure=False,
-                                pack=2,
-                            )  # fmt: skip
-                        acc = add_product(
-                            acc, b, ms, own, slot, column, width, inner_ptr, inner_stride, BM,
-                            FIRST, EACH, SWAP, UPCAST,
-                        )  # fmt: skip
-                    begin = parts * FIRST + part * GROUPS
-                    if begin < groups:
-                        acc = add_rounds(
-                            acc, begin, groups, parts * GROUPS, rows, ms, own, first_place, places,
-                            used, memory_ptr, table_ptr, tiles_ptr, inner_ptr, starts_ptr,
-                            slot_stride, table_stride, inner_stride, BM, R, PLACES, GROUPS, CHUNKS,
-                            EACH, WIDTH, SWAP, UPCAST,
-                        )  # fmt: skip
-                else:
-                    acc = _add_expanded(
-                        acc, pid_n * BN, rows, ms, own, N, part, parts, count, memory_ptr,
-                        table_ptr, tiles_ptr, inner_ptr, starts_ptr, slot_stride, table_stride,
-                        inner_stride, BM, BN, GLU, PLACES, RANK, WIDTH, UPCAST, B_STAGES,
-                    )  # fmt: skip
+                await_tiles(tile_counters_ptr + TURNS + turn, count, PDL)
+                acc = _add_expanded(
+                    acc, pid_n * BN, rows, ms, own, N, part, parts, count, memory_ptr,
+                    table_ptr, tiles_ptr, inner_ptr, starts_ptr, slot_stride, table_stride,
+                    inner_stride, BM, BN, GLU, PLACES, RANK, WIDTH, UPCAST,
+                )  # fmt: skip
         if SHARED:
             tile = pid_m * tiles_n + pid_n
             acc, last = meet(acc, parts_ptr, counters_ptr, tile, pid_k, splits, BM, R)
@@ -312,37 +221,6 @@ def _adapted_kernel(
                 acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_sn,
                 stride_rm, stride_ym, GLU, ACT, False, HAS_BIAS, HAS_RES, False,
             )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["prefetch_k", "workers", "most_parts"])
-def _shrink_kernel(
-    x_ptr, w_ptr, order_ptr, tiles_ptr, count_ptr, memory_ptr, table_ptr, inner_ptr,
-    inner_parts_ptr, tile_counters_ptr, K, outputs, stride_xm, stride_wn, prefetch_k, split_k,
-    splits, workers, most_parts, slot_stride, table_stride, inner_stride, ranks,
-    PREFETCH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr, TILE: tl.constexpr,
-    BR: tl.constexpr, INPUTS: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
-    FIXED: tl.constexpr, EVEN_INPUTS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Multiplies by A, and first asks for what the layer's kernel reads first. Grid (workers)."""
-    pid = tl.program_id(0)
-    if PREFETCH:
-        for row in range(pid * 16, outputs, workers * 16):
-            rows = tl.minimum(row + tl.arange(0, 16), outputs - 1)
-            for split in range(splits):
-                begin = split * split_k
-                prefetch_rows(w_ptr, rows, stride_wn, begin, begin + prefetch_k)
-        ask_for_a(
-            pid, workers, tl.load(count_ptr), memory_ptr, table_ptr, tiles_ptr, K, slot_stride,
-            table_stride, most_parts, BR, INPUTS, FIXED, 4,
-        )  # fmt: skip
-    if PDL:
-        wait_for_predecessor(False)
-    shrink(
-        pid, workers, x_ptr, memory_ptr, table_ptr, order_ptr, tiles_ptr, count_ptr, x_ptr,
-        inner_ptr, inner_parts_ptr, tile_counters_ptr, tile_counters_ptr, K, slot_stride,
-        table_stride, stride_xm, inner_stride, ranks, 0.0, most_parts, TILE, BR, INPUTS, PLACES,
-        WIDTH, FIXED, EVEN_INPUTS, False, UPCAST, STAGES, False,
-    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -370,59 +248,31 @@ def adapted_gemm(
     if splits > 1:
         size = tiles_n * tiles_m * splits * plan.bm * r
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
-    schedule = SCHEDULE
     tiles = AdapterTiles.of(x, weights, most_inputs=256)
     counters = counters_of(x.device)
-    programs = tiles_n * splits * tiles_m
-    most = schedule.programs
-    if schedule.place == "own":
-        most = min(most, programs)
     # The interpreter runs programs one after the other, so the first does what others wait for.
-    most = most if x.device.type == "cuda" else 1
+    most = _WORKERS if x.device.type == "cuda" else 1
     workers, fixed, sums = shrink_buffers(x, weights, rows, tiles, most)
-    upcast = x.dtype == torch.bfloat16 and not card.bf16
-    values, own = operands.values, schedule.place != "apart"
-    prefetch = max(plan.prefetch, schedule.prefetch) // values.element_size()
-    extra = workers if schedule.place == "extra" else 0
-    if not own:
-        packed = 8 if operands.bits == 4 else 1
-        launch(_shrink_kernel, (workers,))(
-            x, values, rows.order, rows.tiles, rows.num_tiles, weights.memory, weights.table,
-            tiles.inner, sums, counters.words, k, args.weight.outputs, x.stride(0),
-            values.stride(0), min(prefetch, per_split * plan.bk // packed),
-            per_split * plan.bk // packed, splits, workers, schedule.parts,
-            weights.memory.stride(0), weights.table.stride(0), tiles.inner.stride(0), weights.rows,
-            PREFETCH=card.pdl, UPCAST=upcast, PDL=card.pdl, TILE=rows.tile, BR=tiles.br,
-            INPUTS=tiles.bk, PLACES=len(weights.sizes), WIDTH=tiles.width, FIXED=fixed,
-            EVEN_INPUTS=k % tiles.bk == 0, STAGES=3, **options(card.pdl, num_warps=4, maxnreg=128),
-        )  # fmt: skip
-    slot_bytes = weights.rank * args.weight.outputs * x.element_size()
-    columns = 128 if plan.bn <= 64 else 64
-    stage = (plan.bm + plan.bn) * columns * x.element_size()
-    limits = {"maxnreg": schedule.registers} if schedule.registers else {}
-    launch(_adapted_kernel, (extra + programs,))(
+    values = operands.values
+    launch(_adapted_kernel, (workers + tiles_n * splits * tiles_m,))(
         x, values, operands.scales, operands.zeros, x if args.bias is None else args.bias,
         x if res is None else res, out, parts, workspace.counters, rows.slots, rows.order,
         rows.tiles, rows.num_tiles, weights.memory, weights.table,
         _starts(weights.sizes, x.device), tiles.inner, sums, counters.words,
         m, n, k, x.stride(0), values.stride(0), operands.scales.stride(0),
-        0 if res is None else res.stride(0), out.stride(0), per_split, prefetch,
-        workers if own else 0, extra, schedule.parts, schedule.ahead // slot_bytes,
-        counters.take_turn(), tiles_n, splits, weights.memory.stride(0), weights.table.stride(0),
-        tiles.inner.stride(0), weights.rows,
+        0 if res is None else res.stride(0), out.stride(0), per_split,
+        plan.prefetch // values.element_size(), workers, workers, _PARTS, 0, counters.take_turn(),
+        tiles_n, splits, weights.memory.stride(0), weights.table.stride(0), tiles.inner.stride(0),
+        weights.rows,
         BM=plan.bm, BN=plan.bn, BK=plan.bk, SPLIT=splits > 1, SWAP=plan.swap,
         EVEN=k % plan.bk == 0, GLU=args.gated, ACT=args.act_name,
         HAS_SCALES=operands.has_scales, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
         BITS=operands.bits, GROUP=operands.group, HAS_ZEROS=operands.has_zeros,
-        UPCAST=upcast, PDL=card.pdl, EAGER=plan.eager,
+        UPCAST=x.dtype == torch.bfloat16 and not card.bf16, PDL=card.pdl, EAGER=plan.eager,
         PREFETCH=card.pdl, TILE=rows.tile, BR=tiles.br, INPUTS=tiles.bk,
         PLACES=len(weights.sizes), RANK=weights.rank, WIDTH=tiles.width,
         FIXED=fixed, EVEN_INPUTS=k % tiles.bk == 0, STAGES=STAGES,
-        B_STAGES=min(schedule.stages, 3 * max(0, _STAGED // stage) + 1), SHRINK=own,
-        EARLY=schedule.early // (2 if r > 64 else 1), COLUMNS=128,
-        HOLD=schedule.hold and card.pdl and x.element_size() == 2,
-        BY_ONE=schedule.by_one and card.pdl,
-        **options(card.pdl, num_warps=plan.warps, num_stages=plan.stages, **limits),
+        **options(card.pdl, num_warps=plan.warps, num_stages=plan.stages),
     )  # fmt: skip
     return out
 

@@ -239,28 +239,6 @@ def await_tiles(ready_ptr, count, ASM: tl.constexpr):
 
 
 @triton.jit
-def await_by_one(ready_ptr, count):
-    """Waits until `count` tiles are done: one thread looks, the others wait for it. On a GPU."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .b32 seen;
-        mov.u32 seen, %tid.x;
-        setp.ne.u32 p, seen, 0;
-        @p bra done;
-        look:
-        ld.acquire.gpu.global.b32 seen, [$1];
-        setp.lt.s32 p, seen, $2;
-        @p bra look;
-        done:
-        bar.sync 0;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [ready_ptr, count], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def end_wait(counters_ptr, programs):
     """Clears the counters once all of the `programs` that wait have called it."""
     if tl.atomic_add(counters_ptr + DONE, 1, sem="relaxed") == programs - 1:
@@ -295,7 +273,7 @@ def expand(
     rows, first_row, ms, own, part, parts, count, memory_ptr, table_ptr, tiles_ptr, inner_ptr,
     starts_ptr, slot_stride, table_stride, inner_stride,
     BM: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, RANK: tl.constexpr,
-    WIDTH: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Returns a part of the outputs `rows` of B times `inner` of `shrink`, fp32 [BM, ROWS].
 
@@ -325,7 +303,7 @@ def expand(
         n = tl.where(kept, rows - start, 0)
         h_ptrs = inner_ptr + ms.to(tl.int64)[:, None] * inner_stride + place * WIDTH
         steps = (count + SLOTS - 1) // SLOTS * CHUNKS
-        for step in tl.range(part, steps, parts, num_stages=STAGES):
+        for step in tl.range(part, steps, parts, num_stages=1):
             tile = step // CHUNKS * SLOTS + nth
             slot = tl.load(tiles_ptr + tile * 4, mask=tile < count, other=-1)
             before = tl.load(tiles_ptr + tile * 4 - 4, mask=(tile > 0) & (tile < count), other=-1)
@@ -356,108 +334,3 @@ def expand(
             sums = tl.dot(h, tl.trans(b), sums, input_precision="ieee")
         place += 1
     return sums
-
-
-@triton.jit
-def find_slots(
-    begin, first_place, places, used, memory_ptr, table_ptr, tiles_ptr, starts_ptr, slot_stride,
-    table_stride, GROUPS: tl.constexpr, CHUNKS: tl.constexpr, EACH: tl.constexpr,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Returns, of groups of `EACH` columns from group `begin` on, int32 [GROUPS]: their slots, -1
-    behind the last; first columns in `inner`; columns; the first output of their projection and the
-    one behind its last; int64, where in `memory` the columns of output 0 would be.
-
-    A group is a piece of a slot's B for one of `places` projections from `first_place` on. used:
-    slots of the step.
-    """
-    group = begin + tl.arange(0, GROUPS)
-    chunk = group % CHUNKS
-    item = group // CHUNKS
-    place = first_place + item % places
-    there = item // places < used
-    slot = tl.load(tiles_ptr + item // places * 4 + 3, mask=there, other=-1)
-    start = tl.load(starts_ptr + place)
-    end = tl.load(starts_ptr + place + 1)
-    from_slot = tl.maximum(slot, 0).to(tl.int64)
-    line = table_ptr + from_slot * table_stride + HEAD_WORDS + PLACE_WORDS * place
-    at = tl.multiple_of(tl.load(line, mask=there, other=0), 16)
-    width = tl.multiple_of((tl.load(line + 1, mask=there, other=0) + 7) // 8 * 8, 8)
-    base = from_slot * slot_stride + at - start.to(tl.int64) * width + chunk * EACH
-    return slot, place * WIDTH + chunk * EACH, width - chunk * EACH, start, end, base, width
-
-
-@triton.jit
-def load_b(
-    rows, width, start, end, base, stride, memory_ptr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    EACH: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
-    """Returns the outputs `rows` of B of the groups of `find_slots`, [ROWS, GROUPS * EACH], with
-    zeros where a row is of another projection."""
-    each = tl.arange(0, EACH)
-    mask = each[None, None, :] < width[None, :, None]
-    if PLACES > 1:
-        kept = (rows[:, None] >= start[None, :]) & (rows[:, None] < end[None, :])
-        mask = mask & kept[:, :, None]
-    at = base[None, :] + rows[:, None] * stride[None, :]
-    b = tl.load((memory_ptr + at)[:, :, None] + each[None, None, :], mask=mask, other=0.0)
-    return tl.reshape(b, [ROWS, GROUPS * EACH])
-
-
-@triton.jit
-def add_product(
-    acc, b, ms, own, slot, column, width, inner_ptr, inner_stride,
-    BM: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, SWAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Returns acc [BM, ROWS] plus B times `inner` of the groups of `find_slots`. A token's row has
-    zeros in the columns of other slots than its own, so sums of one without keep their bits."""
-    each = tl.arange(0, EACH)
-    mask = (own[:, None] == slot[None, :])[:, :, None] & (
-        each[None, None, :] < width[None, :, None]
-    )
-    at = ms.to(tl.int64)[:, None] * inner_stride + column[None, :]
-    h = tl.load(
-        (inner_ptr + at)[:, :, None] + each[None, None, :], mask=mask, other=0.0,
-        cache_modifier=".cg",
-    )  # fmt: skip
-    h = tl.reshape(h, [BM, GROUPS * EACH])
-    if UPCAST:
-        h = h.to(tl.float32)
-        b = b.to(tl.float32)
-    if SWAP:
-        acc = tl.trans(tl.dot(b, tl.trans(h), tl.trans(acc), input_precision="ieee"))
-    else:
-        acc = tl.dot(h, tl.trans(b), acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def add_rounds(
-    acc, begin, groups, step, rows, ms, own, first_place, places, used, memory_ptr, table_ptr,
-    tiles_ptr, inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride,
-    BM: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, GROUPS: tl.constexpr,
-    CHUNKS: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, SWAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Returns acc plus the products of groups [begin, groups), `GROUPS` at a time, of which every
-    `step` groups some are this program's. A round's addresses are found while the one before it
-    reads B."""
-    slot, column, width, start, end, base, stride = find_slots(
-        begin, first_place, places, used, memory_ptr, table_ptr, tiles_ptr, starts_ptr, slot_stride,
-        table_stride, GROUPS, CHUNKS, EACH, WIDTH,
-    )  # fmt: skip
-    for group in tl.range(begin, groups, step, num_stages=1):
-        b = load_b(rows, width, start, end, base, stride, memory_ptr, ROWS, GROUPS, EACH, PLACES)
-        next_slot, next_column, next_width, start, end, base, stride = find_slots(
-            group + step, first_place, places, used, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
-            slot_stride, table_stride, GROUPS, CHUNKS, EACH, WIDTH,
-        )  # fmt: skip
-        acc = add_product(
-            acc, b, ms, own, slot, column, width, inner_ptr, inner_stride, BM, GROUPS, EACH, SWAP,
-            UPCAST,
-        )  # fmt: skip
-        slot = next_slot
-        column = next_column
-        width = next_width
-    return acc
