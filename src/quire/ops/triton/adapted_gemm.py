@@ -93,7 +93,7 @@ def _add_expanded(
 
 @triton.jit(
     do_not_specialize=[
-        "M", "prefetch_k", "steps_per_split", "workers", "apart", "most_parts", "ahead", "turn",
+        "M", "prefetch_k", "steps_per_split", "workers", "apart", "most_parts", "turn",
     ]
 )  # fmt: skip
 def _adapted_kernel(
@@ -101,7 +101,7 @@ def _adapted_kernel(
     slots_ptr, order_ptr, tiles_ptr, count_ptr, memory_ptr, table_ptr, starts_ptr, inner_ptr,
     inner_parts_ptr, tile_counters_ptr,
     M, N, K, stride_xm, stride_wn, stride_sn, stride_rm, stride_ym, steps_per_split, prefetch_k,
-    workers, apart, most_parts, ahead, turn, tiles_n, splits, slot_stride, table_stride,
+    workers, apart, most_parts, turn, tiles_n, splits, slot_stride, table_stride,
     inner_stride, ranks,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     SWAP: tl.constexpr, EVEN: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr,
@@ -114,8 +114,7 @@ def _adapted_kernel(
 ):  # fmt: skip
     """Computes y [M, N] as `skinny_kernel` does of x whose norm, if any, is applied, with
     adapters. Grid: `workers` that multiply by A, then N tiles, K splits, M tiles. apart: programs
-    before those of tiles, as many as `workers`. ahead: slots whose B is asked for first.
-    turn: see TURNS."""
+    before those of tiles, as many as `workers`. turn: see TURNS."""
     if PDL and EAGER:
         gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -150,17 +149,6 @@ def _adapted_kernel(
                 pid, workers, count, memory_ptr, table_ptr, tiles_ptr, K, slot_stride,
                 table_stride, most_parts, BR, INPUTS, FIXED, 4,
             )  # fmt: skip
-        soon = tl.minimum(used, ahead)
-        if (pid >= apart) & (pid_k == 0) & (pid_m == 0) & (soon > 0):
-            ask_for_b(
-                0, soon, pid_n * BN, memory_ptr, table_ptr, tiles_ptr, starts_ptr, slot_stride,
-                table_stride, BN, PLACES,
-            )  # fmt: skip
-            if GLU:
-                ask_for_b(
-                    0, soon, pid_n * BN + N, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
-                    slot_stride, table_stride, BN, PLACES,
-                )  # fmt: skip
     if PDL:
         _, pieces = cut(count, K, workers, most_parts, INPUTS, FIXED)
         # Others have nothing to do, and keep the places of programs that have a tile.
@@ -196,15 +184,14 @@ def _adapted_kernel(
             if count > 0:
                 if PREFETCH:
                     # For `expand`, while others may still multiply by A.
-                    late = tl.maximum(ahead, 0)
-                    if used > late:
+                    if used > 0:
                         ask_for_b(
-                            late, used, pid_n * BN, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
+                            0, used, pid_n * BN, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
                             slot_stride, table_stride, BN, PLACES,
                         )  # fmt: skip
                         if GLU:
                             ask_for_b(
-                                late, used, pid_n * BN + N, memory_ptr, table_ptr, tiles_ptr,
+                                0, used, pid_n * BN + N, memory_ptr, table_ptr, tiles_ptr,
                                 starts_ptr, slot_stride, table_stride, BN, PLACES,
                             )  # fmt: skip
                 await_tiles(tile_counters_ptr + TURNS + turn, count, PDL)
@@ -261,7 +248,7 @@ def adapted_gemm(
         _starts(weights.sizes, x.device), tiles.inner, sums, counters.words,
         m, n, k, x.stride(0), values.stride(0), operands.scales.stride(0),
         0 if res is None else res.stride(0), out.stride(0), per_split,
-        plan.prefetch // values.element_size(), workers, workers, _PARTS, 0, counters.take_turn(),
+        plan.prefetch // values.element_size(), workers, workers, _PARTS, counters.take_turn(),
         tiles_n, splits, weights.memory.stride(0), weights.table.stride(0), tiles.inner.stride(0),
         weights.rows,
         BM=plan.bm, BN=plan.bn, BK=plan.bk, SPLIT=splits > 1, SWAP=plan.swap,
