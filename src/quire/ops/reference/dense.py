@@ -102,8 +102,8 @@ def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
         torch.get_num_threads() > 1
         and x.dtype is torch.float32
         and x.device.type == "cpu"
-        and len(x) in _ONEDNN_ROWS
-        and len(x) * weight.numel() >= 1 << 17
+        and x.shape[0] in _ONEDNN_ROWS
+        and x.shape[0] * weight.numel() >= 1 << 17
         and (weight.is_contiguous() or (not _INTEL and weight.t().is_contiguous()))
     )
 
