@@ -16,12 +16,12 @@ _MERGED = {"projections": PRODUCTS, "head": PRODUCTS}
 """Kinds that run the same kernels."""
 _PARTS: Sequence[tuple[str, Sequence[str]]] = (
     ("experts", ("grouped_kernel", "up_gemv", "down_gemv", "combine_kernel", "sort_kernel",
-                 "route_kernel")),
+                 "route_kernel", "mma_rows", "mma_sum")),
     ("states", ("_conv", "_recurrent", "_gated_norm", "_keep_inputs", "_gates", "_solve", "_scan")),
     ("attention", ("attend", "attention", "latent", "combine", "_schedule")),
-    ("norms", ("norm", "rope")),
-    (PRODUCTS, ("gemv", "gemm", "skinny", "eight_bit", "nvjet", "cublas", "cutlass", "splitk",
-                "aten::mm", "aten::addmm", "aten::linear", "mkldnn")),
+    ("norms", ("norm", "rope", "_round")),
+    (PRODUCTS, ("gemv", "gemm", "skinny", "eight_bit", "_sum_kernel", "_adapted", "nvjet", "cublas",
+                "cutlass", "splitk", "aten::mm", "aten::addmm", "aten::linear", "mkldnn")),
 )  # fmt: skip
 """Parts of kernels' names by kind; the first that fits decides."""
 

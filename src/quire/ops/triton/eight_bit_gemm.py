@@ -44,7 +44,7 @@ class EightBitTile(NamedTuple):
 
 
 @triton.jit
-def _kernel(
+def eight_bit_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr, M, N,
     K, stride_xm, stride_xsm, stride_wn, stride_wsn, stride_rm, stride_ym, share,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, SPLIT: tl.constexpr,
@@ -181,7 +181,7 @@ def eight_bit_gemm(
         size = tiles * splits * tile.bm * tile.bn * (2 if args.gated else 1)
         exact = torch.int32 if integers and not group else torch.float32
         parts = torch.empty(size, dtype=exact, device=q.device)
-    launch(_kernel, (tiles, splits))(
+    launch(eight_bit_kernel, (tiles, splits))(
         q, scales, weight.values, weight.scales, q if args.bias is None else args.bias,
         q if res is None else res, out, parts, default_workspace(q.device).counters, rows, n, k,
         q.stride(0),
