@@ -25,8 +25,8 @@ def _round_kernel(
     """Rounds a token's inputs from program * WIDTH - first on, WIDTH of them, which share a scale.
 
     TOP: the largest rounded number. NORM: RMSNorm comes first; a program then has the whole token.
-    STORED: rounded numbers and their scales are stored, else what both stand for. CAST: the cast
-    to 8-bit floats rounds as it should. BLOCK: WIDTH or more."""
+    STORED: rounded numbers and their scales are stored, else what both stand for. CAST: the card
+    rounds to 8-bit floats as it stores them. BLOCK: WIDTH or more."""
     if PDL:
         wait_for_predecessor(False)
     row = tl.program_id(0).to(tl.int64)
@@ -93,7 +93,8 @@ def _run(
     first, width = 0, triton.next_power_of_2(inputs)
     if format.inputs == "group":
         first, width = weight.first, format.group
-    pdl = traits(x.device).pdl
+    card = traits(x.device)
+    cast = scales is not None and card.capability >= (8, 9)
     launch(_round_kernel, (tokens, triton.cdiv(first + inputs, width)))(
         x, x if weight.input_scale is None else weight.input_scale,
         x if norm is None else norm.weight, out, x if scales is None else scales, inputs, first,
@@ -101,6 +102,6 @@ def _run(
         0 if scales is None else scales.stride(0), TOP=LARGEST[format.values],
         INTEGERS=not format.values.is_floating_point, FIXED=weight.input_scale is not None,
         NORM=norm is not None, STORED=scales is not None, WIDTH=width,
-        CAST=scales is not None and pdl, BLOCK=triton.next_power_of_2(width), PDL=pdl,
-        **options(pdl, num_warps=min(max(width // 512, 1), 16)),
+        CAST=cast, BLOCK=triton.next_power_of_2(width), PDL=card.pdl,
+        **options(card.pdl, num_warps=min(max(width // 512, 1), 16)),
     )  # fmt: skip
