@@ -202,11 +202,11 @@ def _add_chunk(
 
 
 @triton.jit
-def _meet(sums, first: tl.constexpr, COUNT: tl.constexpr, WARPS: tl.constexpr):
-    """Returns the sums over warps of COUNT tiles, 1 or a multiple of 2, from the first on."""
+def _meet(sums, COUNT: tl.constexpr, WARPS: tl.constexpr):
+    """Returns the sums over warps of COUNT tiles, 1 or a multiple of 2."""
     met = ()
     if COUNT == 1:
-        y0, y1, y2, y3 = sums[first]
+        y0, y1, y2, y3 = sums[0]
         if WARPS > 1:
             total = tl.join(tl.join(y0, y1), tl.join(y2, y3))
             total = tl.sum(tl.reshape(total, [WARPS, 32, 2, 2]), 0)
@@ -216,8 +216,8 @@ def _meet(sums, first: tl.constexpr, COUNT: tl.constexpr, WARPS: tl.constexpr):
         met = met + ((y0, y1, y2, y3),)
     else:
         for at in tl.static_range(0, COUNT, 2):
-            y0, y1, y2, y3 = sums[first + at]
-            z0, z1, z2, z3 = sums[first + at + 1]
+            y0, y1, y2, y3 = sums[at]
+            z0, z1, z2, z3 = sums[at + 1]
             y = tl.join(tl.join(y0, y1), tl.join(y2, y3))
             z = tl.join(tl.join(z0, z1), tl.join(z2, z3))
             total = tl.join(y, z)
@@ -369,7 +369,7 @@ def mma_rows_kernel(
                 sums, chunks[index], inputs, 1.0, WARPS, R, NT, PAIRS, UNPACK, PRODUCT, FP16, E2M1,
                 GROUP, HAS_ZEROS, GROUP > 0 and not E2M1,
             )  # fmt: skip
-    sums = _meet(sums, 0, R * NT, WARPS)
+    sums = _meet(sums, R * NT, WARPS)
     for r in tl.static_range(R):
         s0, s1, b0, b1 = ends[r]
         cols = first + r * (8 if GATED else 16) + lane // 4
@@ -496,7 +496,7 @@ def mma_sum_kernel(
                 sums, current[index], inputs, factor, WARPS, R, 1, PAIRS, UNPACK, PRODUCT, FP16,
                 E2M1, GROUP, HAS_ZEROS, True,
             )  # fmt: skip
-    sums = _meet(sums, 0, R, WARPS)
+    sums = _meet(sums, R, WARPS)
     for r in tl.static_range(R):
         low = sums[r][0]
         high = sums[r][2]
