@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
@@ -102,15 +103,20 @@ def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
         torch.get_num_threads() > 1
         and x.dtype is torch.float32
         and x.device.type == "cpu"
-        and x.shape[0] in _ONEDNN_ROWS
+        and (3 if _intel() else 1) <= x.shape[0] <= _ONEDNN_ROWS
         and x.shape[0] * weight.numel() >= 1 << 17
-        and (weight.is_contiguous() or (not _INTEL and weight.t().is_contiguous()))
+        and (weight.is_contiguous() or (not _intel() and weight.t().is_contiguous()))
     )
 
 
-_INTEL = any("GenuineIntel" in file.read_text() for file in Path("/proc").glob("cpuinfo"))
+@functools.cache
+def _intel() -> bool:
+    """Whether Intel made the processor. Linux takes long to say so of many cores."""
+    return any("GenuineIntel" in file.read_text() for file in Path("/proc").glob("cpuinfo"))
+
+
 _HAS_ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-_ONEDNN_ROWS = range(3 if _INTEL else 1, 17 if _HAS_ONEDNN else 1)
+_ONEDNN_ROWS = 16 if _HAS_ONEDNN else 0
 
 
 def embedding(ids: Tensor, table: Tensor, start: int = 0) -> Tensor:
