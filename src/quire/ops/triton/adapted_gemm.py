@@ -93,7 +93,7 @@ def _add_expanded(
 
 @triton.jit(
     do_not_specialize=[
-        "M", "prefetch_k", "steps_per_split", "workers", "apart", "most_parts", "turn",
+        "M", "prefetch_k", "steps_per_split", "workers", "most_parts", "turn",
     ]
 )  # fmt: skip
 def _adapted_kernel(
@@ -101,7 +101,7 @@ def _adapted_kernel(
     slots_ptr, order_ptr, tiles_ptr, count_ptr, memory_ptr, table_ptr, starts_ptr, inner_ptr,
     inner_parts_ptr, tile_counters_ptr,
     M, N, K, stride_xm, stride_wn, stride_sn, stride_rm, stride_ym, steps_per_split, prefetch_k,
-    workers, apart, most_parts, turn, tiles_n, splits, slot_stride, table_stride,
+    workers, most_parts, turn, tiles_n, splits, slot_stride, table_stride,
     inner_stride, ranks,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     SWAP: tl.constexpr, EVEN: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr,
@@ -113,12 +113,12 @@ def _adapted_kernel(
     EVEN_INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] as `skinny_kernel` does of x whose norm, if any, is applied, with
-    adapters. Grid: `workers` that multiply by A, then N tiles, K splits, M tiles. apart: programs
-    before those of tiles, as many as `workers`. turn: see TURNS."""
+    adapters. Grid: `workers` that multiply by A, then N tiles, K splits, M tiles. turn: see
+    TURNS."""
     if PDL and EAGER:
         gdc_launch_dependents()
     pid = tl.program_id(0)
-    item = tl.maximum(pid - apart, 0)
+    item = tl.maximum(pid - workers, 0)
     R: tl.constexpr = 2 * BN if GLU else BN
     pid_n = item % tiles_n
     pid_k = item // tiles_n % splits
@@ -139,7 +139,7 @@ def _adapted_kernel(
         parts = splits
     used = tl.load(count_ptr + 1)
     if PREFETCH:
-        if pid >= apart:
+        if pid >= workers:
             STEP: tl.constexpr = 8 if BITS == 4 else 1
             first = k_begin // STEP
             last_k = tl.minimum(k_end // STEP, first + prefetch_k)
@@ -152,7 +152,7 @@ def _adapted_kernel(
     if PDL:
         _, pieces = cut(count, K, workers, most_parts, INPUTS, FIXED)
         # Others have nothing to do, and keep the places of programs that have a tile.
-        if (pid >= apart) | (pid < tl.maximum(1, count * pieces)):
+        if (pid >= workers) | (pid < tl.maximum(1, count * pieces)):
             wait_for_predecessor(EAGER)
     if pid == 0:
         tl.store(tile_counters_ptr + TURNS + 1 - turn, 0)
@@ -163,7 +163,7 @@ def _adapted_kernel(
             slot_stride, table_stride, stride_xm, inner_stride, ranks, 0.0, most_parts, TILE,
             BR, INPUTS, PLACES, WIDTH, FIXED, EVEN_INPUTS, False, UPCAST, STAGES, True,
         )  # fmt: skip
-    if pid >= apart:
+    if pid >= workers:
         cols = pid_n * BN + tl.arange(0, BN)
         x_ptrs = x_ptr + tl.minimum(ms, M - 1).to(tl.int64)[:, None] * stride_xm
         w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * stride_wn
@@ -248,7 +248,7 @@ def adapted_gemm(
         _starts(weights.sizes, x.device), tiles.inner, sums, counters.words,
         m, n, k, x.stride(0), values.stride(0), operands.scales.stride(0),
         0 if res is None else res.stride(0), out.stride(0), per_split,
-        plan.prefetch // values.element_size(), workers, workers, _PARTS, counters.take_turn(),
+        plan.prefetch // values.element_size(), workers, _PARTS, counters.take_turn(),
         tiles_n, splits, weights.memory.stride(0), weights.table.stride(0), tiles.inner.stride(0),
         weights.rows,
         BM=plan.bm, BN=plan.bn, BK=plan.bk, SPLIT=splits > 1, SWAP=plan.swap,
