@@ -84,8 +84,10 @@ class Layer:
         """Returns a copy in float64."""
         other = object.__new__(Layer)
         for name, value in vars(self).items():
-            is_state = isinstance(value, StateLayer)
-            wide = StateLayer(*(p.double() for p in value)) if is_state else value.double()
+            if isinstance(value, StateLayer):
+                wide = StateLayer(*(p if p is None else p.double() for p in value))
+            else:
+                wide = value.double()
             setattr(other, name, wide)
         return other
 
