@@ -102,6 +102,9 @@ def runs(gpus: int) -> Iterator[Run]:
     yield Run("qwen3-30b-a3b", cases=("b1-256", "b64"))
     for stages in (2, 4):
         yield Run("qwen3-8b", max(1, min(2, gpus // stages)), stages, cases=("b64", "128x512x256"))
+    yield Run("qwen3-8b", cases=("128x512x256",))
+    for size in sizes:
+        yield Run("qwen3-8b", size, quantization="fp8", cases=("b1-256", "b64"))
     for size in sizes:
         yield Run("qwen3-32b-fp8", size, cases=("b1-256", "b64"))
     for size in sizes:
