@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python bench/gemm/run.py                 # everything, under four minutes
     PYTHONPATH=src python bench/gemm/run.py --models 0.6B --rows 1 8 --seconds 30
+    PYTHONPATH=src python bench/gemm/run.py --models 8B --ranks 2   # what a rank of two has
 
 Writes the card's table and every measurement to $OUT, if set, and prints summaries: µs per layer
 beside cuBLAS and the bandwidth it means, then all linear layers of a decode step in one graph, with
@@ -16,6 +17,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,6 +54,14 @@ def layer_shapes(model: Model, rows: int, form: WeightFormat | None) -> dict[str
         shapes[name] = Shape(rows, n // 2 if gated else n, k, torch.bfloat16, norm, gated, form)
     shapes["lm_head"] = Shape(rows, model.vocab, model.hidden, torch.bfloat16, format=form)
     return shapes
+
+
+def part_of(model: Model, ranks: int) -> Model:
+    """Returns the sizes of a rank's part of a model."""
+    return replace(
+        model, heads=model.heads // ranks, kv_heads=max(1, model.kv_heads // ranks),
+        intermediate=model.intermediate // ranks, vocab=-(-model.vocab // ranks),
+    )  # fmt: skip
 
 
 class Report:
@@ -102,13 +112,15 @@ def print_plans(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=[""], help="parts of model names")
+    parser.add_argument("--ranks", type=int, default=1, help="that share each layer")
     parser.add_argument("--rows", nargs="*", type=int, default=list(BUCKETS))
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["bf16"])
     parser.add_argument("--seconds", type=float, default=130.0, help="limit for the tuning")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 4)
     options = parser.parse_args()
     began = time.monotonic()
-    models = [m for m in MODELS if any(part in m.name for part in options.models)]
+    chosen = [m for m in MODELS if any(part in m.name for part in options.models)]
+    models = [part_of(model, options.ranks) for model in chosen]
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
 
     def done(what: str) -> None:
