@@ -6,12 +6,13 @@ choose from.
 
 Times the router and the experts of one layer of Qwen3-30B-A3B and gpt-oss-20b for 1 to 2048 tokens
 on random routes; the share is that of reading each chosen expert's weights once at 4.0 TB/s. Beside
-the default stands what is chosen without `experts_mma`, and for many tokens what the other order of
-operands, and weights that are not expanded, take. --sweep: also other tiles than those that would
-be chosen, and prints each, the best first; mma: those of `experts_mma`, checked first; loops: those
-of the other kernels; all. --only: cases whose name has one of these in it, separated by commas.
-Prints a table at the end. A failing check or configuration is reported, not fatal; what does not
-fit the time is skipped and named. Without a GPU it only checks, under TRITON_INTERPRET=1.
+the default stands what is chosen without `experts_mma` or `hopper_experts`, and for many tokens
+what the other order of operands, and weights that are not expanded, take. --sweep: also other tiles
+than those that would be chosen, and prints each, the best first; mma: those of `experts_mma`,
+checked first; loops: those of the other kernels; all. --only: cases whose name has one of these in
+it, separated by commas. Prints a table at the end. A failing check or configuration is reported,
+not fatal; what does not fit the time is skipped and named. Without a GPU it only checks, under
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from quire.ops.arguments import RmsScale
 from quire.ops.experts import SILU, ExpertCopies, ExpertWeights, Routing, Swiglu, expands
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton.experts import run_experts, takes_mma
+from quire.ops.triton.experts import run_experts, takes_mma, takes_ring
 from quire.ops.triton.experts_plan import (
     GEMV_TOKENS,
     ExpertsPlan,
     ExpertsShape,
     MmaTile,
+    RingTile,
     Tile,
     bits_of,
     plan_for,
@@ -151,15 +153,21 @@ def has_mma(layer: Layer) -> bool:
     return takes_mma(x, layer.up, layer.down)
 
 
-def plan_of(layer: Layer, tokens: int, *, mma: bool = True) -> ExpertsPlan:
-    """Returns the plan that is chosen, or that is without `experts_mma`."""
+def has_ring(layer: Layer) -> bool:
+    """Whether `hopper_experts` takes a layer's weights, on this card."""
+    x = torch.empty(1, layer.up.weight.inputs, dtype=torch.bfloat16, device=DEVICE)
+    return takes_ring(x, layer.up, layer.down)
+
+
+def plan_of(layer: Layer, tokens: int, *, mma: bool = True, ring: bool = True) -> ExpertsPlan:
+    """Returns the plan that is chosen, or that is without `experts_mma` or `hopper_experts`."""
     model = layer.model
     return plan_for(
         ExpertsShape(
             tokens, model.experts, model.top_k, model.hidden, model.width, torch.bfloat16,
             bits_of(layer.up.weight.format), mma and has_mma(layer),
             expands(layer.up.weight.format, tokens * model.top_k, model.experts),
-            layer.up.weight.dtype.is_floating_point,
+            layer.up.weight.dtype.is_floating_point, ring and has_ring(layer),
         )
     )  # fmt: skip
 
@@ -245,13 +253,16 @@ def check_layer(model: Model, name: str, tokens: int, plan: ExpertsPlan | None =
 
 def plans(layer: Layer, tokens: int, sweep: str) -> dict[str, ExpertsPlan]:
     found = {"default": plan_of(layer, tokens), "before": plan_of(layer, tokens, mma=False)}
+    if has_ring(layer) and tokens > 256:
+        found["before"] = plan_of(layer, tokens, ring=False)
     default, bits = found["default"], bits_of(layer.up.weight.format)
     if default == found["before"]:
         del found["before"]
     if tokens > 256 and bits < 16:
-        own = replace(default, expand=not default.expand)
+        own = replace(plan_of(layer, tokens, ring=False), expand=not default.expand)
         found["expanded" if own.expand else "not expanded"] = own
-        found["other order"] = turned(replace(default, expand=False))
+        small = plan_of(layer, tokens, ring=False)
+        found["other order"] = turned(replace(small, expand=False))
     known = tokens <= GEMV_TOKENS or bits < 8
     if sweep in ("mma", "all") and tokens <= 256 and known and has_mma(layer):
         found.update(mma_plans(tokens))
@@ -295,6 +306,9 @@ def grouped_plans(tokens: int, bits: int) -> dict[str, ExpertsPlan]:
                         (64, 64, 8, 4), (128, 64, 8, 3))
         ]  # fmt: skip
     else:
+        for stages in (3, 4):
+            own = RingTile(stages)
+            found[f"ring {stages}"] = ExpertsPlan("grouped", own, own, expand=bits < 16)
         sizes = [(64, 64, 64, 4, 3), (64, 128, 64, 8, 3), (128, 64, 64, 8, 3), (128, 64, 64, 4, 3),
                  (256, 64, 64, 8, 3)]  # fmt: skip
     for bm, bn, bk, warps, stages in sizes:
@@ -335,7 +349,9 @@ def mma_plans(tokens: int) -> dict[str, ExpertsPlan]:
     return found
 
 
-def _name(tile: Tile | MmaTile) -> str:
+def _name(tile: Tile | MmaTile | RingTile) -> str:
+    if isinstance(tile, RingTile):
+        return f"ring {tile.stages}"
     if isinstance(tile, MmaTile):
         return f"mma r{tile.rows}n{tile.columns}w{tile.warps}c{tile.chunks}"
     swap = "s" if tile.swap else ""

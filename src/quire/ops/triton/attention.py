@@ -33,7 +33,7 @@ from quire.ops.triton.attention_schedule import (
     schedule,
     schedule_long,
 )
-from quire.ops.triton.launch import DeviceTraits, launch, options, traits
+from quire.ops.triton.launch import DeviceTraits, has_wgmma, launch, options, traits
 
 _LOG2E = math.log2(math.e)
 _FILLED = 3
@@ -45,8 +45,6 @@ _THREE_AT_ONCE = 168
 _MANY = 1 << 30
 _WIDE = 256
 """Dimensions of a head beyond which tiles are bounded by registers."""
-_GLUON = ("3", "6")
-"""The version of Triton that the kernel for Hopper cards is written for: Gluon still changes."""
 _SHORT_TILE = 64
 """If all rows of a bucket fit a tile of this many queries, no launch for long rows is needed."""
 
@@ -311,7 +309,7 @@ def paged_attention(
 @functools.cache
 def _hopper(card: DeviceTraits) -> ModuleType | None:
     """Returns the launch of the kernel for Hopper cards, if this is one."""
-    if card.capability != (9, 0) or tuple(triton.__version__.split(".")[:2]) != _GLUON:
+    if not has_wgmma(card):
         return None
     return importlib.import_module("quire.ops.triton.hopper_attention")
 

@@ -3,10 +3,13 @@
 Few tokens: two kernels behind the router, each of which reads the weights of chosen experts alone.
 More: assignments are sorted by expert on the device, then two products over blocks of tokens of one
 expert, then the sum over each token's experts, in fixed order. For many tokens, 4-bit floats are
-widened once instead of for each tile.
+widened once instead of for each tile. On Hopper cards, products of 16 bits are then those of
+`hopper_experts`.
 """
 
 from __future__ import annotations
+
+import importlib
 
 import torch
 import triton
@@ -28,12 +31,13 @@ from quire.ops.triton.experts_plan import (
     ExpertsPlan,
     ExpertsShape,
     MmaTile,
+    RingTile,
     Tile,
     bits_of,
     plan_for,
 )
 from quire.ops.triton.experts_route import Sorted, sort_by_expert
-from quire.ops.triton.launch import launch, options, traits
+from quire.ops.triton.launch import has_wgmma, launch, options, traits
 from quire.ops.triton.quantized_tiles import Operands, dequantize
 from quire.ops.triton.round_inputs import round_inputs
 from quire.ops.weight import Weight
@@ -53,6 +57,7 @@ def experts_mlp(
         len(x), up.experts, ids.shape[1], x.shape[1], down.weight.inputs, x.dtype,
         bits_of(up.weight.format), takes_mma(x, up, down),
         expands(up.weight.format, ids.numel(), up.experts), up.weight.dtype.is_floating_point,
+        takes_ring(x, up, down),
     )  # fmt: skip
     return run_experts(plan_for(shape), x, ids, weights, up, down, act, residual)
 
@@ -62,6 +67,24 @@ def takes_mma(x: Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
     # Units have the dtype of x, and rows that begin at multiples of 16 bytes if their weights do.
     alike = up.weight.format == down.weight.format and down.weight.inputs % 8 == 0
     return alike and traits(x.device).bf16 and all(multiplies(own.weight, x) for own in (up, down))
+
+
+def takes_ring(x: Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
+    """Whether `hopper_experts` takes a layer's weights, or what they are expanded to, and tokens
+    like x, on this device: 16 bits, and rows that begin at multiples of 16 bytes."""
+    if not has_wgmma(traits(x.device)) or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    own = [linear.weight for linear in (up, down)]
+    plain = all(
+        weight.format.scales is not None
+        or (weight.values.dtype == x.dtype and _aligned(weight.values))
+        for weight in own
+    )
+    return plain and all(weight.inputs % 8 == 0 for weight in own)
+
+
+def _aligned(values: Tensor) -> bool:
+    return values.stride(1) == 1 and values.stride(0) % 8 == 0 and values.data_ptr() % 16 == 0
 
 
 def run_experts(
@@ -88,7 +111,7 @@ def run_experts(
         inner = _rounded(inner, down.weight)
         if isinstance(plan.down, MmaTile):
             mma_sum(plan.down, inner, ids, weights, down, residual, out)
-        else:
+        elif isinstance(plan.down, Tile):
             _down_gemv(plan.down, inner, ids, weights, down, residual, out)
         return out
     order = sort_by_expert(ids, up.experts, plan.up.bm)
@@ -175,23 +198,30 @@ def _acts(act: Swiglu | None) -> dict[str, float]:
 
 
 def _rows_of_each(
-    tile: Tile | MmaTile, x: Tensor, ids: Tensor, weights: Tensor, up: ExpertWeights, act: Swiglu,
+    tile: Tile | MmaTile | RingTile, x: Tensor, ids: Tensor, weights: Tensor, up: ExpertWeights,
+    act: Swiglu,
     out: Tensor,
 ) -> None:  # fmt: skip
     """The units of each assignment by itself."""
     if isinstance(tile, MmaTile):
         mma_rows(tile, x, ids, None, weights, up, act, out, ids.shape[1])
-    else:
+    elif isinstance(tile, Tile):
         _up_gemv(tile, x, ids, up, act, out)
 
 
 def _rows(
-    tile: Tile | MmaTile, x: Tensor, ids: Tensor, order: Sorted, weights: Tensor,
+    tile: Tile | MmaTile | RingTile, x: Tensor, ids: Tensor, order: Sorted, weights: Tensor,
     linear: ExpertWeights, act: Swiglu | None, out: Tensor, rows_per_x: int,
 ) -> None:  # fmt: skip
     """One product over blocks of sorted tokens; with an activation gated, else weighted."""
     if isinstance(tile, MmaTile):
         mma_rows(tile, x, ids, order, weights, linear, act, out, rows_per_x)
+    elif isinstance(tile, RingTile):
+        # Only where Gluon is the one that its kernel is written for.
+        ring = importlib.import_module("quire.ops.triton.hopper_experts")
+        # The units are in the order of experts already.
+        x = x if act is None else ring.gathered(x, order, rows_per_x)
+        ring.ring_product(tile, x, order, weights, linear, act, out)
     else:
         _grouped(tile, x, order, weights, linear, act, out, rows_per_x)
 

@@ -45,21 +45,36 @@ class MmaTile:
 
 
 @dataclass(frozen=True, slots=True)
+class RingTile:
+    """A tile of 128 tokens and 256 weight rows on a Hopper card, see `hopper_experts`. stages: of
+    64 inputs that are under way."""
+
+    stages: int = 4
+
+    @property
+    def bm(self) -> int:
+        """Returns the tokens of a tile."""
+        return 128
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsPlan:
     """One way to run a layer's experts. kernel: "gemv" for each token by itself, "grouped" for
     tokens in the order of experts. up, down: the tiles of the two products; a grouped plan has
-    equal `bm` in both. expand: weights become numbers of x's dtype first, all experts'."""
+    equal `bm` in both, and both or none are `RingTile`. expand: weights become numbers of x's dtype
+    first, all experts'."""
 
     kernel: Literal["gemv", "grouped"]
-    up: Tile | MmaTile
-    down: Tile | MmaTile
+    up: Tile | MmaTile | RingTile
+    down: Tile | MmaTile | RingTile
     expand: bool = False
 
 
 class ExpertsShape(NamedTuple):
     """The shape that a choice depends on. dtype: of x. bits: of a stored weight. mma: whether
     `experts_mma` takes the weights, on this card. expand: see `expands`. floats: weights are stored
-    as floats."""
+    as floats. ring: whether `hopper_experts` takes the weights, or what they become, on this card.
+    """
 
     tokens: int
     experts: int
@@ -71,6 +86,7 @@ class ExpertsShape(NamedTuple):
     mma: bool = False
     expand: bool = False
     floats: bool = False
+    ring: bool = False
 
     @property
     def mean(self) -> float:
@@ -83,6 +99,8 @@ def bits_of(format: WeightFormat) -> int:
     return format.bits or 8 * format.values.itemsize
 
 
+_RING_TOKENS = 48
+"""Tokens of an expert from which on tiles of 128 are worth their empty places."""
 _SMALL_GRID = 128
 """Programs of which a card runs all at once, with 16 warps each."""
 FIXED_UP = Tile(32, 32, 64, 4, 3)
@@ -111,6 +129,8 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
         return ExpertsPlan("grouped", up, down)
     if shape.mean <= 48 or wide:
         return ExpertsPlan("grouped", Tile(32, 64, 64, 4, 3), Tile(32, 128, 64, 4, 3))
+    if shape.ring and shape.mean > _RING_TOKENS and (shape.bits >= 16 or shape.expand):
+        return ExpertsPlan("grouped", RingTile(), RingTile(), expand=shape.expand)
     eight = shape.bits == 8
     if shape.mean <= 96 or eight:
         # As left operand, 8-bit floats are multiplied from the registers where they were widened,

@@ -39,6 +39,15 @@ class DeviceTraits:
     bf16: bool
 
 
+_GLUON = ("3", "6")
+"""The version of Triton that kernels for Hopper cards are written for: Gluon still changes."""
+
+
+def has_wgmma(card: DeviceTraits) -> bool:
+    """Whether the kernels for Hopper cards, of TMA and wgmma, run here."""
+    return card.capability == (9, 0) and tuple(triton.__version__.split(".")[:2]) == _GLUON
+
+
 INTERPRETED = DeviceTraits((0, 0), 4, 1 << 30, pdl=False, bf16=False)
 """CPU tensors: kernels run under TRITON_INTERPRET=1, whose matrix product knows no bf16."""
 

@@ -1,0 +1,214 @@
+"""The kernel of `hopper_experts.py`: products of tokens, in the order of their experts, by TMA and
+wgmma.
+
+A program walks over tiles of a block of tokens of one expert and 256 of its weight rows. One warp
+copies inputs and weights into a ring in shared memory, ahead of two warpgroups, which have 64
+tokens of the block each. A warpgroup without tokens only keeps up with the ring.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+ROWS = gl.constexpr(64)
+"""Tokens of a warpgroup."""
+WARPGROUPS = gl.constexpr(2)
+"""That multiply."""
+HALF = gl.constexpr(128)
+"""Weight rows of a copy: gates or their ups, or half of a tile's outputs."""
+INPUTS = gl.constexpr(64)
+"""Inputs of a copy: 128 bytes, the width of the swizzle."""
+
+
+@gluon.constexpr_function
+def _accumulator(columns: int) -> gl.NVMMADistributedLayout:
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def _block(place, blocks_ptr, most, tiles):
+    """Returns of the tile at `place`: its number among the block's, the expert, the block's first
+    token in the order, and how many."""
+    block = place // tiles
+    expert = gl.load(blocks_ptr + block)
+    start = gl.load(blocks_ptr + most + block)
+    rows = gl.minimum(gl.load(blocks_ptr + 2 * most + block) - start, WARPGROUPS * ROWS)
+    return place % tiles, expert, start, rows
+
+
+@gluon.jit
+def _produce(
+    x_desc, w_desc, x_tiles, w_halves, full, empty, blocks_ptr, most, tiles, N, K,
+    GATED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    done = 0
+    steps = (K + INPUTS - 1) // INPUTS
+    for place in range(
+        gl.program_id(0), gl.load(blocks_ptr + 3 * most) * tiles, gl.num_programs(0)
+    ):
+        tile, expert, start, rows = _block(place, blocks_ptr, most, tiles)
+        if GATED:
+            gates = expert * 2 * N + tile * HALF
+            others = gates + N
+        else:
+            gates = expert * N + tile * 2 * HALF
+            others = gates + HALF
+        for step in range(steps):
+            stage = (done + step) % STAGES
+            mbarrier.wait(empty.index(stage), ((done + step) // STAGES + 1) & 1)
+            bar = full.index(stage)
+            k = step * INPUTS
+            mbarrier.expect(bar, (ROWS + 2 * HALF) * INPUTS * 2, pred=rows <= ROWS)
+            mbarrier.expect(bar, (2 * ROWS + 2 * HALF) * INPUTS * 2, pred=rows > ROWS)
+            tma.async_copy_global_to_shared(w_desc, [gates, k], bar, w_halves.index(stage * 2))
+            tma.async_copy_global_to_shared(w_desc, [others, k], bar, w_halves.index(stage * 2 + 1))
+            for part in gl.static_range(WARPGROUPS):
+                tma.async_copy_global_to_shared(
+                    x_desc, [start + part * ROWS, k], bar,
+                    x_tiles.index(stage * WARPGROUPS + part), pred=part * ROWS < rows,
+                )  # fmt: skip
+        done += steps
+
+
+@gluon.jit
+def _swiglu(
+    gate, up, ALPHA: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr, CUBIC: gl.constexpr
+):
+    """See `experts_kernels.swiglu`."""
+    if LIMIT > 0:
+        gate = gl.where(gate > LIMIT, LIMIT, gate)
+        up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
+    slope = ALPHA
+    if CUBIC != 0:
+        slope = ALPHA + CUBIC * gate * gate
+    return gate / (1.0 + gl.exp(-slope * gate)) * (up + SHIFT)
+
+
+@gluon.jit
+def _store(
+    acc, place, order_ptr, weights_ptr, bias_ptr, y_ptr, blocks_ptr, most, tiles, N,
+    GATED: gl.constexpr, HAS_BIAS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    SHIFT: gl.constexpr, CUBIC: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Stores a warpgroup's sums [ROWS, 2 HALF]: units at the tokens' places in the order, or
+    outputs, times the weights of assignments, at the assignments."""
+    layout: gl.constexpr = _accumulator(HALF)
+    tile, expert, start, rows = _block(place, blocks_ptr, most, tiles)
+    own = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    valid = own < rows
+    first, second = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, HALF]), (0, 2, 1)))
+    first = gl.convert_layout(first, layout)
+    second = gl.convert_layout(second, layout)
+    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    if GATED:
+        cols = tile * HALF + columns
+        if HAS_BIAS:
+            at = bias_ptr + expert * 2 * N + cols
+            first += gl.load(at, mask=cols < N, other=0.0).to(gl.float32)[None, :]
+            second += gl.load(at + N, mask=cols < N, other=0.0).to(gl.float32)[None, :]
+        y = _swiglu(first, second, ALPHA, LIMIT, SHIFT, CUBIC).to(y_ptr.dtype.element_ty)
+        lines = y_ptr + (start + own).to(gl.int64)[:, None] * N
+        gl.store(lines + cols[None, :], y, mask=valid[:, None] & (cols < N)[None, :])
+    else:
+        a = gl.load(order_ptr + start + own, mask=valid, other=0)
+        share = gl.load(weights_ptr + a, mask=valid, other=0.0)[:, None]
+        lines = y_ptr + a.to(gl.int64)[:, None] * N
+        cols = tile * 2 * HALF + columns
+        if HAS_BIAS:
+            at = bias_ptr + expert * N + cols
+            first += gl.load(at, mask=cols < N, other=0.0).to(gl.float32)[None, :]
+            second += gl.load(at + HALF, mask=cols + HALF < N, other=0.0).to(gl.float32)[None, :]
+        dtype: gl.constexpr = y_ptr.dtype.element_ty
+        mask = valid[:, None] & (cols < N)[None, :]
+        gl.store(lines + cols[None, :], (first * share).to(dtype), mask=mask)
+        mask = valid[:, None] & (cols + HALF < N)[None, :]
+        gl.store(lines + HALF + cols[None, :], (second * share).to(dtype), mask=mask)
+
+
+@gluon.jit
+def _consume(
+    order_ptr, weights_ptr, bias_ptr, y_ptr, x_tiles, w_tiles, full, empty, blocks_ptr, most, tiles,
+    N, K, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    SHIFT: gl.constexpr, CUBIC: gl.constexpr, STAGES: gl.constexpr,
+    WHICH: gl.constexpr,
+):  # fmt: skip
+    done = 0
+    steps = (K + INPUTS - 1) // INPUTS
+    for place in range(
+        gl.program_id(0), gl.load(blocks_ptr + 3 * most) * tiles, gl.num_programs(0)
+    ):
+        _, _, _, rows = _block(place, blocks_ptr, most, tiles)
+        if rows > WHICH * ROWS:
+            acc = gl.zeros([ROWS, 2 * HALF], gl.float32, layout=_accumulator(2 * HALF))
+            for i in range(done, done + steps):
+                stage = i % STAGES
+                mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+                x = x_tiles.index(stage * WARPGROUPS + WHICH)
+                w = w_tiles.index(stage).permute((1, 0))
+                acc = warpgroup_mma(x, w, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > done)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index((done + steps - 1) % STAGES), count=1)
+            _store(
+                acc, place, order_ptr, weights_ptr, bias_ptr, y_ptr, blocks_ptr, most, tiles, N,
+                GATED, HAS_BIAS, ALPHA, LIMIT, SHIFT, CUBIC, WHICH,
+            )  # fmt: skip
+        else:
+            for i in range(done, done + steps):
+                mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+                mbarrier.arrive(empty.index(i % STAGES), count=1)
+        done += steps
+
+
+@gluon.jit(do_not_specialize=["most"])
+def experts_kernel(
+    x_desc, w_desc, order_ptr, weights_ptr, bias_ptr, y_ptr, blocks_ptr, most, tiles, N, K,
+    GATED: gl.constexpr, HAS_BIAS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    SHIFT: gl.constexpr, CUBIC: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Computes y of inputs in the order of experts: gated units [A, N] in that order, or outputs
+    times the weights of assignments [A, N] at the assignments. x_desc: inputs [A, K] in boxes of
+    ROWS. w_desc: rows of all experts' weights in boxes of HALF. Grid: programs that share the
+    tiles."""
+    dtype: gl.constexpr = y_ptr.dtype.element_ty
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    x_tiles = gl.allocate_shared_memory(dtype, [STAGES * WARPGROUPS, ROWS, INPUTS], layout)
+    w_halves = gl.allocate_shared_memory(dtype, [STAGES * 2, HALF, INPUTS], layout)
+    w_tiles = w_halves._reinterpret(dtype, [STAGES, 2 * HALF, INPUTS], layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=WARPGROUPS)
+    fence_async_shared()
+    gl.thread_barrier()
+    if PDL:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+    own = (
+        order_ptr, weights_ptr, bias_ptr, y_ptr, x_tiles, w_tiles, full, empty, blocks_ptr, most,
+        tiles, N, K,
+    )  # fmt: skip
+    first: gl.constexpr = (GATED, HAS_BIAS, ALPHA, LIMIT, SHIFT, CUBIC, STAGES, 0)
+    second: gl.constexpr = (GATED, HAS_BIAS, ALPHA, LIMIT, SHIFT, CUBIC, STAGES, 1)
+    ring: gl.constexpr = (GATED, STAGES)
+    copies = (x_desc, w_desc, x_tiles, w_halves, full, empty, blocks_ptr, most, tiles, N, K)
+    # What the copying warp does not need of the registers goes to the others.
+    gl.warp_specialize(
+        [(_consume, own + first), (_consume, own + second), (_produce, copies + ring)],
+        [4, 1], [240, 24],
+    )  # fmt: skip
