@@ -20,6 +20,8 @@ ROWS = gl.constexpr(64)
 """Tokens of a warpgroup."""
 WARPGROUPS = gl.constexpr(2)
 """That multiply."""
+GROUP = gl.constexpr(16)
+"""Blocks whose tiles follow each other."""
 HALF = gl.constexpr(128)
 """Weight rows of a copy: gates or their ups, or half of a tile's outputs."""
 INPUTS = gl.constexpr(64)
@@ -35,11 +37,15 @@ def _accumulator(columns: int) -> gl.NVMMADistributedLayout:
 def _block(place, blocks_ptr, most, tiles):
     """Returns of the tile at `place`: its number among the block's, the expert, the block's first
     token in the order, and how many."""
-    block = place // tiles
+    # Tiles that run at the same time share blocks and weights.
+    group = place // (GROUP * tiles)
+    inside = place % (GROUP * tiles)
+    size = gl.minimum(gl.load(blocks_ptr + 3 * most) - group * GROUP, GROUP)
+    block = group * GROUP + inside % size
     expert = gl.load(blocks_ptr + block)
     start = gl.load(blocks_ptr + most + block)
     rows = gl.minimum(gl.load(blocks_ptr + 2 * most + block) - start, WARPGROUPS * ROWS)
-    return place % tiles, expert, start, rows
+    return inside // size, expert, start, rows
 
 
 @gluon.jit
