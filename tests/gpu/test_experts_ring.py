@@ -1,15 +1,22 @@
-"""Products of experts by TMA and wgmma, on a Hopper card."""
+"""Products of experts, and of gated layers, by TMA and wgmma on a Hopper card."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from quire.ops import reference
+from quire.ops.arguments import Activation
 from quire.ops.experts import SILU, ExpertWeights, Swiglu
 from quire.ops.reference import experts as twins
 from quire.ops.triton.experts import run_experts, takes_ring
 from quire.ops.triton.experts_plan import ExpertsPlan, RingTile
+from quire.ops.triton.gemm_plan import LinearArgs
 from quire.ops.weight import Weight
+
+hopper_gated = pytest.importorskip(
+    "quire.ops.triton.hopper_gated", reason="needs the Gluon of Triton 3.6", exc_type=ImportError
+)
 
 DEVICE = torch.device("cuda", 0)
 CLOSE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -67,3 +74,19 @@ def test_of_no_assignments_nothing_is_added() -> None:
     weights = torch.zeros(70, 2, device=DEVICE)
     plan = ExpertsPlan("grouped", RingTile(), RingTile())
     assert torch.equal(run_experts(plan, x, ids, weights, up, down, SILU, x), x)
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("act", ["silu_and_mul", "gelu_tanh_and_mul"])
+@pytest.mark.parametrize(("tokens", "width", "hidden"), [(2048, 384, 1024), (2211, 328, 200)])
+def test_a_gated_layer_equals_the_twin(
+    tokens: int, width: int, hidden: int, act: Activation, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(tokens, hidden, device=DEVICE, dtype=dtype)
+    weight = Weight.plain(torch.randn(2 * width, hidden, device=DEVICE, dtype=dtype) * hidden**-0.5)
+    args = LinearArgs(x, weight, None, None, None, act)
+    assert hopper_gated.takes(args)
+    got = hopper_gated.gated_product(args).double()
+    want = reference.linear(x.double(), Weight.plain(weight.values.double()), act=act)
+    assert (got - want).norm() / want.norm() < CLOSE[dtype]

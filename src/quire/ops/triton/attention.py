@@ -33,7 +33,7 @@ from quire.ops.triton.attention_schedule import (
     schedule,
     schedule_long,
 )
-from quire.ops.triton.launch import DeviceTraits, has_wgmma, launch, options, traits
+from quire.ops.triton.launch import DeviceTraits, launch, options, traits
 
 _LOG2E = math.log2(math.e)
 _FILLED = 3
@@ -309,9 +309,7 @@ def paged_attention(
 @functools.cache
 def _hopper(card: DeviceTraits) -> ModuleType | None:
     """Returns the launch of the kernel for Hopper cards, if this is one."""
-    if not has_wgmma(card):
-        return None
-    return importlib.import_module("quire.ops.triton.hopper_attention")
+    return importlib.import_module("quire.ops.triton.hopper_attention") if card.gluon else None
 
 
 def _stored(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -37,7 +37,7 @@ from quire.ops.triton.experts_plan import (
     plan_for,
 )
 from quire.ops.triton.experts_route import Sorted, sort_by_expert
-from quire.ops.triton.launch import has_wgmma, launch, options, traits
+from quire.ops.triton.launch import launch, options, traits
 from quire.ops.triton.quantized_tiles import Operands, dequantize
 from quire.ops.triton.round_inputs import round_inputs
 from quire.ops.weight import Weight
@@ -72,7 +72,7 @@ def takes_mma(x: Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
 def takes_ring(x: Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
     """Whether `hopper_experts` takes a layer's weights, or what they are expanded to, and tokens
     like x, on this device: 16 bits, and rows that begin at multiples of 16 bytes."""
-    if not has_wgmma(traits(x.device)) or x.dtype not in (torch.bfloat16, torch.float16):
+    if not traits(x.device).gluon or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     own = [linear.weight for linear in (up, down)]
     plain = all(

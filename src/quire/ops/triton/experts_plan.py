@@ -99,8 +99,6 @@ def bits_of(format: WeightFormat) -> int:
     return format.bits or 8 * format.values.itemsize
 
 
-_RING_TOKENS = 48
-"""Tokens of an expert from which on tiles of 128 are worth their empty places."""
 _SMALL_GRID = 128
 """Programs of which a card runs all at once, with 16 warps each."""
 FIXED_UP = Tile(32, 32, 64, 4, 3)
@@ -127,10 +125,10 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
             swap = shape.bits >= 16
             up, down = Tile(16, 64, 128, 4, 3, swap), Tile(16, 128, 128, 4, 3, swap)
         return ExpertsPlan("grouped", up, down)
+    if shape.ring and (shape.bits >= 16 or shape.expand):
+        return ExpertsPlan("grouped", RingTile(), RingTile(), expand=shape.expand)
     if shape.mean <= 48 or wide:
         return ExpertsPlan("grouped", Tile(32, 64, 64, 4, 3), Tile(32, 128, 64, 4, 3))
-    if shape.ring and shape.mean > _RING_TOKENS and (shape.bits >= 16 or shape.expand):
-        return ExpertsPlan("grouped", RingTile(), RingTile(), expand=shape.expand)
     eight = shape.bits == 8
     if shape.mean <= 96 or eight:
         # As left operand, 8-bit floats are multiplied from the registers where they were widened,

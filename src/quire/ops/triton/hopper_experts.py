@@ -19,9 +19,14 @@ from quire.ops.triton.launch import launch, options, traits
 
 _BOX = 64
 """Tokens of a warpgroup's part of a tile, and inputs of a copy."""
-_HALF = 128
+HALF = 128
 """Weight rows of a copy, of which a tile has two."""
 _SWIZZLE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def boxes(x: Tensor, rows: int) -> TensorDescriptor:
+    """Describes x [rows, inputs], to be copied in boxes of so many rows and 64 inputs."""
+    return TensorDescriptor(x, [*x.shape], [x.stride(0), 1], [rows, _BOX], _SWIZZLE)
 
 
 @triton.jit(do_not_specialize=["most"])
@@ -65,14 +70,13 @@ def ring_product(
     gated units in that order, else outputs times weights, at the assignments."""
     n, k, values = out.shape[1], x.shape[1], linear.weight.values
     card = traits(x.device)
-    tiles = triton.cdiv(n, _HALF if act is not None else 2 * _HALF)
+    tiles = triton.cdiv(n, HALF if act is not None else 2 * HALF)
     own = act or Swiglu()
     launch(experts_kernel, (min(card.num_sms, order.most * tiles),))(
-        TensorDescriptor(x, [len(x), k], [x.stride(0), 1], [_BOX, _BOX], _SWIZZLE),
-        TensorDescriptor(values, [len(values), k], [values.stride(0), 1], [_HALF, _BOX], _SWIZZLE),
+        boxes(x, _BOX), boxes(values, HALF),
         order.order, weights, x if linear.bias is None else linear.bias, out, order.blocks,
-        order.most, tiles, n, k, GATED=act is not None, HAS_BIAS=linear.bias is not None,
-        ALPHA=own.alpha, LIMIT=own.limit, SHIFT=own.shift, CUBIC=own.cubic,
-        STAGES=tile.stages, PDL=card.pdl,
+        order.most, tiles, n, k, GATED=act is not None, DENSE=False,
+        HAS_BIAS=linear.bias is not None, ALPHA=own.alpha, LIMIT=own.limit, SHIFT=own.shift,
+        CUBIC=own.cubic, STAGES=tile.stages, PDL=card.pdl,
         **options(card.pdl, num_warps=4),
     )  # fmt: skip

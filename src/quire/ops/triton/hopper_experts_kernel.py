@@ -1,5 +1,5 @@
-"""The kernel of `hopper_experts.py`: products of tokens, in the order of their experts, by TMA and
-wgmma.
+"""The kernel of `hopper_experts.py` and `hopper_gated.py`: products of tokens in the order of their
+experts, or of all tokens and one weight, by TMA and wgmma.
 
 A program walks over tiles of a block of tokens of one expert and 256 of its weight rows. One warp
 copies inputs and weights into a ring in shared memory, ahead of two warpgroups, which have 64
@@ -33,32 +33,58 @@ def _accumulator(columns: int) -> gl.NVMMADistributedLayout:
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
+@gluon.constexpr_function
+def _lines() -> gl.DistributedLinearLayout:
+    """The layout of a warpgroup's [ROWS, HALF] outputs in which each thread has 8 columns of a row
+    that lie side by side. Warps have the rows that they have of an accumulator."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 128],
+    )  # fmt: skip
+
+
 @gluon.jit
-def _block(place, blocks_ptr, most, tiles):
+def _count(blocks_ptr, most, DENSE: gl.constexpr):
+    """Returns how many blocks there are."""
+    if DENSE:
+        count = (most + WARPGROUPS * ROWS - 1) // (WARPGROUPS * ROWS)
+    else:
+        count = gl.load(blocks_ptr + 3 * most)
+    return count
+
+
+@gluon.jit
+def _block(place, blocks_ptr, most, tiles, DENSE: gl.constexpr):
     """Returns of the tile at `place`: its number among the block's, the expert, the block's first
     token in the order, and how many."""
     # Tiles that run at the same time share blocks and weights.
     group = place // (GROUP * tiles)
     inside = place % (GROUP * tiles)
-    size = gl.minimum(gl.load(blocks_ptr + 3 * most) - group * GROUP, GROUP)
+    size = gl.minimum(_count(blocks_ptr, most, DENSE) - group * GROUP, GROUP)
     block = group * GROUP + inside % size
-    expert = gl.load(blocks_ptr + block)
-    start = gl.load(blocks_ptr + most + block)
-    rows = gl.minimum(gl.load(blocks_ptr + 2 * most + block) - start, WARPGROUPS * ROWS)
+    if DENSE:
+        expert = block * 0
+        start = block * (WARPGROUPS * ROWS)
+        end = most
+    else:
+        expert = gl.load(blocks_ptr + block)
+        start = gl.load(blocks_ptr + most + block)
+        end = gl.load(blocks_ptr + 2 * most + block)
+    rows = gl.minimum(end - start, WARPGROUPS * ROWS)
     return inside // size, expert, start, rows
 
 
 @gluon.jit
 def _produce(
     x_desc, w_desc, x_tiles, w_halves, full, empty, blocks_ptr, most, tiles, N, K,
-    GATED: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, DENSE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     done = 0
     steps = (K + INPUTS - 1) // INPUTS
-    for place in range(
-        gl.program_id(0), gl.load(blocks_ptr + 3 * most) * tiles, gl.num_programs(0)
-    ):
-        tile, expert, start, rows = _block(place, blocks_ptr, most, tiles)
+    end = _count(blocks_ptr, most, DENSE) * tiles
+    for place in range(gl.program_id(0), end, gl.num_programs(0)):
+        tile, expert, start, rows = _block(place, blocks_ptr, most, tiles, DENSE)
         if GATED:
             gates = expert * 2 * N + tile * HALF
             others = gates + N
@@ -99,57 +125,65 @@ def _swiglu(
 @gluon.jit
 def _store(
     acc, place, order_ptr, weights_ptr, bias_ptr, y_ptr, blocks_ptr, most, tiles, N,
-    GATED: gl.constexpr, HAS_BIAS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    SHIFT: gl.constexpr, CUBIC: gl.constexpr, WHICH: gl.constexpr,
+    GATED: gl.constexpr, DENSE: gl.constexpr, HAS_BIAS: gl.constexpr, ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr, SHIFT: gl.constexpr, CUBIC: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Stores a warpgroup's sums [ROWS, 2 HALF]: units at the tokens' places in the order, or
     outputs, times the weights of assignments, at the assignments."""
-    layout: gl.constexpr = _accumulator(HALF)
-    tile, expert, start, rows = _block(place, blocks_ptr, most, tiles)
+    sums: gl.constexpr = _accumulator(HALF)
+    layout: gl.constexpr = _lines()
+    dtype: gl.constexpr = y_ptr.dtype.element_ty
+    tile, expert, start, rows = _block(place, blocks_ptr, most, tiles, DENSE)
+    first, second = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, HALF]), (0, 2, 1)))
+    first = gl.convert_layout(first, sums)
+    second = gl.convert_layout(second, sums)
     own = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     valid = own < rows
-    first, second = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, HALF]), (0, 2, 1)))
-    first = gl.convert_layout(first, layout)
-    second = gl.convert_layout(second, layout)
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    of_sums = gl.arange(0, HALF, layout=gl.SliceLayout(0, sums))
     if GATED:
-        cols = tile * HALF + columns
         if HAS_BIAS:
+            cols = tile * HALF + of_sums
             at = bias_ptr + expert * 2 * N + cols
             first += gl.load(at, mask=cols < N, other=0.0).to(gl.float32)[None, :]
             second += gl.load(at + N, mask=cols < N, other=0.0).to(gl.float32)[None, :]
-        y = _swiglu(first, second, ALPHA, LIMIT, SHIFT, CUBIC).to(y_ptr.dtype.element_ty)
+        y = _swiglu(first, second, ALPHA, LIMIT, SHIFT, CUBIC).to(dtype)
+        cols = tile * HALF + columns
         lines = y_ptr + (start + own).to(gl.int64)[:, None] * N
-        gl.store(lines + cols[None, :], y, mask=valid[:, None] & (cols < N)[None, :])
+        mask = valid[:, None] & (cols < N)[None, :]
+        gl.store(lines + cols[None, :], gl.convert_layout(y, layout), mask=mask)
     else:
-        a = gl.load(order_ptr + start + own, mask=valid, other=0)
-        share = gl.load(weights_ptr + a, mask=valid, other=0.0)[:, None]
-        lines = y_ptr + a.to(gl.int64)[:, None] * N
-        cols = tile * 2 * HALF + columns
+        of_rows = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums))
+        a = gl.load(order_ptr + start + of_rows, mask=of_rows < rows, other=0)
+        share = gl.load(weights_ptr + a, mask=of_rows < rows, other=0.0)[:, None]
         if HAS_BIAS:
+            cols = tile * 2 * HALF + of_sums
             at = bias_ptr + expert * N + cols
             first += gl.load(at, mask=cols < N, other=0.0).to(gl.float32)[None, :]
             second += gl.load(at + HALF, mask=cols + HALF < N, other=0.0).to(gl.float32)[None, :]
-        dtype: gl.constexpr = y_ptr.dtype.element_ty
+        places = gl.load(order_ptr + start + own, mask=valid, other=0)
+        lines = y_ptr + places.to(gl.int64)[:, None] * N
+        cols = tile * 2 * HALF + columns
         mask = valid[:, None] & (cols < N)[None, :]
-        gl.store(lines + cols[None, :], (first * share).to(dtype), mask=mask)
+        y = gl.convert_layout((first * share).to(dtype), layout)
+        gl.store(lines + cols[None, :], y, mask=mask)
         mask = valid[:, None] & (cols + HALF < N)[None, :]
-        gl.store(lines + HALF + cols[None, :], (second * share).to(dtype), mask=mask)
+        y = gl.convert_layout((second * share).to(dtype), layout)
+        gl.store(lines + HALF + cols[None, :], y, mask=mask)
 
 
 @gluon.jit
 def _consume(
     order_ptr, weights_ptr, bias_ptr, y_ptr, x_tiles, w_tiles, full, empty, blocks_ptr, most, tiles,
-    N, K, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    SHIFT: gl.constexpr, CUBIC: gl.constexpr, STAGES: gl.constexpr,
+    N, K, GATED: gl.constexpr, DENSE: gl.constexpr, HAS_BIAS: gl.constexpr, ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr, SHIFT: gl.constexpr, CUBIC: gl.constexpr, STAGES: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
     done = 0
     steps = (K + INPUTS - 1) // INPUTS
-    for place in range(
-        gl.program_id(0), gl.load(blocks_ptr + 3 * most) * tiles, gl.num_programs(0)
-    ):
-        _, _, _, rows = _block(place, blocks_ptr, most, tiles)
+    end = _count(blocks_ptr, most, DENSE) * tiles
+    for place in range(gl.program_id(0), end, gl.num_programs(0)):
+        _, _, _, rows = _block(place, blocks_ptr, most, tiles, DENSE)
         if rows > WHICH * ROWS:
             acc = gl.zeros([ROWS, 2 * HALF], gl.float32, layout=_accumulator(2 * HALF))
             for i in range(done, done + steps):
@@ -164,7 +198,7 @@ def _consume(
             mbarrier.arrive(empty.index((done + steps - 1) % STAGES), count=1)
             _store(
                 acc, place, order_ptr, weights_ptr, bias_ptr, y_ptr, blocks_ptr, most, tiles, N,
-                GATED, HAS_BIAS, ALPHA, LIMIT, SHIFT, CUBIC, WHICH,
+                GATED, DENSE, HAS_BIAS, ALPHA, LIMIT, SHIFT, CUBIC, WHICH,
             )  # fmt: skip
         else:
             for i in range(done, done + steps):
@@ -176,14 +210,15 @@ def _consume(
 @gluon.jit(do_not_specialize=["most"])
 def experts_kernel(
     x_desc, w_desc, order_ptr, weights_ptr, bias_ptr, y_ptr, blocks_ptr, most, tiles, N, K,
-    GATED: gl.constexpr, HAS_BIAS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    SHIFT: gl.constexpr, CUBIC: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, DENSE: gl.constexpr, HAS_BIAS: gl.constexpr, ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr, SHIFT: gl.constexpr, CUBIC: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Computes y of inputs in the order of experts: gated units [A, N] in that order, or outputs
-    times the weights of assignments [A, N] at the assignments. x_desc: inputs [A, K] in boxes of
-    ROWS. w_desc: rows of all experts' weights in boxes of HALF. Grid: programs that share the
-    tiles."""
+    times the weights of assignments [A, N] at the assignments. DENSE: of `most` tokens and one
+    weight, gated; blocks, order and weights of assignments are not read. x_desc: inputs
+    [A, K] in boxes of ROWS. w_desc: rows of all experts' weights in boxes of HALF. Grid: programs
+    that share the tiles."""
     dtype: gl.constexpr = y_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES * WARPGROUPS, ROWS, INPUTS], layout)
@@ -209,9 +244,9 @@ def experts_kernel(
         order_ptr, weights_ptr, bias_ptr, y_ptr, x_tiles, w_tiles, full, empty, blocks_ptr, most,
         tiles, N, K,
     )  # fmt: skip
-    first: gl.constexpr = (GATED, HAS_BIAS, ALPHA, LIMIT, SHIFT, CUBIC, STAGES, 0)
-    second: gl.constexpr = (GATED, HAS_BIAS, ALPHA, LIMIT, SHIFT, CUBIC, STAGES, 1)
-    ring: gl.constexpr = (GATED, STAGES)
+    first: gl.constexpr = (GATED, DENSE, HAS_BIAS, ALPHA, LIMIT, SHIFT, CUBIC, STAGES, 0)
+    second: gl.constexpr = (GATED, DENSE, HAS_BIAS, ALPHA, LIMIT, SHIFT, CUBIC, STAGES, 1)
+    ring: gl.constexpr = (GATED, DENSE, STAGES)
     copies = (x_desc, w_desc, x_tiles, w_halves, full, empty, blocks_ptr, most, tiles, N, K)
     # What the copying warp does not need of the registers goes to the others.
     gl.warp_specialize(

@@ -38,14 +38,14 @@ class DeviceTraits:
     pdl: bool
     bf16: bool
 
+    @property
+    def gluon(self) -> bool:
+        """Whether kernels in Gluon, all of which are for Hopper cards, run on it."""
+        return self.capability == (9, 0) and tuple(triton.__version__.split(".")[:2]) == _GLUON
+
 
 _GLUON = ("3", "6")
-"""The version of Triton that kernels for Hopper cards are written for: Gluon still changes."""
-
-
-def has_wgmma(card: DeviceTraits) -> bool:
-    """Whether the kernels for Hopper cards, of TMA and wgmma, run here."""
-    return card.capability == (9, 0) and tuple(triton.__version__.split(".")[:2]) == _GLUON
+"""The version of Triton that kernels in Gluon are written for: it still changes."""
 
 
 INTERPRETED = DeviceTraits((0, 0), 4, 1 << 30, pdl=False, bf16=False)

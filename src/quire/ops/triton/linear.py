@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+from types import ModuleType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +18,7 @@ from quire.ops.triton.eight_bit_gemm import product, takes
 from quire.ops.triton.gemm import LinearArgs, run_fixed, small_linear
 from quire.ops.triton.gemm_plan import streams
 from quire.ops.triton.gemm_table import BUCKETS
-from quire.ops.triton.launch import traits
+from quire.ops.triton.launch import DeviceTraits, traits
 from quire.ops.triton.norm import rms_norm
 from quire.ops.triton.quantized_tiles import dequantize
 from quire.ops.triton.round_inputs import round_inputs
@@ -59,10 +63,19 @@ def linear(
     if norm is not None:
         x = rms_norm(x, *norm)
     values = weight.values if weight.scales is None else dequantize(weight, x.dtype)
+    args = LinearArgs(x, Weight.plain(values), bias, None, residual, act)
+    if args.gated and (hopper := _hopper_gated(traits(x.device))) and hopper.takes(args):
+        return hopper.gated_product(args)
     if act is None and residual is not None and bias is None:
         # In place: otherwise the residual is copied to where the result goes first.
         return torch.addmm(residual, x, values.t(), out=residual)
     return _finish(F.linear(x, values, bias), residual, act)
+
+
+@functools.cache
+def _hopper_gated(card: DeviceTraits) -> ModuleType | None:
+    """Returns the products of gated layers on Hopper cards, if this is one."""
+    return importlib.import_module("quire.ops.triton.hopper_gated") if card.gluon else None
 
 
 def loads(weight: Weight) -> bool:

@@ -1,0 +1,48 @@
+"""Gated layers of many tokens on Hopper cards, by the kernel of `hopper_experts_kernel.py`: the
+activation is applied before the sums are stored."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.ops.experts import GELU_TANH, SILU
+from quire.ops.triton.gemm_plan import LinearArgs
+from quire.ops.triton.hopper_experts import HALF, boxes
+from quire.ops.triton.hopper_experts_kernel import experts_kernel
+from quire.ops.triton.launch import launch, options, traits
+
+_ACTS = {"silu_and_mul": SILU, "gelu_tanh_and_mul": GELU_TANH}
+_ROWS = 2048
+"""From so many tokens on, cuBLAS and an activation of its own take longer."""
+_STAGES = 4
+
+
+def takes(args: LinearArgs) -> bool:
+    """Whether a layer is gated, of 16 bits and of many tokens, its rows begin at multiples of 16
+    bytes, and nothing is added."""
+    x, values = args.x, args.weight.values
+    return (
+        len(x) >= _ROWS
+        and args.act in _ACTS
+        and all(added is None for added in (args.norm, args.bias, args.residual))
+        and args.weight.scales is None
+        and x.dtype == values.dtype in (torch.bfloat16, torch.float16)
+        and all(t.stride(1) == 1 and t.stride(0) % 8 == 0 for t in (x, values))
+        and all(t.data_ptr() % 16 == 0 for t in (x, values))
+    )
+
+
+def gated_product(args: LinearArgs) -> Tensor:
+    """Returns the gated units [M, N] of x [M, K]. See `takes`."""
+    x, n, card = args.x, args.n, traits(args.x.device)
+    own = _ACTS[args.act or ""]
+    out = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
+    tiles = triton.cdiv(n, HALF)
+    launch(experts_kernel, (min(card.num_sms, triton.cdiv(len(x), 128) * tiles),))(
+        boxes(x, 64), boxes(args.weight.values, HALF), x, x, x, out, x, len(x), tiles, n,
+        x.shape[1], GATED=True, DENSE=True, HAS_BIAS=False, ALPHA=own.alpha, LIMIT=own.limit, SHIFT=own.shift,
+        CUBIC=own.cubic, STAGES=_STAGES, PDL=card.pdl, **options(card.pdl, num_warps=4),
+    )  # fmt: skip
+    return out
