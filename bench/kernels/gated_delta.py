@@ -116,10 +116,10 @@ def check(dtype: torch.dtype, limit: float) -> int:
         rows = rows_of(lengths, saves)
         layer = Layer(len(rows.ids), len(lengths) + STATE_SAVES, dtype)
         wide = layer.wide()
-        want = [*wide.run(reference, rows), *wide.state]
+        want = [*wide.run(reference, rows), *wide.state[:2]]
         again = Layer(len(rows.ids), len(lengths) + STATE_SAVES, dtype)
-        got = [*layer.run(kernels, rows), *layer.state]
-        same = [*again.run(kernels, rows), *again.state]
+        got = [*layer.run(kernels, rows), *layer.state[:2]]
+        same = [*again.run(kernels, rows), *again.state[:2]]
         found = [
             ((one.double() - other).norm() / other.norm()).item()
             for one, other in zip(got, want, strict=True)

@@ -42,7 +42,8 @@ def gated_product(args: LinearArgs) -> Tensor:
     tiles = triton.cdiv(n, HALF)
     launch(experts_kernel, (min(card.num_sms, triton.cdiv(len(x), 128) * tiles),))(
         boxes(x, 64), boxes(args.weight.values, HALF), x, x, x, out, x, len(x), tiles, n,
-        x.shape[1], GATED=True, DENSE=True, HAS_BIAS=False, ALPHA=own.alpha, LIMIT=own.limit, SHIFT=own.shift,
-        CUBIC=own.cubic, STAGES=_STAGES, PDL=card.pdl, **options(card.pdl, num_warps=4),
+        x.shape[1], GATED=True, DENSE=True, HAS_BIAS=False, ALPHA=own.alpha, LIMIT=own.limit,
+        SHIFT=own.shift, CUBIC=own.cubic, STAGES=_STAGES, PDL=card.pdl,
+        **options(card.pdl, num_warps=4),
     )  # fmt: skip
     return out
