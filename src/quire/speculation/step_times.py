@@ -49,7 +49,7 @@ def _step(
     program: StepProgram, graphs: CapturedPrograms | None, size: int, longest: int
 ) -> Callable[[], None]:
     """Returns what runs a body and a plain head of so many tokens."""
-    rows = size if longest == 1 else max(1, size // 2)
+    rows = size if longest == 1 else max(1, min(size // 2, program.lanes.state.limits.lanes))
     if graphs is not None:
         body, head = graphs.body(BodyShape(size, rows, longest)), graphs.head(size, Level.PLAIN)
         if body is not None and head is not None:

@@ -1,0 +1,44 @@
+"""What drafts cost is measured by the programs that steps replay."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from quire.runner.graphs import Buckets
+from quire.runner.hooks.hook import Level
+from quire.runner.program import BodyShape, HeadShape, StepProgram
+from quire.runner.state import Limits
+from quire.speculation.step_times import measure_steps
+
+
+class Captured:
+    """The programs that are captured for limits; a replay does nothing."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.buckets = Buckets(limits)
+
+    def body(self, step: BodyShape) -> BodyShape | None:
+        return self.buckets.body(step.tokens, step.rows, step.longest)
+
+    def head(self, logit_rows: int, level: Level) -> HeadShape | None:
+        return self.buckets.head(logit_rows, level)
+
+    def replay(self, key: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("lanes", "drafts"), [(1, 8), (3, 5), (64, 4)])
+def test_every_size_is_replayed(lanes: int, drafts: int) -> None:
+    limits = Limits(lanes, tokens=2048, logit_rows=lanes * (1 + drafts), length=4096, drafts=drafts)
+
+    def run(*args: Any, **keywords: Any) -> None:
+        pytest.fail("a step ran without its captured program")
+
+    state = SimpleNamespace(limits=limits, device=torch.device("cpu"))
+    program = SimpleNamespace(lanes=SimpleNamespace(state=state), body=run, head=run)
+    found = measure_steps(cast(StepProgram, program), Captured(limits), {})
+    assert max(found["verify"]) == min(limits.logit_rows, 16)
