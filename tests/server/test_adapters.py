@@ -207,8 +207,10 @@ def test_rights_of_keys(server: Server, folder: Path) -> None:
     assert complete(bound, "second").model == "second"
     base = server.client(api_key="base")
     assert complete(base, MODEL).model == MODEL
-    for client, name in ((bound, MODEL), (bound, "first"), (base, "second")):
-        with pytest.raises(openai.NotFoundError):
+    for client, name, has in (
+        (bound, MODEL, "second"), (bound, "first", "second"), (base, "second", MODEL)
+    ):  # fmt: skip
+        with pytest.raises(openai.NotFoundError, match=f"this server has '{has}'"):
             complete(client, name)
 
 
