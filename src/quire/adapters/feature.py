@@ -340,8 +340,8 @@ class AdapterFeature(Feature, LoopFeature):
     def close(self, drain: Any) -> None:
         for reading in self._readings:
             reading.digest.cancel()
-        answers = [each.answer for each in (*self._fetching, *self._readings)]
-        for answer in answers:
+        fetched = [fetching.answer for fetching in self._fetching]
+        for answer in (*fetched, *(reading.answer for reading in self._readings)):
             if answer is not None and not answer.done():
                 answer.set_exception(QuireError("the engine was shut down"))
         self._fetching.clear()
