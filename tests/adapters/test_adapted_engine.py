@@ -19,6 +19,8 @@ from quire.engine.core import EngineCore
 from quire.errors import ConfigError, RequestError
 from quire.models import hub
 from quire.request import Request
+from quire.speculation.draft_count import StepCosts
+from quire.speculation.feature import SpeculationFeature
 from tests.adapters.peft_adapters import change, make_adapter, save, tensors
 from tests.models.checkpoints import greedy, make
 
@@ -370,3 +372,34 @@ def test_an_adapter_that_the_hub_does_not_have(
     llm.shutdown()
     with pytest.raises(ConfigError, match="lora 'y': some/adapter is not a local folder"):
         open_llm(checkpoint, enable_lora=False, lora=("y=some/adapter",))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"method": "suffix", "lookup_min": 1}, {"method": "draft"}], ids=str
+)
+def test_drafts_change_no_adapters_tokens(
+    checkpoint: Path, expected: dict[int, list[int]], settings: dict[str, Any]
+) -> None:
+    """Drafts are of texts, or of the base model, whatever adapter verifies them."""
+    if settings["method"] == "draft":
+        settings = {**settings, "model": str(checkpoint / "model")}
+    llm = open_llm(checkpoint, max_loras=3, speculative={**settings, "num_speculative_tokens": 3})
+    for feature in llm._core._loop_features:
+        if isinstance(feature, SpeculationFeature):
+            feature._costs = StepCosts({})  # all drafts pay
+    adapters = [-1, 0, 4, 1, 0, -1]
+    assert tokens_of(llm, checkpoint, adapters) == [expected[a] for a in adapters]
+    stats = llm.stats().speculation
+    assert stats is not None
+    assert sum(source.drafted for source in stats.sources.values()) > 10
+    llm.shutdown()
+
+
+def test_kv_in_8_bits(checkpoint: Path) -> None:
+    """A batch of several adapters has the tokens of each alone."""
+    adapters = [-1, 0, 4, 1, 0]
+    llm = open_llm(checkpoint, max_loras=3, kv_cache_dtype="int8", enable_prefix_caching=False)
+    alone = [tokens_of(llm, checkpoint, [adapter])[0] for adapter in adapters]
+    assert tokens_of(llm, checkpoint, adapters) == alone
+    assert len({tuple(tokens) for tokens in alone}) == 4
+    llm.shutdown()

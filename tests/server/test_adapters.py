@@ -126,6 +126,9 @@ def test_every_route(server: Server, client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(model="first", messages=messages, **options)
     assert chat.model == "first"
     assert chat.choices[0].message.content != base.choices[0].message.content
+    choice: Any = {"structured_outputs": {"choice": ["a red kite", "a blue whale"]}}
+    told = client.chat.completions.create(model="first", messages=messages, extra_body=choice)
+    assert told.choices[0].message.content in choice["structured_outputs"]["choice"]
     chunks = list(
         client.chat.completions.create(model="first", messages=messages, stream=True, **options)
     )
