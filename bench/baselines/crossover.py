@@ -10,7 +10,7 @@ import msgspec
 from quire.bench.record import BenchRecord
 
 WINS = {"memory_gb": operator.lt, "tok_s": operator.gt}
-"""What a figure of blocks is beside that of the other cache where blocks win."""
+"""The comparison of a figure of blocks with the other cache's that holds where blocks win."""
 
 
 def crossover(records: Sequence[BenchRecord]) -> BenchRecord:

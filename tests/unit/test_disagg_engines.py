@@ -218,7 +218,7 @@ def test_tokens_are_those_of_one_engine(
 def test_engines_of_different_ranks(
     folders: dict[str, Path], make: Any, ranks: tuple[int, int]
 ) -> None:
-    """Of one process one engine may have several ranks; `test_disagg.py` has pairs of servers."""
+    """One engine of a process may have several ranks; `test_disagg.py` has pairs of servers."""
     check(make(folders["full"], ranks=ranks), alone(folders["full"]))
 
 
