@@ -7,7 +7,7 @@ Both run the same requests, all at once, greedily, with random weights. The base
 static batch over one tensor [batch, heads, longest, head_dim] per layer is: every sequence has room
 for the model's 1024 positions; attention by PyTorch over the positions in use. Quire has blocks for
 the tokens there are. Each run has a process of its own; memory is `max_memory_allocated`, weights
-and activations included. Dummy weights, so that nothing is downloaded.
+and activations included. The last record has the batches from which on blocks win. Dummy weights.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from crossover import crossover
 from torch import Tensor
 
 from quire.arrays import int32
@@ -130,9 +131,8 @@ def run_quire(args: argparse.Namespace, batch: int) -> list[float]:
 
 def _prompts(args: argparse.Namespace, batch: int) -> list[np.ndarray[Any, Any]]:
     """One more than the repeats: the first warms up."""
-    random = np.random.default_rng(0)
     shape = args.repeats + 1, batch, args.prompt_len
-    return list(random.integers(0, VOCAB, shape))
+    return list(np.random.default_rng(0).integers(0, VOCAB, shape))
 
 
 RUNS = {"contiguous": run_contiguous, "quire": run_quire}
@@ -162,7 +162,7 @@ def apart(kind: str, batch: int) -> dict[str, float] | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batches", type=int, nargs="+", default=[256, 512, 1024, 2048])
+    parser.add_argument("--batches", type=int, nargs="+", default=[2**n for n in range(12)])
     parser.add_argument("--prompt-len", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=48)
     parser.add_argument("--dtype", default="float32", choices=tuple(DTYPES))
@@ -190,6 +190,7 @@ def main() -> None:
         records.append(make_record(f"contiguous-{batch}", metrics, model="gpt2-124m",
                                    device=args.device, settings=settings))  # fmt: skip
         print(format_table(records[-1:]), flush=True)
+    records.append(crossover(records))
     print(format_table(records))
     if args.results is not None:
         append_jsonl(args.results / "contiguous.jsonl", records)

@@ -136,10 +136,10 @@ def main(arguments: list[str] | None = None) -> None:
     print()
     headers = ["long prompts", "ITL p99, tokens", "ITL p99, ms", "steps to a long one's end"]
     print(table(headers, [[name, *map(float, each[0])] for name, each in found.items()]), "\n")
-    (whole, *_), (chunks, *_) = (found[name][0] for name in found)
-    check(
-        chunks <= args.budget < whole, f"the others wait for {chunks:.0f} tokens, not {whole:.0f}"
-    )
+    (whole, late, _), (chunks, soon, _) = (found[name][0] for name in found)
+    fewer = f"the others wait for {chunks:.0f} tokens, not {whole:.0f}"
+    check(chunks <= args.budget < whole, fewer)
+    check(soon < late, f"so their ITL p99 is {soon:.0f} ms, not {late:.0f}")
     check(found["whole"][2] == found["in chunks"][2], "and nobody's tokens change")
     sizes = {name: [sum(step.values()) for step in each[1]][:40] for name, each in found.items()}
     plots.lines(args.plot, range(40), sizes, ("step", "tokens"), log="y")

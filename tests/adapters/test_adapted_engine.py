@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.arrays import int32
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError, RequestError
+from quire.models import hub
 from quire.request import Request
+from quire.speculation.draft_count import StepCosts
+from quire.speculation.feature import SpeculationFeature
 from tests.adapters.peft_adapters import change, make_adapter, save, tensors
 from tests.models.checkpoints import greedy, make
 
@@ -315,4 +319,87 @@ def test_two_ranks_fill_their_slots_together(
     order = [0, -1, 1, 2, 0, 3]
     assert tokens_of(llm, checkpoint, order) == [expected[a] for a in order]
     assert llm.stats().adapters["loads"] >= 4
+    llm.shutdown()
+
+
+def test_an_adapter_of_the_hub(
+    checkpoint: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters of the hub are fetched beside the steps of others, once."""
+    came, asked_for = threading.Event(), []
+
+    def fetched(name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        asked_for.append((name, allow_patterns))
+        assert came.wait(60)
+        return str(checkpoint / "3")
+
+    monkeypatch.setattr(hub, "snapshot_download", fetched)
+    llm = open_llm(checkpoint)
+    core = llm._core
+    message = {"op": "load_adapter", "name": "x", "path": "some/adapter", "known": True}
+    answer = core.control(message)
+    assert not core.control({"op": "adapters"})
+    other = start(core, "other", "")
+    while not other.num_output_tokens:
+        core.step()
+    came.set()
+    while not answer.done():
+        core.step()
+    answer.result()
+    assert core.control(message).done()
+    assert asked_for == [("some/adapter", ["adapter_config.json", "adapter_model.safetensors"])]
+    request = start(core, "r", "x")
+    finish(core)
+    assert request.output.tolist() == expected[3]
+    llm.shutdown()
+    llm = open_llm(checkpoint, enable_lora=False, lora=("y=some/adapter",))
+    assert llm._core.control({"op": "adapters"}) == ["y"]
+    llm.shutdown()
+
+
+def test_an_adapter_that_the_hub_does_not_have(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetched(name: str, **_: Any) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(hub, "snapshot_download", fetched)
+    llm = open_llm(checkpoint)
+    with pytest.raises(RequestError, match="some/adapter is not a local folder, and it could not"):
+        llm.generate([PROMPT], GREEDY, False, lora_request=LoRARequest("x", "some/adapter"))
+    assert llm.stats().adapters["failures"] == 1
+    llm.generate([PROMPT], GREEDY, False)
+    llm.shutdown()
+    with pytest.raises(ConfigError, match="lora 'y': some/adapter is not a local folder"):
+        open_llm(checkpoint, enable_lora=False, lora=("y=some/adapter",))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"method": "suffix", "lookup_min": 1}, {"method": "draft"}], ids=str
+)
+def test_drafts_change_no_adapters_tokens(
+    checkpoint: Path, expected: dict[int, list[int]], settings: dict[str, Any]
+) -> None:
+    """Drafts are of texts, or of the base model, whatever adapter verifies them."""
+    if settings["method"] == "draft":
+        settings = {**settings, "model": str(checkpoint / "model")}
+    llm = open_llm(checkpoint, max_loras=3, speculative={**settings, "num_speculative_tokens": 3})
+    for feature in llm._core._loop_features:
+        if isinstance(feature, SpeculationFeature):
+            feature._costs = StepCosts({})  # all drafts pay
+    adapters = [-1, 0, 4, 1, 0, -1]
+    assert tokens_of(llm, checkpoint, adapters) == [expected[a] for a in adapters]
+    stats = llm.stats().speculation
+    assert stats is not None
+    assert sum(source.drafted for source in stats.sources.values()) > 10
+    llm.shutdown()
+
+
+def test_kv_in_8_bits(checkpoint: Path) -> None:
+    """A batch of several adapters has the tokens of each alone."""
+    adapters = [-1, 0, 4, 1, 0]
+    llm = open_llm(checkpoint, max_loras=3, kv_cache_dtype="int8", enable_prefix_caching=False)
+    alone = [tokens_of(llm, checkpoint, [adapter])[0] for adapter in adapters]
+    assert tokens_of(llm, checkpoint, adapters) == alone
+    assert len({tuple(tokens) for tokens in alone}) == 4
     llm.shutdown()

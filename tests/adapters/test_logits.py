@@ -19,6 +19,7 @@ from quire.models import (
     load_config,
     load_weights,
     model_quantization,
+    resolve_model_path,
     spec_from_config,
 )
 from quire.ops.rows import StepRows
@@ -28,6 +29,7 @@ from tests import fork_server
 from tests.adapters.peft_adapters import logits, make_adapter
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
+from tests.slow import slow
 
 TEXTS = [[5, 17, 99, 3, 42, 7, 7, 150, 23], [11, 12, 13], [9, 8, 7, 6, 5], [11, 12, 13], [4]]
 SLOTS = [0, -1, 1, 2, 1]
@@ -43,6 +45,11 @@ CASES = [
 ]  # fmt: skip
 """Biases, one KV head, windows, norms of heads, outputs that share a tensor, of other activations
 and orders of norms, blocks in parallel, gates, and gated delta nets."""
+OTHER_FAMILIES = [
+    "mistral", "qwen2", "exaone4", "gemma3", "gemma4", "glm", "glm4", "granite", "ministral",
+    "ministral3", "olmo2", "olmo3", "seed-oss", "smollm3",
+]  # fmt: skip
+"""With those above, all without experts."""
 
 
 class AdaptedHarness:
@@ -94,7 +101,7 @@ def adapters_of(model: Any, folder: Path) -> list[Path]:
     return paths
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *map(slow, OTHER_FAMILIES)])
 def test_mixed_ranks_in_one_batch(tmp_path: Path, case: str) -> None:
     model = make(tmp_path / "model", case)
     paths = adapters_of(model, tmp_path)
@@ -130,6 +137,19 @@ def test_patterns_and_subsets_of_linears(tmp_path: Path) -> None:
     found = adapted.logits([text] * 4, range(4))
     for path, got in zip(paths, found, strict=True):
         torch.testing.assert_close(got, logits(model, path, text), atol=1e-4, rtol=1e-4)
+
+
+def test_the_adapter_that_ships() -> None:
+    import transformers
+
+    folder, dragon = resolve_model_path(None), Path("examples/dragon-lora").resolve()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    adapted = AdaptedHarness(folder, [dragon])
+    base, found = adapted.logits([TEXTS[0]] * 2, [-1, 0])
+    expected = logits(model, dragon, TEXTS[0])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (found - base).abs().max() > 0.1
+    assert sum(file.stat().st_size for file in dragon.iterdir()) <= 300_000
 
 
 def test_a_slot_forgets_what_it_held(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from quire.kv_events.prompt_report import PROMPT_HEADER
 class FakeReplica:
     """A server of one model. status: of answers to requests. parts: of their bodies; all but the
     first wait for `gate`. stored: ids of answers that it has. peers: as it was told last.
-    events: to be sent. report: of each prompt. nonsense: its answer to the router's questions."""
+    events: to be sent. report: of each prompt. nonsense: its answer to the router's questions.
+    headers: of its answers."""
 
     name: str = "fake"
     status: int = 200
@@ -35,6 +36,7 @@ class FakeReplica:
     events: asyncio.Queue[KVEventLine | None] | None = None
     report: bytes = b""
     nonsense: bytes | None = None
+    headers: tuple[tuple[bytes, bytes], ...] = ()
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     server: Any = None
     url: str = ""
@@ -88,7 +90,10 @@ class FakeReplica:
 
     async def _stream(self, receive: Any, send: Any) -> None:
         leaving = asyncio.create_task(receive())
-        headers = [(b"content-type", b"text/event-stream"), (b"x-own", b"kept")]
+        headers = [
+            (b"content-type", b"text/event-stream"),
+            *(self.headers or [(b"x-own", b"kept")]),
+        ]
         if self.report:
             headers.append((PROMPT_HEADER, self.report))
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from quire.cli.main import app as command
 from quire.errors import ConfigError
+from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import Fleet, FleetSettings
 from quire.routing.replica_state import Role
 from quire.routing.server import build_router
@@ -45,6 +47,7 @@ async def routed(
     *replicas: FakeReplica,
     roles: Sequence[Role] = (),
     exporter: Exporter | None = None,
+    keys: ClientKeys | None = None,
     **settings: Any,
 ) -> AsyncIterator[Setup]:
     """A router before these, all of which are ready."""
@@ -55,7 +58,7 @@ async def routed(
         for replica, role in zip(replicas, roles or ["both"] * len(replicas), strict=True):
             fleet.join(replica.url, role)
         stack.push_async_callback(fleet.close)
-        app = build_router(fleet, "adm", 100_000, exporter)
+        app = build_router(fleet, "adm", 100_000, exporter, keys)
         url = await stack.enter_async_context(serving(app))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
         setup = Setup(http, fleet)
@@ -314,6 +317,70 @@ def test_what_is_no_such_server_is_lost_and_cannot_join(said: bytes) -> None:
     run(main)
 
 
+def test_keys_and_limits_of_the_fleet(tmp_path: Path) -> None:
+    """Limits count once, whichever replica answers, and tell of themselves as a server's do."""
+    file = tmp_path / "keys.toml"
+    file.write_text('[a]\nkey = "aa"\nrequests_per_minute = 3\n[b]\nkey = "bb"\n')
+    file.chmod(0o600)
+    keys = ClientKeys(str(file))
+    limits = ((b"x-ratelimit-limit-requests", b"99"), (b"x-own", b"1"))
+
+    async def main() -> None:
+        first, second = FakeReplica(headers=limits), FakeReplica(headers=limits)
+        first.gate.set()
+        second.gate.set()
+        async with routed(first, second, policy="round-robin", keys=keys) as setup:
+            for wrong in ({}, {"authorization": "Bearer no"}, {"x-api-key": "aa"}):
+                refused = await setup.ask(headers=wrong)
+                assert refused.status_code == 401
+                assert refused.json()["error"]["code"] == "invalid_api_key"
+            asks = {"authorization": "Bearer aa"}
+            left = []
+            for _ in range(3):
+                answer = await setup.ask(headers=asks)
+                assert answer.status_code == 200
+                assert answer.headers.get_list("x-ratelimit-limit-requests") == ["3"]
+                assert answer.headers["x-own"] == "1"
+                left.append(answer.headers["x-ratelimit-remaining-requests"])
+            assert left == ["2", "1", "0"]
+            assert len(first.seen) + len(second.seen) == 3
+            assert min(len(first.seen), len(second.seen)) == 1
+            over = await setup.ask(headers=asks)
+            assert over.status_code == 429
+            assert over.json()["error"]["code"] == "rate_limit_exceeded"
+            assert int(over.headers["retry-after"]) > 0
+            over = await setup.http.post("/v1/messages", headers={"x-api-key": "aa"}, json={})
+            assert over.status_code == 429
+            assert over.json()["error"]["type"] == "rate_limit_error"
+            assert (await setup.http.get("/v1/files", headers=asks)).status_code == 200
+            assert (await setup.ask(headers={"authorization": "Bearer bb"})).status_code == 200
+            assert (await setup.http.get("/ready")).status_code == 200
+            text = (await setup.http.get("/metrics")).text
+            assert 'quire_router_refused_total{status="401"} 3.0' in text
+            assert 'quire_router_refused_total{status="429"} 2.0' in text
+            file.write_text('[c]\nkey = "cc"\n')
+            keys.reload()
+            assert (await setup.ask(headers=asks)).status_code == 401
+            assert (await setup.ask(headers={"authorization": "Bearer cc"})).status_code == 200
+
+    run(main)
+    keys.close()
+
+
+def test_all_share_a_limit_without_keys() -> None:
+    keys = ClientKeys(None, requests_per_minute=1)
+
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.gate.set()
+        async with routed(replica, keys=keys) as setup:
+            assert (await setup.ask()).status_code == 200
+            assert (await setup.ask()).status_code == 429
+
+    run(main)
+    keys.close()
+
+
 def test_addresses() -> None:
     async def main() -> None:
         fleet = Fleet(FleetSettings(check_seconds=0.02))
@@ -333,6 +400,7 @@ def test_addresses() -> None:
         (["http://a", "--policy", "best"], "policy must be one of prefix, least-loaded"),
         (["http://a", "--api-key", "a b"], "api_key must be printable"),
         (["http://a", "--check-seconds", "inf"], "finite"),
+        (["http://a", "--api-key-file", "/none"], "api_key_file: cannot read /none"),
     ],
 )
 def test_wrong_settings(words: list[str], message: str) -> None:

@@ -126,6 +126,9 @@ def test_every_route(server: Server, client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(model="first", messages=messages, **options)
     assert chat.model == "first"
     assert chat.choices[0].message.content != base.choices[0].message.content
+    choice: Any = {"structured_outputs": {"choice": ["a red kite", "a blue whale"]}}
+    told = client.chat.completions.create(model="first", messages=messages, extra_body=choice)
+    assert told.choices[0].message.content in choice["structured_outputs"]["choice"]
     chunks = list(
         client.chat.completions.create(model="first", messages=messages, stream=True, **options)
     )
@@ -207,8 +210,10 @@ def test_rights_of_keys(server: Server, folder: Path) -> None:
     assert complete(bound, "second").model == "second"
     base = server.client(api_key="base")
     assert complete(base, MODEL).model == MODEL
-    for client, name in ((bound, MODEL), (bound, "first"), (base, "second")):
-        with pytest.raises(openai.NotFoundError):
+    for client, name, has in (
+        (bound, MODEL, "second"), (bound, "first", "second"), (base, "second", MODEL)
+    ):  # fmt: skip
+        with pytest.raises(openai.NotFoundError, match=f"this server has '{has}'"):
             complete(client, name)
 
 

@@ -205,6 +205,25 @@ def test_a_reader_that_does_not_match_computes_its_prompts(
         other.stop(signal.SIGKILL)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(2, 2), (4, 2)])
+def test_servers_of_several_ranks(servers: tuple[Server, Server], ranks: tuple[int, int]) -> None:
+    """Tokens are those of a server with one rank."""
+    alone, _ = servers
+    count = "--tensor-parallel-size"
+    writer = start_server("--role", "prefill", "--api-key", KEY, count, str(ranks[0]))
+    reader = start_reader(writer, count, str(ranks[1]))
+    try:
+        for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 7}):
+            prompt = f"{ranks} {options} {STORY}"
+            assert ask(reader, prompt, **options) == ask(alone, prompt, KEY, **options)
+        assert fetches(reader) == 2
+        assert metric(reader, "quire_kv_fetches_local_total") == 0
+    finally:
+        for server in (reader, writer):
+            server.stop(signal.SIGKILL)
+
+
 def test_a_writer_that_dies_and_comes_back(servers: tuple[Server, Server]) -> None:
     writer, reader = servers
     os.kill(child(writer, "quire.engine.process"), signal.SIGKILL)

@@ -77,3 +77,9 @@ def test_files_refer_only_to_each_other(name: str) -> None:
     addresses = re.findall(r"https?://[^\s\"'`]+", text)
     assert set(addresses) <= {"http://www.w3.org/2000/svg"}
     assert "innerHTML" not in text
+
+
+def test_every_source_of_drafts_has_a_name() -> None:
+    counters = (STATIC / "counters.js").read_text("utf-8")
+    for source in ("draft", "mtp", "eagle3", "tree", "suffix"):
+        assert f"\n  {source}: " in counters

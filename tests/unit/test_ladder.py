@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from quire.bench.record import read_jsonl
+from quire.bench.record import make_record, read_jsonl
 from tests.unit.tiny_engine import model_folder
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
+sys.path.append(str(Path(__file__).parents[2] / "bench" / "baselines"))
+from crossover import crossover
+
 import ladder
 
 GPT2: dict[str, object] = {
@@ -106,3 +109,23 @@ def test_the_table_has_all_rungs_in_their_order() -> None:
     ]  # fmt: skip
     assert "| paged | 2.5 × | 3 × | 15 × " in text
     assert "| graphs | – | 3 × |" in text
+
+
+def test_the_crossover_is_where_blocks_win_for_good() -> None:
+    found = {1: (1.0, 2.0, 9.0, 5.0), 2: (3.0, 2.0, 9.0, 9.5), 4: (5.0, 3.0, 9.0, 8.0),
+             8: (9.0, 4.0, 9.0, 10.0), 16: (None, 5.0, None, 11.0)}  # fmt: skip
+    names = "contiguous_memory_gb", "quire_memory_gb", "contiguous_tok_s", "quire_tok_s"
+    records = [
+        make_record(
+            f"contiguous-{batch}",
+            {n: v for n, v in zip(names, values, strict=True) if v is not None},
+        )
+        for batch, values in found.items()
+    ]
+    assert crossover(records).metrics == {"memory_gb_from": 2.0, "tok_s_from": 8.0}
+    assert crossover(records[:3]).metrics == {"memory_gb_from": 2.0}
+
+
+def test_baselines_are_small() -> None:
+    for file in Path(ladder.__file__).with_name("baselines").glob("*.py"):
+        assert len(file.read_text("utf-8").splitlines()) <= 200

@@ -38,6 +38,7 @@ EAGLE_SHAPE = {
     "eagle_aux_hidden_state_layer_ids": [2, 1, 3],
 }
 EMBEDDED_DRAFT = str(Path(quire.__file__).parent / "embedded" / "quire-tiny-draft")
+EMBEDDED_HEAD = str(Path(quire.__file__).parent / "embedded" / "quire-tiny-eagle3")
 
 
 @pytest.fixture(scope="module")
@@ -354,9 +355,21 @@ def test_a_vocabulary_that_differs_is_refused(tmp_path: Path) -> None:
         ({"method": "suffix", "model": "x"}, "no model"),
         ({"model": 3}, "folder or hub id"),
         ({"simulate_acceptance": 2}, "simulate_acceptance"),
+        ({"method": "draft", "model": EMBEDDED_HEAD}, "the model is an EAGLE-3 head"),
     ],
     ids=str,
 )
 def test_settings_that_are_wrong(given: dict[str, Any], message: str) -> None:
     with pytest.raises(quire.errors.ConfigError, match=message):
         LLM(speculative=given)
+
+
+def test_a_server_does_not_simulate() -> None:
+    """Users of a server would get texts that mean nothing."""
+    from quire.config import EngineArgs
+    from quire.server.args import ServerArgs
+    from quire.server.process.server import run_server
+
+    engine = EngineArgs(speculative={"simulate_acceptance": 0.5})
+    with pytest.raises(quire.errors.ConfigError, match="is for quire bench"):
+        run_server(engine, ServerArgs(port=0))

@@ -19,6 +19,7 @@ import numpy as np
 
 from quire.adapters.adapter_pool import AdapterPool
 from quire.adapters.hook import COLUMN, LOADS, load_entry
+from quire.adapters.hub_adapters import fetch, fetch_now, on_the_hub
 from quire.adapters.registry import Registry, Version, parse_setting, valid_name
 from quire.adapters.slot_table import SlotTable
 from quire.arrays import int32
@@ -52,6 +53,15 @@ class _Reading:
 
 
 @dataclass(slots=True)
+class _Fetching:
+    """An adapter of the hub on its way to a folder. answer: of the caller who waits for it."""
+
+    version: Version
+    folder: Future[str]
+    answer: Future[None]
+
+
+@dataclass(slots=True)
 class _Counts:
     """loads: slots filled. seconds: that this took in all, from the last adapter's end. failures:
     adapters that could not be read or copied."""
@@ -82,6 +92,7 @@ class AdapterFeature(Feature, LoopFeature):
         self._waiting: OrderedDict[int, _Waiting] = OrderedDict()
         """By the version's id, in order of arrival."""
         self._readings: list[_Reading] = []
+        self._fetching: list[_Fetching] = []
         self._load: _Load | None = None
         self._news = False
         """Whether the last poll woke or ended requests, which the loop has yet to act on."""
@@ -100,11 +111,13 @@ class AdapterFeature(Feature, LoopFeature):
             name, path = parse_setting(setting)
             if name in self._registry:
                 raise ConfigError(f"lora: the name {name!r} is given twice", "lora")
+            hub_id = path if on_the_hub(path) else ""
             try:
+                path = fetch_now(path) if hub_id else path
                 digest = self._pool.read(path).result()
             except RequestError as error:
                 raise ConfigError(f"lora {name!r}: {error}", "lora") from None
-            self._registry.set(Version(name, path, digest))
+            self._registry.set(Version(name, path, digest, hub_id))
         return self
 
     # -- the scheduler's part ------------------------------------------------------------------
@@ -164,7 +177,8 @@ class AdapterFeature(Feature, LoopFeature):
 
     @property
     def waits(self) -> bool:
-        return bool(self._waiting or self._readings or self._load or self._news)
+        asked = self._fetching or self._readings
+        return bool(self._waiting or asked or self._load or self._news)
 
     def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
         if not self.waits:
@@ -172,12 +186,28 @@ class AdapterFeature(Feature, LoopFeature):
         patience, self._news = 0.0 if self._news else patience, False
         if patience:
             time.sleep(patience / 5)
+        self._take_fetched()
         failed = self._take_read()
         woken: list[str] = []
         self._take_load(failed)
         self._begin(woken)
         self._news = bool(woken or failed)
         return woken, failed
+
+    def _take_fetched(self) -> None:
+        """Begins to read adapters that have come from the hub."""
+        for fetching in [fetching for fetching in self._fetching if fetching.folder.done()]:
+            self._fetching.remove(fetching)
+            version, error = fetching.version, fetching.folder.exception()
+            if error is not None:
+                self._counts.failures += 1
+                fetching.answer.set_exception(
+                    error if isinstance(error, QuireError) else _broken(version)
+                )
+                continue
+            version.path = fetching.folder.result()
+            digest = self._pool.read(version.path)
+            self._readings.append(_Reading(version, digest, fetching.answer))
 
     def _take_read(self) -> list[Failure]:
         """Takes in adapters that were read. Returns the requests whose adapter could not be."""
@@ -273,7 +303,7 @@ class AdapterFeature(Feature, LoopFeature):
         answer: Future[None] = Future()
         name, path = message["name"], message["path"]
         known = self._registry.find(name) if name in self._registry else None
-        if known is not None and message.get("known") and known.path == path:
+        if known is not None and message.get("known") and path in (known.path, known.hub_id):
             answer.set_result(None)
         elif not valid_name(name):
             answer.set_exception(RequestError("This name is not possible.", "lora_name"))
@@ -285,6 +315,9 @@ class AdapterFeature(Feature, LoopFeature):
                     "lora_name",
                 )
             )
+        elif on_the_hub(path):
+            version = Version(name, "", hub_id=path)
+            self._fetching.append(_Fetching(version, fetch(path), answer))
         else:
             version = Version(name, path)
             self._readings.append(_Reading(version, self._pool.read(path), answer))
@@ -307,8 +340,11 @@ class AdapterFeature(Feature, LoopFeature):
     def close(self, drain: Any) -> None:
         for reading in self._readings:
             reading.digest.cancel()
-            if reading.answer is not None and not reading.answer.done():
-                reading.answer.set_exception(QuireError("the engine was shut down"))
+        fetched = [fetching.answer for fetching in self._fetching]
+        for answer in (*fetched, *(reading.answer for reading in self._readings)):
+            if answer is not None and not answer.done():
+                answer.set_exception(QuireError("the engine was shut down"))
+        self._fetching.clear()
         self._readings.clear()
 
 

@@ -20,12 +20,14 @@ _FOLDER = re.compile(r"[^/\\\x00-\x1f.][^/\\\x00-\x1f]{0,254}")
 class Version:
     """An adapter as it was when a name was given to it. Requests keep the version they began with.
 
-    path: its folder. digest: of its contents; "" until it was read.
+    path: its folder. digest: of its contents; "" until it was read. hub_id: as which it was asked
+    for; "" for a folder of this machine.
     """
 
     name: str
     path: str
     digest: str = ""
+    hub_id: str = ""
 
     @property
     def key(self) -> int:

@@ -111,6 +111,17 @@ def route(
             help="Key for POST and DELETE of /replicas. Default: the fleet cannot be changed.",
         ),
     ] = None,
+    api_key_file: Annotated[
+        str | None,
+        typer.Option(
+            help="TOML file of clients' keys, as of `quire serve`, with limits for the whole "
+            "fleet; read again on SIGHUP. Default: keys are the servers' affair."
+        ),
+    ] = None,
+    requests_per_minute: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests that each key may make in a minute at the whole fleet."),
+    ] = None,
     check_seconds: Annotated[
         float, typer.Option(min=0.01, help="From one look at a replica to the next.")
     ] = 1.0,
@@ -140,7 +151,8 @@ def route(
 
     run(
         replicas or [], prefill or [], decode or [], policy=policy, host=host, port=port,
-        key=api_key, admin_key=admin_api_key,
+        key=api_key, admin_key=admin_api_key, key_file=api_key_file,
+        requests_per_minute=requests_per_minute,
         check_seconds=check_seconds, check_timeout=check_timeout, connect_timeout=connect_timeout,
         drain_timeout=drain_timeout, leave_timeout=leave_timeout, max_body_mb=max_body_mb,
         otlp_endpoint=otlp_endpoint,

@@ -12,6 +12,7 @@ import typer
 
 from quire.errors import ConfigError
 from quire.routing.choice import Policy
+from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import FleetSettings
 from quire.routing.replica_state import Role
 from quire.routing.server import RouterArgs, run_router
@@ -28,6 +29,8 @@ def route(
     port: int,
     key: str | None,
     admin_key: str | None,
+    key_file: str | None,
+    requests_per_minute: int | None,
     check_seconds: float,
     check_timeout: float,
     connect_timeout: float,
@@ -62,6 +65,9 @@ def route(
         )
     if otlp_endpoint is not None:
         check_endpoint(otlp_endpoint)
+    keys = None
+    if key_file is not None or requests_per_minute is not None:
+        keys = ClientKeys(key_file, requests_per_minute)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
     fleet = FleetSettings(
         policy=cast(Policy, policy), key=key, check_seconds=check_seconds,
@@ -75,7 +81,8 @@ def route(
         raise ConfigError("a server has one role, and is named once", "replicas")
     args = RouterArgs(
         replicas=members, fleet=fleet, host=host, port=port, admin_key=admin_key,
-        max_body_mb=max_body_mb, drain_timeout=drain_timeout, otlp_endpoint=otlp_endpoint,
+        keys=keys, max_body_mb=max_body_mb, drain_timeout=drain_timeout,
+        otlp_endpoint=otlp_endpoint,
     )  # fmt: skip
 
     def on_ready(url: str) -> None:

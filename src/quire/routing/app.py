@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,16 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from quire.errors import ConfigError
+from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import Fleet, OtherModelError, UnknownReplicaError
 from quire.routing.metrics import RouterMetrics
 from quire.routing.proxy import Proxy, Receive, Scope, Send
 from quire.routing.replica import RoutedReplica
 from quire.routing.replica_state import Role
 from quire.routing.upstream import ReplicaLostError
+from quire.server.anthropic.errors import error_body
 from quire.server.errors import ApiError
+from quire.server.middleware.error_handler import is_anthropic
 
 _PAGE = Path(__file__).with_name("fleet.html")
 
@@ -57,12 +61,14 @@ class FleetState(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RouterApp:
-    """An ASGI application. admin_key: for changes of the fleet; None refuses them."""
+    """An ASGI application. admin_key: for changes of the fleet; None refuses them. keys: of
+    clients; None leaves them to the servers."""
 
     fleet: Fleet
     proxy: Proxy
     metrics: RouterMetrics
     admin_key: str | None
+    keys: ClientKeys | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,8 +76,9 @@ class RouterApp:
         try:
             await self._route(scope, receive, send)
         except ApiError as error:
+            self.metrics.refused.labels(error.status).inc()
             headers = {"content-type": "application/json", **error.headers}
-            await _answer(send, error.status, msgspec.json.encode(error.body), headers)
+            await _answer(send, error.status, _error_body(error, scope["path"]), headers)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
@@ -91,7 +98,8 @@ class RouterApp:
             name = path.removeprefix("/replicas").lstrip("/")
             await self._replicas(method, name, scope, receive, send)
         else:
-            await self.proxy(scope, receive, send)
+            headers = [] if self.keys is None else self.keys.check(scope)
+            await self.proxy(scope, receive, send, headers)
 
     async def _replicas(
         self, method: str, name: str, scope: Scope, receive: Receive, send: Send
@@ -131,6 +139,13 @@ class RouterApp:
         sent = next((v for name, v in scope["headers"] if name == b"authorization"), b"")
         if not hmac.compare_digest(sent, b"Bearer " + self.admin_key.encode()):
             raise ApiError(401, "This needs the admin key.", code="invalid_api_key")
+
+
+def _error_body(error: ApiError, path: str) -> bytes:
+    """Returns an error in the shape of the API that a path belongs to."""
+    if is_anthropic(path):
+        return msgspec.json.encode(error_body(error, f"req_{uuid.uuid4().hex}"))
+    return msgspec.json.encode(error.body)
 
 
 def _state(replica: RoutedReplica) -> ReplicaEntry:

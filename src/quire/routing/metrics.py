@@ -21,6 +21,10 @@ class RouterMetrics:
         self.requests = Counter(
             "quire_router_requests", "Requests answered", ["replica", "status"], registry=own
         )
+        self.refused = Counter(
+            "quire_router_refused", "Requests that the router itself refused", ["status"],
+            registry=own,
+        )  # fmt: skip
         self.retries = Counter(
             "quire_router_retries", "Requests sent to a further replica", registry=own
         )

@@ -61,8 +61,13 @@ class Proxy:
         self._max_body_bytes = max_body_bytes
         self._exporter = exporter
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self, scope: Scope, receive: Receive, send: Send, limits: Headers | None = None
+    ) -> None:
+        """Answers a request. limits: headers of the answer, in place of the replica's own."""
         began = time.perf_counter()
+        if limits:
+            send = _with_headers(send, limits)
         body = await self._read_body(scope, receive)
         if body is None:
             return
@@ -217,6 +222,19 @@ class Proxy:
 
 class BrokenAnswerError(Exception):
     """A replica was lost within its answer: the client's connection must end without its end."""
+
+
+def _with_headers(send: Send, headers: Headers) -> Send:
+    """Returns `send` with these headers of answers, in place of those of the same names."""
+    names = {name for name, _ in headers}
+
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            others = [each for each in message["headers"] if each[0] not in names]
+            message = {**message, "headers": [*others, *headers]}
+        await send(message)
+
+    return sending
 
 
 async def _left(receive: Receive) -> None:

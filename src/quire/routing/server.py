@@ -13,6 +13,7 @@ from types import FrameType
 import uvicorn
 
 from quire.routing.app import RouterApp
+from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import Fleet, FleetSettings
 from quire.routing.metrics import RouterMetrics
 from quire.routing.proxy import Proxy
@@ -26,13 +27,15 @@ from quire.server.telemetry.tracing import Exporter
 @dataclass(frozen=True)
 class RouterArgs:
     """Settings of a router. replicas: addresses of servers, with their roles. admin_key: for
-    changes of the fleet. otlp_endpoint: a collector for traces, None for none."""
+    changes of the fleet. keys: of clients; None leaves them to the servers. otlp_endpoint: a
+    collector for traces, None for none."""
 
     replicas: Sequence[tuple[str, Role]]
     fleet: FleetSettings
     host: str = "127.0.0.1"
     port: int = 8080
     admin_key: str | None = None
+    keys: ClientKeys | None = None
     max_body_mb: float = 16.0
     drain_timeout: float = 30.0
     otlp_endpoint: str | None = None
@@ -53,12 +56,16 @@ def run_router(args: RouterArgs, on_ready: Callable[[str], None]) -> None:
 
 
 def build_router(
-    fleet: Fleet, admin_key: str | None, max_body_bytes: int, exporter: Exporter | None = None
+    fleet: Fleet,
+    admin_key: str | None,
+    max_body_bytes: int,
+    exporter: Exporter | None = None,
+    keys: ClientKeys | None = None,
 ) -> RouterApp:
-    """Returns the application of a fleet's router. exporter: of its spans."""
+    """Returns the application of a fleet's router. exporter: of its spans. keys: of clients."""
     metrics = RouterMetrics(fleet)
     proxy = Proxy(fleet, metrics, max_body_bytes, exporter)
-    return RouterApp(fleet, proxy, metrics, admin_key)
+    return RouterApp(fleet, proxy, metrics, admin_key, keys)
 
 
 async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
@@ -69,7 +76,7 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
         for url, role in args.replicas:
             fleet.join(url, role)
         config = uvicorn.Config(
-            build_router(fleet, args.admin_key, int(args.max_body_mb * 1e6), exporter),
+            build_router(fleet, args.admin_key, int(args.max_body_mb * 1e6), exporter, args.keys),
             loop="none",
             http=BoundedHttpProtocol,
             ws="none",
@@ -88,9 +95,13 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, server.handle_exit, number, None)
+        if args.keys is not None:
+            loop.add_signal_handler(signal.SIGHUP, args.keys.reload)
         await server.serve(sockets=[sock])
     finally:
         await fleet.close()
+        if args.keys is not None:
+            args.keys.close()
         if exporter is not None:
             await asyncio.to_thread(exporter.close)
 

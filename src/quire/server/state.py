@@ -192,11 +192,15 @@ class ServerState:
             wanted = context.adapter = name
         else:
             wanted = ""
-        if not wanted or not context.key.may_use(wanted):
+        key = context.key
+        if not wanted or not key.may_use(wanted):
+            # Of models that the key may not use nothing is said.
+            has = self.model_name
+            if not key.may_use(has):
+                has = "', '".join(sorted(key.models or ()))[:200]
             raise ApiError(
                 404,
-                f"The model '{(name or wanted)[:200]}' does not exist; this server has "
-                f"'{self.model_name}'.",
+                f"The model '{(name or wanted)[:200]}' does not exist; this server has '{has}'.",
                 param="model",
                 code="model_not_found",
             )

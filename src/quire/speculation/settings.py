@@ -146,7 +146,10 @@ def _source(args: EngineArgs, method: str, name: str | None) -> tuple[Source | N
         return "mtp", None
     if name is not None:
         path = resolve_model_path(name)
-        return ("eagle3" if method == "eagle3" or _is_eagle3(path) else "draft"), path
+        head = _is_eagle3(path)
+        if method == "draft" and head:
+            raise _wrong("method draft needs a draft model, but the model is an EAGLE-3 head")
+        return ("eagle3" if method == "eagle3" or head else "draft"), path
     if args.model is None:
         source, folder = _EMBEDDED[method]
         return source, resolve_model_path(None).parent / folder

@@ -105,11 +105,11 @@ class AuthMiddleware:
         keys = self.state.keys
         if not keys.required:
             return keys.anonymous
-        given = _secrets(scope)
+        given = secrets_in(scope)
         return keys.find(given[0]) if len(given) == 1 else None
 
 
-def _secrets(scope: Scope) -> list[bytes]:
+def secrets_in(scope: Scope) -> list[bytes]:
     """Returns the secrets that a request gives: as a bearer, or on Anthropic's routes in `x-api-
     key`.
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 import re
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,14 +16,13 @@ from quire.kv_events.prompt_report import LOCAL, PREFILL_HEADER, PROMPT_HEADER, 
 from quire.server.errors import stopping
 from quire.server.middleware.api_keys import ApiKey
 from quire.server.middleware.error_handler import error_response, is_anthropic, route_of
-from quire.server.middleware.rate_limits import LimitStatus
 from quire.server.middleware.request_context import (
     BATCH_KEY,
     SCOPE_KEY,
     RequestContext,
-    duration,
     is_id,
 )
+from quire.server.middleware.response_headers import limit_headers
 from quire.server.state import ServerState, new_id
 
 access = logging.getLogger("quire.access")
@@ -145,22 +142,8 @@ def _headers(context: RequestContext, anthropic: bool) -> Iterator[tuple[bytes, 
         yield b"request-id", context.id.encode()
     for what, left in (("requests", context.levels.requests), ("tokens", context.levels.tokens)):
         if left is not None:
-            for name, value in _limit(what, left, anthropic):
+            for name, value in limit_headers(what, left, anthropic):
                 yield name.encode(), value.encode()
-
-
-def _limit(what: str, left: LimitStatus, anthropic: bool) -> Iterator[tuple[str, str]]:
-    remaining = str(max(0, math.floor(left.remaining)))
-    if anthropic:
-        reset = datetime.now(UTC) + timedelta(seconds=left.refill)
-        name = f"anthropic-ratelimit-{what}"
-        yield f"{name}-limit", str(left.limit)
-        yield f"{name}-remaining", remaining
-        yield f"{name}-reset", reset.strftime("%Y-%m-%dT%H:%M:%SZ")
-    else:
-        yield f"x-ratelimit-limit-{what}", str(left.limit)
-        yield f"x-ratelimit-remaining-{what}", remaining
-        yield f"x-ratelimit-reset-{what}", duration(left.refill)
 
 
 def _log(scope: Scope, context: RequestContext) -> None:

@@ -92,7 +92,7 @@ class RequestContext:
             if self.levels.tokens is not None and self.levels.tokens.remaining < 1:
                 raise _exceeded("tokens", self.levels.tokens, 1)
             if self.levels.requests is not None:
-                raise _exceeded("requests", self.levels.requests, 1)
+                raise requests_exceeded(self.levels.requests)
 
     def take_tokens(self, prompt: int, answer: int | None, completions: int = 1) -> None:
         """Takes the tokens that a prompt and its answer may need; unused ones are given back at the
@@ -172,6 +172,10 @@ def context_in(scope: Scope) -> RequestContext:
 def is_id(text: str) -> bool:
     """Tells whether a client's request id may go into headers and logs."""
     return _GIVEN_ID.fullmatch(text) is not None
+
+
+def requests_exceeded(left: LimitStatus) -> ApiError:
+    return _exceeded("requests", left, 1)
 
 
 def timed_out() -> ApiError:

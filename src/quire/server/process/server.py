@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Callable
 
 from quire.config import EngineArgs
+from quire.errors import ConfigError
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.batch.service import open_store
@@ -39,6 +40,11 @@ def run_server(
     """
     import uvloop
 
+    if "simulate_acceptance" in (engine_args.speculative or {}):
+        raise ConfigError(
+            "speculative: simulate_acceptance is for quire bench; its texts mean nothing",
+            "speculative",
+        )
     engine_args = dataclasses.replace(engine_args, kv_peers=server_args.kv_peers)
     # Bound before the model is loaded, which may take minutes: a taken port should say so at once.
     tls = tls_context(server_args)

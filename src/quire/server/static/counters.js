@@ -35,15 +35,24 @@ const NAMES = {
   "speculation.steps": "Steps with drafts",
   "speculation.drafts_per_row": "Drafts of a row, in the last step",
   "speculation.gain": "Speed expected of the last step, over one without drafts",
-  "speculation.sources.draft.rows": "Rows with the model's drafts",
-  "speculation.sources.draft.drafted": "The model's drafts verified",
-  "speculation.sources.draft.accepted": "Of them, accepted",
-  "speculation.sources.draft.accepted_at": "Of them, accepted, all places",
-  "speculation.sources.suffix.rows": "Rows with drafts looked up",
-  "speculation.sources.suffix.drafted": "Drafts looked up and verified",
-  "speculation.sources.suffix.accepted": "Of these, accepted",
-  "speculation.sources.suffix.accepted_at": "Of these, accepted, all places",
 };
+
+/** What drafts tokens, by the name of the source. */
+const DRAFTED_BY = {
+  draft: "the draft model",
+  mtp: "the MTP layer",
+  eagle3: "the EAGLE-3 head",
+  tree: "the prefix tree",
+  suffix: "lookups",
+};
+
+for (const [source, name] of Object.entries(DRAFTED_BY)) {
+  const key = `speculation.sources.${source}`;
+  NAMES[`${key}.rows`] = `Rows with drafts of ${name}`;
+  NAMES[`${key}.drafted`] = `Drafts of ${name} verified`;
+  NAMES[`${key}.accepted`] = `Drafts of ${name} accepted`;
+  NAMES[`${key}.accepted_at`] = `Drafts of ${name} accepted, all places`;
+}
 
 /** Where prompts' tokens came from: the name, and the class of its part of the bar. */
 const SOURCES = { device: "the cache", host: "host memory", disk: "files", computed: "computed" };
