@@ -293,7 +293,7 @@ CASES: dict[str, tuple[dict[str, Any], Maker]] = {
         _compressed("mxfp4-pack-quantized", _float("group", group_size=32) | {"num_bits": 4}), mxfp4
     ),
     "fp8-blocks": (
-        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]},
+        {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [32, 32]},
         float8((32, 32), "weight_scale_inv"),
     ),
     "fp8-per-tensor": ({"quant_method": "fp8"}, float8((None, None), shape=())),

@@ -29,7 +29,7 @@ class Fp8:
     @classmethod
     def of(cls, settings: Settings) -> Fp8:
         """Returns the method of `quant_method` "fp8"."""
-        fields.one_of(settings, "fmt", ("e4m3",), "e4m3")
+        fields.one_of(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
         scheme = fields.one_of(settings, "activation_scheme", ("dynamic", "static"), "dynamic")
         block = settings.get("weight_block_size")
         inputs: Inputs = "tensor" if scheme == "static" else "token"
