@@ -26,6 +26,7 @@ from quire.compression.recipe import Grid
 from quire.compression.rounding import find_scales, output_power, round_to
 from quire.compression.scaling import move_scales
 from quire.compression.statistics import watch_inputs
+from quire.compression.work_folder import WorkFolder
 from quire.errors import ConfigError, ModelError
 from quire.models.quantized_checkpoint import read_quantization
 from quire.ops import Weight
@@ -242,6 +243,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from quire.compression import Options, Recipe, quantize
+from quire.compression.work_folder import WorkFolder
 
 def on_block(done, total):
     if done == 2:
@@ -269,6 +271,14 @@ def test_a_kill_costs_one_block(tmp_path: Path) -> None:
     assert blocks == [2, 3]
     quantize(source, "tiny", tmp_path / "whole", recipe, OPTIONS)
     assert _digests(tmp_path / "out") == _digests(tmp_path / "whole")
+
+
+def test_two_processes_do_not_make_one_folder(tmp_path: Path) -> None:
+    first = WorkFolder(tmp_path / "out", {"bits": 4})
+    with pytest.raises(ConfigError, match=r"another process is making .*out\.partial"):
+        WorkFolder(tmp_path / "out", {"bits": 4})
+    first.close()
+    WorkFolder(tmp_path / "out", {"bits": 4}).close()
 
 
 def _digests(folder: Path) -> dict[str, str]:

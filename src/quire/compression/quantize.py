@@ -78,7 +78,11 @@ def quantize(model: Path, name: str, out: Path, recipe: Recipe, options: Options
     device = torch.device(options.device)
     source = OriginalModel(model, device, torch.float32 if device.type == "cpu" else None)
     try:
-        return _Run(source, name, out, recipe, options).run()
+        work = _Run(source, name, out, recipe, options)
+        try:
+            return work.run()
+        finally:
+            work.job.close()
     finally:
         source.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -41,7 +42,7 @@ class WorkFolder:
 
     Raises:
         ConfigError: the folder to be made is there already, or an unfinished one was begun with
-            other settings.
+            other settings, or another process is at it.
     """
 
     def __init__(self, out: Path, about: Mapping[str, Any]) -> None:
@@ -49,21 +50,21 @@ class WorkFolder:
         self.folder = out.with_name(out.name + ".partial")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"{out} exists already", "out")
-        told = json.dumps(about, sort_keys=True, default=str)
         job = self.folder / _JOB
-        if job.exists():
-            if job.read_text("utf-8") != told:
-                raise ConfigError(
-                    f"{self.folder} was begun with another model, text or settings; remove it",
-                    "out",
-                )
-            return
         begun = job.with_suffix(".tmp")
-        if self.folder.exists() and set(self.folder.iterdir()) - {begun}:
+        if not job.exists() and self.folder.exists() and set(self.folder.iterdir()) - {begun}:
             raise ConfigError(f"{self.folder} exists, and is no unfinished model", "out")
         self.folder.mkdir(parents=True, exist_ok=True)
-        begun.write_text(told, "utf-8")
-        begun.replace(job)
+        self._lock = _locked(self.folder)
+        told = json.dumps(about, sort_keys=True, default=str)
+        if not job.exists():
+            begun.write_text(told, "utf-8")
+            begun.replace(job)
+        elif job.read_text("utf-8") != told:
+            self.close()
+            raise ConfigError(
+                f"{self.folder} was begun with another model, text or settings; remove it", "out"
+            )
 
     def load(self) -> BlocksDone | None:
         """Returns what an earlier run has done; None: nothing."""
@@ -105,9 +106,24 @@ class WorkFolder:
             self.out.rmdir()
         self.folder.rename(self.out)
 
+    def close(self) -> None:
+        """Lets other processes have the folder."""
+        os.close(self._lock)
+
     def copy(self, file: Path) -> None:
         """Copies a file of the original."""
         shutil.copyfile(file, self.folder / file.name)
+
+
+def _locked(folder: Path) -> int:
+    """Opens a folder that no other process may lock before this one closes it, or ends."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(opened)
+        raise ConfigError(f"another process is making {folder}", "out") from None
+    return opened
 
 
 def fingerprint(file: Path) -> str:
