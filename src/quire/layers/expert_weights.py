@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from quire.errors import ModelError
 from quire.layers.build import Build
 from quire.layers.parameter_slice import ParameterSlice
 from quire.ops.experts import ExpertWeights, expands
-from quire.quantization import ProjectionShare, Range, Scheme, StoredTensor
+from quire.quantization import ProjectionShare, Quantization, Range, Scheme, StoredTensor
 
 Layout = Literal["each", "fused", "interleaved"]
 """Layout of experts in a checkpoint.
@@ -41,6 +42,10 @@ class Cut:
         return ProjectionShare(self.rows, self.columns, self.outputs, self.inputs)
 
 
+_SCHEMES: WeakKeyDictionary[Quantization, dict[tuple[object, ...], Scheme]] = WeakKeyDictionary()
+"""What `experts_scheme` has returned."""
+
+
 def experts_scheme(names: Sequence[str], layout: Layout, build: Build, count: int) -> Scheme:
     """Returns the scheme that all experts' projections have.
 
@@ -49,6 +54,15 @@ def experts_scheme(names: Sequence[str], layout: Layout, build: Build, count: in
     Raises:
         ModelError: they differ, or each has an order of inputs of its own.
     """
+    # A published model has 45,000 projections, and is laid out for many numbers of ranks.
+    found = _SCHEMES.setdefault(build.quantization, {})
+    key = build.name, tuple(names), layout, build.dtype, count
+    if key not in found:
+        found[key] = _common_scheme(names, layout, build, count)
+    return found[key]
+
+
+def _common_scheme(names: Sequence[str], layout: Layout, build: Build, count: int) -> Scheme:
     wanted = [build.within(name).name if name else build.name for name in names]
     if layout == "each":
         wanted = [
