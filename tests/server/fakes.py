@@ -43,6 +43,7 @@ class FakeClient:
     error: QuireError | None = None
     encode: bool = False
     alive: bool = True
+    end: str = ""
     responsive: bool = True
     asleep: bool = False
     tokenizer: Any = None

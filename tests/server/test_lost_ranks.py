@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 
 import openai
 import pytest
 
-from tests.server.server_process import Server
+from tests.server.server_process import WAIT, Server
 from tests.server.test_faults import LONG, answers, child, status
 
 
@@ -27,6 +30,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+def health(server: Server) -> str:
+    """Returns the error of `/health`."""
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(server.url + "/health", timeout=WAIT)
+    assert error.value.code == 503
+    return str(json.load(error.value)["error"]["message"])
+
+
 def test_a_killed_rank_ends_all_and_they_start_again(launch: Callable[..., Server]) -> None:
     server = launch("--engine-restarts", "2", "--tensor-parallel-size", "2")
     for victim in ("rank 1", "engine"):
@@ -38,6 +49,8 @@ def test_a_killed_rank_ends_all_and_they_start_again(launch: Callable[..., Serve
         with pytest.raises(openai.APIError) as error:
             list(stream)
         assert error.value.code == "engine_dead"
+        if victim == "rank 1":
+            assert "the worker of rank 1 has ended (killed by SIGKILL)" in health(server)
         both = (engine, worker)
         server.wait_for(lambda both=both: not any(map(alive, both)), "all ranks to end")
         server.wait_for(lambda: status(server, "/ready") == 200, "the engine to be back")

@@ -139,6 +139,11 @@ class EngineClient:
         """
         return self._replicas.alive
 
+    @property
+    def end(self) -> str:
+        """What an engine that is not alive told of its death; empty where it told nothing."""
+        return self._replicas.end
+
     async def sleep(self) -> None:
         """Ends the engine's process; its devices are free then. Running requests fail."""
         self.asleep = True

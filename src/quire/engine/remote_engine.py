@@ -44,6 +44,8 @@ class RemoteEngine:
 
     Attributes:
         alive: requests are taken. False from the engine's death until it has been started again.
+        end: what the engine told of its death: the rank that was lost, or how far each has come.
+            Empty while it lives, and where it told nothing.
         host: the process, where this client has started it.
         losses: how often the engine, and all that it held, was lost.
         streams: running requests.
@@ -64,6 +66,7 @@ class RemoteEngine:
             host: started here, and stopped with this client.
         """
         self.alive = False
+        self.end = ""
         self.losses = 0
         self.host = host
         self.streams = StreamRouter()
@@ -189,13 +192,17 @@ class RemoteEngine:
                 if self._on_progress is not None and not self._ready.done():
                     self._on_progress(what, done, total)
             case Ready(config):
+                self.end = ""
                 if not self._ready.done():
                     self._ready.set_result(config)
                 elif not self._closed:
                     self._heartbeat.heard()
                     self.alive = True
             case Failed(failure):
-                self._never_ready(failure.error())
+                error = failure.error()
+                # Others may name paths.
+                self.end = failure.message if isinstance(error, EngineDeadError) else ""
+                self._never_ready(error)
                 self._fail_all(EngineDeadError(f"the engine has stopped: {failure.message}"))
 
     # -- life ----------------------------------------------------------------------------------

@@ -74,6 +74,11 @@ class Replicas:
         return any(engine.alive for engine in self.engines)
 
     @property
+    def end(self) -> str:
+        """What the engines that are not alive told of their deaths."""
+        return "; ".join(engine.end for engine in self.engines if engine.end)
+
+    @property
     def responsive(self) -> bool:
         """Whether the loop of one of them has turned lately."""
         return any(engine.responsive for engine in self.engines)

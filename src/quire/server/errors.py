@@ -112,6 +112,16 @@ def asleep() -> ApiError:
     )
 
 
+def engine_dead(end: str = "") -> ApiError:
+    """end: what is known of how it died."""
+    return ApiError(
+        503,
+        f"The engine has stopped{end and f' ({end})'}. If it is being started again, try later.",
+        code="engine_dead",
+        retry_after=_RESTART_SECONDS,
+    )
+
+
 def overloaded() -> ApiError:
     return ApiError(
         503,
@@ -170,12 +180,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, BrokenLogitsError):
         return ApiError(500, str(error), code="broken_logits", retry=False)
     if isinstance(error, EngineDeadError):
-        return ApiError(
-            503,
-            "The engine has stopped. If it is being started again, try later.",
-            code="engine_dead",
-            retry_after=_RESTART_SECONDS,
-        )
+        return engine_dead()
     if isinstance(error, PeerMismatchError):
         return ApiError(409, str(error), code="peer_mismatch", retry=False)
     if isinstance(error, HTTPException):

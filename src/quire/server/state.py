@@ -19,7 +19,7 @@ from quire import __version__
 from quire.adapters.registry import folder_of, names_in
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.server.args import ServerArgs
-from quire.server.errors import ApiError, asleep, overloaded, stopping
+from quire.server.errors import ApiError, asleep, engine_dead, overloaded, stopping
 from quire.server.generation.chat_format import ChatFormat
 from quire.server.middleware.api_keys import ApiKeys
 from quire.server.middleware.rate_limits import RateLimiter
@@ -138,9 +138,9 @@ class ServerState:
             raise EngineDeadError("the engine has stopped")
 
     def check_health(self) -> None:
-        """Raises EngineDeadError where the engine should live and does not."""
-        if not self.client.asleep:
-            self.check_alive()
+        """Raises ApiError, 503, where the engine should live and does not: says how it ended."""
+        if not self.client.asleep and not self.client.alive:
+            raise engine_dead(self.client.end)
 
     def check_ready(self) -> None:
         """Raises ApiError, 503, unless requests would be answered now."""
