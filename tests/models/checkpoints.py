@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -334,7 +335,8 @@ def make(folder: Path, case: str, **save: Any) -> Any:
     """Saves the checkpoint of a case and returns the transformers model."""
     import transformers
 
-    name, changes = CASES[case]
+    # The library writes into what it is given.
+    name, changes = copy.deepcopy(CASES[case])
     sizes = GPT2_SIZES if name == "GPT2" else SIZES
     kind = KINDS.get(name, f"{name}ForCausalLM")
     config_name = {"Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}.get(name, name)
