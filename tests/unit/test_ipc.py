@@ -30,6 +30,7 @@ from quire.runner.transfer.engine_memory import (
     pieces_of,
 )
 from quire.runner.transfer.ipc_agent import Allocation, IpcAgent, ProcessMemory, open_ipc_agent
+from quire.runner.transfer.layer_reads import WrittenPieces
 from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.remote_reads import Read, ReadPart
 from tests.unit.test_disagg_engines import alone, check, config_of, folders, make
@@ -120,7 +121,7 @@ class Reader:
         ids = int32(range(blocks))
         pieces = pieces_of(self.layout, ids, memory.groups[0], ids)
         assert pieces is not None
-        read = Read([ReadPart(memory, pieces)], lambda: True)
+        read = Read([ReadPart(memory, WrittenPieces(pieces))], lambda: True)
         self.agent.read(read)
         wait(lambda: read.good is not None)
         return bool(read.good)
@@ -223,7 +224,7 @@ def test_memory_of_another_process_s_gpu_is_read(size: int) -> None:
     for killed in (False, False, True):
         target.zero_()
         torch.cuda.synchronize()
-        read = Read([ReadPart(memory, pieces)], lambda: True)
+        read = Read([ReadPart(memory, WrittenPieces(pieces))], lambda: True)
         agent.read(read)
         if killed:
             assert process.pid is not None

@@ -17,6 +17,9 @@ written, which those of a prompt that has ended are. They are given up when the 
 batch, or the grant was closed. A reader that still reads then gets no `End`, and throws away what
 it read. So does one of a batch that a running prompt has lost before it was taken: it is sent
 again.
+
+Layer by layer, a running prompt's blocks are named to the reader when the step that fills them is
+planned, with the step: a clock tells the reader which layers of it have been written.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -114,9 +117,9 @@ class Export:
     is forgotten. moving: batches on their way to the memory between engines, by transfer. again:
     (group, first, end) of blocks that were lost on their way. sent: batches that the reader has not
     taken, by number. done: how often its request was preempted, and how many tokens were planned,
-    at the last plan. promised: the connection sends the end by itself. granted: when it was.
-    computed: seconds from then until its request had ended. deadline: when the reader counts as
-    dead. told: when it was last told that work goes on.
+    at the last plan. step: the last one of which the prompt was a part. promised: the connection
+    sends the end by itself. granted: when it was. computed: seconds from then until its request had
+    ended. deadline: when the reader counts as dead. told: when it was last told that work goes on.
     """
 
     grant: Grant
@@ -139,14 +142,16 @@ class Export:
     sent: dict[int, Leaving] = field(default_factory=dict)
     told: float = 0.0
     done: tuple[int, int] = (0, 0)
+    step: int = -1
 
 
 class Exports:
     """All grants of an engine. Belongs to the engine's loop.
 
     sizes: bytes of a block, by group. port: where readers connect. chunks: send blocks as steps
-    fill them. memory: between engines, for readers that can map it; None: slots are blocks of the
-    cache, which readers read there. clock: seconds.
+    fill them. layers: have them read behind each layer of the step. memory: between engines, for
+    readers that can map it; None: slots are blocks of the cache, which readers read there.
+    clock: seconds.
     """
 
     def __init__(
@@ -158,6 +163,7 @@ class Exports:
         lease: float,
         port: int,
         chunks: bool,
+        layers: bool = False,
         memory: MemoryHandle | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -168,6 +174,7 @@ class Exports:
         self._lease = lease
         self._port = port
         self._chunks = chunks
+        self._layers = layers
         self._memory = memory
         self._clock = clock
         self._generations = itertools.count(1)
@@ -232,6 +239,7 @@ class Exports:
             self._refuse(export, (503, "the prompt's blocks could not be kept"), "aborted")
             return
         export.settled = all(group.grows for group in self._blocks.groups)
+        self._keep_sent(export)
         self._offer(export)
         self._end_if_sent(export)
 
@@ -370,8 +378,12 @@ class Exports:
                 self._send_unsent(builder, export)
             export.settled = export.held is not None
             if export.request is not None:
-                # This step fills them behind what goes out, so they are sent by the next plan.
-                export.done = export.request.num_preemptions, export.request.planned
+                # This step fills them behind what goes out, so they are sent by the next plan,
+                # unless the reader waits for each layer.
+                done = export.request.num_preemptions, export.request.planned
+                if done != export.done:
+                    export.done, export.step = done, builder.step_id
+                self._offer(export)
 
     def _send_unsent(self, builder: PlanBuilder, export: Export) -> None:
         held = export.held
@@ -406,15 +418,20 @@ class Exports:
         if not slots:
             return None
         batch = BlockBatch(next(self._ids), g, first, len(slots), slots)
-        turn = export.done[0] if export.held is None else None
-        return Leaving(batch, entries[: len(slots)], turn)
+        if export.held is not None:
+            return Leaving(batch, entries[: len(slots)], None)
+        batch.step = export.step if self._layers else -1
+        return Leaving(batch, entries[: len(slots)], export.done[0])
 
     def _offer(self, export: Export) -> None:
         """Has a reader read blocks where they are, without a plan: the prompt has ended, and so its
-        blocks have been written."""
-        if not self._readable or export.held is None or export.closed or export.link is None:
+        blocks have been written, or the reader waits for their layers."""
+        can = self._readable if export.held is not None else self._layers
+        if not can or export.closed or export.link is None:
             return
-        unsent, export.again = self._unsent(export), []
+        unsent = self._unsent(export)
+        if export.held is not None:
+            export.again = []
         for g, first, end in unsent:
             export.sent_to[g] = max(export.sent_to[g], end)
             while first < end and (leaving := self._batch(export, g, first, end)):
@@ -460,6 +477,13 @@ class Exports:
             return False
         now = self._entries(export, batch.group, batch.first, batch.first + batch.count)
         return np.array_equal(now, leaving.blocks)
+
+    def _keep_sent(self, export: Export) -> None:
+        """Notes which of the batches that the reader has not taken are held, so that they cannot be
+        lost any more."""
+        for number, leaving in export.sent.items():
+            if self._kept(export, leaving):
+                export.sent[number] = replace(leaving, turn=None)
 
     # -- the end -------------------------------------------------------------------------------
 

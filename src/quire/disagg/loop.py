@@ -24,6 +24,7 @@ from quire.errors import ConfigError, PeerMismatchError, RequestError
 from quire.executor import Capacity, Executor
 from quire.loop_feature import Failure, LoopFeature
 from quire.request import Request
+from quire.runner.transfer.engine_memory import decode_memory, encode_memory
 from quire.scheduler import Feature, PlanBuilder
 
 _log = logging.getLogger(__name__)
@@ -107,6 +108,9 @@ class DisaggLoop(LoopFeature):
         check_groups(self._config, groups)
         self._facts = facts_of(self._config, groups, pool.sizes, settings.transport)
         self._memory: bytes = b"" if staged else pool.memory
+        if settings.layers:
+            clock = executor.control({"op": "layer_clock"})
+            self._memory = encode_memory(decode_memory(pool.memory).ranks, clock)
         view = pool.view if staged else None
         if settings.grants:
             self._listener = Listener(
@@ -129,6 +133,7 @@ class DisaggLoop(LoopFeature):
                 lease=settings.lease_timeout,
                 port=self._listener.port,
                 chunks=settings.kv_transfer == "async",
+                layers=settings.layers,
                 memory=_handle(pool, len(groups)) if staged else None,
             )
             _log.info("prompts for others: blocks at port %d", self._listener.port)

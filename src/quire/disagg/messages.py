@@ -94,6 +94,7 @@ class BlockBatch(msgspec.Struct, tag=True):
 
     slots: where they are in shared memory, or blocks of the writer's cache; None: their bytes
         follow the message.
+    step: of the writer, which fills blocks of its cache layer by layer; -1: they are filled.
     """
 
     number: int
@@ -101,6 +102,7 @@ class BlockBatch(msgspec.Struct, tag=True):
     first: int
     count: int
     slots: list[int] | None = None
+    step: int = -1
 
 
 class Taken(msgspec.Struct, tag=True):
