@@ -73,6 +73,7 @@ class LocalPeer:
     """The writer, asked without HTTP: its loop answers between two steps."""
 
     url, host, up, pulls = "local", "127.0.0.1", True, 0
+    layers = True
 
     def __init__(self) -> None:
         self.memory = b""

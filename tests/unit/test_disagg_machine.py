@@ -44,7 +44,7 @@ SIZE = 4
 LEASE = 10.0
 SLOTS = 5
 VOCAB = 40
-WAYS = ("sync", "async", "direct", "direct async", "direct layers")
+WAYS = ("sync", "async", "direct", "direct async", "direct layers", "direct unseen layers")
 MEMORY = MemoryHandle(0, 0, 0, b"", [], [])
 GROUPS = {
     "full": (KVGroup((0,), tokens_per_block=SIZE),),
@@ -253,9 +253,11 @@ class DisaggMachine(RuleBasedStateMachine):
     )
     def begin(self, kind: str, way: str, seed: int) -> None:
         """way: blocks go through memory between engines, behind the prompt or behind its steps, or
-        the reader reads the writer's own, likewise, or behind each layer."""
+        the reader reads the writer's own, likewise, or behind each layer if it
+        sees the writer's clock."""
         self.now = [0.0]
         self.kind, self.layers = kind, way.endswith("layers")
+        self.seen = self.layers and "unseen" not in way
         self.chunks = self.layers or way.endswith("async")
         self.writers: dict[bytes, Engine] | None = {} if way.startswith("direct") else None
         self.random = random.Random(seed)
@@ -357,7 +359,7 @@ class DisaggMachine(RuleBasedStateMachine):
             self.request_grant(pull)
         elif pull.wire is None:
             pull.wire = Wire(self.writer)
-            pull.wire.hear(Redeem(pull.grant))
+            pull.wire.hear(Redeem(pull.grant, layers=self.seen))
         elif pull.reads is not None:
             self.end_read(pull, pull.wire, pull.reads)
         elif pull.wire.out:

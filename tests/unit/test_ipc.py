@@ -30,7 +30,7 @@ from quire.runner.transfer.engine_memory import (
     pieces_of,
 )
 from quire.runner.transfer.ipc_agent import Allocation, IpcAgent, ProcessMemory, open_ipc_agent
-from quire.runner.transfer.layer_reads import WrittenPieces
+from quire.runner.transfer.layer_reads import LayerPieces, WrittenPieces
 from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.remote_reads import Read, ReadPart
 from tests.unit.test_disagg_engines import alone, check, config_of, folders, make
@@ -92,8 +92,12 @@ def test_tokens_are_those_of_one_engine(
     kv: str,
 ) -> None:
     monkeypatch.setattr(ipc_agent, "open_ipc_agent", fake_agent)
+    behind: list[int] = []
+    take = LayerPieces.take
+    monkeypatch.setattr(LayerPieces, "take", lambda self: behind.append(1) or take(self))  # type: ignore[func-returns-value]
     expected = alone(folders[model], kv_cache_dtype=kv)
     check(make(folders[model], mode, transport="ipc", kv_cache_dtype=kv), expected)
+    assert bool(behind) == (model == "full")  # windows go at the end
 
 
 def test_without_a_gpu_it_is_refused_with_what_to_use(folders: dict[str, Path]) -> None:

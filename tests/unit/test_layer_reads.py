@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from quire.runner.transfer.engine_memory import (
     encode_memory,
     group_memory,
 )
-from quire.runner.transfer.layer_reads import LayerPieces, open_clock
+from quire.runner.transfer.layer_reads import LayerPieces, PeerClock, sees_clock
 from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.rank_moves import RankMoves
 from quire.runner.transfer.shared_memory import SharedMemory
@@ -173,7 +174,7 @@ def reader(writer: Writer) -> Iterator[Reader]:
 
 
 def test_the_clock_tells_how_many_layers_have_stored_their_kv(writer: Writer) -> None:
-    clock = open_clock(writer.clock, 0)
+    clock = PeerClock(writer.clock, 0).read
     seen: list[int] = []
     writer.model.nap = lambda: seen.append(clock())
     writer.model.run()
@@ -228,7 +229,11 @@ def test_a_clock_that_stands_still_or_is_not_there_fails(
     monkeypatch.setattr(layer_reads, "_STILL_SECONDS", 0.05)
     reader.read(0, 0, [0], 1)
     assert reader.ended() == ([], [0])
+    assert sees_clock(reader.source)
     os.close(writer.clock.descriptor)
+    assert not sees_clock(reader.source)
+    assert not sees_clock(encode_memory([]))
+    assert not sees_clock(b"")
     try:
         reader.read(1, 0, [0], 1)
         assert reader.ended() == ([], [1])
@@ -240,15 +245,16 @@ def test_what_waits_for_a_peer_that_has_ended_fails(
     writer: Writer, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader.read(0, 0, [0], 1)
-    wait(lambda: bool(reader.agent._peers))
-    assert not reader.place.ended()[1]
-    monkeypatch.setattr("quire.runner.transfer.ipc_agent._lives", lambda memory: False)
+    assert reader.ended_now() == ([], [])
+    monkeypatch.setattr(PeerClock, "lives", False)
     assert reader.ended() == ([], [0])
 
 
 def test_pieces_that_are_due_are_given_out_once() -> None:
     now = [0]
-    given = LayerPieces(lambda layers: layers, (3, 4, 8), lambda: now[0])  # type: ignore[arg-type,return-value]
+    clock: Any = SimpleNamespace(read=lambda: now[0], lives=True)
+    pieces: Any = lambda layers: layers  # noqa: E731
+    given = LayerPieces(pieces, (3, 4, 8), clock)
     found: list[Any] = []
     for now[0] in (0, 2, 3, 4, 7, 9):
         assert given.left
@@ -262,6 +268,7 @@ def test_only_writers_whose_readers_wait_for_layers_have_a_clock(folders: dict[s
         ("prefill", "ipc", "async", True),
         ("both", "ipc", "async", True),
         ("decode", "ipc", "async", False),
+        ("prefill", "nixl", "async", True),
         ("prefill", "ipc", "sync", False),
         ("prefill", "tcp", "async", False),
     ):
@@ -274,7 +281,7 @@ def test_only_writers_whose_readers_wait_for_layers_have_a_clock(folders: dict[s
 def test_a_captured_step_writes_the_clock() -> None:
     device = torch.device("cuda:0")
     writer = Writer(device)
-    clock = open_clock(writer.clock, 0)
+    clock = PeerClock(writer.clock, 0).read
     writer.run(0)
     torch.cuda.synchronize()
     assert clock() == LAYERS

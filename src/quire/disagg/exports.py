@@ -117,9 +117,10 @@ class Export:
     is forgotten. moving: batches on their way to the memory between engines, by transfer. again:
     (group, first, end) of blocks that were lost on their way. sent: batches that the reader has not
     taken, by number. done: how often its request was preempted, and how many tokens were planned,
-    at the last plan. step: the last one of which the prompt was a part. promised: the connection
-    sends the end by itself. granted: when it was. computed: seconds from then until its request had
-    ended. deadline: when the reader counts as dead. told: when it was last told that work goes on.
+    at the last plan. step: the last one of which the prompt was a part. layers: the reader waits
+    for each. promised: the connection sends the end by itself. granted: when it was. computed:
+    seconds from then until its request had ended. deadline: when the reader counts as dead. told:
+    when it was last told that work goes on.
     """
 
     grant: Grant
@@ -143,15 +144,16 @@ class Export:
     told: float = 0.0
     done: tuple[int, int] = (0, 0)
     step: int = -1
+    layers: bool = False
 
 
 class Exports:
     """All grants of an engine. Belongs to the engine's loop.
 
     sizes: bytes of a block, by group. port: where readers connect. chunks: send blocks as steps
-    fill them. layers: have them read behind each layer of the step. memory: between engines, for
-    readers that can map it; None: slots are blocks of the cache, which readers read there.
-    clock: seconds.
+    fill them. layers: have readers that can read them behind each layer of the step. memory:
+    between engines, for readers that can map it; None: slots are blocks of the cache, which readers
+    read there. clock: seconds.
     """
 
     def __init__(
@@ -249,8 +251,8 @@ class Exports:
         """Takes in a thread's news."""
         export = self._by_link.get(event.link)
         match event:
-            case Heard(link, Redeem(grant)) if export is None:
-                self._redeem(link, grant)
+            case Heard(link, Redeem() as shown) if export is None:
+                self._redeem(link, shown.grant, shown.layers)
             case Heard(_, Taken(number)) if export is not None and number in export.sent:
                 self._taken(export, export.sent.pop(number))
             case Heard(link, _):
@@ -260,7 +262,7 @@ class Exports:
                 if export is not None:
                     self._stopped(export)
 
-    def _redeem(self, link: ReaderLink, grant: Grant) -> None:
+    def _redeem(self, link: ReaderLink, grant: Grant, layers: bool) -> None:
         export = self._by_name.get(grant.name)
         refusal: Status | None = None
         if grant.epoch != self.epoch:
@@ -275,7 +277,7 @@ class Exports:
             link.send(Refused(status, reason))
             link.close()
             return
-        export.link = link
+        export.link, export.layers = link, layers and self._layers
         self._by_link[link] = export
         self._heard(export)
         link.send(Accepted(self._memory))
@@ -420,13 +422,13 @@ class Exports:
         batch = BlockBatch(next(self._ids), g, first, len(slots), slots)
         if export.held is not None:
             return Leaving(batch, entries[: len(slots)], None)
-        batch.step = export.step if self._layers else -1
+        batch.step = export.step if export.layers else -1
         return Leaving(batch, entries[: len(slots)], export.done[0])
 
     def _offer(self, export: Export) -> None:
         """Has a reader read blocks where they are, without a plan: the prompt has ended, and so its
         blocks have been written, or the reader waits for their layers."""
-        can = self._readable if export.held is not None else self._layers
+        can = self._readable if export.held is not None else export.layers
         if not can or export.closed or export.link is None:
             return
         unsent = self._unsent(export)

@@ -60,9 +60,11 @@ class MemoryHandle(msgspec.Struct, frozen=True):
 
 
 class Redeem(msgspec.Struct, tag=True):
-    """The reader's first message: shows its grant."""
+    """The reader's first message: shows its grant. layers: whether it can read the writer's clock,
+    and so blocks whose layers are yet to be written."""
 
     grant: Grant
+    layers: bool = False
 
 
 class Accepted(msgspec.Struct, tag=True):

@@ -156,7 +156,7 @@ class PeerPull:
         memory: PeerMemory | None = None
         try:
             # Also if nobody waits any more: the peer learns it by the connection's end.
-            channel.send(Redeem(grant))
+            channel.send(Redeem(grant, peer.layers))
             with self._lock:
                 self._channel = channel
             while not self._cancelled.is_set():

@@ -46,8 +46,8 @@ class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def layers(self) -> bool:
-        """Whether readers read what each layer has stored before the step is at its end."""
-        return self.grants and self.kv_transfer == "async" and self.transport == "ipc"
+        """Whether readers on this host read what each layer has stored, before the step's end."""
+        return self.grants and self.kv_transfer == "async" and self.transport != "tcp"
 
     @property
     def asks(self) -> bool:

@@ -29,7 +29,7 @@ from quire.runner.transfer.engine_memory import (
     group_memory,
     pieces_of,
 )
-from quire.runner.transfer.layer_reads import LayerPieces, WrittenPieces, open_clock
+from quire.runner.transfer.layer_reads import LayerPieces, PeerClock, WrittenPieces
 from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.peer import rank_heads
 from quire.runner.transfer.rank_moves import RankMoves, cells_bytes, cells_of
@@ -110,7 +110,7 @@ class DirectPlace:
                 continue
             first = transfer.step * self._num_layers + 1
             due = [first + layer for layer in self._groups[transfer.group].layers]
-            yield ReadPart(rank, LayerPieces(read, due, open_clock(memory.clock, number)))
+            yield ReadPart(rank, LayerPieces(read, due, PeerClock(memory.clock, number)))
 
     def ended(self) -> tuple[list[int], list[int]]:
         return self._moves.ended()

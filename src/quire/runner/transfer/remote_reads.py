@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.errors import QuireError
 from quire.runner.transfer.engine_memory import MemoryKind, MemoryPieces, RankMemory
 from quire.runner.transfer.layer_reads import PieceSource
 
@@ -192,8 +191,6 @@ class RemoteReads(ABC):
                 pieces = part.pieces.take()
                 if pieces is not None:
                     part.handle = self._begin(peer, part, pieces)
-                elif part.rank.agent in self._broken:
-                    raise QuireError("the peer is gone")
             except Exception as error:  # a library's own, which have no common base
                 self._fail(read, part, error)
 
