@@ -20,7 +20,7 @@ from tests.server.test_faults import child
 pytestmark = pytest.mark.skipif(
     not any(importlib.util.find_spec(name) for name in NIXL), reason="needs the extra `nixl`"
 )
-WAY = ("--transport", "nixl")
+WAY = ("--transport", "nixl", "--kv-transfer", "async")
 
 
 @pytest.fixture(scope="module")
