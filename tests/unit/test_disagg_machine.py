@@ -22,6 +22,7 @@ from quire.disagg.exports import Exports, Heard, Stopped
 from quire.disagg.free_slots import BlocksInPlace, FreeSlots
 from quire.disagg.loop import DisaggFeature
 from quire.disagg.messages import (
+    Accepted,
     BlockBatch,
     End,
     Grant,
@@ -84,6 +85,8 @@ class Wire:
 
     def hear(self, message: Message) -> None:
         """The reader's message arrives; the loop takes note of it at its next turn."""
+        if isinstance(message, Redeem) and self.engine.exports is not None:
+            self.engine.exports.meet(self, message.grant)
         if isinstance(message, Taken):
             self.taken.add(message.number)
             self.end_if_taken()
@@ -359,7 +362,7 @@ class DisaggMachine(RuleBasedStateMachine):
             self.request_grant(pull)
         elif pull.wire is None:
             pull.wire = Wire(self.writer)
-            pull.wire.hear(Redeem(pull.grant, layers=self.seen))
+            pull.wire.hear(Redeem(pull.grant))
         elif pull.reads is not None:
             self.end_read(pull, pull.wire, pull.reads)
         elif pull.wire.out:
@@ -379,7 +382,8 @@ class DisaggMachine(RuleBasedStateMachine):
         exports = self.writer.exports
         assert exports is not None
         order = pull.order
-        grant = exports.grant(order.tokens, order.first, order.salt, "reader")
+        wanted = order.tokens, order.first, order.salt, "reader"
+        grant = exports.grant(*wanted, layers=self.seen)
         try:
             self.writer.add(f"{grant.name}/0", order.tokens.tolist(), 1)
         except RequestError:
@@ -613,19 +617,23 @@ def test_layers_can_be_read_while_the_step_that_computes_them_runs() -> None:
     writer.executor.submit(first)
     machine.advance(pull)  # the reader comes when a step runs already
     assert pull.wire is not None
-    for step in (0, 1):
-        for event in writer.news:
-            writer.exports.handle(event)  # type: ignore[union-attr]
-        writer.news = []
-        if step:
-            plan = writer.scheduler.plan()
-            assert plan is not None
-            writer.executor.submit(plan)
-            assert not plan.transfers
+
+    def note() -> None:
         batches = [message for message in pull.wire.out if isinstance(message, BlockBatch)]
         named.append([(batch.first, batch.count, batch.step) for batch in batches])
+
+    note()  # the loop, in the midst of the step, has not heard of the reader
+    plan = writer.scheduler.plan()
+    assert plan is not None
+    writer.executor.submit(plan)
+    assert not plan.transfers
+    note()
     # Nine tokens of a step are two whole blocks.
     assert named == [[(0, 2, 0)], [(0, 2, 0), (2, 2, 1)]]
+    for event in writer.news:
+        writer.exports.handle(event)  # type: ignore[union-attr]
+    writer.news = []
+    assert sum(isinstance(message, Accepted) for message in pull.wire.out) == 1
     for _ in range(2):
         writer.scheduler.update(writer.executor.collect())
     assert pull.wire.promise is not None

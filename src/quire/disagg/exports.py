@@ -39,6 +39,7 @@ from quire.cache import BlockManager
 from quire.cache.loading import LoadingPrefix, PrefixLoader
 from quire.disagg.disagg_stats import DisaggStats
 from quire.disagg.free_slots import PeerSlots
+from quire.disagg.layer_batches import LayerBatches
 from quire.disagg.messages import (
     Accepted,
     BlockBatch,
@@ -117,10 +118,10 @@ class Export:
     is forgotten. moving: batches on their way to the memory between engines, by transfer. again:
     (group, first, end) of blocks that were lost on their way. sent: batches that the reader has not
     taken, by number. done: how often its request was preempted, and how many tokens were planned,
-    at the last plan. step: the last one of which the prompt was a part. layers: the reader waits
-    for each. promised: the connection sends the end by itself. granted: when it was. computed:
-    seconds from then until its request had ended. deadline: when the reader counts as dead. told:
-    when it was last told that work goes on.
+    at the last plan. step: the last one of which the prompt was a part. layers: for a reader that
+    waits for each. promised: the connection sends the end by itself. granted: when it was.
+    computed: seconds from then until its request had ended. deadline: when the reader counts as
+    dead. told: when it was last told that work goes on.
     """
 
     grant: Grant
@@ -144,7 +145,7 @@ class Export:
     told: float = 0.0
     done: tuple[int, int] = (0, 0)
     step: int = -1
-    layers: bool = False
+    layers: LayerBatches[ReaderLink] | None = None
 
 
 class Exports:
@@ -196,9 +197,11 @@ class Exports:
 
     # -- grants --------------------------------------------------------------------------------
 
-    def grant(self, tokens: Int32, first: int, salt: str, reader: str) -> Grant:
+    def grant(
+        self, tokens: Int32, first: int, salt: str, reader: str, *, layers: bool = False
+    ) -> Grant:
         """Grants a reader the KV of a prompt, which the caller adds as a request of the grant's
-        name. tokens: int32 [whole blocks]."""
+        name. tokens: int32 [whole blocks]. layers: whether the reader can wait for each."""
         grant = Grant(
             name=secrets.token_hex(16),
             epoch=self.epoch,
@@ -209,7 +212,10 @@ class Exports:
         )
         now = self._clock()
         sent_to = [first if group.grows else 0 for group in self._blocks.groups]
-        self._by_name[grant.name] = Export(grant, tokens, salt, sent_to, now, now + self._lease)
+        export = Export(grant, tokens, salt, sent_to, now, now + self._lease)
+        if layers and self._layers:
+            export.layers = LayerBatches()
+        self._by_name[grant.name] = export
         return grant
 
     def revoke(self, name: str) -> None:
@@ -251,8 +257,8 @@ class Exports:
         """Takes in a thread's news."""
         export = self._by_link.get(event.link)
         match event:
-            case Heard(link, Redeem() as shown) if export is None:
-                self._redeem(link, shown.grant, shown.layers)
+            case Heard(link, Redeem(grant)) if export is None:
+                self._redeem(link, grant)
             case Heard(_, Taken(number)) if export is not None and number in export.sent:
                 self._taken(export, export.sent.pop(number))
             case Heard(link, _):
@@ -262,14 +268,25 @@ class Exports:
                 if export is not None:
                     self._stopped(export)
 
-    def _redeem(self, link: ReaderLink, grant: Grant, layers: bool) -> None:
+    def meet(self, link: ReaderLink, grant: Grant) -> None:
+        """Tells a reader that shows its grant, before the loop hears of it, which blocks the step
+        fills that is under way. From any thread."""
+        export = self._by_name.get(grant.name)
+        if export is not None and export.grant == grant and not export.closed and export.layers:
+            export.layers.meet(link)
+
+    def _redeem(self, link: ReaderLink, grant: Grant) -> None:
         export = self._by_name.get(grant.name)
         refusal: Status | None = None
         if grant.epoch != self.epoch:
             refusal = (409, "the grant is of an engine that is gone")
         elif export is None or export.closed:
             refusal = (410, "the grant has expired")
-        elif export.grant != grant or export.link is not None:
+        elif (
+            export.grant != grant
+            or export.link is not None
+            or (export.layers is not None and export.layers.link not in (None, link))
+        ):
             refusal = (403, "the grant is not this reader's, or was used before")
         if export is None or refusal is not None:
             status, reason = refusal or (410, "the grant has expired")
@@ -277,10 +294,13 @@ class Exports:
             link.send(Refused(status, reason))
             link.close()
             return
-        export.link, export.layers = link, layers and self._layers
+        export.link = link
         self._by_link[link] = export
         self._heard(export)
-        link.send(Accepted(self._memory))
+        if export.layers is not None:
+            export.layers.meet(link)
+        else:
+            link.send(Accepted(self._memory))
         self._offer(export)
         self._end_if_sent(export)
 
@@ -422,16 +442,18 @@ class Exports:
         batch = BlockBatch(next(self._ids), g, first, len(slots), slots)
         if export.held is not None:
             return Leaving(batch, entries[: len(slots)], None)
-        batch.step = export.step if export.layers else -1
+        batch.step = export.step if export.layers is not None else -1
         return Leaving(batch, entries[: len(slots)], export.done[0])
 
     def _offer(self, export: Export) -> None:
         """Has a reader read blocks where they are, without a plan: the prompt has ended, and so its
         blocks have been written, or the reader waits for their layers."""
-        can = self._readable if export.held is not None else export.layers
-        if not can or export.closed or export.link is None:
-            return
+        link: ReaderLink | LayerBatches[ReaderLink] | None = export.layers
         unsent = self._unsent(export)
+        if export.held is not None:
+            link = export.link if self._readable else None
+        if link is None or export.closed:
+            return
         if export.held is not None:
             export.again = []
         for g, first, end in unsent:
@@ -439,7 +461,7 @@ class Exports:
             while first < end and (leaving := self._batch(export, g, first, end)):
                 first += leaving.batch.count
                 export.sent[leaving.batch.number] = leaving
-                export.link.send(leaving.batch)
+                link.send(leaving.batch)
                 self._heard(export)
 
     def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:

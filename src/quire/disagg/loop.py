@@ -10,7 +10,7 @@ from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.config import EngineConfig
 from quire.disagg.disagg_stats import DisaggStats
-from quire.disagg.exports import Exports, Heard, Stopped
+from quire.disagg.exports import Exports, Heard, ReaderLink, Stopped
 from quire.disagg.facts import differences, facts_of
 from quire.disagg.free_slots import BlocksInPlace, FreeSlots, PeerSlots
 from quire.disagg.inbox import Inbox
@@ -119,6 +119,7 @@ class DisaggLoop(LoopFeature):
                 view,
                 self._inbox.put,
                 self._inbox.wake,
+                self._meet,
                 settings.lease_timeout,
                 lambda: 0 if self._exports is None else len(self._exports),
             )
@@ -170,6 +171,11 @@ class DisaggLoop(LoopFeature):
 
     def fds(self) -> Sequence[int]:
         return (self._inbox.fd,)
+
+    def _meet(self, link: ReaderLink, grant: Grant) -> None:
+        """Greets a reader from a connection's thread."""
+        if self._exports is not None:
+            self._exports.meet(link, grant)
 
     def on_control(self, message: dict[str, Any]) -> Any:
         if self._exports is not None:
@@ -223,7 +229,9 @@ class DisaggLoop(LoopFeature):
             raise RequestError(
                 "there are no tokens, or such that the model does not know", "tokens"
             )
-        return exports.grant(int32(asked.tokens), asked.first, asked.cache_salt, asked.reader)
+        return exports.grant(
+            int32(asked.tokens), asked.first, asked.cache_salt, asked.reader, layers=asked.layers
+        )
 
     def stats(self) -> dict[str, Any]:
         stats = self._stats

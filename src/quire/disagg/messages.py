@@ -12,7 +12,8 @@ class PromptRequest(msgspec.Struct, frozen=True):
 
     tokens: whole blocks of them. cache_salt: see `Request`. first: blocks that the reader has.
     reader: names the engine that asks, for its life. epoch: of the engine that answers, as its
-    handshake told.
+    handshake told. layers: whether the reader can read that engine's clock, and so blocks whose
+    layers are yet to be written.
     """
 
     tokens: list[int]
@@ -20,6 +21,7 @@ class PromptRequest(msgspec.Struct, frozen=True):
     reader: str
     epoch: str
     cache_salt: str = ""
+    layers: bool = False
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -60,11 +62,9 @@ class MemoryHandle(msgspec.Struct, frozen=True):
 
 
 class Redeem(msgspec.Struct, tag=True):
-    """The reader's first message: shows its grant. layers: whether it can read the writer's clock,
-    and so blocks whose layers are yet to be written."""
+    """The reader's first message: shows its grant."""
 
     grant: Grant
-    layers: bool = False
 
 
 class Accepted(msgspec.Struct, tag=True):

@@ -83,7 +83,7 @@ class Peer:
         PeerError."""
         with self._lock:
             epoch = self._epoch or self._shake_hands()
-        request = PromptRequest(list(tokens), first, self.reader, epoch, salt)
+        request = PromptRequest(list(tokens), first, self.reader, epoch, salt, self.layers)
         try:
             return self._post("/kv/prefill", request, Grant, traceparent)
         except PeerError as error:

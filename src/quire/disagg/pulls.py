@@ -156,7 +156,7 @@ class PeerPull:
         memory: PeerMemory | None = None
         try:
             # Also if nobody waits any more: the peer learns it by the connection's end.
-            channel.send(Redeem(grant, peer.layers))
+            channel.send(Redeem(grant))
             with self._lock:
                 self._channel = channel
             while not self._cancelled.is_set():
