@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -637,6 +638,34 @@ def test_layers_can_be_read_while_the_step_that_computes_them_runs() -> None:
     for _ in range(2):
         writer.scheduler.update(writer.executor.collect())
     assert pull.wire.promise is not None
+    machine.teardown()
+    assert machine.fetched == 1
+
+
+def test_a_grant_names_blocks_to_the_first_who_shows_it() -> None:
+    machine = DisaggMachine()
+    machine.begin("full", "direct layers", 0)
+    machine.ask(0, 17, 2)
+    machine.run_reader(1)
+    (pull,) = machine.reader.puller.pulls
+    machine.advance(pull)
+    writer, grant = machine.writer, pull.grant
+    assert grant is not None
+    plan = writer.scheduler.plan()
+    assert plan is not None
+    writer.executor.submit(plan)
+    guess, second = Wire(writer), Wire(writer)
+    guess.hear(Redeem(msgspec.structs.replace(grant, reader="other")))
+    assert not guess.out
+    machine.advance(pull)
+    second.hear(Redeem(grant))
+    assert not second.out
+    machine.run_writer(1)
+    for wire in (guess, second):
+        (refused, end) = wire.out
+        assert isinstance(refused, Refused)
+        assert (refused.status, end) == (403, None)
+        wire.stop()
     machine.teardown()
     assert machine.fetched == 1
 
