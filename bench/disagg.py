@@ -3,6 +3,7 @@
     python bench/disagg.py --results bench/results                 # Qwen3-8B's shape, two GPUs
     python bench/disagg.py --results bench/results --model qwen2.5-1.5b
     python bench/disagg.py --results bench/results --only ipc      # setups with that name
+    python bench/disagg.py --only ipc-async --part handover        # one part of one setup
     python bench/disagg.py --results bench/results --table         # of what was measured so far
     python bench/disagg.py --try                                   # a CPU, the embedded model
 
@@ -65,8 +66,8 @@ _SERVING = re.compile(r"^Serving \S+ at ")
 _SHOWN = (
     "itl_mean_ms", "itl_p50_ms", "itl_p99_ms", "itl_p99_to_p50", "rest_itl_p50_ms",
     "rest_itl_p99_ms", "flood_s", "flood_p50_ms", "output_tok_s", "request_s", "ttft_p50_ms",
-    "ttft_p99_ms", "computed_ms", "handover_ms", "handover_server_ms", "layer_ms", "megabytes",
-    "link_ms", "remote", "failed",
+    "ttft_p99_ms", "computed_ms", "handover_ms", "handover_server_ms", "ask_ms", "layer_ms",
+    "megabytes", "link_ms", "remote", "failed",
 )  # fmt: skip
 
 
@@ -391,6 +392,7 @@ def handover(servers: Servers, sizes: Sizes) -> dict[str, float]:
     came = max(1.0, _grown(servers.url, before, "quire_kv_fetches_total"))
     size = _grown(servers.url, before, "quire_kv_bytes_received_total") / came
     seconds = _grown(servers.url, before, "quire_kv_handover_seconds_total") / came
+    asked = _grown(servers.url, before, "quire_kv_ask_seconds_total") / came
     there, problems = ask(servers.writer, prompts(count, tokens, 2, 4), 1, 30.0)
     computed = first_tokens(there)
     return {
@@ -400,6 +402,7 @@ def handover(servers: Servers, sizes: Sizes) -> dict[str, float]:
         "computed_ms": computed,
         "handover_ms": metrics["ttft_p50_ms"] - computed,
         "handover_server_ms": 1e3 * seconds,
+        "ask_ms": 1e3 * asked,
         "layer_ms": computed / sizes.layers,
         "megabytes": size / 1e6,
     }
@@ -586,6 +589,7 @@ def main() -> int:
     parser.add_argument("--try", dest="tried", action="store_true", help="the embedded model")
     parser.add_argument("--results", type=Path, help="a folder to keep records in")
     parser.add_argument("--only", action="append", help="setups with this in their names")
+    parser.add_argument("--part", action="append", help="flood, handover or loads, and no other")
     parser.add_argument("--seconds", type=float, default=540.0, help="for all setups")
     parser.add_argument("--table", action="store_true", help="print what was measured, and end")
     parser.add_argument("--list", action="store_true", help="name the setups, and end")
@@ -604,6 +608,11 @@ def main() -> int:
         sizes = replace(sizes, layers=28)
     if given.only:
         chosen = [each for each in chosen if any(part in each.name for part in given.only)]
+    if given.part:
+        chosen = [
+            replace(each, parts=tuple(part for part in each.parts if part in given.part))
+            for each in chosen
+        ]
     if given.list:
         print("\n".join(f"{each.name}: {', '.join(each.parts)}" for each in chosen))
         return 0

@@ -29,6 +29,7 @@ from quire.extras import require_nixl
 from quire.parallel import SingleGroup
 from quire.runner.transfer.copier import HostCopier
 from quire.runner.transfer.engine_memory import RankMemory, group_memory, pieces_of
+from quire.runner.transfer.layer_reads import WrittenPieces
 from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.nixl_agent import NixlAgent
 from quire.runner.transfer.peer import StagingPool
@@ -116,7 +117,7 @@ def main() -> None:
         for ids in cache.batches(_LARGE_BATCH):
             pieces = pieces_of(cache.layout, ids, remote.groups[0], ids)
             assert pieces is not None
-            read = Read([ReadPart(remote, pieces)], lambda: True)
+            read = Read([ReadPart(remote, WrittenPieces(pieces))], lambda: True)
             cache.agent.read(read)
             while read.good is None:
                 time.sleep(5e-5)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from quire.version import __version__
+
 if TYPE_CHECKING:
     from quire.adapters import LoRARequest
     from quire.engine.beam_search import BeamSearchParams
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
     from quire.pooling_params import PoolingParams
     from quire.sampling_params import SamplingParams, StructuredOutputsParams
-
-__version__ = "0.1.0"
 
 _HOME = {
     "BeamSearchParams": "quire.engine.beam_search",

@@ -135,6 +135,7 @@ class Transfer(msgspec.Struct, array_like=True):
         of the host's pool and files named by `keys`. "peer": between device `blocks` and `slots` of
         the memory between peers, or of the peer's own, which `source` describes. On each rank it is
         a move of the rank's own heads.
+    step: of the peer, in which its blocks are filled, layer by layer; -1: they have been.
     blocks, slots: int32 [n]. keys: int32 [n, 4], the 16 bytes that stand for a block's contents.
 
     What goes out is read as the steps before left it, and may be overwritten by this very step.
@@ -150,6 +151,7 @@ class Transfer(msgspec.Struct, array_like=True):
     slots: Int32 = msgspec.field(default_factory=lambda: int32([]))
     keys: Int32 = msgspec.field(default_factory=lambda: int32([]).reshape(0, 4))
     source: bytes = b""
+    step: int = -1
 
 
 class StepPlan(msgspec.Struct):

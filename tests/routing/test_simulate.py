@@ -7,6 +7,7 @@ import json
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from quire.simulate.trace import TraceRequest, WorkloadTrace, read_trace
 
 MODEL = EngineModel(
     step_seconds=0.01, prompt_token_seconds=1e-4, row_seconds=1e-3, context_token_seconds=0.0,
-    request_seconds=0.0, max_tokens=100, max_rows=4, kv_tokens=1600,
+    prompt_pair_seconds=0.0, request_seconds=0.0, max_tokens=100, max_rows=4, kv_tokens=1600,
 )  # fmt: skip
 
 
@@ -68,6 +69,21 @@ def test_a_step_takes_what_the_model_says() -> None:
     node.advance(node.wakes)
     assert again.cached == 144
     assert again.first == pytest.approx(1.0 + 0.01 + 6e-4)
+
+
+def test_prompts_attend_to_what_stands_before_them() -> None:
+    """Also to what was held, and that of each step to what earlier steps computed."""
+    model = msgspec.structs.replace(MODEL, prompt_pair_seconds=1e-6)
+    node = SimulatedNode(model, 16)
+    first = SimulatedRequest(0.0, 150, 1, tuple(b"%d" % n for n in range(9)))
+    node.add(first, 0.0)
+    for _ in range(2):
+        node.advance(node.wakes)
+    assert first.first == pytest.approx(0.02 + 0.015 + 1e-6 * 150 * 150 / 2)
+    again = SimulatedRequest(1.0, 150, 1, first.blocks)
+    node.add(again, 1.0)
+    node.advance(node.wakes)
+    assert again.first == pytest.approx(1.0 + 0.01 + 6e-4 + 1e-6 * 6 * 147)
 
 
 def test_an_arrival_cuts_steps_short() -> None:
@@ -166,11 +182,19 @@ def test_the_fit_finds_the_coefficients() -> None:
         StepSample(rows, context, MODEL.step(0, rows, context))
         for rows, context in ((1, 50), (4, 200), (8, 4000), (16, 16_000))
     ]
-    prompts = [PromptSample(n, 0.002 + MODEL.step(n, 0, 0)) for n in (100, 400, 1600)]
+    model = msgspec.structs.replace(MODEL, request_seconds=0.002, prompt_pair_seconds=1e-7)
+    prompts = []
+    for tokens in (80, 200, 450, 1600):  # of more than 100 in several steps
+        node = SimulatedNode(model, 16)
+        alone = SimulatedRequest(0.0, tokens, 1, ())
+        node.add(alone, 0.0)
+        while node.step is not None:
+            node.advance(node.wakes)
+        prompts.append(PromptSample(tokens, model.request_seconds + alone.first))
     found = fit(steps, prompts, MODEL)
     for name in MODEL.__struct_fields__:
-        wanted = 0.002 if name == "request_seconds" else getattr(MODEL, name)
-        assert getattr(found, name) == pytest.approx(wanted, rel=1e-3, abs=1e-7), name
+        wanted = getattr(model, name)
+        assert getattr(found, name) == pytest.approx(wanted, rel=1e-3, abs=1e-9), name
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -9,15 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.server import test_nixl as shared
 from tests.server.server_process import Server, start_server
 from tests.server.test_disagg import KEY, LEASE
 from tests.server.test_disagg import start_reader as start
-from tests.server.test_nixl import (
-    test_a_writer_that_dies_and_comes_back,
-    test_prompts_are_read_from_the_peers_cache,
-)
 
-__all__ = ["test_a_writer_that_dies_and_comes_back", "test_prompts_are_read_from_the_peers_cache"]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 WAY = ("--transport", "ipc", "--device", "cuda", "--deterministic")
 STEPS = ("--max-num-batched-tokens", "64", "--kv-transfer", "async")
@@ -34,3 +30,8 @@ def servers() -> Iterator[tuple[Server, Server]]:
     yield writer, reader
     for server in (reader, writer):
         server.stop(signal.SIGKILL)
+
+
+# In this order: the second one leaves counts of what went wrong.
+test_prompts_are_read_from_the_peers_cache = shared.test_prompts_are_read_from_the_peers_cache
+test_a_writer_that_dies_and_comes_back = shared.test_a_writer_that_dies_and_comes_back

@@ -20,7 +20,7 @@ from tests.server.test_faults import child
 pytestmark = pytest.mark.skipif(
     not any(importlib.util.find_spec(name) for name in NIXL), reason="needs the extra `nixl`"
 )
-WAY = ("--transport", "nixl")
+WAY = ("--transport", "nixl", "--kv-transfer", "async")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,9 @@ def test_who_speaks_another_transport_is_told_both(servers: tuple[Server, Server
 def test_a_writer_that_dies_and_comes_back(servers: tuple[Server, Server]) -> None:
     writer, reader = servers
     answers: list[str] = []
-    prompts = [f"While it dies, {i}. {STORY}" for i in range(4)]
+    # As many as even a GPU has not computed by then.
+    prompts = [f"While it dies, {i}. {STORY}" for i in range(12)]
+    engine = child(writer, "quire.engine.process")
     threads = [
         threading.Thread(target=lambda p=p: answers.append(ask(reader, p, temperature=0.0)))  # type: ignore[misc]
         for p in prompts
@@ -64,7 +66,7 @@ def test_a_writer_that_dies_and_comes_back(servers: tuple[Server, Server]) -> No
     for thread in threads:
         thread.start()
     reader.wait_for(lambda: metric(writer, "quire_kv_grants_open") > 0, "a grant")
-    os.kill(child(writer, "quire.engine.process"), signal.SIGKILL)
+    os.kill(engine, signal.SIGKILL)
     for thread in threads:
         thread.join()
     assert len(answers) == len(prompts)

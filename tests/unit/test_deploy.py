@@ -61,16 +61,17 @@ def test_files_are_yaml() -> None:
 
 
 def test_versions() -> None:
-    version = tomllib.loads(read("pyproject.toml"))["project"]["version"]
+    (version,) = re.findall(r'^__version__ = "(.+)"$', read("src/quire/version.py"), re.MULTILINE)
     chart = load("deploy/helm/quire/Chart.yaml")
     assert chart["version"] == chart["appVersion"] == version
     assert set(re.findall(r"quire[:-](\d+\.\d+\.\d+)", PAGE)) == {version}
-    assert re.search(rf'^version = "{version}"$', read("pyproject.toml"), re.MULTILINE)
+    dynamic = tomllib.loads(read("pyproject.toml"))["tool"]["setuptools"]["dynamic"]
+    assert dynamic == {"version": {"attr": "quire.version.__version__"}}
 
 
 def test_the_release_compares_the_tag_with_the_version() -> None:
     jobs = load(".github/workflows/release.yml")["jobs"]
-    assert "pyproject.toml" in jobs["version"]["steps"][-1]["run"]
+    assert "src/quire/version.py" in jobs["version"]["steps"][-1]["run"]
     assert jobs["package"]["needs"] == "version"
     assert all(job.get("needs") for name, job in jobs.items() if name != "version")
     assert jobs["index"]["permissions"] == {"id-token": "write"}

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.arrays import int32
@@ -81,7 +82,7 @@ class LocalPeer:
 
     def ask(self, tokens: list[int], first: int, salt: str, traceparent: str = "") -> Grant:
         answer: Future[Grant] = Future()
-        self.asked.put((PromptRequest(tokens, first, "reader", self.epoch, salt), answer))
+        self.asked.put((PromptRequest(tokens, first, "reader", self.epoch, salt, True), answer))
         return answer.result(60)
 
     def failed(self, outcome: str) -> None:
@@ -140,7 +141,7 @@ def loop_of(core: EngineCore) -> DisaggLoop:
 
 def _of_now(asked: PromptRequest, loop: DisaggLoop) -> PromptRequest:
     assert loop._exports is not None
-    return PromptRequest(asked.tokens, asked.first, asked.reader, loop._exports.epoch)
+    return msgspec.structs.replace(asked, epoch=loop._exports.epoch)
 
 
 def start(core: EngineCore) -> list[Any]:

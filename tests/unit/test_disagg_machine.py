@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from quire.disagg.exports import Exports, Heard, Stopped
 from quire.disagg.free_slots import BlocksInPlace, FreeSlots
 from quire.disagg.loop import DisaggFeature
 from quire.disagg.messages import (
+    Accepted,
     BlockBatch,
     End,
     Grant,
@@ -33,7 +35,7 @@ from quire.disagg.messages import (
 )
 from quire.disagg.prompt_fetches import Brought, Ended, Fetches, PullOrder
 from quire.errors import RequestError
-from quire.plan import KVGroup, Transfer
+from quire.plan import KVGroup, StepResult, Transfer
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Scheduler
@@ -44,7 +46,7 @@ SIZE = 4
 LEASE = 10.0
 SLOTS = 5
 VOCAB = 40
-WAYS = ("sync", "async", "direct", "direct async")
+WAYS = ("sync", "async", "direct", "direct async", "direct layers", "direct unseen layers")
 MEMORY = MemoryHandle(0, 0, 0, b"", [], [])
 GROUPS = {
     "full": (KVGroup((0,), tokens_per_block=SIZE),),
@@ -84,6 +86,8 @@ class Wire:
 
     def hear(self, message: Message) -> None:
         """The reader's message arrives; the loop takes note of it at its next turn."""
+        if isinstance(message, Redeem) and self.engine.exports is not None:
+            self.engine.exports.meet(self, message.grant)
         if isinstance(message, Taken):
             self.taken.add(message.number)
             self.end_if_taken()
@@ -133,6 +137,12 @@ class ReadingExecutor(FakeExecutor):
         self.others = others
         self.stuck = False
         """The peer neither answers nor is gone."""
+        self.ran = -1
+        """The last step whose body has run."""
+
+    def collect(self) -> StepResult:
+        self.ran = self._queue[0].step_id
+        return super().collect()
 
     def _source(self, transfer: Transfer) -> list[Any]:
         if transfer.direction == "out":
@@ -142,9 +152,11 @@ class ReadingExecutor(FakeExecutor):
     def _arrive(self) -> tuple[list[int], list[int]]:
         for move in self._moving:
             source = self.others.get(move.transfer.source)
-            if move.transfer.direction == "in" and self.stuck and source is not None:
-                move.due = self.steps + 1
-            elif move.transfer.direction == "in" and source is not None:
+            if move.transfer.direction != "in" or source is None:
+                continue
+            if self.stuck or source.executor.ran < move.transfer.step:
+                move.due = max(move.due, self.steps + 1)
+            else:
                 blocks = source.executor._blocks(move.transfer.group)
                 move.data = [blocks[block].copy() for block in move.transfer.slots]
         return super()._arrive()
@@ -165,13 +177,14 @@ class Engine:
         *,
         writes: bool,
         chunks: bool,
+        layers: bool = False,
         others: dict[bytes, Engine] | None = None,
     ) -> None:
         groups = GROUPS[kind]
         # Few, so that what a writer has given up is soon used again.
         counts = [24, 24][: len(groups)] if writes else [60, 40][: len(groups)]
         self.name = str(seed).encode()
-        self.executor = FakeExecutor(groups, counts, vocab=VOCAB, seed=seed)
+        self.executor: Any = FakeExecutor(groups, counts, vocab=VOCAB, seed=seed)
         self.slots: FreeSlots | BlocksInPlace = FreeSlots(len(groups), 0, SLOTS)
         if others is not None:
             self.executor = ReadingExecutor(groups, counts, vocab=VOCAB, seed=seed, others=others)
@@ -190,6 +203,7 @@ class Engine:
                 lease=LEASE,
                 port=0,
                 chunks=chunks,
+                layers=layers,
                 memory=MEMORY if others is None else None,
                 clock=lambda: now[0],
             )
@@ -243,9 +257,12 @@ class DisaggMachine(RuleBasedStateMachine):
     )
     def begin(self, kind: str, way: str, seed: int) -> None:
         """way: blocks go through memory between engines, behind the prompt or behind its steps, or
-        the reader reads the writer's own, likewise."""
+        the reader reads the writer's own, likewise, or behind each layer if it
+        sees the writer's clock."""
         self.now = [0.0]
-        self.kind, self.chunks = kind, way.endswith("async")
+        self.kind, self.layers = kind, way.endswith("layers")
+        self.seen = self.layers and "unseen" not in way
+        self.chunks = self.layers or way.endswith("async")
         self.writers: dict[bytes, Engine] | None = {} if way.startswith("direct") else None
         self.random = random.Random(seed)
         self.names = 0
@@ -262,6 +279,7 @@ class DisaggMachine(RuleBasedStateMachine):
             self.names,
             writes=True,
             chunks=self.chunks,
+            layers=self.layers,
             others=self.writers,
         )
         if self.writers is not None:
@@ -365,7 +383,8 @@ class DisaggMachine(RuleBasedStateMachine):
         exports = self.writer.exports
         assert exports is not None
         order = pull.order
-        grant = exports.grant(order.tokens, order.first, order.salt, "reader")
+        wanted = order.tokens, order.first, order.salt, "reader"
+        grant = exports.grant(*wanted, layers=self.seen)
         try:
             self.writer.add(f"{grant.name}/0", order.tokens.tolist(), 1)
         except RequestError:
@@ -380,7 +399,8 @@ class DisaggMachine(RuleBasedStateMachine):
             case BlockBatch() if isinstance(self.reader.slots, BlocksInPlace):
                 assert message.slots is not None
                 name, pull.reads = wire.engine.name, message
-                self.tell(Brought(pull, message.group, message.first, message.slots, name))
+                brought = message.group, message.first, message.slots, name, message.step
+                self.tell(Brought(pull, *brought))
             case BlockBatch():
                 assert isinstance(self.reader.slots, FreeSlots)
                 slots = self.reader.slots.await_many(message.group, message.count, 0.0)
@@ -559,7 +579,7 @@ def test_what_a_running_prompt_loses_while_it_is_read_is_sent_again() -> None:
     assert machine.reader.stats.blocks_received > 56 // SIZE
 
 
-@pytest.mark.parametrize("way", ["async", "direct async"])
+@pytest.mark.parametrize("way", ["async", "direct async", "direct layers"])
 @pytest.mark.parametrize("seed", range(12))
 def test_blocks_that_are_lost_while_they_are_read_are_sent_again(seed: int, way: str) -> None:
     """Requests start over while their blocks are read, and others take these."""
@@ -581,6 +601,73 @@ def test_blocks_that_are_lost_while_they_are_read_are_sent_again(seed: int, way:
             machine.run_reader(1)
     machine.teardown()
     assert machine.fetched == 4
+
+
+def test_layers_can_be_read_while_the_step_that_computes_them_runs() -> None:
+    """Blocks are named with the step that fills them, when it is planned, and the end need not wait
+    for the writer's loop."""
+    machine = DisaggMachine()
+    machine.begin("full", "direct layers", 0)
+    machine.ask(0, 17, 2)
+    machine.run_reader(1)
+    (pull,) = machine.reader.puller.pulls
+    machine.advance(pull)
+    writer, named = machine.writer, []
+    first = writer.scheduler.plan()
+    assert first is not None
+    writer.executor.submit(first)
+    machine.advance(pull)  # the reader comes when a step runs already
+    assert pull.wire is not None
+
+    def note() -> None:
+        batches = [message for message in pull.wire.out if isinstance(message, BlockBatch)]
+        named.append([(batch.first, batch.count, batch.step) for batch in batches])
+
+    note()  # the loop, in the midst of the step, has not heard of the reader
+    plan = writer.scheduler.plan()
+    assert plan is not None
+    writer.executor.submit(plan)
+    assert not plan.transfers
+    note()
+    # Nine tokens of a step are two whole blocks.
+    assert named == [[(0, 2, 0)], [(0, 2, 0), (2, 2, 1)]]
+    for event in writer.news:
+        writer.exports.handle(event)  # type: ignore[union-attr]
+    writer.news = []
+    assert sum(isinstance(message, Accepted) for message in pull.wire.out) == 1
+    for _ in range(2):
+        writer.scheduler.update(writer.executor.collect())
+    assert pull.wire.promise is not None
+    machine.teardown()
+    assert machine.fetched == 1
+
+
+def test_a_grant_names_blocks_to_the_first_who_shows_it() -> None:
+    machine = DisaggMachine()
+    machine.begin("full", "direct layers", 0)
+    machine.ask(0, 17, 2)
+    machine.run_reader(1)
+    (pull,) = machine.reader.puller.pulls
+    machine.advance(pull)
+    writer, grant = machine.writer, pull.grant
+    assert grant is not None
+    plan = writer.scheduler.plan()
+    assert plan is not None
+    writer.executor.submit(plan)
+    guess, second = Wire(writer), Wire(writer)
+    guess.hear(Redeem(msgspec.structs.replace(grant, reader="other")))
+    assert not guess.out
+    machine.advance(pull)
+    second.hear(Redeem(grant))
+    assert not second.out
+    machine.run_writer(1)
+    for wire in (guess, second):
+        (refused, end) = wire.out
+        assert isinstance(refused, Refused)
+        assert (refused.status, end) == (403, None)
+        wire.stop()
+    machine.teardown()
+    assert machine.fetched == 1
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from quire.runner.transfer.engine_memory import (
     pieces_of,
 )
 from quire.runner.transfer.ipc_agent import Allocation, IpcAgent, ProcessMemory, open_ipc_agent
+from quire.runner.transfer.layer_reads import LayerPieces, WrittenPieces
 from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.remote_reads import Read, ReadPart
 from tests.unit.test_disagg_engines import alone, check, config_of, folders, make
@@ -91,8 +92,12 @@ def test_tokens_are_those_of_one_engine(
     kv: str,
 ) -> None:
     monkeypatch.setattr(ipc_agent, "open_ipc_agent", fake_agent)
+    behind: list[int] = []
+    take = LayerPieces.take
+    monkeypatch.setattr(LayerPieces, "take", lambda self: behind.append(1) or take(self))  # type: ignore[func-returns-value]
     expected = alone(folders[model], kv_cache_dtype=kv)
     check(make(folders[model], mode, transport="ipc", kv_cache_dtype=kv), expected)
+    assert bool(behind) == (model == "full")  # windows go at the end
 
 
 def test_without_a_gpu_it_is_refused_with_what_to_use(folders: dict[str, Path]) -> None:
@@ -120,7 +125,7 @@ class Reader:
         ids = int32(range(blocks))
         pieces = pieces_of(self.layout, ids, memory.groups[0], ids)
         assert pieces is not None
-        read = Read([ReadPart(memory, pieces)], lambda: True)
+        read = Read([ReadPart(memory, WrittenPieces(pieces))], lambda: True)
         self.agent.read(read)
         wait(lambda: read.good is not None)
         return bool(read.good)
@@ -223,7 +228,7 @@ def test_memory_of_another_process_s_gpu_is_read(size: int) -> None:
     for killed in (False, False, True):
         target.zero_()
         torch.cuda.synchronize()
-        read = Read([ReadPart(memory, pieces)], lambda: True)
+        read = Read([ReadPart(memory, WrittenPieces(pieces))], lambda: True)
         agent.read(read)
         if killed:
             assert process.pid is not None

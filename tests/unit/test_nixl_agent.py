@@ -18,6 +18,7 @@ from quire.arrays import int32
 from quire.errors import ConfigError
 from quire.extras import NIXL
 from quire.runner.transfer.engine_memory import RankMemory, group_memory, pieces_of
+from quire.runner.transfer.layer_reads import WrittenPieces
 from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.nixl_agent import NixlAgent
 from quire.runner.transfer.remote_reads import Read, ReadPart
@@ -63,7 +64,7 @@ class Reader:
         ids = int32(range(blocks))
         pieces = pieces_of(self.layout, ids, writer.memory.groups[0], ids)
         assert pieces is not None
-        read = Read([ReadPart(writer.memory, pieces)], lambda: True)
+        read = Read([ReadPart(writer.memory, WrittenPieces(pieces))], lambda: True)
         self.agent.read(read)
         return read
 

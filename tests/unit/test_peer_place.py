@@ -91,9 +91,12 @@ def test_any_ranks_read_what_any_ranks_wrote(heads: int, writers: int, readers: 
 
 @pytest.mark.parametrize("heads", HEADS)
 @settings(max_examples=16, deadline=None)
-@given(writers=st.sampled_from(WORLDS), readers=st.sampled_from(WORLDS))
-def test_any_ranks_read_any_ranks_memory(heads: int, writers: int, readers: int) -> None:
-    """Each byte is read once, from the rank that owns its head, and blocks keep their order."""
+@given(writers=st.sampled_from(WORLDS), readers=st.sampled_from(WORLDS), layered=st.booleans())
+def test_any_ranks_read_any_ranks_memory(
+    heads: int, writers: int, readers: int, layered: bool
+) -> None:
+    """Each byte is read once, from the rank that owns its head, and blocks keep their order; also
+    where layers are read one by one."""
     whole = whole_block(heads)
     sources = [of_rank(whole, heads, rank, writers) for rank in range(writers)]
     described = []
@@ -106,11 +109,12 @@ def test_any_ranks_read_any_ranks_memory(heads: int, writers: int, readers: int)
         tensors = [torch.zeros_like(tensor) for tensor in wanted]
         layout = BlockLayout(tensors, head_range(heads, rank, readers))
         written: list[int] = []
-        for remote in decode_memory(told):
-            pieces = pieces_of(layout, int32([1, 2]), remote.groups[0], int32([2, 0]))
-            for here, there, size in () if pieces is None else pieces.each():
-                ctypes.memmove(here, there, size)
-                written += range(here, here + size)
+        for remote in decode_memory(told).ranks:
+            for layers in (range(1), range(1, 2)) if layered else (None,):
+                pieces = pieces_of(layout, int32([1, 2]), remote.groups[0], int32([2, 0]), layers)
+                for here, there, size in () if pieces is None else pieces.each():
+                    ctypes.memmove(here, there, size)
+                    written += range(here, here + size)
         assert len(written) == len(set(written)) == 2 * sum(t[0].nbytes for t in tensors)
         for now, was in zip(tensors, wanted, strict=True):
             assert torch.equal(now[1], was[2])

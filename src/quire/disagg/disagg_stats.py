@@ -20,6 +20,7 @@ class DisaggStats(msgspec.Struct):
     all groups, on their way out or in. grants, fetches: ended ones by outcome.
     blocks_sent, blocks_received: of all groups. bytes_sent, bytes_received: of these.
     handover_seconds: of prompts that came from peers, beyond those in which they were computed.
+    ask_seconds: until the peers of these had agreed.
     remote_tokens: prompt tokens whose KV came from peers. local: requests whose prompt a peer was
     to compute and that computed it themselves. peers_up: peers that can be asked now.
     """
@@ -34,6 +35,7 @@ class DisaggStats(msgspec.Struct):
     bytes_sent: int = 0
     bytes_received: int = 0
     handover_seconds: float = 0.0
+    ask_seconds: float = 0.0
     remote_tokens: int = 0
     local: int = 0
     peers_up: int = 0

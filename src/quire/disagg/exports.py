@@ -17,6 +17,9 @@ written, which those of a prompt that has ended are. They are given up when the 
 batch, or the grant was closed. A reader that still reads then gets no `End`, and throws away what
 it read. So does one of a batch that a running prompt has lost before it was taken: it is sent
 again.
+
+Layer by layer, a running prompt's blocks are named to the reader when the step that fills them is
+planned, with the step: a clock tells the reader which layers of it have been written.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +39,7 @@ from quire.cache import BlockManager
 from quire.cache.loading import LoadingPrefix, PrefixLoader
 from quire.disagg.disagg_stats import DisaggStats
 from quire.disagg.free_slots import PeerSlots
+from quire.disagg.layer_batches import LayerBatches
 from quire.disagg.messages import (
     Accepted,
     BlockBatch,
@@ -114,7 +118,8 @@ class Export:
     is forgotten. moving: batches on their way to the memory between engines, by transfer. again:
     (group, first, end) of blocks that were lost on their way. sent: batches that the reader has not
     taken, by number. done: how often its request was preempted, and how many tokens were planned,
-    at the last plan. promised: the connection sends the end by itself. granted: when it was.
+    at the last plan. step: the last one of which the prompt was a part. layers: for a reader that
+    waits for each. promised: the connection sends the end by itself. granted: when it was.
     computed: seconds from then until its request had ended. deadline: when the reader counts as
     dead. told: when it was last told that work goes on.
     """
@@ -139,14 +144,17 @@ class Export:
     sent: dict[int, Leaving] = field(default_factory=dict)
     told: float = 0.0
     done: tuple[int, int] = (0, 0)
+    step: int = -1
+    layers: LayerBatches[ReaderLink] | None = None
 
 
 class Exports:
     """All grants of an engine. Belongs to the engine's loop.
 
     sizes: bytes of a block, by group. port: where readers connect. chunks: send blocks as steps
-    fill them. memory: between engines, for readers that can map it; None: slots are blocks of the
-    cache, which readers read there. clock: seconds.
+    fill them. layers: have readers that can read them behind each layer of the step. memory:
+    between engines, for readers that can map it; None: slots are blocks of the cache, which readers
+    read there. clock: seconds.
     """
 
     def __init__(
@@ -158,6 +166,7 @@ class Exports:
         lease: float,
         port: int,
         chunks: bool,
+        layers: bool = False,
         memory: MemoryHandle | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -168,6 +177,7 @@ class Exports:
         self._lease = lease
         self._port = port
         self._chunks = chunks
+        self._layers = layers
         self._memory = memory
         self._clock = clock
         self._generations = itertools.count(1)
@@ -187,9 +197,11 @@ class Exports:
 
     # -- grants --------------------------------------------------------------------------------
 
-    def grant(self, tokens: Int32, first: int, salt: str, reader: str) -> Grant:
+    def grant(
+        self, tokens: Int32, first: int, salt: str, reader: str, *, layers: bool = False
+    ) -> Grant:
         """Grants a reader the KV of a prompt, which the caller adds as a request of the grant's
-        name. tokens: int32 [whole blocks]."""
+        name. tokens: int32 [whole blocks]. layers: whether the reader can wait for each."""
         grant = Grant(
             name=secrets.token_hex(16),
             epoch=self.epoch,
@@ -200,7 +212,10 @@ class Exports:
         )
         now = self._clock()
         sent_to = [first if group.grows else 0 for group in self._blocks.groups]
-        self._by_name[grant.name] = Export(grant, tokens, salt, sent_to, now, now + self._lease)
+        export = Export(grant, tokens, salt, sent_to, now, now + self._lease)
+        if layers and self._layers:
+            export.layers = LayerBatches()
+        self._by_name[grant.name] = export
         return grant
 
     def revoke(self, name: str) -> None:
@@ -232,6 +247,7 @@ class Exports:
             self._refuse(export, (503, "the prompt's blocks could not be kept"), "aborted")
             return
         export.settled = all(group.grows for group in self._blocks.groups)
+        self._keep_sent(export)
         self._offer(export)
         self._end_if_sent(export)
 
@@ -252,6 +268,13 @@ class Exports:
                 if export is not None:
                     self._stopped(export)
 
+    def meet(self, link: ReaderLink, grant: Grant) -> None:
+        """Tells a reader that shows its grant, before the loop hears of it, which blocks the step
+        fills that is under way. From any thread."""
+        export = self._by_name.get(grant.name)
+        if export is not None and export.grant == grant and not export.closed and export.layers:
+            export.layers.meet(link)
+
     def _redeem(self, link: ReaderLink, grant: Grant) -> None:
         export = self._by_name.get(grant.name)
         refusal: Status | None = None
@@ -259,7 +282,11 @@ class Exports:
             refusal = (409, "the grant is of an engine that is gone")
         elif export is None or export.closed:
             refusal = (410, "the grant has expired")
-        elif export.grant != grant or export.link is not None:
+        elif (
+            export.grant != grant
+            or export.link is not None
+            or (export.layers is not None and export.layers.link not in (None, link))
+        ):
             refusal = (403, "the grant is not this reader's, or was used before")
         if export is None or refusal is not None:
             status, reason = refusal or (410, "the grant has expired")
@@ -270,7 +297,10 @@ class Exports:
         export.link = link
         self._by_link[link] = export
         self._heard(export)
-        link.send(Accepted(self._memory))
+        if export.layers is not None:
+            export.layers.meet(link)
+        else:
+            link.send(Accepted(self._memory))
         self._offer(export)
         self._end_if_sent(export)
 
@@ -370,8 +400,12 @@ class Exports:
                 self._send_unsent(builder, export)
             export.settled = export.held is not None
             if export.request is not None:
-                # This step fills them behind what goes out, so they are sent by the next plan.
-                export.done = export.request.num_preemptions, export.request.planned
+                # This step fills them behind what goes out, so they are sent by the next plan,
+                # unless the reader waits for each layer.
+                done = export.request.num_preemptions, export.request.planned
+                if done != export.done:
+                    export.done, export.step = done, builder.step_id
+                self._offer(export)
 
     def _send_unsent(self, builder: PlanBuilder, export: Export) -> None:
         held = export.held
@@ -406,21 +440,28 @@ class Exports:
         if not slots:
             return None
         batch = BlockBatch(next(self._ids), g, first, len(slots), slots)
-        turn = export.done[0] if export.held is None else None
-        return Leaving(batch, entries[: len(slots)], turn)
+        if export.held is not None:
+            return Leaving(batch, entries[: len(slots)], None)
+        batch.step = export.step if export.layers is not None else -1
+        return Leaving(batch, entries[: len(slots)], export.done[0])
 
     def _offer(self, export: Export) -> None:
         """Has a reader read blocks where they are, without a plan: the prompt has ended, and so its
-        blocks have been written."""
-        if not self._readable or export.held is None or export.closed or export.link is None:
+        blocks have been written, or the reader waits for their layers."""
+        link: ReaderLink | LayerBatches[ReaderLink] | None = export.layers
+        unsent = self._unsent(export)
+        if export.held is not None:
+            link = export.link if self._readable else None
+        if link is None or export.closed:
             return
-        unsent, export.again = self._unsent(export), []
+        if export.held is not None:
+            export.again = []
         for g, first, end in unsent:
             export.sent_to[g] = max(export.sent_to[g], end)
             while first < end and (leaving := self._batch(export, g, first, end)):
                 first += leaving.batch.count
                 export.sent[leaving.batch.number] = leaving
-                export.link.send(leaving.batch)
+                link.send(leaving.batch)
                 self._heard(export)
 
     def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
@@ -460,6 +501,13 @@ class Exports:
             return False
         now = self._entries(export, batch.group, batch.first, batch.first + batch.count)
         return np.array_equal(now, leaving.blocks)
+
+    def _keep_sent(self, export: Export) -> None:
+        """Notes which of the batches that the reader has not taken are held, so that they cannot be
+        lost any more."""
+        for number, leaving in export.sent.items():
+            if self._kept(export, leaving):
+                export.sent[number] = replace(leaving, turn=None)
 
     # -- the end -------------------------------------------------------------------------------
 

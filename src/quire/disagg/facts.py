@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +10,9 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.plan import KVGroup
+from quire.version import __version__
 
-PROTOCOL = 4
+PROTOCOL = 5
 """The version of the messages between engines."""
 _SAMPLE_BYTES = 1 << 16
 
@@ -41,7 +41,7 @@ def facts_of(
     """Returns an engine's facts. sizes: bytes of each group's block over all ranks."""
     return KVFacts(
         protocol=PROTOCOL,
-        version=importlib.metadata.version("quire"),
+        version=__version__,
         transport=transport if transport != "ipc" else f"ipc on host {host_name()}",
         model=model_digest(config),
         dtype=config.dtype,

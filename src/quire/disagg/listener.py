@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Collection
 
 from quire.disagg.channel import BrokenMessageError, PeerChannel
-from quire.disagg.exports import Heard, Stopped
-from quire.disagg.messages import BlockBatch, End, Mapped, Message, Taken
+from quire.disagg.exports import Heard, ReaderLink, Stopped
+from quire.disagg.messages import BlockBatch, End, Grant, Mapped, Message, Redeem, Taken
 from quire.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -23,6 +23,8 @@ _MOST_LINKS = 256
 View = Callable[[int, int], memoryview]
 """Returns the bytes of a group's slot. There is none where blocks are read where they are."""
 Tell = Callable[[Heard | Stopped], None]
+Meet = Callable[[ReaderLink, Grant], None]
+"""Greets a reader that shows a grant; see `Exports.meet`."""
 
 
 class ReaderConnection:
@@ -37,11 +39,13 @@ class ReaderConnection:
         connected: socket.socket,
         view: View | None,
         tell: Tell,
+        meet: Meet,
         send_seconds: float,
     ) -> None:
         self._channel = PeerChannel(connected)
         self._view = view
         self._tell = tell
+        self._meet = meet
         self._shared = False
         self._taken: set[int] = set()
         self._awaited: frozenset[int] = frozenset()
@@ -85,6 +89,8 @@ class ReaderConnection:
                 if isinstance(message, Mapped):
                     self._shared = message.shared
                     continue
+                if isinstance(message, Redeem):
+                    self._meet(self, message.grant)
                 if isinstance(message, Taken):
                     with self._lock:
                         self._taken.add(message.number)
@@ -132,6 +138,7 @@ class Listener:
         view: View | None,
         tell: Tell,
         wake: Callable[[], None],
+        meet: Meet,
         send_seconds: float,
         open_grants: Callable[[], int],
     ) -> None:
@@ -146,6 +153,7 @@ class Listener:
         self._view = view
         self._told = tell
         self._wake = wake
+        self._meet = meet
         self._send_seconds = send_seconds
         self._open_grants = open_grants
         self._links: set[ReaderConnection] = set()
@@ -171,7 +179,9 @@ class Listener:
             with self._lock:
                 if len(self._links) < _MOST_LINKS and not self._closed.is_set():
                     self._links.add(
-                        ReaderConnection(connected, self._view, self._tell, self._send_seconds)
+                        ReaderConnection(
+                            connected, self._view, self._tell, self._meet, self._send_seconds
+                        )
                     )
                     continue
             connected.close()

@@ -10,7 +10,7 @@ from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.config import EngineConfig
 from quire.disagg.disagg_stats import DisaggStats
-from quire.disagg.exports import Exports, Heard, Stopped
+from quire.disagg.exports import Exports, Heard, ReaderLink, Stopped
 from quire.disagg.facts import differences, facts_of
 from quire.disagg.free_slots import BlocksInPlace, FreeSlots, PeerSlots
 from quire.disagg.inbox import Inbox
@@ -24,6 +24,7 @@ from quire.errors import ConfigError, PeerMismatchError, RequestError
 from quire.executor import Capacity, Executor
 from quire.loop_feature import Failure, LoopFeature
 from quire.request import Request
+from quire.runner.transfer.engine_memory import decode_memory, encode_memory
 from quire.scheduler import Feature, PlanBuilder
 
 _log = logging.getLogger(__name__)
@@ -107,6 +108,9 @@ class DisaggLoop(LoopFeature):
         check_groups(self._config, groups)
         self._facts = facts_of(self._config, groups, pool.sizes, settings.transport)
         self._memory: bytes = b"" if staged else pool.memory
+        if settings.layers:
+            clock = executor.control({"op": "layer_clock"})
+            self._memory = encode_memory(decode_memory(pool.memory).ranks, clock)
         view = pool.view if staged else None
         if settings.grants:
             self._listener = Listener(
@@ -115,6 +119,7 @@ class DisaggLoop(LoopFeature):
                 view,
                 self._inbox.put,
                 self._inbox.wake,
+                self._meet,
                 settings.lease_timeout,
                 lambda: 0 if self._exports is None else len(self._exports),
             )
@@ -129,6 +134,7 @@ class DisaggLoop(LoopFeature):
                 lease=settings.lease_timeout,
                 port=self._listener.port,
                 chunks=settings.kv_transfer == "async",
+                layers=settings.layers,
                 memory=_handle(pool, len(groups)) if staged else None,
             )
             _log.info("prompts for others: blocks at port %d", self._listener.port)
@@ -165,6 +171,11 @@ class DisaggLoop(LoopFeature):
 
     def fds(self) -> Sequence[int]:
         return (self._inbox.fd,)
+
+    def _meet(self, link: ReaderLink, grant: Grant) -> None:
+        """Greets a reader from a connection's thread."""
+        if self._exports is not None:
+            self._exports.meet(link, grant)
 
     def on_control(self, message: dict[str, Any]) -> Any:
         if self._exports is not None:
@@ -218,7 +229,9 @@ class DisaggLoop(LoopFeature):
             raise RequestError(
                 "there are no tokens, or such that the model does not know", "tokens"
             )
-        return exports.grant(int32(asked.tokens), asked.first, asked.cache_salt, asked.reader)
+        return exports.grant(
+            int32(asked.tokens), asked.first, asked.cache_salt, asked.reader, layers=asked.layers
+        )
 
     def stats(self) -> dict[str, Any]:
         stats = self._stats

@@ -12,7 +12,8 @@ class PromptRequest(msgspec.Struct, frozen=True):
 
     tokens: whole blocks of them. cache_salt: see `Request`. first: blocks that the reader has.
     reader: names the engine that asks, for its life. epoch: of the engine that answers, as its
-    handshake told.
+    handshake told. layers: whether the reader can read that engine's clock, and so blocks whose
+    layers are yet to be written.
     """
 
     tokens: list[int]
@@ -20,6 +21,7 @@ class PromptRequest(msgspec.Struct, frozen=True):
     reader: str
     epoch: str
     cache_salt: str = ""
+    layers: bool = False
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -94,6 +96,7 @@ class BlockBatch(msgspec.Struct, tag=True):
 
     slots: where they are in shared memory, or blocks of the writer's cache; None: their bytes
         follow the message.
+    step: of the writer, which fills blocks of its cache layer by layer; -1: they are filled.
     """
 
     number: int
@@ -101,6 +104,7 @@ class BlockBatch(msgspec.Struct, tag=True):
     first: int
     count: int
     slots: list[int] | None = None
+    step: int = -1
 
 
 class Taken(msgspec.Struct, tag=True):

@@ -23,6 +23,7 @@ from quire.disagg.facts import KVFacts, differences
 from quire.disagg.messages import Grant, PromptRequest, Welcome
 from quire.errors import ConfigError
 from quire.http_client import HttpClient
+from quire.runner.transfer.layer_reads import sees_clock
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class Peer:
         self._facts = facts
         self._epoch = ""
         self.memory = b""
+        self.layers = False
+        """Whether its clock can be read here."""
         self._not_before = 0.0
         self._lock = threading.Lock()
         self.reader = secrets.token_hex(8)
@@ -80,7 +83,7 @@ class Peer:
         PeerError."""
         with self._lock:
             epoch = self._epoch or self._shake_hands()
-        request = PromptRequest(list(tokens), first, self.reader, epoch, salt)
+        request = PromptRequest(list(tokens), first, self.reader, epoch, salt, self.layers)
         try:
             return self._post("/kv/prefill", request, Grant, traceparent)
         except PeerError as error:
@@ -99,6 +102,7 @@ class Peer:
         if found:
             raise PeerError("refused", "; ".join(found), 409)
         self._epoch, self.memory = welcome.epoch, welcome.memory
+        self.layers = sees_clock(welcome.memory)
         return welcome.epoch
 
     def _post(

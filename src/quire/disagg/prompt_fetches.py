@@ -80,24 +80,26 @@ class Puller(Protocol):
 @dataclass(slots=True)
 class Brought:
     """Blocks from `first` on of a group's table, in slots of the memory between engines, or of that
-    which `source` describes; see `Transfer`."""
+    which `source` describes, once `step` has filled them; see `Transfer`."""
 
     pull: Pull
     group: int
     first: int
     slots: list[int]
     source: bytes = b""
+    step: int = -1
 
 
 @dataclass(slots=True)
 class Ended:
     """The end of a thread: it touches no slot any more. outcome: see `OUTCOMES`. seconds: of a
-    prompt that came, beyond those in which it was computed."""
+    prompt that came, beyond those in which it was computed. asked: until the peer had agreed."""
 
     pull: Pull
     outcome: str
     reason: str = ""
     seconds: float = 0.0
+    asked: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -244,6 +246,7 @@ class Fetches:
                     missing = len(fetch.loading.tokens) - fetch.loading.start
                     self.handover.add(missing, event.seconds)
                     self._stats.handover_seconds += max(0.0, event.seconds)
+                    self._stats.ask_seconds += event.asked
                 if event.outcome == "done" and not fetch.complete and not fetch.dropped:
                     fetch.outcome = "broken"
                 self._stats.fetches[fetch.outcome] = self._stats.fetches.get(fetch.outcome, 0) + 1
@@ -274,7 +277,8 @@ class Fetches:
                 id = next(self._ids)
                 fetch.moving[id] = brought
                 move = Transfer(id, "in", "peer", brought.group, int32(blocks))
-                move.slots, move.source = int32(brought.slots), brought.source
+                move.slots = int32(brought.slots)
+                move.source, move.step = brought.source, brought.step
                 builder.transfer(move)
             fetch.waiting = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import queue
 import socket
 import threading
@@ -31,6 +30,7 @@ from quire.disagg.messages import (
 )
 from quire.disagg.peer_list import Peer, PeerError, PeerList
 from quire.disagg.prompt_fetches import Brought, Ended, PullOrder
+from quire.runner.transfer.shared_memory import read_shared
 from quire.runner.transfer.threads import DaemonThreads
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,6 @@ _MOST_BLOCKS = 1 << 12
 _MOST_ID = (1 << 31) - 1
 """The most of a batch, and of a block's number, that a peer's words are taken for."""
 _CLOSE_SECONDS = 1.0
-_READ_ONLY = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _STATUS_OUTCOMES = {
     403: "refused",
     409: "refused",
@@ -98,7 +97,7 @@ class PeerPull:
         self._cancelled = threading.Event()
         self._channel: PeerChannel | None = None
         self._lock = threading.Lock()
-        self._computed = 0.0
+        self._asked = self._computed = 0.0
         self._moved: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def cancel(self) -> None:
@@ -115,16 +114,16 @@ class PeerPull:
         """Runs on a thread; tells the loop of every batch and, last, of the end."""
         begun = time.monotonic()
         try:
-            outcome, reason = self._pull()
+            outcome, reason = self._pull(begun)
         except Exception as error:  # the request must not wait for ever
             _log.exception("a pull failed")
             outcome, reason = "broken", type(error).__name__
         if self._cancelled.is_set():
             outcome = "aborted"
         seconds = time.monotonic() - begun - self._computed
-        self._threads.tell(Ended(self, outcome, reason, seconds))
+        self._threads.tell(Ended(self, outcome, reason, seconds, self._asked))
 
-    def _pull(self) -> tuple[str, str]:
+    def _pull(self, begun: float) -> tuple[str, str]:
         outcome, reason = "dead", "no peer can be asked"
         last: Peer | None = None
         for _ in range(_ATTEMPTS):
@@ -136,6 +135,7 @@ class PeerPull:
             try:
                 order = self._order
                 grant = peer.ask(order.tokens.tolist(), order.first, order.salt, order.traceparent)
+                self._asked = time.monotonic() - begun
                 return self._redeem(peer, grant)
             except PeerError as error:
                 outcome, reason = error.outcome, str(error)
@@ -229,7 +229,8 @@ class PeerPull:
             0 <= min(blocks) <= max(blocks) <= _MOST_ID
         ):
             return "a batch that cannot be"
-        self._threads.tell(Brought(self, batch.group, batch.first, blocks, peer.memory))
+        brought = Brought(self, batch.group, batch.first, blocks, peer.memory, batch.step)
+        self._threads.tell(brought)
         try:
             good = self._moved.get(timeout=self._threads.lease)
         except queue.Empty:
@@ -264,17 +265,5 @@ class PeerMemory:
 
 def map_memory(handle: MemoryHandle) -> PeerMemory | None:
     """Maps a peer's memory; None where it is not on this host, or may not be read."""
-    try:
-        descriptor = os.open(f"/proc/{handle.pid}/fd/{handle.descriptor}", _READ_ONLY)
-    except OSError:
-        return None
-    try:
-        memory = mmap.mmap(descriptor, handle.size, prot=mmap.PROT_READ)
-    except (OSError, ValueError):
-        return None
-    finally:
-        os.close(descriptor)
-    if memory[: len(handle.token)] != handle.token:
-        memory.close()  # the process of another container
-        return None
-    return PeerMemory(handle, memory)
+    memory = read_shared(handle.pid, handle.descriptor, handle.size, handle.token)
+    return None if memory is None else PeerMemory(handle, memory)

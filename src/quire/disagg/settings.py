@@ -19,7 +19,8 @@ class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     role: prefill computes prompts for others, decode asks others, both does both.
     peers: URLs of servers to ask. peer_key: the API key that they want.
-    kv_transfer: sync sends a prompt's blocks once all are computed, async as steps compute them.
+    kv_transfer: sync sends a prompt's blocks once all are computed, async as steps, or layers,
+        compute them.
     transport: tcp by connections and shared memory; nixl and ipc by reading the peer's cache, ipc
         that of a GPU of the same host.
     lease_timeout: seconds without a sign of the peer after which it counts as dead.
@@ -42,6 +43,11 @@ class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def grants(self) -> bool:
         """Whether prompts are computed for others."""
         return self.role != "decode"
+
+    @property
+    def layers(self) -> bool:
+        """Whether readers on this host read what each layer has stored, before the step's end."""
+        return self.grants and self.kv_transfer == "async" and self.transport != "tcp"
 
     @property
     def asks(self) -> bool:

@@ -52,6 +52,7 @@ FEATURES = (
     ),
     FeatureEntry(
         _imported("quire.disagg.loop:DisaggLoop"),
+        _imported("quire.disagg.layer_clock:open_layer_clock"),
         wanted=lambda config: config.args.kv_peers is not None,
     ),
     FeatureEntry(

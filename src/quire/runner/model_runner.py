@@ -267,10 +267,8 @@ class ModelRunner:
             raise QuireError(
                 f"a row has {most - 1} draft tokens, but this runner verifies {self.limits.drafts}"
             )
-        for name in plan.writes:
-            if name not in self.state.columns and not any(
-                name in h.entries for h in self._features
-            ):
+        for name in plan.writes.keys() - self.state.columns.keys():
+            if not any(name in hook.entries for hook in self._features):
                 raise QuireError(f"the plan writes to a column {name!r} that no hook keeps")
         if plan.gated and not self._gate.gates:
             raise QuireError("the plan has GATED rows, but no hook lets a head wait")
@@ -449,8 +447,7 @@ class ModelRunner:
         """Gives the device's memory back. Idempotent."""
         for hook in self._features:
             hook.close()
-        self._features = ()
-        self._models = ()
+        self._features = self._models = ()
         self._steps.clear()
         self._later.clear()
         self._graphs = None

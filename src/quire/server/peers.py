@@ -47,6 +47,7 @@ class PrefillBody(StrictModel):
     reader: str = Field(max_length=64)
     epoch: str = Field(max_length=64)
     cache_salt: str = Field(default="", max_length=1024)
+    layers: bool = False
 
 
 async def handshake(request: Request) -> Response:
@@ -63,7 +64,7 @@ async def prefill(request: Request) -> Response:
     body = await read_body(request, PrefillBody, state.args.max_body_bytes)
     state.check_ready()
     key = context_of(request).key
-    asked = PromptRequest(body.tokens, body.first, body.reader, body.epoch, body.cache_salt)
+    asked = PromptRequest(**body.model_dump())
     granted = state.client.grant(asked, tenant=key.name, share=key.share)
     return json_response(await _in_time(granted))
 

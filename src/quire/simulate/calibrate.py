@@ -14,7 +14,7 @@ from quire.bench.online.client import Answer
 from quire.bench.online.drive import Server, drive
 from quire.bench.online.load import Ask, body
 from quire.errors import ConfigError
-from quire.simulate.engine_model import EngineModel
+from quire.simulate.engine_model import EngineModel, pairs_of
 
 Float64 = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -66,26 +66,31 @@ def fit(
     """Fits the coefficients of time by least squares, none of them negative. limits: has the other
     fields."""
     rows = np.array([[1.0, step.rows, step.context] for step in steps])
-    base, row, context = _least_squares(rows, np.array([step.seconds for step in steps]))
-    lengths = np.array([[1.0, prompt.tokens] for prompt in prompts])
-    start, token = _least_squares(lengths, np.array([prompt.seconds for prompt in prompts]))
+    times = np.array([step.seconds for step in steps])
+    base, row, context = _least_squares(rows, times, times)
+    # A long prompt takes several steps.
+    parts = np.array([-(-prompt.tokens // limits.max_tokens) for prompt in prompts])
+    lengths = np.array([[1.0, each.tokens, pairs_of(0, each.tokens)] for each in prompts])
+    times = np.array([prompt.seconds for prompt in prompts])
+    start, token, pair = _least_squares(lengths, times - base * parts, times)
     return msgspec.structs.replace(
         limits,
         step_seconds=max(base, 1e-6),
         row_seconds=row,
         context_token_seconds=context,
         prompt_token_seconds=token,
-        request_seconds=max(0.0, start - base),
+        prompt_pair_seconds=pair,
+        request_seconds=start,
     )
 
 
-def _least_squares(columns: Float64, values: Float64) -> list[float]:
-    """Returns coefficients by which relative errors are least; those that would be negative are 0,
-    from the last on."""
-    weighted, ones = columns / values[:, None], np.ones(len(values))
+def _least_squares(columns: Float64, values: Float64, whole: Float64) -> list[float]:
+    """Returns coefficients by which errors are least, relative to `whole`; those that would be
+    negative are 0, from the last on."""
+    weighted, wanted = columns / whole[:, None], values / whole
     used = list(range(columns.shape[1]))
     while True:
-        found, *_ = np.linalg.lstsq(weighted[:, used], ones, rcond=None)
+        found, *_ = np.linalg.lstsq(weighted[:, used], wanted, rcond=None)
         negative = [place for place, value in zip(used, found, strict=True) if value < 0.0]
         if not negative:
             break

@@ -14,7 +14,8 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     step_seconds: of a step, whatever is in it. prompt_token_seconds, row_seconds,
     context_token_seconds: for each prompt token, each generating row, and each token that a row
-    attends to. request_seconds: of a request outside of steps: tokenizing, HTTP.
+    attends to. prompt_pair_seconds: for each prompt token and token that it attends to.
+    request_seconds: of a request outside of steps: tokenizing, HTTP.
     max_tokens, max_rows: of a step. kv_tokens: that the cache has room for.
     handover_seconds, handover_token_seconds: of a prompt that was computed elsewhere.
     """
@@ -23,6 +24,7 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_token_seconds: float = 4e-5
     row_seconds: float = 2e-5
     context_token_seconds: float = 3e-8
+    prompt_pair_seconds: float = 2e-9
     request_seconds: float = 2e-3
     max_tokens: int = 8192
     max_rows: int = 256
@@ -30,14 +32,22 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     handover_seconds: float = 0.01
     handover_token_seconds: float = 3e-6
 
-    def step(self, prompt_tokens: int, rows: int, context: int) -> float:
-        """Returns the seconds of a step. context: tokens that all rows attend to."""
+    def step(self, prompt_tokens: int, rows: int, context: int, pairs: float = 0.0) -> float:
+        """Returns the seconds of a step. context: tokens that all rows attend to. pairs: of prompt
+        tokens and those that they attend to."""
         return (
             self.step_seconds
             + self.prompt_token_seconds * prompt_tokens
             + self.row_seconds * rows
             + self.context_token_seconds * context
+            + self.prompt_pair_seconds * pairs
         )
+
+
+def pairs_of(begin: int, tokens: int) -> float:
+    """Returns the pairs of `tokens` tokens of a prompt and those that they attend to, where `begin`
+    stand before them."""
+    return tokens * (begin + tokens / 2)
 
 
 def read_engine(path: Path) -> EngineModel:

@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quire.simulate.engine_model import EngineModel
+from quire.simulate.engine_model import EngineModel, pairs_of
 
 Blocks = tuple[bytes, ...]
 
@@ -212,11 +212,13 @@ class SimulatedNode:
         self._start_waiting()
         room = self.model.max_tokens - len(self.generating)
         prompts: list[tuple[SimulatedRequest, int]] = []
+        pairs = 0.0
         for request in self.prefilling:
             if room <= 0:
                 break
             tokens = min(room, request.to_compute)
             prompts.append((request, tokens))
+            pairs += pairs_of(request.prompt - request.to_compute, tokens)
             room -= tokens
         if not prompts and not self.generating:
             return
@@ -226,4 +228,6 @@ class SimulatedNode:
         tokens, rows = sum(tokens for _, tokens in prompts), len(self.generating)
         # Of many steps, the one in the middle stands for all.
         context = self._context + rows * (count - 1) // 2
-        self.step = SimulatedStep(now, self.model.step(tokens, rows, context), count, prompts)
+        self.step = SimulatedStep(
+            now, self.model.step(tokens, rows, context, pairs), count, prompts
+        )

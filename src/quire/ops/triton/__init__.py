@@ -18,6 +18,7 @@ from quire.ops.triton.gated_delta_net import (
 )
 from quire.ops.triton.latent import latent_queries, latent_values, store_latent
 from quire.ops.triton.latent_attention import latent_attention, latent_schedule
+from quire.ops.triton.layer_clock import set_clock
 from quire.ops.triton.linear import linear
 from quire.ops.triton.mask import mask_logits
 from quire.ops.triton.norm import layer_norm, rms_norm
@@ -67,6 +68,7 @@ __all__ = [
     "sample",
     "scatter",
     "segment_sum",
+    "set_clock",
     "short_conv",
     "sigmoid_gate",
     "store_latent",

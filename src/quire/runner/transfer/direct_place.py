@@ -6,6 +6,7 @@ them, into its own blocks. What goes "out" stays where it is, and the move says 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,15 +19,17 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.models import ModelSpec
 from quire.parallel import ProcessGroup
-from quire.plan import Transfer
+from quire.plan import KVGroup, Transfer
 from quire.runner.kv_cache import KVCache
 from quire.runner.transfer.engine_memory import (
+    EngineMemory,
     RankMemory,
     decode_memory,
     encode_memory,
     group_memory,
     pieces_of,
 )
+from quire.runner.transfer.layer_reads import LayerPieces, PeerClock, WrittenPieces
 from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.peer import rank_heads
 from quire.runner.transfer.rank_moves import RankMoves, cells_bytes, cells_of
@@ -54,13 +57,18 @@ class RemoteBlocks:
 class DirectPlace:
     """Reads blocks of peers into the blocks of this rank.
 
-    A transfer's `slots` are blocks of the peer that its `source` describes.
+    A transfer's `slots` are blocks of the peer that its `source` describes. Those that a `step` of
+    the peer fills are read layer by layer.
+
+    groups: those of the cache, of whose layers, `num_layers` in all, a peer has as many.
     """
 
     def __init__(
         self,
         agent: RemoteReads,
         layouts: list[BlockLayout],
+        groups: Sequence[KVGroup],
+        num_layers: int,
         pool: RemoteBlocks,
         moves: RankMoves,
         fence: Callable[[], Callable[[], bool]],
@@ -68,6 +76,8 @@ class DirectPlace:
         self.pool = pool
         self._agent = agent
         self._layouts = layouts
+        self._groups = groups
+        self._num_layers = num_layers
         self._moves = moves
         self._fence = fence
 
@@ -79,21 +89,28 @@ class DirectPlace:
 
     def into(self, transfer: Transfer) -> None:
         try:
-            ranks = decode_memory(transfer.source)
-            read = Read(list(self._parts(transfer, ranks)), self._fence())
+            memory = decode_memory(transfer.source)
+            read = Read(list(self._parts(transfer, memory)), self._fence())
         except (ValueError, IndexError, msgspec.DecodeError):
             self._moves.begin(transfer.id, lambda: False)  # a peer's words, which may be wrong
             return
         self._moves.begin(transfer.id, read.ended)
         self._agent.read(read)
 
-    def _parts(self, transfer: Transfer, ranks: list[RankMemory]) -> Iterator[ReadPart]:
+    def _parts(self, transfer: Transfer, memory: EngineMemory) -> Iterator[ReadPart]:
         layout = self._layouts[transfer.group]
-        for rank in ranks:
+        for number, rank in enumerate(memory.ranks):
             group = rank.groups[transfer.group]
-            pieces = pieces_of(layout, transfer.blocks, group, transfer.slots)
-            if pieces is not None:
-                yield ReadPart(rank, pieces)
+            read = functools.partial(pieces_of, layout, transfer.blocks, group, transfer.slots)
+            whole = read()
+            if whole is None:
+                continue
+            if transfer.step < 0 or memory.clock is None:
+                yield ReadPart(rank, WrittenPieces(whole))
+                continue
+            first = transfer.step * self._num_layers + 1
+            due = [first + layer for layer in self._groups[transfer.group].layers]
+            yield ReadPart(rank, LayerPieces(read, due, PeerClock(memory.clock, number)))
 
     def ended(self) -> tuple[list[int], list[int]]:
         return self._moves.ended()
@@ -136,7 +153,8 @@ def open_direct_place(
     )
     pool = RemoteBlocks(tuple(layout.size for layout in layouts), _gathered(own, group, device))
     fence = _cuda_fence(device) if device.type == "cuda" else _no_fence
-    return DirectPlace(agent, layouts, pool, _moves(group, str(device)), fence)
+    moves = _moves(group, str(device))
+    return DirectPlace(agent, layouts, cache.groups, len(spec.layers), pool, moves, fence)
 
 
 def _gathered(own: RankMemory, group: ProcessGroup, device: torch.device) -> bytes:
@@ -150,8 +168,8 @@ def _gathered(own: RankMemory, group: ProcessGroup, device: torch.device) -> byt
     padded[0] = len(data)
     padded[1 : 1 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     told = group.all_gather(padded[None], 0).cpu().numpy()
-    ranks = [decode_memory(row[1 : 1 + row[0]].astype(np.uint8).tobytes()) for row in told]
-    return encode_memory([rank for (rank,) in ranks])
+    memories = [decode_memory(row[1 : 1 + row[0]].astype(np.uint8).tobytes()) for row in told]
+    return encode_memory([rank for memory in memories for rank in memory.ranks])
 
 
 def _moves(group: ProcessGroup, device: str) -> RankMoves:

@@ -11,6 +11,7 @@ import numpy as np
 
 from quire.arrays import Int32
 from quire.runner.transfer.layout import BlockLayout, Part
+from quire.runner.transfer.shared_memory import SharedMemory
 
 MemoryKind = Literal["DRAM", "VRAM"]
 
@@ -39,6 +40,14 @@ class RankMemory(msgspec.Struct, frozen=True):
     groups: list[GroupMemory]
 
 
+class EngineMemory(msgspec.Struct, frozen=True):
+    """The blocks of all ranks of an engine. clock: tells which layers have been written; None where
+    readers are only named blocks that have been. See `LayerClock`."""
+
+    ranks: list[RankMemory]
+    clock: SharedMemory | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPieces:
     """Pieces of memory to be read: addresses and bytes, int64 [n] each."""
@@ -54,15 +63,15 @@ class MemoryPieces:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[RankMemory])
+_decoder = msgspec.msgpack.Decoder(EngineMemory)
 
 
-def encode_memory(ranks: Sequence[RankMemory]) -> bytes:
+def encode_memory(ranks: Sequence[RankMemory], clock: SharedMemory | None = None) -> bytes:
     """Returns an engine's memory as bytes; see `Transfer.source`."""
-    return _encoder.encode(list(ranks))
+    return _encoder.encode(EngineMemory(list(ranks), clock))
 
 
-def decode_memory(data: bytes) -> list[RankMemory]:
+def decode_memory(data: bytes) -> EngineMemory:
     """Raises msgspec.DecodeError where the bytes describe no memory."""
     return _decoder.decode(data)
 
@@ -78,10 +87,16 @@ def group_memory(layout: BlockLayout, owner: bool) -> GroupMemory:
 
 
 def pieces_of(
-    layout: BlockLayout, own: Int32, remote: GroupMemory, blocks: Int32
+    layout: BlockLayout,
+    own: Int32,
+    remote: GroupMemory,
+    blocks: Int32,
+    layers: range | None = None,
 ) -> MemoryPieces | None:
     """Returns what a rank reads of `blocks` of a remote rank into its blocks `own`, int32 [n] both:
     the heads that both hold, and only from the first of the ranks that hold them. None: nothing.
+
+    layers: of the group, by their places in a block; None: all.
 
     Raises:
         ValueError: the remote blocks are not there.
@@ -94,9 +109,10 @@ def pieces_of(
     if not remote.owner or low >= high:
         return None
     found = [
-        _pieces(part, address, own.astype(np.int64), blocks.astype(np.int64), span)
+        _pieces(part, address, own.astype(np.int64), blocks.astype(np.int64), span, taken)
         for part, address in zip(layout.parts, remote.addresses, strict=True)
         for span in [_HeadSpan(first, end, remote.first, remote.end, low, high)]
+        for taken in [range(part.layers) if layers is None else layers]
     ]
     here, there, sizes = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     return MemoryPieces(here, there, sizes)
@@ -120,16 +136,20 @@ class _HeadSpan:
 
 
 def _pieces(
-    part: Part, address: int, own: Any, blocks: Any, span: _HeadSpan
+    part: Part, address: int, own: Any, blocks: Any, span: _HeadSpan, layers: range
 ) -> tuple[Any, Any, Any]:
-    """Returns addresses here and there, and bytes, of one part of each block."""
+    """Returns addresses here and there, and bytes, of some layers of one part of each block."""
     head = part.size // (span.end - span.first)
     far_size = (span.far_end - span.far_first) * head
     here = part.data.data_ptr() + own * (part.runs * part.size)
     there = address + blocks * (part.runs * far_size)
-    size = part.runs * part.size
-    if not span.whole:
-        run = np.arange(part.runs, dtype=np.int64)
+    layer = part.runs * part.size // part.layers
+    size = len(layers) * layer
+    if span.whole:
+        here, there = here + layers.start * layer, there + layers.start * layer
+    else:
+        runs = part.runs // part.layers
+        run = np.arange(layers.start * runs, layers.stop * runs, dtype=np.int64)
         here = here[:, None] + run * part.size + (span.low - span.first) * head
         there = there[:, None] + run * far_size + (span.low - span.far_first) * head
         size = (span.high - span.low) * head

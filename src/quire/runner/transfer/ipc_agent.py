@@ -2,8 +2,8 @@
 
 A peer's caches are mapped when they are first read, and unmapped when its process has ended: until
 then its GPU could not use them again. Whole blocks are copied by the engines for copies, which
-leave the multiprocessors to the model. Ranks of different numbers of heads read small pieces: those
-are copied by a kernel.
+leave the multiprocessors to the model. Single layers of blocks, and what ranks of different numbers
+of heads read, are small pieces: those are copied by a kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.runner.transfer.copier import copy_between
 from quire.runner.transfer.engine_memory import MemoryPieces
 from quire.runner.transfer.remote_reads import ReadPart, RemoteReads
 
-_LARGE = 1 << 16
+_LARGE = 1 << 18
 """Bytes of a piece from which on it is worth a call of its own."""
 _ALIGN = 16
 _CHECK_SECONDS = 0.5
@@ -136,10 +136,12 @@ class IpcAgent(RemoteReads):
     def _has_room(self) -> bool:
         # One after the other, as they would run anyway: a call for a copy waits when a thousand are
         # under way, and the interpreter with it.
-        return not any(read.begun and read.good is None for read in self._reads)
+        return all(part.handle is None for read in self._reads for part in read.parts)
 
-    def _begin(self, peer: OpenedMemory, part: ReadPart) -> Callable[[], bool]:
-        return self._copies(peer.locate(part.pieces))
+    def _begin(
+        self, peer: OpenedMemory, part: ReadPart, pieces: MemoryPieces
+    ) -> Callable[[], bool]:
+        return self._copies(peer.locate(pieces))
 
     def _over(self, handle: Callable[[], bool]) -> bool:
         return handle()

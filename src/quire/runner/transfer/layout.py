@@ -45,6 +45,7 @@ class Part:
 
     data: uint8 [blocks, runs * size], a block's bytes on this rank: `runs` pieces of `size` bytes.
     offset: where the share begins in a slot. There piece i begins at i * `whole` + `first`.
+    layers: that it holds, one after the other.
     """
 
     data: Tensor
@@ -53,6 +54,7 @@ class Part:
     offset: int
     whole: int
     first: int
+    layers: int
 
     def on_device(self) -> Tensor:
         """Returns the share of each block, uint8 [blocks, runs, size]."""
@@ -86,7 +88,7 @@ class BlockLayout:
                 size = data.shape[1] // runs
                 head = size // (heads.end - heads.first)
                 whole, first = heads.heads * head, heads.first * head
-            self.parts.append(Part(data, runs, size, self.size, whole, first))
+            self.parts.append(Part(data, runs, size, self.size, whole, first, tensor.shape[1]))
             self.size += -(-runs * whole // _ALIGN) * _ALIGN
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError, QuireError
 from quire.extras import require_nixl
-from quire.runner.transfer.engine_memory import MemoryKind
+from quire.runner.transfer.engine_memory import MemoryKind, MemoryPieces
 from quire.runner.transfer.remote_reads import ReadPart, RemoteReads
 
 _BACKEND = "UCX"
@@ -52,10 +52,9 @@ class NixlAgent(RemoteReads):
     def _part(self, peer: str) -> None:
         self._agent.remove_remote_agent(peer)
 
-    def _begin(self, peer: str, part: ReadPart) -> Any:
-        sizes, rank = part.pieces.sizes, part.rank
-        here = self._list(part.pieces.here, sizes, self.kind, self.device)
-        there = self._list(part.pieces.there, sizes, rank.kind, rank.device)
+    def _begin(self, peer: str, part: ReadPart, pieces: MemoryPieces) -> Any:
+        here = self._list(pieces.here, pieces.sizes, self.kind, self.device)
+        there = self._list(pieces.there, pieces.sizes, part.rank.kind, part.rank.device)
         # Kept before anything can fail, so that it is released.
         part.handle = self._agent.initialize_xfer(
             "READ", here, there, peer, b"", backends=[_BACKEND]

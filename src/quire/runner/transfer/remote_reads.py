@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quire.runner.transfer.engine_memory import MemoryKind, MemoryPieces, RankMemory
+from quire.runner.transfer.layer_reads import PieceSource
 
 _log = logging.getLogger(__name__)
 
@@ -36,10 +37,10 @@ _MOST_PEERS = 64
 
 @dataclass(eq=False)
 class ReadPart:
-    """Pieces of the memory of one rank of a peer. handle: of the library, while they are read."""
+    """Pieces of the memory of one rank of a peer. handle: of the library, while some are read."""
 
     rank: RankMemory
-    pieces: MemoryPieces
+    pieces: PieceSource
     handle: Any = None
 
 
@@ -48,7 +49,7 @@ class Read:
     """Pieces of a peer's ranks on their way into this rank's memory.
 
     ready: whether it may begin. good: how it ended; None: it has not, on all parts. failed: a part
-    has, and no further one is begun.
+    has, and nothing further is begun.
     """
 
     parts: Sequence[ReadPart]
@@ -127,19 +128,19 @@ class RemoteReads(ABC):
         """Undoes `_meet`. Nothing is being read there."""
 
     @abstractmethod
-    def _begin(self, peer: Any, part: ReadPart) -> Any:
-        """Begins to read a part; returns its handle."""
+    def _begin(self, peer: Any, part: ReadPart, pieces: MemoryPieces) -> Any:
+        """Begins to read pieces of a part; returns their handle."""
 
     @abstractmethod
     def _over(self, handle: Any) -> bool:
-        """Tells whether a part has been read; raises where that failed."""
+        """Tells whether pieces have been read; raises where that failed."""
 
     def _has_room(self) -> bool:
-        """Tells whether one more read may be under way."""
+        """Tells whether more pieces may be under way."""
         return True
 
     def _release(self, handle: Any) -> None:  # noqa: B027
-        """Gives up the handle of a part that has ended."""
+        """Gives up the handle of pieces that were read, or were not."""
 
     def _serve(self) -> None:  # noqa: B027
         """Does what peers that read need this process for."""
@@ -167,9 +168,9 @@ class RemoteReads(ABC):
     def _turn(self) -> None:
         """Begins and ends what can be, and serves those that read."""
         for read in self._reads:
-            if not read.begun and self._has_room() and read.ready():
-                self._begin_parts(read)
+            read.begun = read.begun or read.ready()
             if read.begun:
+                self._begin_parts(read)
                 self._check(read)
         self._reads = [read for read in self._reads if read.good is None]
         if self._broken or len(self._peers) > _MOST_PEERS:
@@ -180,12 +181,16 @@ class RemoteReads(ABC):
             _log.warning("reads of peers: %s: %s", type(error).__name__, error)
 
     def _begin_parts(self, read: Read) -> None:
-        read.begun = True
         for part in read.parts:
             if read.failed:
                 break
+            if part.handle is not None or not part.pieces.left or not self._has_room():
+                continue
             try:
-                part.handle = self._begin(self._peer(part.rank.agent), part)
+                peer = self._peer(part.rank.agent)
+                pieces = part.pieces.take()
+                if pieces is not None:
+                    part.handle = self._begin(peer, part, pieces)
             except Exception as error:  # a library's own, which have no common base
                 self._fail(read, part, error)
 
@@ -202,7 +207,9 @@ class RemoteReads(ABC):
             with contextlib.suppress(Exception):
                 self._release(part.handle)
             part.handle = None
-        if all(part.handle is None for part in read.parts):
+        if any(part.handle is not None for part in read.parts):
+            return
+        if read.failed or not any(part.pieces.left for part in read.parts):
             read.good = not read.failed
 
     def _fail(self, read: Read, part: ReadPart, error: Exception) -> None:

@@ -11,6 +11,10 @@ import torch
 
 from quire.parallel import ProcessGroup
 
+CLOCK_BEGIN = 64
+"""The place of the ranks' clocks in their memory, behind the token; see `LayerClock`."""
+_READ_ONLY = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
@@ -28,6 +32,25 @@ class SharedMemory:
     @property
     def path(self) -> str:
         return f"/proc/{self.pid}/fd/{self.descriptor}"
+
+
+def read_shared(pid: int, descriptor: int, size: int, token: bytes) -> mmap.mmap | None:
+    """Maps another process's memory to be read; None where it is not on this host, may not be read,
+    or is not what was meant: process ids of containers may name others."""
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", _READ_ONLY)
+    except OSError:
+        return None
+    try:
+        memory = mmap.mmap(opened, size, prot=mmap.PROT_READ)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(opened)
+    if memory[: len(token)] == token:
+        return memory
+    memory.close()
+    return None
 
 
 def map_shared(

@@ -76,6 +76,7 @@ _PEER_COUNTERS = {
         "kv_handover_seconds",
         "Seconds that prompts from other engines took beyond their computing.",
     ),
+    "ask_seconds": ("kv_ask_seconds", "Seconds until the engines asked for these had agreed."),
     "remote_tokens": ("remote_hit_tokens", "Prompt tokens whose KV came from other engines."),
     "local": (
         "kv_fetches_local",

@@ -1,0 +1,120 @@
+"""Pieces of a peer's blocks, as they may be read: all at once, or layers as they are computed."""
+
+from __future__ import annotations
+
+import bisect
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from quire.errors import QuireError
+from quire.runner.transfer.engine_memory import MemoryPieces, decode_memory
+from quire.runner.transfer.shared_memory import CLOCK_BEGIN, SharedMemory, read_shared
+
+_STILL_SECONDS = 60.0
+"""For how long a clock that is waited for may stand still."""
+_LOOK_SECONDS = 0.5
+"""Between two looks whether the peer is there."""
+
+
+class PieceSource(Protocol):
+    """Gives out pieces of one rank's memory as they may be read."""
+
+    @property
+    def left(self) -> bool:
+        """Whether any have not been given out."""
+        ...
+
+    def take(self) -> MemoryPieces | None:
+        """Gives out what may be read by now; None: nothing more than before. Raises QuireError
+        where no more is to be expected."""
+        ...
+
+
+class WrittenPieces:
+    """Pieces that have been written."""
+
+    def __init__(self, pieces: MemoryPieces) -> None:
+        self._pieces: MemoryPieces | None = pieces
+
+    @property
+    def left(self) -> bool:
+        return self._pieces is not None
+
+    def take(self) -> MemoryPieces | None:
+        pieces, self._pieces = self._pieces, None
+        return pieces
+
+
+class PeerClock:
+    """The clock of a rank of a peer. Raises ValueError where it cannot be read."""
+
+    def __init__(self, memory: SharedMemory, rank: int) -> None:
+        mapped = read_shared(memory.pid, memory.descriptor, memory.size, memory.token)
+        if mapped is None:
+            raise ValueError("a peer's clock is not to be read here")
+        self._clocks = np.frombuffer(mapped, np.int64, rank + 1, CLOCK_BEGIN)
+        self._path = memory.path
+
+    def read(self) -> int:
+        """Returns what it shows now."""
+        return int(self._clocks[-1])
+
+    @property
+    def lives(self) -> bool:
+        """Whether the peer's process is there."""
+        return os.path.exists(self._path)
+
+
+class LayerPieces:
+    """Pieces of which a step of the peer writes one layer after the other.
+
+    pieces: of some of the group's layers, by their places in it. due: what the clock is at least
+    when each layer has been written, in rising order.
+    """
+
+    def __init__(
+        self,
+        pieces: Callable[[range], MemoryPieces | None],
+        due: Sequence[int],
+        clock: PeerClock,
+    ) -> None:
+        self._pieces = pieces
+        self._due = due
+        self._clock = clock
+        self._taken = 0
+        self._seen = clock.read()
+        self._moved = self._looked = time.monotonic()
+
+    @property
+    def left(self) -> bool:
+        return self._taken < len(self._due)
+
+    def take(self) -> MemoryPieces | None:
+        seen, now = self._clock.read(), time.monotonic()
+        if seen != self._seen:
+            self._seen, self._moved = seen, now
+        layers = range(self._taken, bisect.bisect_right(self._due, seen))
+        if layers:
+            self._taken = layers.stop
+            return self._pieces(layers)
+        if now - self._moved > _STILL_SECONDS:
+            raise QuireError(f"the peer has computed nothing for {_STILL_SECONDS:g} s")
+        if now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            if not self._clock.lives:
+                raise QuireError("the peer's process has ended")
+        return None
+
+
+def sees_clock(source: bytes) -> bool:
+    """Tells whether a peer's memory has a clock that can be read here; see `Transfer.source`."""
+    try:
+        clock = decode_memory(source).clock
+        return clock is not None and bool(PeerClock(clock, 0))
+    except (ValueError, msgspec.DecodeError):
+        return False

@@ -1,0 +1,3 @@
+"""The version of Quire, also that of the package."""
+
+__version__ = "0.1.0"
