@@ -5,13 +5,22 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.config import OPTIMIZATIONS
+from quire.ops import KVLayer, Policy, use_policy
+from quire.ops.arguments import RmsScale
+from quire.ops.triton.attention import paged_attention
+from quire.ops.triton.linear import linear
+from quire.ops.triton.segments import segment_sum
+from quire.ops.weight import Weight, WeightFormat
+from tests.ops.test_triton_quantized import drawn
 from tests.unit.tiny_engine import TINY, TINY_WINDOW, VOCAB
 
 BIG = {**TINY, "hidden_size": 512, "intermediate_size": 1536, "head_dim": 64, "vocab_size": 2000}
@@ -75,6 +84,89 @@ def test_deterministic(tmp_path: Path, config: dict[str, Any], mine: SamplingPar
         found = [engine.ask(mine, others=others), engine.ask(mine)]
         engine.llm.shutdown()
         assert found == [want, want], settings
+
+
+FORMATS = {
+    "bfloat16": None,
+    "int8": WeightFormat(torch.int8, scales=torch.float32),
+    "fp8-g128": WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=128),
+    "int4-g128": WeightFormat(torch.uint8, bits=4, scales=torch.bfloat16, group=128),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_rows_products_do_not_depend_on_other_rows(name: str) -> None:
+    rows, outputs, inputs, form = 1100, 768, 1024, FORMATS[name]
+    torch.manual_seed(0)
+    x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+    residual = torch.randn(rows, outputs, device="cuda", dtype=torch.bfloat16)
+    weight = (
+        Weight.plain(torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16))
+        if form is None
+        else drawn(form, outputs, inputs)
+    )
+    norm = RmsScale(torch.rand(inputs, device="cuda", dtype=torch.bfloat16), 1e-6)
+    layers: dict[str, Callable[[slice], torch.Tensor]] = {
+        "gated": lambda part: linear(x[part], weight, norm=norm, act="silu_and_mul"),
+        "plain": lambda part: linear(x[part], weight),
+        "segments": lambda part: segment_sum(
+            x[part], weight, 8, torch.bfloat16, None, residual[part]
+        ),
+    }
+    with use_policy(Policy(deterministic=True)):
+        for kind, layer in layers.items():
+            whole = layer(slice(rows))
+            assert whole.isfinite().all()
+            for size in (1, 7, 16, 17, 33, 64, 65, 129, 257, 513):
+                part = slice(3, 3 + size)
+                assert torch.equal(layer(part), whole[part]), (kind, size)
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "more"),
+    [
+        (128, 2, {}),
+        (64, 4, {}),
+        (128, 4, {"window": 100}),
+        (128, 2, {"softcap": 30.0}),
+    ],
+)
+def test_a_tokens_attention_does_not_depend_on_its_step(
+    dim: int, group: int, more: dict[str, Any]
+) -> None:
+    """A prompt at once, in parts, and token by token, between other rows."""
+    torch.manual_seed(0)
+    length, kv_heads = 700, 4
+    k, v = (
+        torch.randn(150, kv_heads, 16, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    kv = KVLayer(k, v)
+    table = torch.randperm(150, device="cuda", dtype=torch.int32)[:132].view(3, 44)
+    q = torch.randn(length, kv_heads * group, dim, device="cuda", dtype=torch.bfloat16)
+
+    def attend(
+        q: torch.Tensor, starts: list[int], seq: list[int], order: list[int], longest: int = length
+    ) -> torch.Tensor:
+        return paged_attention(
+            q, kv, torch.tensor(starts, dtype=torch.int32, device="cuda"),
+            torch.tensor(seq, dtype=torch.int32, device="cuda"), table[order],
+            max_q_len=longest, max_seq_len=length, scale=dim**-0.5, **more,
+        )  # fmt: skip
+
+    with use_policy(Policy(deterministic=True)):
+        whole = attend(q, [0, length], [length], [0])
+        for chunk in (1, 97, 128, 300):
+            for first in range(0, length, chunk if chunk > 1 else 61):
+                part = q[first : first + chunk]
+                end = first + len(part)
+                mixed = torch.cat((q[:33], part, q[5:6]))
+                starts = [0, 33, 33 + len(part), 34 + len(part)]
+                found = attend(mixed, starts, [233, end, 650], [1, 0, 2])
+                assert torch.equal(found[33 : 33 + len(part)], whole[first:end]), (chunk, first)
+        for first in range(0, length, 7):
+            trio = torch.cat((q[:1], q[first : first + 1], q[5:6]))
+            found = attend(trio, [0, 1, 2, 3], [233, first + 1, 650], [1, 0, 2], longest=1)
+            assert torch.equal(found[1], whole[first]), first
 
 
 @pytest.mark.parametrize("name", OPTIMIZATIONS)

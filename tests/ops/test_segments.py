@@ -82,6 +82,23 @@ def test_ranks_add_up_to_one(name: str, side: str) -> None:
         assert torch.equal(ops.add_pairs(torch.stack(parts), dtype, bias, residual), whole)
 
 
+@pytest.mark.parametrize("swap", [False, True])
+def test_programs_may_share_a_tiles_segments(swap: bool) -> None:
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    x, residual = noise(37, 8 * 64).to(DEVICE, dtype), noise(37, 70).to(DEVICE, dtype)
+    weight = made(str(dtype).removeprefix("torch."), 70, 8 * 64, DEVICE)
+
+    def by(programs: int) -> Tensor:
+        plan = kernels.SumPlan(64, 64, 64, programs, swap=swap)
+        return kernels.segment_sum(x, weight, 8, dtype, None, residual, plan=plan)
+
+    alone = by(1)
+    error = alone.double() - (x.double() @ weight.values.double().t() + residual.double())
+    assert error.norm() / alone.double().norm() < TOLERANCE[dtype]
+    for programs in (2, 4, 8, 8):
+        assert torch.equal(by(programs), alone)
+
+
 def _contiguous(weight: Weight) -> dict[str, Any]:
     fields = {name: getattr(weight, name) for name in weight.__slots__}
     return {n: t.contiguous() if isinstance(t, Tensor) else t for n, t in fields.items()}

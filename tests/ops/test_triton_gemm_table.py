@@ -14,9 +14,11 @@ from quire.ops.triton.gemm_table import (
     GemmTable,
     bucket,
     cache_path,
+    fixed_plan,
     heuristic,
     key_of,
     plan_for,
+    rows_plan,
     store,
     table_for,
 )
@@ -54,6 +56,23 @@ def test_a_table_survives_the_disk() -> None:
     assert plan_for(shape, "Card X", H200) == plan
     assert plan_for(shape._replace(m=4), "Card X", H200) == plan
     assert plan_for(shape, "Card Y", H200) == heuristic(shape, H200)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_tiles_of_deterministic_layers_follow_the_rows_on_hopper_cards(gated: bool) -> None:
+    for rows in (1, 16, 17, 64, 100, 300, 9000):
+        for outputs in (1024, 24576):
+            shape = Shape(rows, outputs, 1024, torch.bfloat16, norm=True, gated=gated)
+            plan = rows_plan(shape, H200)
+            assert plan.split_k == 1
+            assert plan.norm == "separate"
+            assert plan.masked == (rows < plan.bm)
+            assert plan.bm <= 256
+            tile = (plan.bm + plan.bn * (2 if gated else 1)) * plan.bk * 2
+            assert plan.stages * tile <= H200.shared_memory
+            assert rows_plan(shape, T4) == fixed_plan(shape)
+            wide = shape._replace(dtype=torch.float32)
+            assert rows_plan(wide, H200) == fixed_plan(wide)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"card": 1, "triton": 2, "entries": {"a": 3}}'])

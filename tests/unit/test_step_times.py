@@ -1,4 +1,4 @@
-"""What drafts cost is measured by the programs that steps replay."""
+"""Checks that what drafts cost is measured by the programs that steps replay."""
 
 from __future__ import annotations
 

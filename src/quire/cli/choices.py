@@ -104,7 +104,7 @@ def _linear_layers(config: EngineConfig) -> str:
     from quire.ops.triton.gemm_table import BUCKETS, HEURISTIC_MAX_M, key_of, table_for
 
     if config.args.deterministic:
-        return "one tile for every number of rows: deterministic"
+        return "one order of sums for every number of rows: deterministic"
     if "skinny" in config.args.disable:
         return "cuBLAS: our kernels for few rows are disabled"
     hf_config = load_config(config.model_path)

@@ -284,8 +284,10 @@ def paged_attention(
         pdl,
     )
     if tuning.fixed:
-        long_tiles = tuning.prefill or prefill_tiles(_MANY, head_dim, width, card)
-        launch.long_rows(long_tiles, shortest=1, one_loop=True)
+        few = max_q_len * heads // kv_heads <= _SHORT_TILE
+        if not launch.by_wgmma(kv, tuning, 1, card, few):
+            long_tiles = tuning.prefill or prefill_tiles(_MANY, head_dim, width, card)
+            launch.long_rows(long_tiles, shortest=1, one_loop=True)
         return out
     made = (scratch or {}).get("schedule")
     early = made is not None and pdl
@@ -360,10 +362,11 @@ class _Launch:
             self._combine(partial, lse, plan.items, plan.rows, queries, tiles, long=False)
 
     def by_wgmma(
-        self, kv: KVLayer, tuning: AttentionTuning, shortest: int, card: DeviceTraits
-    ) -> bool:
+        self, kv: KVLayer, tuning: AttentionTuning, shortest: int, card: DeviceTraits,
+        few: bool = False,
+    ) -> bool:  # fmt: skip
         """Launches the kernel for Hopper cards for rows of at least `shortest` tokens, and says
-        whether it takes them."""
+        whether it takes them. few: no row has more than a warpgroup's tile of queries."""
         module = _hopper(card) if tuning.wgmma and tuning.prefill is None else None
         q, out = self.tensors[0], self.tensors[-1]
         if module is None or not module.takes(q, kv):
@@ -372,7 +375,7 @@ class _Launch:
             q, kv, self.tensors[-2] if self.constants["SINKS"] else None, out, self.rows,
             self.scales, softcap=self.constants["SOFTCAP"],
             window=self.window if self.constants["WINDOW"] else None, shortest=shortest,
-            pdl=self.pdl,
+            pdl=self.pdl, tiles=module.few_tiles(q.shape[2], card.num_sms) if few else None,
         )  # fmt: skip
         return True
 

@@ -28,7 +28,7 @@ from quire.ops.triton.gemm_plan import (
     shape_of,
     streams,
 )
-from quire.ops.triton.gemm_table import fixed_plan, plan_for
+from quire.ops.triton.gemm_table import plan_for, rows_plan
 from quire.ops.triton.gemv import gemv
 from quire.ops.triton.launch import traits
 from quire.ops.triton.mma_gemv import mma_gemv
@@ -178,8 +178,8 @@ def small_linear(
 
 
 def run_fixed(args: LinearArgs, *, rms_norm: Callable[[Tensor, RmsScale], Tensor]) -> Tensor:
-    """Runs a layer of any number of rows, by a plan that depends on none: a row's result is the
-    same to the bit, whatever else is in the batch."""
+    """Runs a layer of any number of rows by a plan of one order of sums: a row's result is the same
+    to the bit, whatever else is in the batch."""
     if args.norm is not None:
         args = replace(args, x=rms_norm(args.x, args.norm), norm=None)
-    return run(args, fixed_plan(shape_of(args)))
+    return run(args, rows_plan(shape_of(args), traits(args.x.device)))

@@ -80,6 +80,7 @@ class GemmPlan:
     norm: "exact" needs each row's mean square before the product; "late" scales the sums afterwards
         (one pass over x, and one rounding less); "separate" leaves the norm to its own kernel.
     prefetch: bytes of each weight row to ask into L2 before waiting for the predecessor.
+    masked: rows of a tile that are none are not read, rather than the last one again.
     eager: let the successor start before, not after, that wait: it prefetches earlier.
     """
 
@@ -94,6 +95,7 @@ class GemmPlan:
     norm: NormMode = "none"
     prefetch: int = 0
     eager: bool = True
+    masked: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Only what differs from the defaults."""
@@ -104,6 +106,7 @@ class GemmPlan:
             "swap": False,
             "prefetch": 0,
             "eager": True,
+            "masked": False,
         }
         if self.kernel == "torch":
             return {"kernel": "torch"}

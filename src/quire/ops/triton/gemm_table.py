@@ -197,6 +197,34 @@ def fixed_plan(shape: Shape) -> GemmPlan:
     )  # fmt: skip
 
 
+def rows_plan(shape: Shape, card: DeviceTraits) -> GemmPlan:
+    """The plan of `--deterministic` for a layer without adapters. On Hopper cards, sums of products
+    on tensor cores along K have the same bits in tiles of any size, so that the tile follows the
+    rows."""
+    if card.capability != (9, 0) or shape.dtype.itemsize != 2:
+        return fixed_plan(shape)
+    stacked = 2 if shape.gated else 1
+    few = triton.cdiv(shape.n * stacked, 64) <= card.num_sms
+    # Rows, outputs, inputs of a step, steps under way, warps, weights as the left operand.
+    if shape.m <= 16:
+        tile = (16, 64, 128, 6 if few else 4, 4, True)
+    elif shape.m <= 32:
+        tile = (32, 64, 128, 4, 4, True)
+    elif shape.m <= 64:
+        tile = (64, 32, 128, 4, 4, False) if few else (64, 64, 128, 3, 4, True)
+    elif shape.m <= 128:
+        tile = (64, 64, 64, 5, 4, True) if few else (128, 64, 64, 4, 4, True)
+    elif shape.m <= 512:
+        tile = (128, 128, 64, 4, 4, False)
+    else:
+        tile = (256, 128, 64, 3, 8, True)
+    bm, outputs, bk, stages, warps, swap = tile
+    return GemmPlan(
+        "skinny", bm=bm, bn=outputs // stacked, bk=bk, warps=warps, stages=stages, swap=swap,
+        norm="separate" if shape.norm else "none", prefetch=1024, masked=shape.m < bm,
+    )  # fmt: skip
+
+
 def plan_for(shape: Shape, card: str, traits: DeviceTraits) -> GemmPlan:
     """The table's plan for a shape (m rounded up to its bucket), else the heuristic's."""
     if bucket(shape.m) is None:

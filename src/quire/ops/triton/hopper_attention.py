@@ -14,8 +14,8 @@ from quire.ops.kv import KVLayer
 from quire.ops.triton.hopper_attention_kernel import attend_pages
 from quire.ops.triton.launch import launch, options, traits
 
-_ROWS = 128
-"""(token, head) pairs of a tile."""
+_ROWS = 64
+"""(token, head) pairs of a warpgroup."""
 _COLUMNS = 64
 """Values of a box's row: what a swizzled row of shared memory holds in 16 bits."""
 _SWIZZLE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -26,11 +26,13 @@ _ROUNDS = 2
 @dataclass(frozen=True)
 class RingTiles:
     """`n` KV positions at a time, `stages` of K and of V in flight. programs: at most; each takes
-    its share of the tiles of queries. 0: one for each tile."""
+    its share of the tiles of queries. 0: one for each tile. warpgroups: of `_ROWS` pairs each that
+    make a tile of queries, 1 or 2."""
 
     n: int
     stages: int
     programs: int
+    warpgroups: int = 2
 
 
 def takes(q: Tensor, kv: KVLayer) -> bool:
@@ -45,6 +47,11 @@ def takes(q: Tensor, kv: KVLayer) -> bool:
         and all(x.stride(2) == dim and x.stride(3) == 1 for x in stored)
         and all(x.stride(i) % dim == 0 for x in stored for i in (0, 1))
     )
+
+
+def few_tiles(head_dim: int, num_sms: int) -> RingTiles:
+    """Returns the tiles of rows whose queries all fit a warpgroup's."""
+    return RingTiles(128, 3 if head_dim == 128 else 4, num_sms, 1)
 
 
 def ring_tiles(items: int, head_dim: int, num_sms: int) -> RingTiles:
@@ -72,7 +79,8 @@ def attend_long_rows(
     see `attention.py`. tiles: by default made from the shapes."""
     (tokens, heads, dim), (_, kv_heads, block_tokens, _) = q.shape, kv.k.shape
     group, (query_start, seq_lens, table) = heads // kv_heads, rows
-    most = tokens * group // _ROWS + len(seq_lens)
+    rows_at_once = (2 if tiles is None else tiles.warpgroups) * _ROWS
+    most = tokens * group // rows_at_once + len(seq_lens)
     items = kv_heads * most
     tiles = tiles or ring_tiles(items, dim, traits(q.device).num_sms)
     programs = min(items, tiles.programs or items)
@@ -83,7 +91,7 @@ def attend_long_rows(
         *(x.stride(i) // dim for x in (kv.k, kv.v) for i in (0, 1)), table.stride(0),
         GROUP=group, D=dim, BLOCK_TOKENS=block_tokens, BN=tiles.n, STAGES=tiles.stages,
         SOFTCAP=softcap, WINDOW=window is not None, SINKS=sinks is not None,
-        PDL=pdl,
+        CONSUMERS=tiles.warpgroups, PDL=pdl,
         **options(pdl, num_warps=4),
     )  # fmt: skip
 

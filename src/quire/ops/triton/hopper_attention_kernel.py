@@ -1,7 +1,8 @@
 """The kernel of `hopper_attention.py`: tiles of queries against paged KV by TMA and wgmma.
 
 A program walks over tiles of 128 (token, head) pairs. One warp copies pages of K and V into rings
-in shared memory, ahead of two warpgroups that have 64 of the pairs each. While a warpgroup makes
+in shared memory, ahead of two warpgroups that have 64 of the pairs each; where no row has more than
+64, of one. While a warpgroup makes
 weights of one KV tile's scores, the tensor cores multiply the preceding tile's weights by its
 values, and work for the other warpgroup (FlashAttention-3, Shah et al., 2024). KV is taken from its
 end on down. The next tile's queries and KV are fetched meanwhile.
@@ -18,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quire.ops.triton.hopper_attention_tiles import COLUMNS, ROWS, ask_queries, attend_tiles
 
-CONSUMERS = gl.constexpr(2)
 ROWS_AT_ONCE = gl.constexpr(256)
 
 
@@ -38,7 +38,8 @@ def _row_of_tile(tile, query_start_ptr, num_rows, GROUP: gl.constexpr, BM: gl.co
 
 @gluon.jit
 def _item(
-    index, rows, window, GROUP: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr
+    index, rows, window, GROUP: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr,
+    CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """Returns of the program's tile number `index`: KV head, row, which of the row's tiles it is,
     where the row's queries begin, how many, the row's length, the tile's first and last position,
@@ -96,13 +97,13 @@ def _produce(
     k_desc, v_desc, k_pages, v_pages, barriers, rows, table_ptr, rounds, window, table_stride,
     k_block_rows, k_head_rows, v_block_rows, v_head_rows,
     GROUP: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    PAGE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
+    PAGE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     full_k, full_v, empty_k, empty_v = barriers
     done = 0
     for index in range(rounds):
         head, row, _, _, _, length, _, _, begin, low, count = _item(
-            index, rows, window, GROUP, BN, WINDOW
+            index, rows, window, GROUP, BN, WINDOW, CONSUMERS
         )
         table = table_ptr + row.to(gl.int64) * table_stride
         first_page = begin // BLOCK_TOKENS
@@ -129,11 +130,11 @@ def _consume(
     q_ptr, out_ptr, sinks_ptr, q_tiles, rings, rows, rounds, numbers, strides,
     GROUP: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
-    SINKS: gl.constexpr, WHICH: gl.constexpr,
+    SINKS: gl.constexpr, CONSUMERS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     q_stride_t, q_stride_h, out_stride_t, out_stride_h = strides
     done = 0
-    item = _item(0, rows, numbers[2], GROUP, BN, WINDOW)
+    item = _item(0, rows, numbers[2], GROUP, BN, WINDOW, CONSUMERS)
     base = (item[2] * CONSUMERS + WHICH) * ROWS
     ask_queries(
         q_ptr, q_tiles.index(WHICH), base, item[0], item[3], item[4], q_stride_t, q_stride_h,
@@ -143,7 +144,7 @@ def _consume(
         ahead = item
         ahead_base = base
         if index + 1 < rounds:
-            ahead = _item(index + 1, rows, numbers[2], GROUP, BN, WINDOW)
+            ahead = _item(index + 1, rows, numbers[2], GROUP, BN, WINDOW, CONSUMERS)
             ahead_base = (ahead[2] * CONSUMERS + WHICH) * ROWS
             ask_queries(
                 q_ptr, q_tiles.index((index + 1) % 2 * CONSUMERS + WHICH), ahead_base, ahead[0],
@@ -174,12 +175,12 @@ def attend_pages(
     out_stride_t, out_stride_h, k_block_rows, k_head_rows, v_block_rows, v_head_rows, table_stride,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
-    SINKS: gl.constexpr, PDL: gl.constexpr,
+    SINKS: gl.constexpr, CONSUMERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Rows of at least `shortest` queries. Each program takes `rounds` of the `most` tiles of each
-    KV head. k_desc, v_desc: of the pool as rows of D values, in boxes of a page, or a KV tile if
-    that is smaller. k_block_rows: such rows from a block to the next; k_head_rows: from a head to
-    the next."""
+    """Rows of at least `shortest` queries, in tiles of CONSUMERS * ROWS pairs. Each program takes
+    `rounds` of the `most` tiles of each KV head. k_desc, v_desc: of the pool as rows of D values,
+    in boxes of a page, or a KV tile if that is smaller. k_block_rows: such rows from a block to the
+    next; k_head_rows: from a head to the next."""
     PAGE: gl.constexpr = BLOCK_TOKENS if BLOCK_TOKENS < BN else BN
     PIECES: gl.constexpr = STAGES * (D // COLUMNS) * (BN // PAGE)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -219,11 +220,14 @@ def attend_pages(
         k_desc, v_desc, k_pages, v_pages, barriers, rows, table_ptr, rounds, window, table_stride,
         k_block_rows, k_head_rows, v_block_rows, v_head_rows,
     )  # fmt: skip
-    one: gl.constexpr = (GROUP, BN, D, PAGE, STAGES, SOFTCAP, WINDOW, SINKS, 0)
-    other: gl.constexpr = (GROUP, BN, D, PAGE, STAGES, SOFTCAP, WINDOW, SINKS, 1)
-    paging: gl.constexpr = (GROUP, BLOCK_TOKENS, BN, D, PAGE, STAGES, WINDOW)
+    one: gl.constexpr = (GROUP, BN, D, PAGE, STAGES, SOFTCAP, WINDOW, SINKS, CONSUMERS, 0)
+    other: gl.constexpr = (GROUP, BN, D, PAGE, STAGES, SOFTCAP, WINDOW, SINKS, CONSUMERS, 1)
+    paging: gl.constexpr = (GROUP, BLOCK_TOKENS, BN, D, PAGE, STAGES, WINDOW, CONSUMERS)
     # What the copying warp does not need of the registers goes to the others.
-    gl.warp_specialize(
-        [(_consume, queries + one), (_consume, queries + other), (_produce, pages + paging)],
-        [4, 1], [240, 24],
-    )  # fmt: skip
+    if CONSUMERS == 1:
+        gl.warp_specialize([(_consume, queries + one), (_produce, pages + paging)], [1], [24])
+    else:
+        gl.warp_specialize(
+            [(_consume, queries + one), (_consume, queries + other), (_produce, pages + paging)],
+            [4, 1], [240, 24],
+        )  # fmt: skip

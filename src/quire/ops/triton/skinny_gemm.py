@@ -69,16 +69,22 @@ def product(
     BM: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     NORM: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr = False,
-    IN_PAIRS: tl.constexpr = False,
+    IN_PAIRS: tl.constexpr = False, TURN: tl.constexpr = True, live=None,
 ):  # fmt: skip
-    """fp32 sums over [k_begin, k_end): [BM, R]; x_ptrs [BM, 1], w_ptrs, s_ptrs, z_ptrs [R, 1]."""
+    """fp32 sums over [k_begin, k_end): [BM, R], with SWAP and without TURN [R, BM]; x_ptrs [BM, 1],
+    w_ptrs, s_ptrs, z_ptrs [R, 1]. live: which rows of x are read, [BM, 1]; None: all."""
     ks = tl.arange(0, BK)
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
     acc = tl.zeros([R, BM] if SWAP else [BM, R], tl.float32)
     squares = tl.zeros([BM], tl.float32)
     for k0 in range(k_begin, k_end, BK):
         k = k0 + ks
-        x = load_k(x_ptrs + k[None, :], k[None, :], K, EVEN_K)
+        if live is None:
+            x = load_k(x_ptrs + k[None, :], k[None, :], K, EVEN_K)
+        elif EVEN_K:
+            x = tl.load(x_ptrs + k[None, :], mask=live, other=0.0)
+        else:
+            x = tl.load(x_ptrs + k[None, :], mask=live & (k < K)[None, :], other=0.0)
         w = load_tile(w_ptrs, k0, K, BK, BITS, EVEN_K)
         if BITS == 4 or GROUP > 0 or HAS_ZEROS:
             s = 1.0
@@ -111,7 +117,7 @@ def product(
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
     if E2M1 and dtype != tl.float16:
         acc *= LIFT
-    if SWAP:
+    if SWAP and TURN:
         acc = tl.trans(acc)
     if NORM == "late":
         acc *= tl.rsqrt(squares / K + eps)[:, None]
@@ -177,7 +183,7 @@ def skinny_kernel(
     NORM: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, APART: tl.constexpr,
     UPCAST: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
-    IN_PAIRS: tl.constexpr,
+    IN_PAIRS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). For w, w_scale_ptr and
     w_zero_ptr see `Operands`. Grid: N tiles, K splits, M tiles."""
@@ -205,7 +211,8 @@ def skinny_kernel(
         scale = _row_scales(x_ptrs, K, eps, BM, BK, EVEN_K)
     acc = product(
         x_ptrs, w_ptrs, s_ptrs, z_ptrs, g_ptr, scale, k_begin, k_end, K, eps, BM, R, BK, EVEN_K,
-        NORM, SWAP, UPCAST, BITS, GROUP, HAS_ZEROS, False, IN_PAIRS,
+        NORM, SWAP, UPCAST, BITS, GROUP, HAS_ZEROS, False, IN_PAIRS, True,
+        (ms < M)[:, None] if MASKED else None,
     )  # fmt: skip
     last = True
     if SPLIT:
@@ -262,6 +269,6 @@ def skinny_gemm(
         BITS=own.bits, GROUP=own.group, HAS_ZEROS=own.has_zeros, APART=args.apart,
         UPCAST=x.dtype == torch.bfloat16 and not traits(x.device).bf16,
         PDL=pdl, EAGER=plan.eager, PREFETCH=pdl, IN_PAIRS=unpacks_pairs(args, own),
-        num_warps=plan.warps, num_stages=plan.stages,
+        MASKED=plan.masked, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return Launch(skinny_kernel, (tiles[0], split_k, tiles[1]), operands, named)
