@@ -141,7 +141,7 @@ class EngineClient:
 
     @property
     def end(self) -> str:
-        """What an engine that is not alive told of its death; empty where it told nothing."""
+        """Returns what an engine told of its death; empty where it told nothing."""
         return self._replicas.end
 
     async def sleep(self) -> None:

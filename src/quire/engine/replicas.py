@@ -75,7 +75,7 @@ class Replicas:
 
     @property
     def end(self) -> str:
-        """What the engines that are not alive told of their deaths."""
+        """Returns what the engines that are not alive told of their deaths."""
         return "; ".join(engine.end for engine in self.engines if engine.end)
 
     @property

@@ -43,7 +43,7 @@ class Cut:
 
 
 _SCHEMES: WeakKeyDictionary[Quantization, dict[tuple[object, ...], Scheme]] = WeakKeyDictionary()
-"""What `experts_scheme` has returned."""
+"""Results of `experts_scheme`."""
 
 
 def experts_scheme(names: Sequence[str], layout: Layout, build: Build, count: int) -> Scheme:
