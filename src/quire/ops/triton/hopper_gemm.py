@@ -1,0 +1,132 @@
+"""Products of more than a few rows with weights of 4 bits on Hopper cards: the launch of
+`hopper_gemm_kernel.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quire.ops.triton.gemm import default_workspace
+from quire.ops.triton.gemm_plan import Launch, LinearArgs
+from quire.ops.triton.hopper_gemm_kernel import multiply_chunks
+from quire.ops.triton.launch import options, traits
+from quire.ops.triton.mma_unpack import FOUR_BITS, TYPES
+from quire.ops.triton.order_inputs import order_inputs
+from quire.ops.triton.quantized_tiles import Operands
+
+ROWS = 128
+"""Weight rows of a part of a tile."""
+INPUTS = 128
+"""Inputs of a chunk."""
+_WORDS = 16
+_MOST_ROWS = 512
+"""Rows of x from which on cuBLAS and the whole weight dequantized are as fast."""
+_SHARED = 220 << 10
+"""Bytes of shared memory for the ring."""
+_X_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_W_LAYOUT = NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
+
+
+class HopperTile(NamedTuple):
+    """parts: of ROWS weight rows; bn: rows of x."""
+
+    parts: int
+    bn: int
+
+    @property
+    def stages(self) -> int:
+        """Chunks in flight."""
+        each = self.bn * INPUTS * 2 + self.parts * ROWS * _WORDS * 4
+        return min(8, _SHARED // each)
+
+
+def _instructions(dtype: torch.dtype) -> str:
+    """Returns instructions for words $8 and $9 of a row: pairs of the values at each place, plus
+    $11, times $10. A value in the mantissa of a power of two is exact in 16 bits."""
+    t, (magic, one) = TYPES[dtype], FOUR_BITS[dtype]
+    lines = ["{", ".reg .b32 t, one;", f"mov.b32 one, {one};"]
+    for byte in range(4):
+        lines.append(f"prmt.b32 t, $8, $9, 0x{byte + 4}{byte + 4}{byte}{byte};")
+        for half in range(2):
+            out = f"${2 * byte + half}"
+            if half:
+                lines.append("shr.u32 t, t, 4;")
+            lines.append(f"lop3.b32 {out}, t, 0x000F000F, {magic}, 0xEA;")
+            lines.append(f"fma.rn.{t}x2 {out}, {out}, one, $11;")
+            lines.append(f"mul.rn.{t}x2 {out}, {out}, $10;")
+    return "\n".join([*lines, "}"])
+
+
+INSTRUCTIONS = {dtype: _instructions(dtype) for dtype in TYPES}
+
+
+def takes(args: LinearArgs) -> bool:
+    """Whether the kernel is for a layer: words of 4-bit integers, whole chunks of inputs and of
+    groups, rows that TMA takes, and not too many of x."""
+    weight, dtype = args.weight, args.x.dtype
+    form, values, scales = weight.format, weight.values, weight.scales
+    if form.bits != 4 or form.code != "integer" or form.ordered or weight.first or scales is None:
+        return False
+    if weight.inputs % INPUTS or form.group % INPUTS or (form.zeros and not form.group):
+        return False
+    # Scales apply to pairs of x's type; fp16 does not hold all that others may be.
+    fits = not form.group or scales.dtype == dtype or dtype == torch.bfloat16
+    aligned = values.data_ptr() % 16 == 0 and values.stride(0) % 16 == 0
+    return dtype in TYPES and fits and aligned and len(args.x) <= _MOST_ROWS
+
+
+def tile_for(rows: int, args: LinearArgs) -> HopperTile:
+    """Returns the tile of a product of `rows` rows, by a sweep over an 8B model's layers."""
+    bn = min(max(16, triton.next_power_of_2(rows)), 64 if rows <= 128 else 128)
+    return HopperTile(2 if args.gated else 1, bn)
+
+
+def product(args: LinearArgs) -> Tensor:
+    """Returns y [M, N], see `LinearArgs`, of a weight that `takes` says yes to."""
+    x, card = args.x, traits(args.x.device)
+    out = torch.empty(len(x), args.n, dtype=x.dtype, device=x.device)
+    if out.numel():
+        tile, counters = tile_for(len(x), args), default_workspace(x.device).counters
+        args = replace(args, x=order_inputs(x, args.norm), norm=None)
+        hopper_gemm(args, out, tile, counters, card.num_sms, pdl=card.pdl).run()
+    return out
+
+
+def hopper_gemm(
+    args: LinearArgs, out: Tensor, tile: HopperTile, counters: Tensor, programs: int, *, pdl: bool
+) -> Launch:
+    """`args`, whose x is in the order of `order_inputs` and has no norm, into `out` [M, N].
+
+    counters: int32, zero between kernels, two for each program."""
+    x, own, res, n = args.x, Operands(args.weight), args.residual, args.n
+    m_tiles = triton.cdiv(len(x), tile.bn)
+    width = ROWS if args.gated else ROWS * tile.parts
+    chunks = args.k // INPUTS
+    total = triton.cdiv(n, width) * m_tiles * chunks
+    programs = min(programs, total)
+    size = 2 * programs * tile.parts * ROWS * tile.bn
+    sums = torch.empty(size, dtype=torch.float32, device=x.device)
+    described = (
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.bn, INPUTS], _X_LAYOUT),
+        TensorDescriptor(
+            own.values, list(own.values.shape), list(own.values.stride()), [ROWS, _WORDS], _W_LAYOUT
+        ),
+    )
+    operands = (
+        *described, own.scales, own.zeros, x if args.bias is None else args.bias,
+        x if res is None else res, out, sums, counters, len(x), n, m_tiles, chunks, total,
+        own.scales.stride(0), 0 if res is None else res.stride(0), out.stride(0),
+    )  # fmt: skip
+    named = options(
+        pdl, PARTS=tile.parts, BN=tile.bn, STAGES=tile.stages, GROUP=own.group // INPUTS,
+        ASM=INSTRUCTIONS[x.dtype], ZEROS=own.has_zeros, SCALED=own.has_scales, GLU=args.gated,
+        ACT=args.act_name, BIAS=args.bias is not None, RES=res is not None, APART=args.apart,
+        PDL=pdl, num_warps=4,
+    )  # fmt: skip
+    return Launch(multiply_chunks, (programs,), operands, named)
