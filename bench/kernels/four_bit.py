@@ -29,7 +29,7 @@ from quire.ops.reference.quantized import dequantize
 from quire.ops.triton import gemm
 from quire.ops.triton.gemm_plan import LinearArgs, shape_of
 from quire.ops.triton.gemm_table import heuristic
-from quire.ops.triton.hopper_gemm import HopperTile, hopper_gemm
+from quire.ops.triton.hopper_gemm import HopperTile, hopper_gemm, product, takes, tile_for
 from quire.ops.triton.launch import compiling, traits
 from quire.ops.triton.norm import rms_norm
 from quire.ops.triton.order_inputs import order_inputs
@@ -44,6 +44,8 @@ FORMATS = {
     ),
     "int4": WeightFormat(torch.uint8, bits=4, scales=torch.float32),
 }
+TIMED = "int4-g128-zeros"
+"""What `--quantization int4` makes; other formats take as long."""
 GATED: Activation = "silu_and_mul"
 LAYERS: dict[str, tuple[int, int, Activation | None]] = {
     "qkv": (6144, 4096, None),
@@ -52,8 +54,12 @@ LAYERS: dict[str, tuple[int, int, Activation | None]] = {
     "down": (4096, 12288, None),
 }
 ROWS = (64, 16, 256, 2048, 128, 32, 512)
-TILES = [HopperTile(parts, bn) for parts in (1, 2) for bn in (16, 32, 64, 128)]
-TILES += [HopperTile(1, 256)]
+TILES = [
+    HopperTile(groups, parts, bn)
+    for groups, parts in ((2, 1), (4, 1), (2, 2))
+    for bn in (16, 32, 64, 128)
+    if (groups == 2 or bn <= 64) and (parts == 1 or bn >= 64)
+]
 Call = Callable[[], object]
 
 
@@ -74,10 +80,6 @@ def run(
     counters = gemm.default_workspace(DEVICE).counters
     programs = programs or traits(DEVICE).num_sms
     hopper_gemm(args, out, tile, counters, programs, pdl=True).run()
-
-
-def usable(tile: HopperTile, gated: bool) -> bool:
-    return tile.parts == 2 or not gated
 
 
 class Case(NamedTuple):
@@ -115,19 +117,33 @@ CASES = [
     Case("int4-g128", rows, 520, 1024, tile, act)
     for tile in TILES
     for rows, act in ((tile.bn, None), (3 * tile.bn - 5, GATED))
-    if usable(tile, act is not None)
 ]
-CASES += [Case(name, 77, 264, 2048, HopperTile(2, 64), None) for name in FORMATS]
+CASES += [Case(name, 77, 264, 2048, HopperTile(4, 1, 64), None) for name in FORMATS]
 CASES += [
-    Case("int4-g128", 64, 12288, 4096, HopperTile(2, 64), GATED),
-    Case("int4-g128", 300, 4096, 4096, HopperTile(1, 128), None),
+    Case("int4-g128", 64, 12288, 4096, HopperTile(4, 1, 64), GATED),
+    Case("int4-g128", 300, 4096, 4096, HopperTile(2, 1, 128), None),
 ]
+
+
+def layer_error(dtype: torch.dtype) -> float:
+    """Returns the relative error of a layer with a norm by the tile that is chosen."""
+    weight = draw(FORMATS["int4-g128-zeros"], 520, 1024)
+    x = torch.randn(150, 1024, device=DEVICE, dtype=dtype)
+    norm = RmsScale(torch.rand(1024, device=DEVICE, dtype=dtype) + 0.5, 1e-6)
+    args = LinearArgs(x, weight, norm=norm)
+    assert takes(args)
+    found = product(args).double()
+    y = rms_norm(x, *norm).double() @ dequantize(weight, torch.float64).T
+    return float((found - y).norm() / y.norm())
 
 
 def checks() -> None:
     for case in CASES:
         error = case.error()
         print(f"check {tuple(case)}: {error:.1e} {'ok' if error < 5e-3 else 'WRONG'}", flush=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        error = layer_error(dtype)
+        print(f"check layer in {dtype}: {error:.1e} {'ok' if error < 5e-3 else 'WRONG'}")
     x = torch.randn(3, 4096, device=DEVICE, dtype=torch.bfloat16)
     norm = RmsScale(torch.rand(4096, device=DEVICE, dtype=torch.bfloat16), 1e-6)
     same = torch.equal(order_inputs(x, norm), order_inputs(rms_norm(x, *norm)))
@@ -138,18 +154,19 @@ def compile_all() -> None:
     """Compiles what `checks` and `times` run, many at once."""
     with compiling(16):
         for outputs, inputs, act in reversed(LAYERS.values()):
-            weight = draw(FORMATS["int4-g128"], outputs, inputs)
+            weight = draw(FORMATS[TIMED], outputs, inputs)
             for rows in sorted(ROWS):
                 x = torch.empty(rows, inputs, device=DEVICE, dtype=torch.bfloat16)
                 args = LinearArgs(x, weight, act=act)
                 out = torch.empty(rows, args.n, device=DEVICE, dtype=torch.bfloat16)
                 for tile in TILES if rows == 64 else ():
-                    if usable(tile, act is not None):
-                        run(args, x, tile, out)
+                    run(args, x, tile, out)
                 if rows <= 256:
                     other_road(args)
         for case in CASES:
             case.error()
+        for dtype in (torch.bfloat16, torch.float16):
+            layer_error(dtype)
 
 
 def microseconds(calls: list[Call]) -> float:
@@ -159,8 +176,7 @@ def microseconds(calls: list[Call]) -> float:
 def counts(args: LinearArgs, tile: HopperTile) -> list[int]:
     """Returns numbers of programs: as many as multiprocessors (0), and such that tiles are cut
     alike."""
-    width = 128 if args.gated else 128 * tile.parts
-    tiles = -(-args.n // width) * -(-len(args.x) // tile.bn)
+    tiles = -(-args.weight.outputs // tile.rows) * -(-len(args.x) // tile.bn)
     return [0, traits(DEVICE).num_sms // tiles * tiles] if tiles <= 66 else [0]
 
 
@@ -181,15 +197,13 @@ def times(rows: int, layer: str, sweep: bool) -> dict[str, str]:
     plain = [torch.randn(outputs, inputs, device=DEVICE).bfloat16() for _ in range(2)]
     found["bf16"] = f"{microseconds([partial(torch.matmul, x, w.t()) for w in plain]):.1f}"
     del plain
-    weights = [draw(FORMATS["int4-g128"], outputs, inputs) for _ in range(copies)]
+    weights = [draw(FORMATS[TIMED], outputs, inputs) for _ in range(copies)]
     args = [LinearArgs(x, w, act=act) for w in weights]
     found["others"] = f"{microseconds([partial(other_road, a) for a in args]):.1f}"
     out = torch.empty(rows, args[0].n, device=DEVICE, dtype=torch.bfloat16)
-    tiles = [t for t in TILES if usable(t, act is not None) and t.bn <= max(16, rows)]
+    tiles = [t for t in TILES if min(rows, 128) <= 2 * t.bn <= 2 * max(16, rows)]
     results = []
-    for tile in tiles if sweep else tiles[-1:]:
-        if rows > 16 * tile.bn:
-            continue
+    for tile in tiles if sweep else [tile_for(rows, args[0])]:
         for programs in counts(args[0], tile) if sweep else (0,):
             try:
                 us = microseconds([partial(run, a, x, tile, out, programs) for a in args])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
 
 from quire.ops import RmsScale
+from quire.ops.choose import Policy, use_policy
 from quire.ops.reference.quantized import dequantize
 from quire.ops.triton.gemm_plan import LinearArgs
 from quire.ops.triton.hopper_gemm import INSTRUCTIONS, HopperTile, hopper_gemm, takes, tile_for
@@ -116,6 +119,24 @@ def test_programs_are_as_many_as_there_is_work_for() -> None:
         counters = torch.zeros(264, dtype=torch.int32, device=DEVICE)
         tile = tile_for(rows, args)
         launch = hopper_gemm(args, out, tile, counters, 132, pdl=False)
-        tiles = -(-300 // (128 * tile.parts)) * -(-rows // tile.bn)
+        tiles = -(-300 // tile.rows) * -(-rows // tile.bn)
         assert launch.grid == (min(132, 2 * tiles),)
-        assert 3 <= HopperTile(1, 256).stages <= tile.stages <= 8
+        assert 4 <= HopperTile(2, 2, 128).stages <= tile.stages <= 8
+
+
+def test_layers_of_more_than_a_few_rows_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def product(args: LinearArgs) -> Tensor:
+        asked.append(len(args.x))
+        return args.x
+
+    linear = importlib.import_module("quire.ops.triton.linear")
+    module = SimpleNamespace(takes=takes, product=product)
+    monkeypatch.setattr(linear, "_hopper", lambda card: module)
+    weight = draw(INT4, 16, 128)
+    for rows in (8, 9, 40):
+        linear.linear(torch.ones(rows, 128, device=DEVICE, dtype=torch.bfloat16), weight)
+    with use_policy(Policy(disabled=frozenset({"skinny"}))):
+        linear.linear(torch.ones(40, 128, device=DEVICE, dtype=torch.bfloat16), weight)
+    assert asked == [9, 40]

@@ -20,8 +20,8 @@ from quire.ops.triton.mma_unpack import FOUR_BITS, TYPES
 from quire.ops.triton.order_inputs import order_inputs
 from quire.ops.triton.quantized_tiles import Operands
 
-ROWS = 128
-"""Weight rows of a part of a tile."""
+_ROWS = 64
+"""Weight rows of a warpgroup's part of a tile."""
 INPUTS = 128
 """Inputs of a chunk."""
 _WORDS = 16
@@ -29,21 +29,25 @@ _MOST_ROWS = 512
 """Rows of x from which on cuBLAS and the whole weight dequantized are as fast."""
 _SHARED = 220 << 10
 """Bytes of shared memory for the ring."""
-_X_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_W_LAYOUT = NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
 
 
 class HopperTile(NamedTuple):
-    """parts: of ROWS weight rows; bn: rows of x."""
+    """groups: warpgroups that multiply, 2 or 4. parts: products of each, 1, or of two groups 2.
+    bn: rows of x; 4 groups have registers for 64."""
 
+    groups: int
     parts: int
     bn: int
 
     @property
+    def rows(self) -> int:
+        """Weight rows."""
+        return self.groups * self.parts * _ROWS
+
+    @property
     def stages(self) -> int:
         """Chunks in flight."""
-        each = self.bn * INPUTS * 2 + self.parts * ROWS * _WORDS * 4
-        return min(8, _SHARED // each)
+        return min(8, _SHARED // (self.bn * INPUTS * 2 + self.rows * _WORDS * 4))
 
 
 def _instructions(dtype: torch.dtype) -> str:
@@ -73,6 +77,8 @@ def takes(args: LinearArgs) -> bool:
     form, values, scales = weight.format, weight.values, weight.scales
     if form.bits != 4 or form.code != "integer" or form.ordered or weight.first or scales is None:
         return False
+    if args.gated and weight.outputs % 16:
+        return False
     if weight.inputs % INPUTS or form.group % INPUTS or (form.zeros and not form.group):
         return False
     # Scales apply to pairs of x's type; fp16 does not hold all that others may be.
@@ -84,7 +90,7 @@ def takes(args: LinearArgs) -> bool:
 def tile_for(rows: int, args: LinearArgs) -> HopperTile:
     """Returns the tile of a product of `rows` rows, by a sweep over an 8B model's layers."""
     bn = min(max(16, triton.next_power_of_2(rows)), 64 if rows <= 128 else 128)
-    return HopperTile(2 if args.gated else 1, bn)
+    return HopperTile(2, 2 if args.gated else 1, bn)
 
 
 def product(args: LinearArgs) -> Tensor:
@@ -103,30 +109,44 @@ def hopper_gemm(
 ) -> Launch:
     """`args`, whose x is in the order of `order_inputs` and has no norm, into `out` [M, N].
 
-    counters: int32, zero between kernels, two for each program."""
+    counters: int32, zero between kernels, one for each warpgroup of all programs."""
     x, own, res, n = args.x, Operands(args.weight), args.residual, args.n
     m_tiles = triton.cdiv(len(x), tile.bn)
-    width = ROWS if args.gated else ROWS * tile.parts
     chunks = args.k // INPUTS
-    total = triton.cdiv(n, width) * m_tiles * chunks
+    total = triton.cdiv(args.weight.outputs, tile.rows) * m_tiles * chunks
     programs = min(programs, total)
-    size = 2 * programs * tile.parts * ROWS * tile.bn
-    sums = torch.empty(size, dtype=torch.float32, device=x.device)
-    described = (
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.bn, INPUTS], _X_LAYOUT),
-        TensorDescriptor(
-            own.values, list(own.values.shape), list(own.values.stride()), [ROWS, _WORDS], _W_LAYOUT
-        ),
+    sums = torch.empty(2 * programs * tile.rows * tile.bn, dtype=torch.float32, device=x.device)
+    described = TensorDescriptor(
+        x, list(x.shape), list(x.stride()), [tile.bn, INPUTS], _layout(128, 16, 2)
     )
     operands = (
-        *described, own.scales, own.zeros, x if args.bias is None else args.bias,
-        x if res is None else res, out, sums, counters, len(x), n, m_tiles, chunks, total,
-        own.scales.stride(0), 0 if res is None else res.stride(0), out.stride(0),
+        described, _describe(own.values, tile.rows // tile.parts, gated=args.gated), own.scales,
+        own.zeros, x if args.bias is None else args.bias, x if res is None else res, out, sums,
+        counters, len(x), n, m_tiles, chunks, total, own.scales.stride(0),
+        0 if res is None else res.stride(0), out.stride(0),
     )  # fmt: skip
     named = options(
-        pdl, PARTS=tile.parts, BN=tile.bn, STAGES=tile.stages, GROUP=own.group // INPUTS,
-        ASM=INSTRUCTIONS[x.dtype], ZEROS=own.has_zeros, SCALED=own.has_scales, GLU=args.gated,
-        ACT=args.act_name, BIAS=args.bias is not None, RES=res is not None, APART=args.apart,
-        PDL=pdl, num_warps=4,
+        pdl, CONSUMERS=tile.groups, PARTS=tile.parts, BN=tile.bn, STAGES=tile.stages,
+        GROUP=own.group // INPUTS, ASM=INSTRUCTIONS[x.dtype], ZEROS=own.has_zeros,
+        SCALED=own.has_scales, GLU=args.gated, ACT=args.act_name, BIAS=args.bias is not None,
+        RES=res is not None, APART=args.apart, PDL=pdl, num_warps=4,
     )  # fmt: skip
     return Launch(multiply_chunks, (programs,), operands, named)
+
+
+def _layout(swizzle: int, bits: int, rank: int) -> NVMMASharedLayout:
+    return NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
+
+
+def _describe(words: Tensor, rows: int, *, gated: bool) -> TensorDescriptor:
+    """Describes boxes of a weight's rows; of a gated layer 8 gate rows, their 8 up rows, and so
+    on."""
+    (outputs, count), stride = words.shape, words.stride(0)
+    if not gated:
+        return TensorDescriptor(
+            words, [outputs, count], [stride, 1], [rows, _WORDS], _layout(64, 32, 2)
+        )
+    return TensorDescriptor(
+        words, [outputs // 16, 2, 8, count], [8 * stride, outputs // 2 * stride, stride, 1],
+        [rows // 16, 2, 8, _WORDS], _layout(64, 32, 4),
+    )  # fmt: skip

@@ -1,14 +1,19 @@
 """The kernel of `hopper_gemm.py`: weights of 4 bits by wgmma, whose left operand they are.
 
-A tile is 128 weight rows, or twice as many, by BN rows of x. One warp copies words of weights and
-inputs by TMA to a ring in shared memory, ahead of two warpgroups that have half of the weight rows
-each. A thread reads from there the words that hold its part of the left operand, and unpacks them
-into registers where the instruction takes them, while the tensor cores multiply what it unpacked
-before. The right operand are inputs in the order that makes this so, see `order_inputs`.
+A tile is some weight rows by BN rows of x. One warp copies words of weights and inputs by TMA to a
+ring in shared memory, ahead of two or four warpgroups that share the weight rows. A thread reads
+from there the words that hold its part of the left operand, and unpacks them into registers where
+the instruction takes them. Of four warpgroups some unpack while others multiply; each of two also
+unpacks what comes next while the tensor cores multiply. The right operand are inputs in the order
+that makes this so, see `order_inputs`. Of a gated layer, a tile's weight rows are 8 gate rows,
+their 8 up rows, and so on, so that a thread has sums of both.
 
 Programs share all tiles' inputs evenly: each has a run of chunks, which may begin and end within a
 tile. The sums of a tile's programs meet in a workspace, and the last to arrive adds them in order.
 """
+
+# Tuples that grow in a loop unrolled at compile time have no single type.
+# mypy: disable-error-code="assignment"
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 ROWS = gl.constexpr(64)
 """Weight rows of a product of a warpgroup."""
-CONSUMERS = gl.constexpr(2)
 WORDS = gl.constexpr(16)
 """Words of 32 bits of a weight row, or 128 inputs: a chunk."""
 INPUTS = gl.constexpr(128)
@@ -46,9 +50,9 @@ def _words_layout() -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def _words(tiles, stage, part, which, PARTS: gl.constexpr):
+def _words(tiles, stage, part, TILE: gl.constexpr, WHICH: gl.constexpr):
     """Returns a warpgroup's words of a part of a stage."""
-    return tiles.index((stage * PARTS + part) * CONSUMERS + which).load(_words_layout())
+    return tiles.index((stage * TILE[1] + part) * TILE[0] + WHICH).load(_words_layout())
 
 
 @gluon.jit
@@ -71,30 +75,64 @@ def _unpack(words, numbers, ASM: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def _first_row(nt, N, which, part, PARTS: gl.constexpr, GLU: gl.constexpr):
-    """Returns the first of a warpgroup's weight rows. Parts are gate and up, or neighbours."""
-    BOTH: gl.constexpr = CONSUMERS * ROWS
-    start = nt * BOTH + part * N if GLU else (nt * PARTS + part) * BOTH
-    return start + which * ROWS
+def _owner(position, total, programs):
+    """Returns the program whose run has a position."""
+    return (((position + 1).to(gl.int64) * programs - 1) // total).to(gl.int32)
 
 
 @gluon.jit
-def _weight_rows(row, last_row):
+def _begin(program, total, programs):
+    """Returns where a program's run begins."""
+    return (program.to(gl.int64) * total // programs).to(gl.int32)
+
+
+@gluon.jit
+def _first_row(nt, part, TILE: gl.constexpr, WHICH: gl.constexpr):
+    """Returns the first of a warpgroup's weight rows of a part, as tiles order them."""
+    return ((nt * TILE[1] + part) * TILE[0] + WHICH) * ROWS
+
+
+@gluon.jit
+def _stored(rows, N, GLU: gl.constexpr):
+    """Returns where rows of tiles are stored; rows behind the last stand for it."""
+    if GLU:
+        rows = gl.minimum(rows // 16 * 8 + rows % 8, N - 1) + rows // 8 % 2 * N
+    else:
+        rows = gl.minimum(rows, N - 1)
+    return rows
+
+
+@gluon.jit
+def _weight_rows(row, N, GLU: gl.constexpr):
     rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _words_layout()))
-    return gl.minimum(rows, last_row)
+    return _stored(rows, N, GLU)
 
 
 @gluon.jit
 def _ask_weights(
-    desc, bar, tiles, stage, position, chunks, m_tiles, N, PARTS: gl.constexpr, GLU: gl.constexpr
+    desc, bar, tiles, stage, position, chunks, m_tiles, TILE: gl.constexpr, GLU: gl.constexpr
 ):  # fmt: skip
-    row = _first_row(position // chunks // m_tiles, N, 0, 0, PARTS, GLU)
-    chunk = position % chunks
+    nt = position // chunks // m_tiles
+    word = position % chunks * WORDS
+    place = stage * TILE[1]
+    BLOCKS: gl.constexpr = TILE[0] * ROWS // 16
+    PARTS: gl.constexpr = TILE[1]
     for part in gl.static_range(PARTS):
-        at = row + part * (N if GLU else CONSUMERS * ROWS)
-        tma.async_copy_global_to_shared(
-            desc, [at, chunk * WORDS], bar.index(stage), tiles.index(stage * PARTS + part)
-        )
+        row = _first_row(nt, part, TILE, 0)
+        if GLU:
+            blocks = tiles._reinterpret(
+                gl.int32, [tiles.shape[0], BLOCKS, 2, 8, WORDS], gl.NVMMASharedLayout(64, 32, 4)
+            )
+            tma.async_copy_global_to_shared(
+                desc,
+                [row // 16, 0, 0, word],
+                bar.index(stage),
+                blocks.index(stage * TILE[1] + part),
+            )
+        else:
+            tma.async_copy_global_to_shared(
+                desc, [row, word], bar.index(stage), tiles.index(place + part)
+            )
 
 
 @gluon.jit
@@ -115,11 +153,13 @@ def _wait_for_predecessor():
 
 @gluon.jit
 def _produce(
-    x_desc, w_desc, x_tiles, w_tiles, full, empty, N, m_tiles, chunks, total,
-    PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GLU: gl.constexpr,
-    PDL: gl.constexpr,
+    x_desc, w_desc, x_tiles, w_tiles, full, empty, m_tiles, chunks, total,
+    CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    GLU: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    BYTES: gl.constexpr = BN * INPUTS * 2 + PARTS * CONSUMERS * ROWS * WORDS * 4
+    """Copies what the program's chunks take, as soon as there is room."""
+    TILE: gl.constexpr = (CONSUMERS, PARTS, BN)
+    BYTES: gl.constexpr = BN * INPUTS * 2 + CONSUMERS * PARTS * ROWS * WORDS * 4
     programs = gl.num_programs(0)
     begin = _begin(gl.program_id(0), total, programs)
     end = _begin(gl.program_id(0) + 1, total, programs)
@@ -127,7 +167,7 @@ def _produce(
     first = gl.minimum(end, begin + STAGES)
     for i in range(begin, first):
         mbarrier.expect(full.index(i - begin), BYTES)
-        _ask_weights(w_desc, full, w_tiles, i - begin, i, chunks, m_tiles, N, PARTS, GLU)
+        _ask_weights(w_desc, full, w_tiles, i - begin, i, chunks, m_tiles, TILE, GLU)
     if PDL:
         _wait_for_predecessor()
     for i in range(begin, first):
@@ -136,8 +176,75 @@ def _produce(
         stage = (i - begin) % STAGES
         mbarrier.wait(empty.index(stage), ((i - begin) // STAGES + 1) & 1)
         mbarrier.expect(full.index(stage), BYTES)
-        _ask_weights(w_desc, full, w_tiles, stage, i, chunks, m_tiles, N, PARTS, GLU)
+        _ask_weights(w_desc, full, w_tiles, stage, i, chunks, m_tiles, TILE, GLU)
         _ask_inputs(x_desc, full, x_tiles, stage, i, chunks, m_tiles, BN)
+
+
+@gluon.jit
+def _slot(program, behind, TILE: gl.constexpr, WHICH: gl.constexpr):
+    """Returns where a warpgroup's sums of a tile go: of the program's first, or that behind it."""
+    return (2 * program + behind) * TILE[0] + WHICH
+
+
+@gluon.jit
+def _at(ptr, slot, part, TILE: gl.constexpr):
+    BN: gl.constexpr = TILE[2]
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums_layout(BN)))
+    cols = gl.arange(0, BN, layout=gl.SliceLayout(0, sums_layout(BN)))
+    start = ptr + (slot * TILE[1] + part).to(gl.int64) * (ROWS * BN)
+    return start + (rows[:, None] * BN + cols[None, :])
+
+
+@gluon.jit
+def _load_sums(ptr, slot, wanted, TILE: gl.constexpr):
+    """Returns a warpgroup's sums, zeros unless `wanted`. Reads past L1, which does not see what
+    other programs wrote."""
+    PARTS: gl.constexpr = TILE[1]
+    sums = ()
+    for part in gl.static_range(PARTS):
+        own = gl.load(_at(ptr, slot, part, TILE), mask=wanted, other=0.0, cache_modifier=".cg")
+        sums = sums + (own,)
+    return sums
+
+
+@gluon.jit
+def _meet(
+    sums, tile, chunks, total, parts_ptr, counters_ptr, TILE: gl.constexpr, WHICH: gl.constexpr
+):  # fmt: skip
+    """Returns the sums of all of a tile's programs, and whether this is the last one to come: the
+    others' are not whole."""
+    PARTS: gl.constexpr = TILE[1]
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    first = _owner(tile * chunks, total, programs)
+    count = _owner((tile + 1) * chunks - 1, total, programs) - first + 1
+    whole = count == 1
+    if count > 1:
+        behind = _begin(program, total, programs) // chunks != tile
+        for part in gl.static_range(PARTS):
+            gl.store(_at(parts_ptr, _slot(program, behind, TILE, WHICH), part, TILE), sums[part])
+        gl.thread_barrier()  # all are written before the one atomic that says so
+        counter_ptr = counters_ptr + first * TILE[0] + WHICH
+        whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
+        if whole:
+            behind = _begin(first, total, programs) // chunks != tile
+            slot = _slot(first, behind, TILE, WHICH)
+            # Where registers suffice, two at a time: a load takes longer than all sums.
+            PAIRS: gl.constexpr = PARTS == 1 and (TILE[0] == 2 or TILE[2] <= 32)
+            sums = _load_sums(parts_ptr, slot, True, TILE)
+            for other in range(first + 1, first + count, 2 if PAIRS else 1):
+                slot = _slot(other, False, TILE, WHICH)
+                more = _load_sums(parts_ptr, slot, True, TILE)
+                if PARTS == 2:
+                    sums = (sums[0] + more[0], sums[1] + more[1])
+                elif PAIRS:
+                    slot = _slot(other + 1, False, TILE, WHICH)
+                    last = _load_sums(parts_ptr, slot, other + 1 < first + count, TILE)
+                    sums = (sums[0] + more[0] + last[0],)
+                else:
+                    sums = (sums[0] + more[0],)
+            gl.store(counter_ptr, 0)
+    return sums, whole
 
 
 @gluon.jit
@@ -153,24 +260,35 @@ def _activate(x, ACT: gl.constexpr):
 
 
 @gluon.jit
-def _ended(acc, row, out_scale_ptr, bias_ptr, last_row, SCALED: gl.constexpr, BIAS: gl.constexpr,
-           BN: gl.constexpr):  # fmt: skip
+def _ended(
+    sums, row, N, out_scale_ptr, bias_ptr, SCALED: gl.constexpr, BIAS: gl.constexpr,
+    GLU: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
     """Returns sums of weight rows from `row` on with scales of outputs and biases."""
     rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums_layout(BN)))
-    rows = gl.minimum(rows, last_row)
+    rows = _stored(rows, N, GLU)
     if SCALED:
-        acc = acc * gl.load(out_scale_ptr + rows).to(gl.float32)[:, None]
+        sums = sums * gl.load(out_scale_ptr + rows).to(gl.float32)[:, None]
     if BIAS:
-        acc = acc + gl.load(bias_ptr + rows).to(gl.float32)[:, None]
-    return acc
+        sums = sums + gl.load(bias_ptr + rows).to(gl.float32)[:, None]
+    return sums
 
 
 @gluon.jit
-def _store(y, col, cols_end, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES: gl.constexpr,
-           BN: gl.constexpr):  # fmt: skip
-    cols = col + gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums_layout(BN)))
-    ms = mt * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, sums_layout(BN)))
-    mask = (cols < cols_end)[:, None] & (ms < M)[None, :]
+def _halves(sums, BN: gl.constexpr):
+    """Returns the sums of gate rows and of up rows, [ROWS / 2, BN]."""
+    x = gl.permute(gl.reshape(sums, [ROWS // 16, 2, 8, BN]), (0, 2, 3, 1))
+    gate, up = gl.split(x)
+    return gl.reshape(gate, [ROWS // 2, BN]), gl.reshape(up, [ROWS // 2, BN])
+
+
+@gluon.jit
+def _store(y, col, end, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES: gl.constexpr):
+    """Stores y [outputs, rows of x] at outputs from `col` on, up to `end`."""
+    layout: gl.constexpr = y.type.layout
+    cols = col + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, layout))
+    ms = mt * y.shape[1] + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, layout))
+    mask = (cols < end)[:, None] & (ms < M)[None, :]
     m64 = ms.to(gl.int64)[None, :]
     if RES:
         added = gl.load(res_ptr + (m64 * stride_rm + cols[:, None]), mask=mask, other=0.0)
@@ -179,37 +297,31 @@ def _store(y, col, cols_end, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES: g
 
 
 @gluon.jit
-def _owner(position, total, programs):
-    """Returns the program whose run has a position."""
-    return (((position + 1).to(gl.int64) * programs - 1) // total).to(gl.int32)
-
-
-@gluon.jit
-def _begin(program, total, programs):
-    return (program.to(gl.int64) * total // programs).to(gl.int32)
-
-
-@gluon.jit
-def _slot(program, which, behind):
-    """Returns where a warpgroup's sums of a tile go: of the program's first, or that behind it."""
-    return (2 * program + behind) * CONSUMERS + which
-
-
-@gluon.jit
-def _at(ptr, slot, part, PARTS: gl.constexpr, BN: gl.constexpr):
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums_layout(BN)))
-    cols = gl.arange(0, BN, layout=gl.SliceLayout(0, sums_layout(BN)))
-    start = ptr + (slot * PARTS + part).to(gl.int64) * (ROWS * BN)
-    return start + (rows[:, None] * BN + cols[None, :])
-
-
-@gluon.jit
-def _load_sums(ptr, slot, PARTS: gl.constexpr, BN: gl.constexpr):
-    """Reads past L1, which does not see what other programs wrote."""
-    sums = ()
+def _finish(
+    sums, nt, mt, pointers, sizes, strides, TILE: gl.constexpr, SCALED: gl.constexpr,
+    GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr,
+    APART: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Ends a tile of sums and stores it: scales of outputs, bias, activation and residual."""
+    PARTS: gl.constexpr = TILE[1]
+    BN: gl.constexpr = TILE[2]
+    scale_ptr, _, bias_ptr, res_ptr, y_ptr, _, _ = pointers
+    M, N, _, _, _ = sizes
+    _, stride_rm, stride_ym = strides
     for part in gl.static_range(PARTS):
-        sums = sums + (gl.load(_at(ptr, slot, part, PARTS, BN), cache_modifier=".cg"),)
-    return sums
+        row = _first_row(nt, part, TILE, WHICH)
+        y = _ended(sums[part], row, N, scale_ptr, bias_ptr, SCALED, BIAS, GLU, BN)
+        if GLU:
+            gate, up = _halves(y, BN)
+            if APART:
+                _store(gate, row // 2, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, False)
+                _store(up, row // 2, N, mt, M, y_ptr + N, stride_ym, res_ptr, stride_rm, False)
+            else:
+                z = _activate(gate, ACT) * up
+                _store(z, row // 2, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES)
+        else:
+            z = _activate(y, ACT)
+            _store(z, row, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES)
 
 
 @gluon.jit
@@ -232,147 +344,97 @@ def _numbers(
 
 
 @gluon.jit
-def _meet(
-    sums, tile, chunks, total, parts_ptr, counters_ptr, PARTS: gl.constexpr, BN: gl.constexpr,
-    WHICH: gl.constexpr,
-):  # fmt: skip
-    """Returns the sums of all of a tile's programs, and whether this is the last one to come: the
-    others' are not whole."""
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    first = _owner(tile * chunks, total, programs)
-    count = _owner((tile + 1) * chunks - 1, total, programs) - first + 1
-    whole = count == 1
-    if count > 1:
-        behind = _begin(program, total, programs) // chunks != tile
-        for part in gl.static_range(PARTS):
-            gl.store(_at(parts_ptr, _slot(program, WHICH, behind), part, PARTS, BN), sums[part])
-        gl.thread_barrier()  # all are written before the one atomic that says so
-        counter_ptr = counters_ptr + first * CONSUMERS + WHICH
-        whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
-        if whole:
-            behind = _begin(first, total, programs) // chunks != tile
-            slot = _slot(first, WHICH, behind)
-            sums = _load_sums(parts_ptr, slot, PARTS, BN)
-            for other in range(first + 1, first + count):
-                more = _load_sums(parts_ptr, _slot(other, WHICH, False), PARTS, BN)
-                if PARTS == 2:
-                    sums = (sums[0] + more[0], sums[1] + more[1])
-                else:
-                    sums = (sums[0] + more[0],)
-            gl.store(counter_ptr, 0)
-    return sums, whole
-
-
-@gluon.jit
-def _finish(
-    sums, nt, mt, pointers, sizes, strides, PARTS: gl.constexpr, BN: gl.constexpr,
-    SCALED: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
-    RES: gl.constexpr, APART: gl.constexpr, WHICH: gl.constexpr,
-):  # fmt: skip
-    """Ends a tile of sums and stores it: scales of outputs, bias, activation and residual."""
-    scale_ptr, _, bias_ptr, res_ptr, y_ptr, _, _ = pointers
-    M, N, _, _, _ = sizes
-    _, stride_rm, stride_ym = strides
-    last_row = N * (2 if GLU else 1) - 1
-    row = _first_row(nt, N, WHICH, 0, PARTS, GLU)
-    y = _ended(sums[0], row, scale_ptr, bias_ptr, last_row, SCALED, BIAS, BN)
-    if not (GLU and APART):
-        y = _activate(y, ACT)
-    if PARTS == 2:
-        other = _first_row(nt, N, WHICH, 1, PARTS, GLU)
-        z = _ended(sums[1], other, scale_ptr, bias_ptr, last_row, SCALED, BIAS, BN)
-        if GLU and not APART:
-            y = y * z
-        else:
-            if not GLU:
-                z = _activate(z, ACT)
-            end = 2 * N if GLU else N
-            _store(z, other, end, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES, BN)
-    _store(y, row, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES, BN)
-
-
-@gluon.jit
 def _consume(
     x_tiles, w_tiles, full, empty, pointers, sizes, strides,
-    PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ASM: gl.constexpr, ZEROS: gl.constexpr, SCALED: gl.constexpr, GLU: gl.constexpr,
-    ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr, APART: gl.constexpr,
-    PDL: gl.constexpr, WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, ASM: gl.constexpr, ZEROS: gl.constexpr, SCALED: gl.constexpr,
+    GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr,
+    APART: gl.constexpr, PDL: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Multiplies a warpgroup's ROWS weight rows of each part of the program's tiles."""
+    TILE: gl.constexpr = (CONSUMERS, PARTS, BN)
+    AHEAD: gl.constexpr = CONSUMERS == 2
     scale_ptr, zero_ptr, _, _, _, parts_ptr, counters_ptr = pointers
     scales = (scale_ptr, zero_ptr, strides[0])
     _, N, m_tiles, chunks, total = sizes
     dtype: gl.constexpr = x_tiles.dtype
     layout: gl.constexpr = sums_layout(BN)
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    begin = _begin(program, total, programs)
-    end = _begin(program + 1, total, programs)
-    last_row = N * (2 if GLU else 1) - 1
+    begin = _begin(gl.program_id(0), total, gl.num_programs(0))
+    end = _begin(gl.program_id(0) + 1, total, gl.num_programs(0))
     if PDL:
         _wait_for_predecessor()
     position = begin
     while position < end:
         tile = position // chunks
         nt = tile // m_tiles
-        mt = tile % m_tiles
         until = gl.minimum(end, (tile + 1) * chunks)
         start = tile * chunks
-        rows0 = _weight_rows(_first_row(nt, N, WHICH, 0, PARTS, GLU), last_row)
+        rows0 = _weight_rows(_first_row(nt, 0, TILE, WHICH), N, GLU)
         numbers0 = _numbers(scales, rows0, position, start, until, GROUP, ZEROS, dtype)
         ahead0 = _numbers(scales, rows0, position + 1, start, until, GROUP, ZEROS, dtype)
         acc0 = gl.zeros([ROWS, BN], gl.float32, layout)
         if PARTS == 2:
-            rows1 = _weight_rows(_first_row(nt, N, WHICH, 1, PARTS, GLU), last_row)
+            rows1 = _weight_rows(_first_row(nt, 1, TILE, WHICH), N, GLU)
             numbers1 = _numbers(scales, rows1, position, start, until, GROUP, ZEROS, dtype)
             acc1 = gl.zeros([ROWS, BN], gl.float32, layout)
         chunk = position - begin
-        mbarrier.wait(full.index(chunk % STAGES), chunk // STAGES & 1)
-        words = _words(w_tiles, chunk % STAGES, 0, WHICH, PARTS)
-        a = _unpack(words, numbers0, ASM, BN)
-        if PARTS == 2:
-            words = _words(w_tiles, chunk % STAGES, 1, WHICH, PARTS)
-        else:
-            chunk += 1
-            mbarrier.wait(full.index(chunk % STAGES), chunk // STAGES & 1, pred=chunk < end - begin)
-            words = _words(w_tiles, chunk % STAGES, 0, WHICH, PARTS)
+        if AHEAD:
+            mbarrier.wait(full.index(chunk % STAGES), chunk // STAGES & 1)
+            words = _words(w_tiles, chunk % STAGES, 0, TILE, WHICH)
+            a = _unpack(words, numbers0, ASM, BN)
+            if PARTS == 2:
+                words = _words(w_tiles, chunk % STAGES, 1, TILE, WHICH)
+            else:
+                chunk += 1
+                following = full.index(chunk % STAGES)
+                mbarrier.wait(following, chunk // STAGES & 1, pred=chunk < end - begin)
+                words = _words(w_tiles, chunk % STAGES, 0, TILE, WHICH)
         for i in range(position, until):
             # No product is under way from one round to the next: the assembler would wait for each
             # single one. It moves arithmetic across the waits for products, but not across loops:
             # waits for copies, one of which ends at once, keep unpacking before them.
             stage = (i - begin) % STAGES
             x = x_tiles.index(stage).permute((1, 0))
-            acc0 = warpgroup_mma(a, x, acc0, is_async=True)
-            if PARTS == 2:
+            if not AHEAD:
+                mbarrier.wait(full.index(stage), (i - begin) // STAGES & 1)
+                words = _words(w_tiles, stage, 0, TILE, WHICH)
+                a = _unpack(words, numbers0, ASM, BN)
+                numbers0 = ahead0
+                ahead0 = _numbers(scales, rows0, i + 2, start, until, GROUP, ZEROS, dtype)
+                acc0 = warpgroup_mma(a, x, acc0, is_async=True)
+                acc0 = warpgroup_mma_wait(0, deps=[acc0])
+            elif PARTS == 2:
+                acc0 = warpgroup_mma(a, x, acc0, is_async=True)
                 b = _unpack(words, numbers1, ASM, BN)
                 numbers1 = _numbers(scales, rows1, i + 1, start, until, GROUP, ZEROS, dtype)
                 chunk = i + 1 - begin
                 following = full.index(chunk % STAGES)
                 mbarrier.wait(following, chunk // STAGES & 1, pred=i + 1 < end)
-                words = _words(w_tiles, chunk % STAGES, 0, WHICH, PARTS)
+                words = _words(w_tiles, chunk % STAGES, 0, TILE, WHICH)
                 acc0 = warpgroup_mma_wait(0, deps=[acc0])
                 acc1 = warpgroup_mma(b, x, acc1, is_async=True)
                 a = _unpack(words, ahead0, ASM, BN)
-                words = _words(w_tiles, chunk % STAGES, 1, WHICH, PARTS)
+                words = _words(w_tiles, chunk % STAGES, 1, TILE, WHICH)
                 ahead0 = _numbers(scales, rows0, i + 2, start, until, GROUP, ZEROS, dtype)
                 mbarrier.wait(following, chunk // STAGES & 1, pred=i + 1 < end)
                 acc1 = warpgroup_mma_wait(0, deps=[acc1])
             else:
+                acc0 = warpgroup_mma(a, x, acc0, is_async=True)
                 a = _unpack(words, ahead0, ASM, BN)
                 ahead0 = _numbers(scales, rows0, i + 2, start, until, GROUP, ZEROS, dtype)
                 chunk = i + 2 - begin
                 following = full.index(chunk % STAGES)
                 mbarrier.wait(following, chunk // STAGES & 1, pred=i + 2 < end)
-                words = _words(w_tiles, chunk % STAGES, 0, WHICH, PARTS)
+                words = _words(w_tiles, chunk % STAGES, 0, TILE, WHICH)
                 acc0 = warpgroup_mma_wait(0, deps=[acc0])
             mbarrier.arrive(empty.index(stage), count=1)
         sums = (acc0, acc1) if PARTS == 2 else (acc0,)
-        sums, whole = _meet(sums, tile, chunks, total, parts_ptr, counters_ptr, PARTS, BN, WHICH)
+        sums, whole = _meet(sums, tile, chunks, total, parts_ptr, counters_ptr, TILE, WHICH)
         if whole:
-            _finish(sums, nt, mt, pointers, sizes, strides, PARTS, BN, SCALED, GLU, ACT, BIAS, RES,
-                    APART, WHICH)  # fmt: skip
+            _finish(
+                sums, nt, tile % m_tiles, pointers, sizes, strides, TILE, SCALED, GLU, ACT, BIAS,
+                RES, APART, WHICH,
+            )  # fmt: skip
         position = until
 
 
@@ -384,21 +446,22 @@ SIZES = ["M", "N", "m_tiles", "chunks", "total", "stride_sn", "stride_rm", "stri
 def multiply_chunks(
     x_desc, w_desc, scale_ptr, zero_ptr, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr,
     M, N, m_tiles, chunks, total, stride_sn, stride_rm, stride_ym,
-    PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ASM: gl.constexpr, ZEROS: gl.constexpr, SCALED: gl.constexpr, GLU: gl.constexpr,
-    ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr, APART: gl.constexpr,
-    PDL: gl.constexpr,
+    CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, ASM: gl.constexpr, ZEROS: gl.constexpr, SCALED: gl.constexpr,
+    GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr,
+    APART: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). GROUP: chunks of a group; 0:
-    each output has one scale, if SCALED. total: chunks of all tiles."""
+    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). A tile is CONSUMERS warpgroups'
+    PARTS of ROWS weight rows, and BN rows of x. GROUP: chunks of a group; 0: each output has one
+    scale, if SCALED. total: chunks of all tiles. w_desc: words of rows; of a gated layer, [N / 8,
+    gate or up, 8, words]."""
     dtype: gl.constexpr = x_desc.dtype
-    BOTH: gl.constexpr = CONSUMERS * ROWS
     x_tiles = gl.allocate_shared_memory(
         dtype, [STAGES, BN, INPUTS], gl.NVMMASharedLayout(128, 16, 2)
     )
     layout: gl.constexpr = gl.NVMMASharedLayout(64, 32, 2)
-    w_tiles = gl.allocate_shared_memory(gl.int32, [STAGES * PARTS, BOTH, WORDS], layout)
-    w_halves = w_tiles._reinterpret(gl.int32, [STAGES * PARTS * CONSUMERS, ROWS, WORDS], layout)
+    w_tiles = gl.allocate_shared_memory(gl.int32, [STAGES * PARTS, CONSUMERS * ROWS, WORDS], layout)
+    w_shares = w_tiles._reinterpret(gl.int32, [STAGES * PARTS * CONSUMERS, ROWS, WORDS], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -412,46 +475,39 @@ def multiply_chunks(
             pack=1,
         )  # fmt: skip
     work = (
-        x_tiles, w_halves, full, empty,
+        x_tiles, w_shares, full, empty,
         (scale_ptr, zero_ptr, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr),
         (M, N, m_tiles, chunks, total), (stride_sn, stride_rm, stride_ym),
     )  # fmt: skip
-    copies = (x_desc, w_desc, x_tiles, w_tiles, full, empty, N, m_tiles, chunks, total)
-    one: gl.constexpr = (
-        PARTS,
-        BN,
-        STAGES,
-        GROUP,
-        ASM,
-        ZEROS,
-        SCALED,
-        GLU,
-        ACT,
-        BIAS,
-        RES,
-        APART,
-        PDL,
+    copies = (x_desc, w_desc, x_tiles, w_tiles, full, empty, m_tiles, chunks, total)
+    copying: gl.constexpr = (CONSUMERS, PARTS, BN, STAGES, GLU, PDL)
+    w0: gl.constexpr = (
+        CONSUMERS, PARTS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
         0,
-    )
-    other: gl.constexpr = (
-        PARTS,
-        BN,
-        STAGES,
-        GROUP,
-        ASM,
-        ZEROS,
-        SCALED,
-        GLU,
-        ACT,
-        BIAS,
-        RES,
-        APART,
-        PDL,
-        1,
-    )
-    copying: gl.constexpr = (PARTS, BN, STAGES, GLU, PDL)
-    # What the copying warp does not need of the registers goes to the others.
-    gl.warp_specialize(
-        [(_consume, work + one), (_consume, work + other), (_produce, copies + copying)],
-        [4, 1], [240, 24],
     )  # fmt: skip
+    w1: gl.constexpr = (
+        CONSUMERS, PARTS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
+        1,
+    )  # fmt: skip
+    w2: gl.constexpr = (
+        CONSUMERS, PARTS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
+        2,
+    )  # fmt: skip
+    w3: gl.constexpr = (
+        CONSUMERS, PARTS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
+        3,
+    )  # fmt: skip
+    # What the copying warp does not need of the registers goes to the others.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [(_consume, work + w0), (_consume, work + w1), (_produce, copies + copying)],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, work + w0), (_consume, work + w1), (_consume, work + w2),
+                (_consume, work + w3), (_produce, copies + copying),
+            ],
+            [4, 4, 4, 1], [120, 120, 120, 24],
+        )  # fmt: skip
