@@ -8,7 +8,8 @@ cuBLAS), and the kernel by wgmma; and of what orders its inputs, with and withou
 all tiles, the fastest first. Prints a table last.
 
 Predicted before the first run, µs of a layer's four products: 40 at 16 rows, 55 at 64 (where 116
-were measured of the skinny GEMM), 75 at 128, 130 at 256, 1,430 at 2048 (cuBLAS: 1,080).
+were measured of the skinny GEMM), 75 at 128, 130 at 256, 1,430 at 2048 (cuBLAS: 1,080). All were
+too low: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from quire.ops.reference.quantized import dequantize
 from quire.ops.triton import gemm
 from quire.ops.triton.gemm_plan import LinearArgs, shape_of
 from quire.ops.triton.gemm_table import heuristic
-from quire.ops.triton.hopper_gemm import HopperTile, hopper_gemm, product, takes, tile_for
+from quire.ops.triton.hopper_gemm import (
+    HopperTile,
+    hopper_gemm,
+    product,
+    programs_for,
+    takes,
+    tile_for,
+)
 from quire.ops.triton.launch import compiling, traits
 from quire.ops.triton.norm import rms_norm
 from quire.ops.triton.order_inputs import order_inputs
@@ -54,12 +62,8 @@ LAYERS: dict[str, tuple[int, int, Activation | None]] = {
     "down": (4096, 12288, None),
 }
 ROWS = (64, 16, 256, 2048, 128, 32, 512)
-TILES = [
-    HopperTile(groups, parts, bn)
-    for groups, parts in ((2, 1), (4, 1), (2, 2))
-    for bn in (16, 32, 64, 128)
-    if (groups == 2 or bn <= 64) and (parts == 1 or bn >= 64)
-]
+TILES = [HopperTile(2, bn) for bn in (16, 32, 64, 128)]
+TILES += [HopperTile(4, bn) for bn in (16, 32, 64)]
 Call = Callable[[], object]
 
 
@@ -78,7 +82,7 @@ def run(
 ) -> None:
     args = LinearArgs(ordered, args.weight, args.bias, residual=args.residual, act=args.act)
     counters = gemm.default_workspace(DEVICE).counters
-    programs = programs or traits(DEVICE).num_sms
+    programs = programs or programs_for(tile, args)
     hopper_gemm(args, out, tile, counters, programs, pdl=True).run()
 
 
@@ -118,10 +122,10 @@ CASES = [
     for tile in TILES
     for rows, act in ((tile.bn, None), (3 * tile.bn - 5, GATED))
 ]
-CASES += [Case(name, 77, 264, 2048, HopperTile(4, 1, 64), None) for name in FORMATS]
+CASES += [Case(name, 77, 264, 2048, HopperTile(4, 64), None) for name in FORMATS]
 CASES += [
-    Case("int4-g128", 64, 12288, 4096, HopperTile(4, 1, 64), GATED),
-    Case("int4-g128", 300, 4096, 4096, HopperTile(2, 1, 128), None),
+    Case("int4-g128", 64, 12288, 4096, HopperTile(4, 64), GATED),
+    Case("int4-g128", 300, 4096, 4096, HopperTile(2, 128), None),
 ]
 
 
@@ -174,10 +178,8 @@ def microseconds(calls: list[Call]) -> float:
 
 
 def counts(args: LinearArgs, tile: HopperTile) -> list[int]:
-    """Returns numbers of programs: as many as multiprocessors (0), and such that tiles are cut
-    alike."""
-    tiles = -(-args.weight.outputs // tile.rows) * -(-len(args.x) // tile.bn)
-    return [0, traits(DEVICE).num_sms // tiles * tiles] if tiles <= 66 else [0]
+    """Returns numbers of programs: the one that is chosen, and as many as multiprocessors."""
+    return sorted({programs_for(tile, args), traits(DEVICE).num_sms})
 
 
 def other_road(args: LinearArgs) -> None:

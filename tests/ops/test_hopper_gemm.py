@@ -20,7 +20,14 @@ from quire.ops import RmsScale
 from quire.ops.choose import Policy, use_policy
 from quire.ops.reference.quantized import dequantize
 from quire.ops.triton.gemm_plan import LinearArgs
-from quire.ops.triton.hopper_gemm import INSTRUCTIONS, HopperTile, hopper_gemm, takes, tile_for
+from quire.ops.triton.hopper_gemm import (
+    INSTRUCTIONS,
+    HopperTile,
+    hopper_gemm,
+    programs_for,
+    takes,
+    tile_for,
+)
 from quire.ops.triton.norm import rms_norm
 from quire.ops.triton.order_inputs import order_inputs
 from quire.ops.weight import Weight, WeightFormat
@@ -111,6 +118,18 @@ def test_which_weights_are_taken() -> None:
     assert not taken(draw(INT4, 8, 256), torch.float32)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts the interpreter's multiprocessors")
+def test_tiles_that_programs_share_are_cut_alike() -> None:
+    x = torch.empty(40, 256, device=DEVICE, dtype=torch.bfloat16)
+    few = [programs_for(HopperTile(2, 64), LinearArgs(x, draw(INT4, n, 256))) for n in (128, 200)]
+    many = programs_for(HopperTile(2, 64), LinearArgs(x, draw(INT4, 384, 256)))
+    assert few == [4, 4]
+    assert many == 4
+    wide = LinearArgs(x, Weight.empty(INT4, 20000, 256, torch.device("meta")))
+    assert tile_for(32, wide) == HopperTile(4, 32)
+    assert tile_for(33, wide) == HopperTile(2, 64)
+
+
 def test_programs_are_as_many_as_there_is_work_for() -> None:
     weight = draw(INT4, 300, 256)
     for rows in (9, 64, 300):
@@ -121,7 +140,7 @@ def test_programs_are_as_many_as_there_is_work_for() -> None:
         launch = hopper_gemm(args, out, tile, counters, 132, pdl=False)
         tiles = -(-300 // tile.rows) * -(-rows // tile.bn)
         assert launch.grid == (min(132, 2 * tiles),)
-        assert 4 <= HopperTile(2, 2, 128).stages <= tile.stages <= 8
+        assert 4 <= HopperTile(2, 128).stages <= tile.stages <= 8
 
 
 def test_layers_of_more_than_a_few_rows_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

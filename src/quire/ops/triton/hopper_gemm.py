@@ -21,28 +21,28 @@ from quire.ops.triton.order_inputs import order_inputs
 from quire.ops.triton.quantized_tiles import Operands
 
 _ROWS = 64
-"""Weight rows of a warpgroup's part of a tile."""
+"""Weight rows of a warpgroup."""
 INPUTS = 128
 """Inputs of a chunk."""
 _WORDS = 16
 _MOST_ROWS = 512
 """Rows of x from which on cuBLAS and the whole weight dequantized are as fast."""
+_MANY_OUTPUTS = 16384
+"""Weight rows from which on tiles of four warpgroups are enough to share the work."""
 _SHARED = 220 << 10
 """Bytes of shared memory for the ring."""
 
 
 class HopperTile(NamedTuple):
-    """groups: warpgroups that multiply, 2 or 4. parts: products of each, 1, or of two groups 2.
-    bn: rows of x; 4 groups have registers for 64."""
+    """groups: warpgroups that multiply, 2 or 4. bn: rows of x; 4 groups have registers for 64."""
 
     groups: int
-    parts: int
     bn: int
 
     @property
     def rows(self) -> int:
         """Weight rows."""
-        return self.groups * self.parts * _ROWS
+        return self.groups * _ROWS
 
     @property
     def stages(self) -> int:
@@ -89,8 +89,16 @@ def takes(args: LinearArgs) -> bool:
 
 def tile_for(rows: int, args: LinearArgs) -> HopperTile:
     """Returns the tile of a product of `rows` rows, by a sweep over an 8B model's layers."""
-    bn = min(max(16, triton.next_power_of_2(rows)), 64 if rows <= 128 else 128)
-    return HopperTile(2, 2 if args.gated else 1, bn)
+    bn = min(max(16, triton.next_power_of_2(rows)), 128)
+    return HopperTile(4 if bn <= 32 and args.weight.outputs > _MANY_OUTPUTS else 2, bn)
+
+
+def programs_for(tile: HopperTile, args: LinearArgs) -> int:
+    """Returns the number of programs. Where each tile is shared by two or more, all tiles are cut
+    alike: a program then has a share of one tile only."""
+    most = traits(args.x.device).num_sms
+    tiles = triton.cdiv(args.weight.outputs, tile.rows) * triton.cdiv(len(args.x), tile.bn)
+    return most // tiles * tiles if 2 * tiles <= most else most
 
 
 def product(args: LinearArgs) -> Tensor:
@@ -100,7 +108,7 @@ def product(args: LinearArgs) -> Tensor:
     if out.numel():
         tile, counters = tile_for(len(x), args), default_workspace(x.device).counters
         args = replace(args, x=order_inputs(x, args.norm), norm=None)
-        hopper_gemm(args, out, tile, counters, card.num_sms, pdl=card.pdl).run()
+        hopper_gemm(args, out, tile, counters, programs_for(tile, args), pdl=card.pdl).run()
     return out
 
 
@@ -120,13 +128,13 @@ def hopper_gemm(
         x, list(x.shape), list(x.stride()), [tile.bn, INPUTS], _layout(128, 16, 2)
     )
     operands = (
-        described, _describe(own.values, tile.rows // tile.parts, gated=args.gated), own.scales,
+        described, _describe(own.values, tile.rows, gated=args.gated), own.scales,
         own.zeros, x if args.bias is None else args.bias, x if res is None else res, out, sums,
         counters, len(x), n, m_tiles, chunks, total, own.scales.stride(0),
         0 if res is None else res.stride(0), out.stride(0),
     )  # fmt: skip
     named = options(
-        pdl, CONSUMERS=tile.groups, PARTS=tile.parts, BN=tile.bn, STAGES=tile.stages,
+        pdl, CONSUMERS=tile.groups, BN=tile.bn, STAGES=tile.stages,
         GROUP=own.group // INPUTS, ASM=INSTRUCTIONS[x.dtype], ZEROS=own.has_zeros,
         SCALED=own.has_scales, GLU=args.gated, ACT=args.act_name, BIAS=args.bias is not None,
         RES=res is not None, APART=args.apart, PDL=pdl, num_warps=4,

@@ -12,9 +12,6 @@ Programs share all tiles' inputs evenly: each has a run of chunks, which may beg
 tile. The sums of a tile's programs meet in a workspace, and the last to arrive adds them in order.
 """
 
-# Tuples that grow in a loop unrolled at compile time have no single type.
-# mypy: disable-error-code="assignment"
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -50,9 +47,9 @@ def _words_layout() -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def _words(tiles, stage, part, TILE: gl.constexpr, WHICH: gl.constexpr):
-    """Returns a warpgroup's words of a part of a stage."""
-    return tiles.index((stage * TILE[1] + part) * TILE[0] + WHICH).load(_words_layout())
+def _words(tiles, stage, CONSUMERS: gl.constexpr, WHICH: gl.constexpr):
+    """Returns a warpgroup's words of a stage."""
+    return tiles.index(stage * CONSUMERS + WHICH).load(_words_layout())
 
 
 @gluon.jit
@@ -87,9 +84,9 @@ def _begin(program, total, programs):
 
 
 @gluon.jit
-def _first_row(nt, part, TILE: gl.constexpr, WHICH: gl.constexpr):
-    """Returns the first of a warpgroup's weight rows of a part, as tiles order them."""
-    return ((nt * TILE[1] + part) * TILE[0] + WHICH) * ROWS
+def _first_row(nt, CONSUMERS: gl.constexpr, WHICH: gl.constexpr):
+    """Returns the first of a warpgroup's weight rows, as tiles order them."""
+    return (nt * CONSUMERS + WHICH) * ROWS
 
 
 @gluon.jit
@@ -110,29 +107,20 @@ def _weight_rows(row, N, GLU: gl.constexpr):
 
 @gluon.jit
 def _ask_weights(
-    desc, bar, tiles, stage, position, chunks, m_tiles, TILE: gl.constexpr, GLU: gl.constexpr
+    desc, bar, tiles, stage, position, chunks, m_tiles, CONSUMERS: gl.constexpr, GLU: gl.constexpr
 ):  # fmt: skip
-    nt = position // chunks // m_tiles
+    row = _first_row(position // chunks // m_tiles, CONSUMERS, 0)
     word = position % chunks * WORDS
-    place = stage * TILE[1]
-    BLOCKS: gl.constexpr = TILE[0] * ROWS // 16
-    PARTS: gl.constexpr = TILE[1]
-    for part in gl.static_range(PARTS):
-        row = _first_row(nt, part, TILE, 0)
-        if GLU:
-            blocks = tiles._reinterpret(
-                gl.int32, [tiles.shape[0], BLOCKS, 2, 8, WORDS], gl.NVMMASharedLayout(64, 32, 4)
-            )
-            tma.async_copy_global_to_shared(
-                desc,
-                [row // 16, 0, 0, word],
-                bar.index(stage),
-                blocks.index(stage * TILE[1] + part),
-            )
-        else:
-            tma.async_copy_global_to_shared(
-                desc, [row, word], bar.index(stage), tiles.index(place + part)
-            )
+    BLOCKS: gl.constexpr = CONSUMERS * ROWS // 16
+    if GLU:
+        blocks = tiles._reinterpret(
+            gl.int32, [tiles.shape[0], BLOCKS, 2, 8, WORDS], gl.NVMMASharedLayout(64, 32, 4)
+        )
+        tma.async_copy_global_to_shared(
+            desc, [row // 16, 0, 0, word], bar.index(stage), blocks.index(stage)
+        )
+    else:
+        tma.async_copy_global_to_shared(desc, [row, word], bar.index(stage), tiles.index(stage))
 
 
 @gluon.jit
@@ -154,12 +142,11 @@ def _wait_for_predecessor():
 @gluon.jit
 def _produce(
     x_desc, w_desc, x_tiles, w_tiles, full, empty, m_tiles, chunks, total,
-    CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    GLU: gl.constexpr, PDL: gl.constexpr,
+    CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GLU: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Copies what the program's chunks take, as soon as there is room."""
-    TILE: gl.constexpr = (CONSUMERS, PARTS, BN)
-    BYTES: gl.constexpr = BN * INPUTS * 2 + CONSUMERS * PARTS * ROWS * WORDS * 4
+    BYTES: gl.constexpr = BN * INPUTS * 2 + CONSUMERS * ROWS * WORDS * 4
     programs = gl.num_programs(0)
     begin = _begin(gl.program_id(0), total, programs)
     end = _begin(gl.program_id(0) + 1, total, programs)
@@ -167,7 +154,7 @@ def _produce(
     first = gl.minimum(end, begin + STAGES)
     for i in range(begin, first):
         mbarrier.expect(full.index(i - begin), BYTES)
-        _ask_weights(w_desc, full, w_tiles, i - begin, i, chunks, m_tiles, TILE, GLU)
+        _ask_weights(w_desc, full, w_tiles, i - begin, i, chunks, m_tiles, CONSUMERS, GLU)
     if PDL:
         _wait_for_predecessor()
     for i in range(begin, first):
@@ -176,44 +163,37 @@ def _produce(
         stage = (i - begin) % STAGES
         mbarrier.wait(empty.index(stage), ((i - begin) // STAGES + 1) & 1)
         mbarrier.expect(full.index(stage), BYTES)
-        _ask_weights(w_desc, full, w_tiles, stage, i, chunks, m_tiles, TILE, GLU)
+        _ask_weights(w_desc, full, w_tiles, stage, i, chunks, m_tiles, CONSUMERS, GLU)
         _ask_inputs(x_desc, full, x_tiles, stage, i, chunks, m_tiles, BN)
 
 
 @gluon.jit
-def _slot(program, behind, TILE: gl.constexpr, WHICH: gl.constexpr):
+def _slot(program, behind, CONSUMERS: gl.constexpr, WHICH: gl.constexpr):
     """Returns where a warpgroup's sums of a tile go: of the program's first, or that behind it."""
-    return (2 * program + behind) * TILE[0] + WHICH
+    return (2 * program + behind) * CONSUMERS + WHICH
 
 
 @gluon.jit
-def _at(ptr, slot, part, TILE: gl.constexpr):
-    BN: gl.constexpr = TILE[2]
+def _at(ptr, slot, BN: gl.constexpr):
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums_layout(BN)))
     cols = gl.arange(0, BN, layout=gl.SliceLayout(0, sums_layout(BN)))
-    start = ptr + (slot * TILE[1] + part).to(gl.int64) * (ROWS * BN)
-    return start + (rows[:, None] * BN + cols[None, :])
+    return ptr + slot.to(gl.int64) * (ROWS * BN) + (rows[:, None] * BN + cols[None, :])
 
 
 @gluon.jit
-def _load_sums(ptr, slot, wanted, TILE: gl.constexpr):
+def _load_sums(ptr, slot, wanted, BN: gl.constexpr):
     """Returns a warpgroup's sums, zeros unless `wanted`. Reads past L1, which does not see what
     other programs wrote."""
-    PARTS: gl.constexpr = TILE[1]
-    sums = ()
-    for part in gl.static_range(PARTS):
-        own = gl.load(_at(ptr, slot, part, TILE), mask=wanted, other=0.0, cache_modifier=".cg")
-        sums = sums + (own,)
-    return sums
+    return gl.load(_at(ptr, slot, BN), mask=wanted, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
 def _meet(
-    sums, tile, chunks, total, parts_ptr, counters_ptr, TILE: gl.constexpr, WHICH: gl.constexpr
+    sums, tile, chunks, total, parts_ptr, counters_ptr, CONSUMERS: gl.constexpr, BN: gl.constexpr,
+    WHICH: gl.constexpr,
 ):  # fmt: skip
     """Returns the sums of all of a tile's programs, and whether this is the last one to come: the
     others' are not whole."""
-    PARTS: gl.constexpr = TILE[1]
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     first = _owner(tile * chunks, total, programs)
@@ -221,28 +201,23 @@ def _meet(
     whole = count == 1
     if count > 1:
         behind = _begin(program, total, programs) // chunks != tile
-        for part in gl.static_range(PARTS):
-            gl.store(_at(parts_ptr, _slot(program, behind, TILE, WHICH), part, TILE), sums[part])
+        gl.store(_at(parts_ptr, _slot(program, behind, CONSUMERS, WHICH), BN), sums)
         gl.thread_barrier()  # all are written before the one atomic that says so
-        counter_ptr = counters_ptr + first * TILE[0] + WHICH
+        counter_ptr = counters_ptr + first * CONSUMERS + WHICH
         whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
         if whole:
             behind = _begin(first, total, programs) // chunks != tile
-            slot = _slot(first, behind, TILE, WHICH)
             # Where registers suffice, two at a time: a load takes longer than all sums.
-            PAIRS: gl.constexpr = PARTS == 1 and (TILE[0] == 2 or TILE[2] <= 32)
-            sums = _load_sums(parts_ptr, slot, True, TILE)
+            PAIRS: gl.constexpr = CONSUMERS == 2 or BN <= 32
+            sums = _load_sums(parts_ptr, _slot(first, behind, CONSUMERS, WHICH), True, BN)
             for other in range(first + 1, first + count, 2 if PAIRS else 1):
-                slot = _slot(other, False, TILE, WHICH)
-                more = _load_sums(parts_ptr, slot, True, TILE)
-                if PARTS == 2:
-                    sums = (sums[0] + more[0], sums[1] + more[1])
-                elif PAIRS:
-                    slot = _slot(other + 1, False, TILE, WHICH)
-                    last = _load_sums(parts_ptr, slot, other + 1 < first + count, TILE)
-                    sums = (sums[0] + more[0] + last[0],)
+                more = _load_sums(parts_ptr, _slot(other, False, CONSUMERS, WHICH), True, BN)
+                if PAIRS:
+                    slot = _slot(other + 1, False, CONSUMERS, WHICH)
+                    last = _load_sums(parts_ptr, slot, other + 1 < first + count, BN)
+                    sums = sums + more + last
                 else:
-                    sums = (sums[0] + more[0],)
+                    sums += more
             gl.store(counter_ptr, 0)
     return sums, whole
 
@@ -298,30 +273,27 @@ def _store(y, col, end, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES: gl.con
 
 @gluon.jit
 def _finish(
-    sums, nt, mt, pointers, sizes, strides, TILE: gl.constexpr, SCALED: gl.constexpr,
-    GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr,
-    APART: gl.constexpr, WHICH: gl.constexpr,
+    sums, nt, mt, pointers, sizes, strides, CONSUMERS: gl.constexpr, BN: gl.constexpr,
+    SCALED: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
+    RES: gl.constexpr, APART: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Ends a tile of sums and stores it: scales of outputs, bias, activation and residual."""
-    PARTS: gl.constexpr = TILE[1]
-    BN: gl.constexpr = TILE[2]
     scale_ptr, _, bias_ptr, res_ptr, y_ptr, _, _ = pointers
     M, N, _, _, _ = sizes
     _, stride_rm, stride_ym = strides
-    for part in gl.static_range(PARTS):
-        row = _first_row(nt, part, TILE, WHICH)
-        y = _ended(sums[part], row, N, scale_ptr, bias_ptr, SCALED, BIAS, GLU, BN)
-        if GLU:
-            gate, up = _halves(y, BN)
-            if APART:
-                _store(gate, row // 2, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, False)
-                _store(up, row // 2, N, mt, M, y_ptr + N, stride_ym, res_ptr, stride_rm, False)
-            else:
-                z = _activate(gate, ACT) * up
-                _store(z, row // 2, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES)
+    row = _first_row(nt, CONSUMERS, WHICH)
+    y = _ended(sums, row, N, scale_ptr, bias_ptr, SCALED, BIAS, GLU, BN)
+    if GLU:
+        gate, up = _halves(y, BN)
+        if APART:
+            _store(gate, row // 2, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, False)
+            _store(up, row // 2, N, mt, M, y_ptr + N, stride_ym, res_ptr, stride_rm, False)
         else:
-            z = _activate(y, ACT)
-            _store(z, row, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES)
+            z = _activate(gate, ACT) * up
+            _store(z, row // 2, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES)
+    else:
+        z = _activate(y, ACT)
+        _store(z, row, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES)
 
 
 @gluon.jit
@@ -346,19 +318,17 @@ def _numbers(
 @gluon.jit
 def _consume(
     x_tiles, w_tiles, full, empty, pointers, sizes, strides,
-    CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, ASM: gl.constexpr, ZEROS: gl.constexpr, SCALED: gl.constexpr,
-    GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr,
-    APART: gl.constexpr, PDL: gl.constexpr, WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    ASM: gl.constexpr, ZEROS: gl.constexpr, SCALED: gl.constexpr, GLU: gl.constexpr,
+    ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr, APART: gl.constexpr,
+    PDL: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies a warpgroup's ROWS weight rows of each part of the program's tiles."""
-    TILE: gl.constexpr = (CONSUMERS, PARTS, BN)
+    """Multiplies a warpgroup's ROWS weight rows of the program's tiles."""
     AHEAD: gl.constexpr = CONSUMERS == 2
     scale_ptr, zero_ptr, _, _, _, parts_ptr, counters_ptr = pointers
     scales = (scale_ptr, zero_ptr, strides[0])
     _, N, m_tiles, chunks, total = sizes
     dtype: gl.constexpr = x_tiles.dtype
-    layout: gl.constexpr = sums_layout(BN)
     begin = _begin(gl.program_id(0), total, gl.num_programs(0))
     end = _begin(gl.program_id(0) + 1, total, gl.num_programs(0))
     if PDL:
@@ -369,71 +339,47 @@ def _consume(
         nt = tile // m_tiles
         until = gl.minimum(end, (tile + 1) * chunks)
         start = tile * chunks
-        rows0 = _weight_rows(_first_row(nt, 0, TILE, WHICH), N, GLU)
-        numbers0 = _numbers(scales, rows0, position, start, until, GROUP, ZEROS, dtype)
-        ahead0 = _numbers(scales, rows0, position + 1, start, until, GROUP, ZEROS, dtype)
-        acc0 = gl.zeros([ROWS, BN], gl.float32, layout)
-        if PARTS == 2:
-            rows1 = _weight_rows(_first_row(nt, 1, TILE, WHICH), N, GLU)
-            numbers1 = _numbers(scales, rows1, position, start, until, GROUP, ZEROS, dtype)
-            acc1 = gl.zeros([ROWS, BN], gl.float32, layout)
+        rows = _weight_rows(_first_row(nt, CONSUMERS, WHICH), N, GLU)
+        numbers = _numbers(scales, rows, position, start, until, GROUP, ZEROS, dtype)
+        ahead = _numbers(scales, rows, position + 1, start, until, GROUP, ZEROS, dtype)
+        acc = gl.zeros([ROWS, BN], gl.float32, sums_layout(BN))
         chunk = position - begin
         if AHEAD:
             mbarrier.wait(full.index(chunk % STAGES), chunk // STAGES & 1)
-            words = _words(w_tiles, chunk % STAGES, 0, TILE, WHICH)
-            a = _unpack(words, numbers0, ASM, BN)
-            if PARTS == 2:
-                words = _words(w_tiles, chunk % STAGES, 1, TILE, WHICH)
-            else:
-                chunk += 1
-                following = full.index(chunk % STAGES)
-                mbarrier.wait(following, chunk // STAGES & 1, pred=chunk < end - begin)
-                words = _words(w_tiles, chunk % STAGES, 0, TILE, WHICH)
+            words = _words(w_tiles, chunk % STAGES, CONSUMERS, WHICH)
+            a = _unpack(words, numbers, ASM, BN)
+            chunk += 1
+            following = full.index(chunk % STAGES)
+            mbarrier.wait(following, chunk // STAGES & 1, pred=chunk < end - begin)
+            words = _words(w_tiles, chunk % STAGES, CONSUMERS, WHICH)
         for i in range(position, until):
-            # No product is under way from one round to the next: the assembler would wait for each
-            # single one. It moves arithmetic across the waits for products, but not across loops:
-            # waits for copies, one of which ends at once, keep unpacking before them.
             stage = (i - begin) % STAGES
             x = x_tiles.index(stage).permute((1, 0))
-            if not AHEAD:
-                mbarrier.wait(full.index(stage), (i - begin) // STAGES & 1)
-                words = _words(w_tiles, stage, 0, TILE, WHICH)
-                a = _unpack(words, numbers0, ASM, BN)
-                numbers0 = ahead0
-                ahead0 = _numbers(scales, rows0, i + 2, start, until, GROUP, ZEROS, dtype)
-                acc0 = warpgroup_mma(a, x, acc0, is_async=True)
-                acc0 = warpgroup_mma_wait(0, deps=[acc0])
-            elif PARTS == 2:
-                acc0 = warpgroup_mma(a, x, acc0, is_async=True)
-                b = _unpack(words, numbers1, ASM, BN)
-                numbers1 = _numbers(scales, rows1, i + 1, start, until, GROUP, ZEROS, dtype)
-                chunk = i + 1 - begin
-                following = full.index(chunk % STAGES)
-                mbarrier.wait(following, chunk // STAGES & 1, pred=i + 1 < end)
-                words = _words(w_tiles, chunk % STAGES, 0, TILE, WHICH)
-                acc0 = warpgroup_mma_wait(0, deps=[acc0])
-                acc1 = warpgroup_mma(b, x, acc1, is_async=True)
-                a = _unpack(words, ahead0, ASM, BN)
-                words = _words(w_tiles, chunk % STAGES, 1, TILE, WHICH)
-                ahead0 = _numbers(scales, rows0, i + 2, start, until, GROUP, ZEROS, dtype)
-                mbarrier.wait(following, chunk // STAGES & 1, pred=i + 1 < end)
-                acc1 = warpgroup_mma_wait(0, deps=[acc1])
-            else:
-                acc0 = warpgroup_mma(a, x, acc0, is_async=True)
-                a = _unpack(words, ahead0, ASM, BN)
-                ahead0 = _numbers(scales, rows0, i + 2, start, until, GROUP, ZEROS, dtype)
+            if AHEAD:
+                # No product is under way from one round to the next: the assembler would wait for
+                # each single one. It moves arithmetic across the waits for products, but not across
+                # loops: the wait for a copy keeps unpacking before it.
+                acc = warpgroup_mma(a, x, acc, is_async=True)
+                a = _unpack(words, ahead, ASM, BN)
+                ahead = _numbers(scales, rows, i + 2, start, until, GROUP, ZEROS, dtype)
                 chunk = i + 2 - begin
                 following = full.index(chunk % STAGES)
                 mbarrier.wait(following, chunk // STAGES & 1, pred=i + 2 < end)
-                words = _words(w_tiles, chunk % STAGES, 0, TILE, WHICH)
-                acc0 = warpgroup_mma_wait(0, deps=[acc0])
+                words = _words(w_tiles, chunk % STAGES, CONSUMERS, WHICH)
+            else:
+                mbarrier.wait(full.index(stage), (i - begin) // STAGES & 1)
+                words = _words(w_tiles, stage, CONSUMERS, WHICH)
+                a = _unpack(words, numbers, ASM, BN)
+                numbers = ahead
+                ahead = _numbers(scales, rows, i + 2, start, until, GROUP, ZEROS, dtype)
+                acc = warpgroup_mma(a, x, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(stage), count=1)
-        sums = (acc0, acc1) if PARTS == 2 else (acc0,)
-        sums, whole = _meet(sums, tile, chunks, total, parts_ptr, counters_ptr, TILE, WHICH)
+        sums, whole = _meet(acc, tile, chunks, total, parts_ptr, counters_ptr, CONSUMERS, BN, WHICH)
         if whole:
             _finish(
-                sums, nt, tile % m_tiles, pointers, sizes, strides, TILE, SCALED, GLU, ACT, BIAS,
-                RES, APART, WHICH,
+                sums, nt, tile % m_tiles, pointers, sizes, strides, CONSUMERS, BN, SCALED, GLU, ACT,
+                BIAS, RES, APART, WHICH,
             )  # fmt: skip
         position = until
 
@@ -446,13 +392,13 @@ SIZES = ["M", "N", "m_tiles", "chunks", "total", "stride_sn", "stride_rm", "stri
 def multiply_chunks(
     x_desc, w_desc, scale_ptr, zero_ptr, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr,
     M, N, m_tiles, chunks, total, stride_sn, stride_rm, stride_ym,
-    CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, ASM: gl.constexpr, ZEROS: gl.constexpr, SCALED: gl.constexpr,
-    GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr,
-    APART: gl.constexpr, PDL: gl.constexpr,
+    CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    ASM: gl.constexpr, ZEROS: gl.constexpr, SCALED: gl.constexpr, GLU: gl.constexpr,
+    ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr, APART: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). A tile is CONSUMERS warpgroups'
-    PARTS of ROWS weight rows, and BN rows of x. GROUP: chunks of a group; 0: each output has one
+    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). A tile is ROWS weight rows for
+    each of CONSUMERS warpgroups, and BN rows of x. GROUP: chunks of a group; 0: each output has one
     scale, if SCALED. total: chunks of all tiles. w_desc: words of rows; of a gated layer, [N / 8,
     gate or up, 8, words]."""
     dtype: gl.constexpr = x_desc.dtype
@@ -460,8 +406,8 @@ def multiply_chunks(
         dtype, [STAGES, BN, INPUTS], gl.NVMMASharedLayout(128, 16, 2)
     )
     layout: gl.constexpr = gl.NVMMASharedLayout(64, 32, 2)
-    w_tiles = gl.allocate_shared_memory(gl.int32, [STAGES * PARTS, CONSUMERS * ROWS, WORDS], layout)
-    w_shares = w_tiles._reinterpret(gl.int32, [STAGES * PARTS * CONSUMERS, ROWS, WORDS], layout)
+    w_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, CONSUMERS * ROWS, WORDS], layout)
+    w_shares = w_tiles._reinterpret(gl.int32, [STAGES * CONSUMERS, ROWS, WORDS], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -480,21 +426,21 @@ def multiply_chunks(
         (M, N, m_tiles, chunks, total), (stride_sn, stride_rm, stride_ym),
     )  # fmt: skip
     copies = (x_desc, w_desc, x_tiles, w_tiles, full, empty, m_tiles, chunks, total)
-    copying: gl.constexpr = (CONSUMERS, PARTS, BN, STAGES, GLU, PDL)
+    copying: gl.constexpr = (CONSUMERS, BN, STAGES, GLU, PDL)
     w0: gl.constexpr = (
-        CONSUMERS, PARTS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
+        CONSUMERS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
         0,
     )  # fmt: skip
     w1: gl.constexpr = (
-        CONSUMERS, PARTS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
+        CONSUMERS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
         1,
     )  # fmt: skip
     w2: gl.constexpr = (
-        CONSUMERS, PARTS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
+        CONSUMERS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
         2,
     )  # fmt: skip
     w3: gl.constexpr = (
-        CONSUMERS, PARTS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
+        CONSUMERS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
         3,
     )  # fmt: skip
     # What the copying warp does not need of the registers goes to the others.
