@@ -53,7 +53,7 @@ FORMATS = {
     "int4": WeightFormat(torch.uint8, bits=4, scales=torch.float32),
 }
 TIMED = "int4-g128-zeros"
-"""What `--quantization int4` makes; other formats take as long."""
+"""The format of `--quantization int4`; others take as long."""
 GATED: Activation = "silu_and_mul"
 LAYERS: dict[str, tuple[int, int, Activation | None]] = {
     "qkv": (6144, 4096, None),
