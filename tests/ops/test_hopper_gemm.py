@@ -152,7 +152,7 @@ def test_layers_of_more_than_a_few_rows_are_asked_for(monkeypatch: pytest.Monkey
 
     linear = importlib.import_module("quire.ops.triton.linear")
     module = SimpleNamespace(takes=takes, product=product)
-    monkeypatch.setattr(linear, "_hopper", lambda card: module)
+    monkeypatch.setattr(linear, "_hopper_few_bits", lambda card: module)
     weight = draw(INT4, 16, 128)
     for rows in (8, 9, 40):
         linear.linear(torch.ones(rows, 128, device=DEVICE, dtype=torch.bfloat16), weight)
