@@ -114,6 +114,43 @@ def test_the_norm_in_a_gemv_on_tensor_cores(name: str) -> None:
         assert float((got - want).norm() / want.norm()) < 5e-3, late
 
 
+@pytest.mark.skipif(not traits(DEVICE).gluon, reason="a kernel for Hopper cards")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["int4-g128", "int4-g128-zeros", "int4"])
+def test_products_by_wgmma(name: str, dtype: torch.dtype) -> None:
+    from quire.ops.triton import hopper_gemm
+
+    torch.manual_seed(0)
+    gain = torch.rand(1024, device=DEVICE, dtype=dtype) + 0.5
+    for rows, outputs, inputs, act, norm in (
+        (9, 520, 1024, None, RmsScale(gain, 1e-6)),
+        (64, 300, 1024, "silu_and_mul", RmsScale(gain, 1e-6)),
+        (77, 264, 4096, "gelu_tanh", None),
+        (300, 1000, 128, None, None),
+        (400, 4096, 640, "silu_and_mul", None),
+    ):
+        width = outputs * (2 if act == "silu_and_mul" else 1)
+        args = LinearArgs(
+            x=torch.randn(rows, inputs, device=DEVICE, dtype=dtype),
+            weight=draw(FORMATS[name], width, inputs),
+            bias=torch.randn(width, device=DEVICE, dtype=dtype),
+            norm=norm,
+            residual=torch.randn(rows, outputs, device=DEVICE, dtype=dtype),
+            act=act,
+        )
+        if dtype == torch.float16 and name == "int4-g128":
+            assert not hopper_gemm.takes(args)
+            continue
+        assert hopper_gemm.takes(args)
+        x = args.x if norm is None else ops.rms_norm(args.x, *norm)
+        want = expected(replace(args, x=x))
+        limit = {torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
+        first = hopper_gemm.product(args)
+        assert float((first.double() - want).norm() / want.norm()) < limit, (rows, outputs)
+        # The order of sums does not depend on who comes when.
+        assert all(torch.equal(first, hopper_gemm.product(args)) for _ in range(5))
+
+
 def test_rows_that_begin_anywhere_are_read_by_another_kernel() -> None:
     weight = draw(FORMATS["int8"], 32, 1024)
     x = torch.randn(1, 1032, device=DEVICE, dtype=torch.bfloat16)[:, 4:1028]

@@ -16,7 +16,7 @@ from quire.ops.reference.quantized import dequantize as dequantize_any
 from quire.ops.triton.activation import run as activate
 from quire.ops.triton.eight_bit_gemm import product, takes
 from quire.ops.triton.gemm import LinearArgs, run_fixed, small_linear
-from quire.ops.triton.gemm_plan import streams
+from quire.ops.triton.gemm_plan import MMA_ROWS, streams
 from quire.ops.triton.gemm_table import BUCKETS
 from quire.ops.triton.launch import DeviceTraits, traits
 from quire.ops.triton.norm import rms_norm
@@ -55,6 +55,11 @@ def linear(
         if norm is not None:
             x = rms_norm(x, *norm)
         return _finish(linear(x, weight, bias), residual, act)
+    if weight.format.bits == 4 and len(x) > MMA_ROWS and "skinny" not in policy.disabled:
+        hopper = _hopper_few_bits(traits(x.device))
+        args = LinearArgs(x, weight, bias, norm, residual, act)
+        if hopper is not None and hopper.takes(args):
+            return hopper.product(args)
     if len(x) <= BUCKETS[-1] and "skinny" not in policy.disabled:
         args = LinearArgs(x, weight, bias, norm, residual, act)
         out = small_linear(args, rms_norm=_normed)
@@ -76,6 +81,12 @@ def linear(
 def _hopper_gated(card: DeviceTraits) -> ModuleType | None:
     """Returns the products of gated layers on Hopper cards, if this is one."""
     return importlib.import_module("quire.ops.triton.hopper_gated") if card.gluon else None
+
+
+@functools.cache
+def _hopper_few_bits(card: DeviceTraits) -> ModuleType | None:
+    """Returns the products of 4-bit weights on Hopper cards, if this is one."""
+    return importlib.import_module("quire.ops.triton.hopper_gemm") if card.gluon else None
 
 
 def loads(weight: Weight) -> bool:
