@@ -32,7 +32,7 @@ from quire.ops.experts import (
 )
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton.experts import experts_mlp, run_experts
+from quire.ops.triton.experts import experts_mlp, run_experts, shape_of
 from quire.ops.triton.experts_plan import ExpertsPlan, ExpertsShape, Tile, plan_for
 from quire.ops.triton.experts_route import route, sort_by_expert
 from quire.ops.weight import Weight, WeightFormat
@@ -282,6 +282,14 @@ def test_plans_fit_what_they_serve() -> None:
     rows = [plan(tokens).up.bm for tokens in (64, 512, 2048, 8192)]
     assert rows == sorted(rows)
     assert all(plan(tokens).up.bm == plan(tokens).down.bm for tokens in (64, 512, 2048, 8192))
+
+
+def test_plans_of_a_ranks_experts_are_those_of_all() -> None:
+    x, ids = noise(64, 64), torch.zeros(64, 2, dtype=torch.int32, device=DEVICE)
+    whole = layer(E2M1, 8, 64, 64, torch.float32, bias=False)
+    part = [own._replace(all_ranks=8) for own in layer(E2M1, 4, 64, 64, torch.float32, bias=False)]
+    assert shape_of(x, ids, *part) == shape_of(x, ids, *whole)
+    assert shape_of(x, ids, *part).mean == pytest.approx(64 * 2 / 8, rel=1e-3)
 
 
 def test_only_many_tokens_of_4_bit_floats_are_worth_expanding() -> None:
