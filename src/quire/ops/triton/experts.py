@@ -63,7 +63,7 @@ def shape_of(x: Tensor, ids: Tensor, up: ExpertWeights, down: ExpertWeights) -> 
         len(x), up.total, ids.shape[1], x.shape[1], down.weight.inputs, x.dtype,
         bits_of(up.weight.format), takes_mma(x, up, down),
         expands(up.weight.format, ids.numel(), up.total), up.weight.dtype.is_floating_point,
-        takes_ring(x, up, down),
+        takes_ring(x, up, down), traits(x.device).shared_memory,
     )  # fmt: skip
 
 

@@ -78,40 +78,71 @@ def _rows(first, lane8, N, R: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _load_chunk(
-    rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, at, wanted,
+def _pointers(
+    rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn,
     R: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Returns 4 words of each thread's rows, behind row `base`, from word `at` on, and the scales
-    and zeros of their groups of GROUP words, if there are any."""
+    """Returns pointers to each thread's rows of words, scales and zeros, behind row `base`."""
+    pointers = ()
+    for r in tl.static_range(R):
+        own = ()
+        for row in tl.static_range(2):
+            at = base + rows[r][row]
+            scales = s_ptr
+            zeros = z_ptr
+            if GROUP > 0:
+                scales = s_ptr + at * stride_sn
+            if HAS_ZEROS:
+                zeros = z_ptr + at * stride_sn
+            own = own + ((w_ptr + at * stride_wn, scales, zeros),)
+        pointers = pointers + (own,)
+    return pointers
+
+
+@triton.jit
+def _load_chunk(
+    pointers, at, wanted, R: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr
+):
+    """Returns 4 words of each thread's rows from word `at` on, and the scales and zeros of their
+    groups of GROUP words, if there are any."""
     words = ()
     scales = ()
     zeros = ()
     for r in tl.static_range(R):
-        low, high = rows[r]
-        low = base + low
-        high = base + high
-        words = words + ((
-            load_words(w_ptr + low * stride_wn + at, wanted),
-            load_words(w_ptr + high * stride_wn + at, wanted),
-        ),)  # fmt: skip
+        low, high = pointers[r]
+        words = words + ((load_words(low[0] + at, wanted), load_words(high[0] + at, wanted)),)
         if GROUP > 0:
-            low = low * stride_sn + at // GROUP
-            high = high * stride_sn + at // GROUP
-            scales = scales + ((tl.load(s_ptr + low), tl.load(s_ptr + high)),)
+            group = at // GROUP
+            scales = scales + ((tl.load(low[1] + group), tl.load(high[1] + group)),)
             if HAS_ZEROS:
-                zeros = zeros + ((tl.load(z_ptr + low), tl.load(z_ptr + high)),)
+                zeros = zeros + ((tl.load(low[2] + group), tl.load(high[2] + group)),)
     return words, scales, zeros
 
 
 @triton.jit
-def _inputs(x_ptrs, at, inside, NT: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr):
+def _load_pairs(x_ptrs, at, NT: tl.constexpr, PAIRS: tl.constexpr):
     """Returns the inputs that 4 words from word `at` on multiply, PAIRS a word, of each token."""
     every = ()
     for n in tl.static_range(NT):
         own = ()
         for part in tl.static_range(PAIRS):
             p0, p1, p2, p3 = load_inputs(x_ptrs[n] + at * PAIRS + part * 4)
+            own = own + (p0, p1, p2, p3)
+        every = every + (own,)
+    return every
+
+
+@triton.jit
+def _inputs(loaded, inside, NT: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr):
+    """Returns loaded pairs in the order in which words are unpacked, 0 where none is `inside`."""
+    every = ()
+    for n in tl.static_range(NT):
+        own = ()
+        for part in tl.static_range(PAIRS):
+            p0 = loaded[n][4 * part]
+            p1 = loaded[n][4 * part + 1]
+            p2 = loaded[n][4 * part + 2]
+            p3 = loaded[n][4 * part + 3]
             if not EVEN:
                 p0 = tl.where(inside, p0, 0)
                 p1 = tl.where(inside, p1, 0)
@@ -250,26 +281,26 @@ def mma_rows_kernel(
     EVEN: tl.constexpr, PAIRS: tl.constexpr, UNPACK: tl.constexpr, PRODUCT: tl.constexpr,
     FP16: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr, CUBIC: tl.constexpr, PDL: tl.constexpr,
+    SHIFT: tl.constexpr, CUBIC: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes y [A, N] of rows a // ROWS_PER_X of x for each assignment a to an expert: gated
-    units, or outputs times the weights of assignments. Grid: blocks of sorted assignments, tiles of
-    outputs; not SORTED: assignments, tiles.
+    units, or outputs times the weights of assignments. Grid: tiles of outputs, blocks of sorted
+    assignments, or, not SORTED, assignments. Tiles of a block run side by side, so that L1 has its
+    inputs.
 
     x_ptr: int32 pairs, stride_xm in them. W: words of a weight row. COUNT: chunks that a warp has
     under way. SINGLE: these are all. EVEN: no word is missing. PAIRS: of inputs, in a word. GROUP:
     words that share a scale."""
-    EARLY: tl.constexpr = not GATED  # ids are older than the predecessor
-    if PDL and not EARLY:
+    if PDL and GATED:
         wait_for_predecessor(False)
-    block, pid = tl.program_id(0), tl.program_id(1)
+    pid, block = tl.program_id(0), tl.program_id(1)
     if SORTED:
         missing = block >= tl.load(blocks_ptr + 3 * most)
     else:
         expert = tl.load(ids_ptr + block)
         missing = expert < 0
     if missing:
-        if PDL and EARLY:
+        if PDL and not GATED:
             wait_for_predecessor(False)
         return
     thread = tl.arange(0, 32 * WARPS)
@@ -283,6 +314,9 @@ def mma_rows_kernel(
     base = expert.to(tl.int64) * (2 * N if GATED else N)
     first = pid * (8 * R if GATED else 16 * R)
     rows = _rows(first, lane8, N, R, GATED)
+    pointers = _pointers(
+        rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, R, GROUP, HAS_ZEROS
+    )  # fmt: skip
     STEP: tl.constexpr = WARPS * COUNT * CHUNK
     own_at = thread // 32 * CHUNK + thread % 4 * 4
     chunks = ()
@@ -292,10 +326,7 @@ def mma_rows_kernel(
         if not (SINGLE and EVEN):
             wanted = (at < W).to(tl.int32)
             at = tl.minimum(at, W - 4)
-        chunks = chunks + (
-            _load_chunk(rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, at, wanted, R,
-                        GROUP, HAS_ZEROS),
-        )  # fmt: skip
+        chunks = chunks + (_load_chunk(pointers, at, wanted, R, GROUP, HAS_ZEROS),)
     # What ends the sums is asked for before them: at the end nothing would hide its latency.
     ends = ()
     for r in tl.static_range(R):
@@ -330,7 +361,7 @@ def mma_rows_kernel(
             g0 = tl.load(weights_ptr + a0)
             g1 = tl.load(weights_ptr + a1)
         targets = targets + ((a0, a1, g0, g1),)
-    if PDL and EARLY:
+    if PDL and not GATED:
         wait_for_predecessor(False)
     sums = ()
     none = tl.zeros([32 * WARPS], tl.float32)
@@ -338,22 +369,33 @@ def mma_rows_kernel(
         sums = sums + ((none, none, none, none),)
     # Only behind the last whole round may words be missing.
     whole = W // STEP * STEP
+    loaded = ()
+    if EARLY and not SINGLE:
+        for index in tl.static_range(COUNT):
+            at = tl.minimum(own_at + index * WARPS * CHUNK, W - 4)
+            loaded = loaded + (_load_pairs(x_ptrs, at, NT, PAIRS),)
     if not SINGLE:
         for k in range(0, whole, STEP):
             current = chunks
             chunks = ()
+            given = loaded
+            if EARLY:
+                loaded = ()
             for index in tl.static_range(COUNT):
                 at = own_at + (k + STEP + index * WARPS * CHUNK)
                 wanted = (at < W).to(tl.int32)
                 at = tl.minimum(at, W - 4)
-                chunks = chunks + (
-                    _load_chunk(rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, at, wanted,
-                                R, GROUP, HAS_ZEROS),
-                )  # fmt: skip
+                chunks = chunks + (_load_chunk(pointers, at, wanted, R, GROUP, HAS_ZEROS),)
+                if EARLY:
+                    loaded = loaded + (_load_pairs(x_ptrs, at, NT, PAIRS),)
             keep_order(thread)
             for index in tl.static_range(COUNT):
                 at = own_at + (k + index * WARPS * CHUNK)
-                inputs = _inputs(x_ptrs, at, at < W, NT, PAIRS, True)
+                if EARLY:
+                    pairs = given[index]
+                else:
+                    pairs = _load_pairs(x_ptrs, at, NT, PAIRS)
+                inputs = _inputs(pairs, at < W, NT, PAIRS, True)
                 sums = _add_chunk(
                     sums, current[index], inputs, 1.0, WARPS, R, NT, PAIRS, UNPACK, PRODUCT, FP16,
                     E2M1, GROUP, HAS_ZEROS, GROUP > 0 and not E2M1,
@@ -364,7 +406,11 @@ def mma_rows_kernel(
             inside = at < W
             if not EVEN:
                 at = tl.minimum(at, W - 4)
-            inputs = _inputs(x_ptrs, at, inside, NT, PAIRS, EVEN)
+            if EARLY and not SINGLE:
+                pairs = loaded[index]
+            else:
+                pairs = _load_pairs(x_ptrs, at, NT, PAIRS)
+            inputs = _inputs(pairs, inside, NT, PAIRS, EVEN)
             sums = _add_chunk(
                 sums, chunks[index], inputs, 1.0, WARPS, R, NT, PAIRS, UNPACK, PRODUCT, FP16, E2M1,
                 GROUP, HAS_ZEROS, GROUP > 0 and not E2M1,
@@ -413,10 +459,20 @@ def _load_choice(
     expert = tl.load(ids_ptr + tl.minimum(choice, TOP_K - 1))
     wanted = ((choice < TOP_K) & (expert >= 0) & (at < W)).to(tl.int32)
     base = tl.maximum(expert, 0).to(tl.int64) * N
-    return _load_chunk(
-        rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, tl.minimum(at, W - 4), wanted, R,
-        GROUP, HAS_ZEROS,
+    pointers = _pointers(
+        rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, R, GROUP, HAS_ZEROS
     )  # fmt: skip
+    return _load_chunk(pointers, tl.minimum(at, W - 4), wanted, R, GROUP, HAS_ZEROS)
+
+
+@triton.jit
+def _choice_inputs(
+    x_ptr, W, chunk, CHUNKS, quarter, stride_xm, TOP_K: tl.constexpr, PAIRS: tl.constexpr
+):
+    """Returns the inputs of a chunk, see `_load_pairs`; x_ptr: at the token's first expert's."""
+    choice = chunk // CHUNKS
+    at = tl.minimum((chunk - choice * CHUNKS) * CHUNK + quarter * 4, W - 4)
+    return _load_pairs((x_ptr + tl.minimum(choice, TOP_K - 1) * stride_xm,), at, 1, PAIRS)
 
 
 @triton.jit
@@ -426,7 +482,7 @@ def mma_sum_kernel(
     TOP_K: tl.constexpr, WARPS: tl.constexpr, COUNT: tl.constexpr, R: tl.constexpr,
     SINGLE: tl.constexpr, PAIRS: tl.constexpr, UNPACK: tl.constexpr, PRODUCT: tl.constexpr,
     FP16: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes y [T, N], the weighted sum over a token's experts of their outputs from units
     x [T * k, K], + residual. Warps share the chunks of all of them. Grid: tiles of outputs, tokens.
@@ -470,8 +526,18 @@ def mma_sum_kernel(
     none = tl.zeros([32 * WARPS], tl.float32)
     for _ in tl.static_range(R):
         sums = sums + ((none, none, none, none),)
+    x_ptr += t * TOP_K * stride_xm
+    loaded = ()
+    if EARLY:
+        for index in tl.static_range(COUNT):
+            own_x = _choice_inputs(x_ptr, W, turn + index * WARPS, CHUNKS, quarter, stride_xm,
+                                   TOP_K, PAIRS)  # fmt: skip
+            loaded = loaded + (own_x,)
     for c in range(0, STEP if SINGLE else TOP_K * CHUNKS, STEP):
         current = chunks
+        given = loaded
+        if EARLY:
+            loaded = ()
         if not SINGLE:
             chunks = ()
             for index in tl.static_range(COUNT):
@@ -480,6 +546,10 @@ def mma_sum_kernel(
                                  turn + (c + STEP + index * WARPS), CHUNKS, quarter, stride_wn,
                                  stride_sn, TOP_K, R, GROUP, HAS_ZEROS),
                 )  # fmt: skip
+                if EARLY:
+                    own_x = _choice_inputs(x_ptr, W, turn + (c + STEP + index * WARPS), CHUNKS,
+                                           quarter, stride_xm, TOP_K, PAIRS)  # fmt: skip
+                    loaded = loaded + (own_x,)
             keep_order(thread)
         for index in tl.static_range(COUNT):
             chunk = turn + (c + index * WARPS)
@@ -488,10 +558,11 @@ def mma_sum_kernel(
             known = tl.minimum(choice, TOP_K - 1)
             inside = (choice < TOP_K) & (tl.load(ids_ptr + known) >= 0)
             factor = tl.where(inside, tl.load(weights_ptr + known), 0.0)
-            x_ptrs = (x_ptr + (t * TOP_K + known) * stride_xm,)
-            inputs = _inputs(
-                x_ptrs, tl.minimum(at, W - 4), inside & (at < W), 1, PAIRS, False
-            )  # fmt: skip
+            if EARLY:
+                pairs = given[index]
+            else:
+                pairs = _choice_inputs(x_ptr, W, chunk, CHUNKS, quarter, stride_xm, TOP_K, PAIRS)
+            inputs = _inputs(pairs, inside & (at < W), 1, PAIRS, False)
             sums = _add_chunk(
                 sums, current[index], inputs, factor, WARPS, R, 1, PAIRS, UNPACK, PRODUCT, FP16,
                 E2M1, GROUP, HAS_ZEROS, True,

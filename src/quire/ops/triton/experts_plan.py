@@ -31,12 +31,14 @@ class Tile:
 @dataclass(frozen=True, slots=True)
 class MmaTile:
     """A tile of `rows` times 16 weight rows (gated: 8 gates and their ups) and `columns` times 8
-    tokens. chunks: of 64 bytes of a row that each of its warps has under way."""
+    tokens. chunks: of 64 bytes of a row that each of its warps has under way. early: inputs are
+    asked for with the weights that they multiply, not when those have come."""
 
     rows: int
     columns: int
     warps: int
     chunks: int
+    early: bool = False
 
     @property
     def bm(self) -> int:
@@ -71,10 +73,10 @@ class ExpertsPlan:
 
 
 class ExpertsShape(NamedTuple):
-    """The shape that a choice depends on. dtype: of x. bits: of a stored weight. mma: whether
-    `experts_mma` takes the weights, on this card. expand: see `expands`. floats: weights are stored
-    as floats. ring: whether `hopper_experts` takes the weights, or what they become, on this card.
-    """
+    """The shape that a choice depends on. experts: of all ranks. dtype: of x. bits: of a stored
+    weight. mma: whether `experts_mma` takes the weights, on this card. expand: see `expands`.
+    floats: weights are stored as floats. ring: whether `hopper_experts` takes the weights, or what
+    they become, on this card. shared: bytes of shared memory that a program may use."""
 
     tokens: int
     experts: int
@@ -87,6 +89,7 @@ class ExpertsShape(NamedTuple):
     expand: bool = False
     floats: bool = False
     ring: bool = False
+    shared: int = 227 << 10
 
     @property
     def mean(self) -> float:
@@ -101,6 +104,8 @@ def bits_of(format: WeightFormat) -> int:
 
 _SMALL_GRID = 128
 """Programs of which a card runs all at once, with 16 warps each."""
+_WHOLE_CARD = 1024
+"""Programs of which a card runs all at once, with 2 warps each that have 4 chunks under way."""
 FIXED_UP = Tile(32, 32, 64, 4, 3)
 FIXED_DOWN = Tile(32, 64, 64, 4, 3)
 """Tiles for any shape, so that a token's result is the same to the bit whatever else is in the
@@ -135,8 +140,10 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
         # while the next are; integers are not the faster for it.
         swap = eight and shape.floats
         return ExpertsPlan("grouped", Tile(64, 64, 64, 4, 3, swap), Tile(64, 128, 64, 4, 3, swap))
-    if shape.mean <= 256 and (shape.bits >= 16 or shape.expand):
-        up, down = Tile(64, 128, 64, 8, 3), Tile(64, 256, 64, 8, 3)
+    if shape.bits >= 16 or shape.expand:
+        # What goes from L2 to a multiprocessor bounds them: the larger the tile, the less it is.
+        bm, stages = (128, 4) if shape.shared >= 200 << 10 else (64, 3)
+        up, down = Tile(bm, 128, 64, 8, stages), Tile(bm, 256, 64, 8, stages)
     else:
         up, down = Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)
     return ExpertsPlan("grouped", up, down, expand=shape.expand)
@@ -145,14 +152,23 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
 def _mma_plan(shape: ExpertsShape) -> ExpertsPlan | None:
     """Returns the plan of few tokens per expert on tensor cores, None if there are too many."""
     if shape.tokens <= GEMV_TOKENS:
-        direct = MmaTile(1, 0, 4, 1 if shape.bits < 8 else 2)
-        return ExpertsPlan("gemv", direct, _sum_tile(shape))
+        return ExpertsPlan("gemv", _direct_tile(shape), _sum_tile(shape))
     if shape.bits >= 8 or shape.mean > 10:
         return None
-    # Inputs are loaded for every 8 tokens anew, so that wider tiles save little; programs of few
-    # warps end apart from each other, and hide each other's ends.
-    tile = MmaTile(1 if shape.mean <= 6 else 2, 1, 2, 1)
+    # A warp alone has no others' sums to wait for, and its tiles share the inputs that it loads.
+    # But few blocks of tokens need more warps to keep the card busy.
+    tile = MmaTile(1, 1, 2, 1, early=True) if shape.mean <= 2 else MmaTile(2, 1, 1, 1)
     return ExpertsPlan("grouped", tile, tile)
+
+
+def _direct_tile(shape: ExpertsShape) -> MmaTile:
+    """A tile of the units of one assignment."""
+    if shape.bits >= 8:
+        return MmaTile(1, 0, 4, 2)
+    programs = shape.tokens * shape.top_k * -(-shape.width // 8)
+    if programs <= _WHOLE_CARD:
+        return MmaTile(1, 0, 2, 4, early=True)
+    return MmaTile(1, 0, 4, 1, early=True)
 
 
 def _sum_tile(shape: ExpertsShape) -> MmaTile:
