@@ -340,9 +340,9 @@ def mma_plans(tokens: int) -> dict[str, ExpertsPlan]:
                                         (1, 1, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2)):  # fmt: skip
                 up = MmaTile(rows, 0, warps, chunks, early)
                 found[f"up {_name(up)}"] = replace(usual, up=up)
-            for warps, chunks in ((4, 2), (8, 1), (8, 2), (8, 3), (8, 6), (16, 1)):
-                down = MmaTile(1, 0, warps, chunks, early)
-                found[f"down {_name(down)}"] = replace(usual, down=down)
+        for warps, chunks in ((4, 2), (8, 1), (8, 2), (8, 3), (8, 6), (16, 1), (16, 2), (16, 3)):
+            down = MmaTile(1, 0, warps, chunks)
+            found[f"down {_name(down)}"] = replace(usual, down=down)
         return found
     for early in (False, True):
         for rows, columns, warps, chunks in (
@@ -353,8 +353,9 @@ def mma_plans(tokens: int) -> dict[str, ExpertsPlan]:
                 continue
             tile = MmaTile(rows, columns, warps, chunks, early)
             found[_name(tile)] = ExpertsPlan("grouped", tile, tile)
-    wide, deep = MmaTile(2, 1, 1, 1), MmaTile(1, 1, 2, 1, early=True)
-    for up, down in ((wide, deep), (deep, wide)):
+    alone = MmaTile(2, 1, 1, 1, early=True)
+    for up, down in ((alone, MmaTile(2, 1, 2, 1, early=True)), (MmaTile(1, 1, 2, 1, True), alone),
+                     (MmaTile(2, 1, 2, 1, early=True), alone)):  # fmt: skip
         found[f"up {_name(up)} down {_name(down)}"] = ExpertsPlan("grouped", up, down)
     return found
 
@@ -369,11 +370,11 @@ def route_plans(model: Model, tokens: int) -> dict[str, RoutePlan]:
     if tokens >= 8:
         wide = min(128, model.experts)
         for be, splits, bk, warps, squared in (
-            (16, 8, 128, 4, 8), (32, 8, 128, 4, 8), (32, 8, 128, 4, 4), (32, 16, 128, 4, 8),
-            (wide, 8, 128, 4, 8), (wide, 8, 256, 8, 4), (wide, 16, 128, 8, 8), (64, 8, 128, 8, 8),
+            (16, 8, 128, 4, 8), (32, 8, 128, 4, 8), (32, 8, 128, 8, 8), (32, 16, 128, 8, 8),
+            (wide, 4, 128, 8, 8), (wide, 8, 256, 8, 4), (wide, 16, 128, 8, 8), (64, 8, 128, 8, 8),
         ) if tokens <= 512 else (
-            (64, 1, 128, 4, 1), (wide, 1, 128, 4, 4), (wide, 2, 128, 4, 4), (wide, 2, 128, 4, 8),
-            (wide, 2, 128, 8, 4), (wide, 4, 128, 4, 8), (32, 2, 128, 4, 8),
+            (64, 1, 128, 4, 1), (wide, 1, 128, 4, 8), (wide, 2, 128, 4, 8), (wide, 2, 128, 8, 8),
+            (wide, 4, 128, 8, 8), (32, 2, 128, 8, 8),
         ):  # fmt: skip
             own = RoutePlan(16, min(be, wide), bk, warps, 3, splits=splits, squared=squared)
             found[f"dot e{own.be}s{splits}k{bk}w{warps}q{squared}"] = own

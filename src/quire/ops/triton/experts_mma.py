@@ -79,8 +79,7 @@ def mma_rows(
         COUNT=tile.chunks, R=tile.rows, NT=1 if order is None else tile.columns,
         SINGLE=count <= step, EVEN=count % step == 0, HAS_SCALES=own.has_scales,
         HAS_BIAS=linear.bias is not None, ALPHA=given.alpha, LIMIT=given.limit, SHIFT=given.shift,
-        CUBIC=given.cubic, EARLY=tile.early, PDL=pdl,
-        **_known(own, linear.weight, x),
+        CUBIC=given.cubic, EARLY=tile.early, PDL=pdl, **_known(own, linear.weight, x),
         **options(pdl, num_warps=tile.warps, num_stages=1),
     )  # fmt: skip
 
@@ -95,7 +94,6 @@ def mma_sum(
     words, pairs = own.values.view(torch.int32), inner.view(torch.int32)
     chunks = triton.cdiv(words.shape[1], CHUNK_WORDS)
     known = _known(own, down.weight, inner)
-    single = top_k * chunks <= tile.warps * tile.chunks
     if own.has_scales:
         known["GROUP"] = _WHOLE_ROW
     launch(mma_sum_kernel, (triton.cdiv(n, 16 * tile.rows), tokens))(
@@ -104,7 +102,7 @@ def mma_sum(
         n, words.shape[1], chunks, pairs.stride(0), words.stride(0), own.scales.stride(0),
         0 if residual is None else residual.stride(0), out.stride(0),
         TOP_K=top_k, WARPS=tile.warps, COUNT=tile.chunks, R=tile.rows,
-        SINGLE=single, HAS_BIAS=down.bias is not None, HAS_RES=residual is not None,
-        EARLY=tile.early and not single, PDL=pdl, **known,
+        SINGLE=top_k * chunks <= tile.warps * tile.chunks, HAS_BIAS=down.bias is not None,
+        HAS_RES=residual is not None, PDL=pdl, **known,
         **options(pdl, num_warps=tile.warps, num_stages=1),
     )  # fmt: skip

@@ -466,23 +466,13 @@ def _load_choice(
 
 
 @triton.jit
-def _choice_inputs(
-    x_ptr, W, chunk, CHUNKS, quarter, stride_xm, TOP_K: tl.constexpr, PAIRS: tl.constexpr
-):
-    """Returns the inputs of a chunk, see `_load_pairs`; x_ptr: at the token's first expert's."""
-    choice = chunk // CHUNKS
-    at = tl.minimum((chunk - choice * CHUNKS) * CHUNK + quarter * 4, W - 4)
-    return _load_pairs((x_ptr + tl.minimum(choice, TOP_K - 1) * stride_xm,), at, 1, PAIRS)
-
-
-@triton.jit
 def mma_sum_kernel(
     x_ptr, ids_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, res_ptr, y_ptr, N, W, CHUNKS,
     stride_xm, stride_wn, stride_sn, stride_rm, stride_ym,
     TOP_K: tl.constexpr, WARPS: tl.constexpr, COUNT: tl.constexpr, R: tl.constexpr,
     SINGLE: tl.constexpr, PAIRS: tl.constexpr, UNPACK: tl.constexpr, PRODUCT: tl.constexpr,
     FP16: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes y [T, N], the weighted sum over a token's experts of their outputs from units
     x [T * k, K], + residual. Warps share the chunks of all of them. Grid: tiles of outputs, tokens.
@@ -526,18 +516,8 @@ def mma_sum_kernel(
     none = tl.zeros([32 * WARPS], tl.float32)
     for _ in tl.static_range(R):
         sums = sums + ((none, none, none, none),)
-    x_ptr += t * TOP_K * stride_xm
-    loaded = ()
-    if EARLY:
-        for index in tl.static_range(COUNT):
-            own_x = _choice_inputs(x_ptr, W, turn + index * WARPS, CHUNKS, quarter, stride_xm,
-                                   TOP_K, PAIRS)  # fmt: skip
-            loaded = loaded + (own_x,)
     for c in range(0, STEP if SINGLE else TOP_K * CHUNKS, STEP):
         current = chunks
-        given = loaded
-        if EARLY:
-            loaded = ()
         if not SINGLE:
             chunks = ()
             for index in tl.static_range(COUNT):
@@ -546,10 +526,6 @@ def mma_sum_kernel(
                                  turn + (c + STEP + index * WARPS), CHUNKS, quarter, stride_wn,
                                  stride_sn, TOP_K, R, GROUP, HAS_ZEROS),
                 )  # fmt: skip
-                if EARLY:
-                    own_x = _choice_inputs(x_ptr, W, turn + (c + STEP + index * WARPS), CHUNKS,
-                                           quarter, stride_xm, TOP_K, PAIRS)  # fmt: skip
-                    loaded = loaded + (own_x,)
             keep_order(thread)
         for index in tl.static_range(COUNT):
             chunk = turn + (c + index * WARPS)
@@ -558,10 +534,8 @@ def mma_sum_kernel(
             known = tl.minimum(choice, TOP_K - 1)
             inside = (choice < TOP_K) & (tl.load(ids_ptr + known) >= 0)
             factor = tl.where(inside, tl.load(weights_ptr + known), 0.0)
-            if EARLY:
-                pairs = given[index]
-            else:
-                pairs = _choice_inputs(x_ptr, W, chunk, CHUNKS, quarter, stride_xm, TOP_K, PAIRS)
+            x_ptrs = (x_ptr + (t * TOP_K + known) * stride_xm,)
+            pairs = _load_pairs(x_ptrs, tl.minimum(at, W - 4), 1, PAIRS)
             inputs = _inputs(pairs, inside & (at < W), 1, PAIRS, False)
             sums = _add_chunk(
                 sums, current[index], inputs, factor, WARPS, R, 1, PAIRS, UNPACK, PRODUCT, FP16,

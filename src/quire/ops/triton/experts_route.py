@@ -262,29 +262,27 @@ class RoutePlan:
 
 
 _MOST_GEMV_TOKENS = 16
-_MOST_GEMV_LOGITS = 2048
 _MOST_INPUTS = 8192
 _MOST_COUNTED = 128
 """Experts up to which all are compared with all."""
-_MOST_PARTS = 8
-"""Parts of the inputs whose logits lie side by side, at most."""
 
 
 @functools.cache
 def route_plan(tokens: int, hidden: int, experts: int, deterministic: bool) -> RoutePlan:
     """Returns the tiles for a number of tokens."""
     whole = triton.next_power_of_2(hidden)
-    few = tokens <= _MOST_GEMV_TOKENS or tokens * experts <= _MOST_GEMV_LOGITS
-    if few and whole <= _MOST_INPUTS and not deterministic:
+    if tokens <= _MOST_GEMV_TOKENS and whole <= _MOST_INPUTS and not deterministic:
         tile = 4 if whole <= 4096 else 2
         return RoutePlan(1, tile, whole, 4, dot=False, counted=experts <= _MOST_COUNTED)
     # Few tokens need many tiles of experts, and parts of the inputs, to fill the card.
-    every = max(16, triton.next_power_of_2(experts))
     if deterministic:
-        return RoutePlan(16, min(32, every), 128, 4, 3, splits=2, squared=8)
-    if tokens <= 512:
-        return RoutePlan(16, min(32, every), 128, 4, 3, splits=_MOST_PARTS, squared=8)
-    return RoutePlan(16, min(128, every), 128, 4, 3, splits=2, squared=4)
+        be, splits = 32, 2
+    elif tokens <= 128:
+        be, splits = 32, 8
+    else:
+        be, splits = 128, 4 if tokens <= 512 else 2
+    be = min(be, max(16, triton.next_power_of_2(experts)))
+    return RoutePlan(16, be, 128, 8, 3, splits=splits, squared=8)
 
 
 def route(
