@@ -268,8 +268,10 @@ _MOST_COUNTED = 128
 
 
 @functools.cache
-def route_plan(tokens: int, hidden: int, experts: int, deterministic: bool) -> RoutePlan:
-    """Returns the tiles for a number of tokens."""
+def route_plan(
+    tokens: int, hidden: int, experts: int, deterministic: bool, size: int = 2
+) -> RoutePlan:
+    """Returns the tiles for a number of tokens. size: bytes of an input."""
     whole = triton.next_power_of_2(hidden)
     if tokens <= _MOST_GEMV_TOKENS and whole <= _MOST_INPUTS and not deterministic:
         tile = 4 if whole <= 4096 else 2
@@ -281,7 +283,7 @@ def route_plan(tokens: int, hidden: int, experts: int, deterministic: bool) -> R
         be, splits = 32, 8
     else:
         be, splits = 128, 4 if tokens <= 512 else 2
-    be = min(be, max(16, triton.next_power_of_2(experts)))
+    be = min(be, 256 // size, max(16, triton.next_power_of_2(experts)))
     return RoutePlan(16, be, 128, 8, 3, splits=splits, squared=8)
 
 
@@ -308,7 +310,8 @@ def route(
     if not tokens:
         return Routed(normed, ids, weights)
     if plan is None:
-        plan = route_plan(tokens, hidden, experts, current_policy().deterministic)
+        fixed = current_policy().deterministic
+        plan = route_plan(tokens, hidden, experts, fixed, x.element_size())
     logits = torch.empty(plan.splits, tokens, experts, dtype=torch.float32, device=x.device)
     card = traits(x.device)
     given = ExpertCopies(live, live, live) if copies is None else copies
