@@ -78,44 +78,29 @@ def _rows(first, lane8, N, R: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _pointers(
-    rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn,
+def _load_chunk(
+    rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, at, wanted,
     R: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Returns pointers to each thread's rows of words, scales and zeros, behind row `base`."""
-    pointers = ()
-    for r in tl.static_range(R):
-        own = ()
-        for row in tl.static_range(2):
-            at = base + rows[r][row]
-            scales = s_ptr
-            zeros = z_ptr
-            if GROUP > 0:
-                scales = s_ptr + at * stride_sn
-            if HAS_ZEROS:
-                zeros = z_ptr + at * stride_sn
-            own = own + ((w_ptr + at * stride_wn, scales, zeros),)
-        pointers = pointers + (own,)
-    return pointers
-
-
-@triton.jit
-def _load_chunk(
-    pointers, at, wanted, R: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr
-):
-    """Returns 4 words of each thread's rows from word `at` on, and the scales and zeros of their
-    groups of GROUP words, if there are any."""
+    """Returns 4 words of each thread's rows, behind row `base`, from word `at` on, and the scales
+    and zeros of their groups of GROUP words, if there are any."""
     words = ()
     scales = ()
     zeros = ()
     for r in tl.static_range(R):
-        low, high = pointers[r]
-        words = words + ((load_words(low[0] + at, wanted), load_words(high[0] + at, wanted)),)
+        low, high = rows[r]
+        low = base + low
+        high = base + high
+        words = words + ((
+            load_words(w_ptr + low * stride_wn + at, wanted),
+            load_words(w_ptr + high * stride_wn + at, wanted),
+        ),)  # fmt: skip
         if GROUP > 0:
-            group = at // GROUP
-            scales = scales + ((tl.load(low[1] + group), tl.load(high[1] + group)),)
+            low = low * stride_sn + at // GROUP
+            high = high * stride_sn + at // GROUP
+            scales = scales + ((tl.load(s_ptr + low), tl.load(s_ptr + high)),)
             if HAS_ZEROS:
-                zeros = zeros + ((tl.load(low[2] + group), tl.load(high[2] + group)),)
+                zeros = zeros + ((tl.load(z_ptr + low), tl.load(z_ptr + high)),)
     return words, scales, zeros
 
 
@@ -314,9 +299,6 @@ def mma_rows_kernel(
     base = expert.to(tl.int64) * (2 * N if GATED else N)
     first = pid * (8 * R if GATED else 16 * R)
     rows = _rows(first, lane8, N, R, GATED)
-    pointers = _pointers(
-        rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, R, GROUP, HAS_ZEROS
-    )  # fmt: skip
     STEP: tl.constexpr = WARPS * COUNT * CHUNK
     own_at = thread // 32 * CHUNK + thread % 4 * 4
     chunks = ()
@@ -326,7 +308,10 @@ def mma_rows_kernel(
         if not (SINGLE and EVEN):
             wanted = (at < W).to(tl.int32)
             at = tl.minimum(at, W - 4)
-        chunks = chunks + (_load_chunk(pointers, at, wanted, R, GROUP, HAS_ZEROS),)
+        chunks = chunks + (
+            _load_chunk(rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, at, wanted, R,
+                        GROUP, HAS_ZEROS),
+        )  # fmt: skip
     # What ends the sums is asked for before them: at the end nothing would hide its latency.
     ends = ()
     for r in tl.static_range(R):
@@ -385,7 +370,10 @@ def mma_rows_kernel(
                 at = own_at + (k + STEP + index * WARPS * CHUNK)
                 wanted = (at < W).to(tl.int32)
                 at = tl.minimum(at, W - 4)
-                chunks = chunks + (_load_chunk(pointers, at, wanted, R, GROUP, HAS_ZEROS),)
+                chunks = chunks + (
+                    _load_chunk(rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, at, wanted,
+                                R, GROUP, HAS_ZEROS),
+                )  # fmt: skip
                 if EARLY:
                     loaded = loaded + (_load_pairs(x_ptrs, at, NT, PAIRS),)
             keep_order(thread)
@@ -459,10 +447,10 @@ def _load_choice(
     expert = tl.load(ids_ptr + tl.minimum(choice, TOP_K - 1))
     wanted = ((choice < TOP_K) & (expert >= 0) & (at < W)).to(tl.int32)
     base = tl.maximum(expert, 0).to(tl.int64) * N
-    pointers = _pointers(
-        rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, R, GROUP, HAS_ZEROS
+    return _load_chunk(
+        rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, tl.minimum(at, W - 4), wanted, R,
+        GROUP, HAS_ZEROS,
     )  # fmt: skip
-    return _load_chunk(pointers, tl.minimum(at, W - 4), wanted, R, GROUP, HAS_ZEROS)
 
 
 @triton.jit
