@@ -2,15 +2,16 @@
 choose from.
 
     PYTHONPATH=src python bench/kernels/experts.py [--seconds 100] [--sweep KIND] [--only TEXT]
-                                                   [--tokens 1,64,8,2048,256]
+                                                   [--tokens 1,64,8,2048,256] [--compile-only]
 
 Times the router and the experts of one layer of Qwen3-30B-A3B and gpt-oss-20b for 1 to 2048 tokens
 on random routes; the share is that of reading each chosen expert's weights once at 4.0 TB/s. Beside
 the default stands what is chosen without `experts_mma` or `hopper_experts`, and for many tokens
 what the other order of operands, and weights that are not expanded, take. --sweep: also other tiles
 than those that would be chosen, and prints each, the best first; mma: those of `experts_mma`,
-checked first; loops: those of the other kernels; all. --only: cases whose name has one of these in
-it, separated by commas. Prints a table at the end. A failing check or configuration is reported,
+checked first; loops: those of the other kernels; router: the router's; all. --only: cases whose
+name has one of these in it, separated by commas. --compile-only: fills Triton's cache, for which
+several may run at once. Prints a table at the end. A failing check or configuration is reported,
 not fatal; what does not fit the time is skipped and named. Without a GPU it only checks, under
 TRITON_INTERPRET=1.
 """
@@ -44,7 +45,7 @@ from quire.ops.triton.experts_plan import (
     bits_of,
     plan_for,
 )
-from quire.ops.triton.experts_route import route
+from quire.ops.triton.experts_route import RoutePlan, route, route_plan
 from quire.ops.triton.launch import compiling
 from quire.ops.weight import Weight, WeightFormat
 
@@ -179,10 +180,17 @@ def checks(sweep: str) -> Iterator[tuple[str, Callable[[], float]]]:
     small = DEVICE == "cpu"
     for model in (QWEN3, GPT_OSS):
         own = replace(model, experts=8, top_k=4)
+        some = replace(model, experts=2 * model.top_k)
         if small:
             own = replace(own, hidden=128, width=64)
         for tokens in (3, 20) if small else (1, 8, 20, 64, 300):
             yield f"router {model.name} {tokens}", functools.partial(check_route, own, tokens)
+            swept = sweep in ("router", "all") and tokens in (1, 64)
+            for label, route_of in (route_plans(model, tokens) if swept else {}).items():
+                yield (
+                    f"router {model.name} {tokens} {label}",
+                    functools.partial(check_route, model, tokens, route_of),
+                )
         for name in FORMATS if model is QWEN3 else model.formats:
             for tokens in (2, 20) if small else (1, 8, 20, 64, 300):
                 yield (
@@ -195,22 +203,22 @@ def checks(sweep: str) -> Iterator[tuple[str, Callable[[], float]]]:
                 for label, plan in mma_plans(tokens).items():
                     yield (
                         f"{model.name} {name} {tokens} {label}",
-                        functools.partial(check_layer, own, name, tokens, plan),
+                        functools.partial(check_layer, some, name, tokens, plan),
                     )
 
 
-def check_route(model: Model, tokens: int) -> float:
+def check_route(model: Model, tokens: int, plan: RoutePlan | None = None) -> float:
     x = torch.randn(tokens, model.hidden, device=DEVICE).bfloat16()
     weight = (torch.randn(model.experts, model.hidden, device=DEVICE) / 40).bfloat16()
     norm = RmsScale(torch.rand(model.hidden, device=DEVICE).bfloat16(), 1e-6)
     live = torch.tensor([tokens - 1], dtype=torch.int32, device=DEVICE)
     args = (x, weight, Routing(top_k=model.top_k))
-    found = route(*args, live=live, norm=norm, copies=copies_of(model.experts))
+    found = route(*args, live=live, norm=norm, copies=copies_of(model.experts), plan=plan)
     expected = twins.route(*args, live=live, norm=norm, copies=copies_of(model.experts))
     same = (found.ids.sort(1).values == expected.ids.sort(1).values).all(1).float().mean()
     if same < 0.9:
         return float("inf")
-    found = route(*args, live=live, norm=norm)
+    found = route(*args, live=live, norm=norm, plan=plan)
     expected = twins.route(*args, live=live, norm=norm)
     if (found.ids[-1] >= 0).any():
         return float("inf")
@@ -309,8 +317,8 @@ def grouped_plans(tokens: int, bits: int) -> dict[str, ExpertsPlan]:
         for stages in (3, 4):
             own = RingTile(stages)
             found[f"ring {stages}"] = ExpertsPlan("grouped", own, own, expand=bits < 16)
-        sizes = [(64, 64, 64, 4, 3), (64, 128, 64, 8, 3), (128, 64, 64, 8, 3), (128, 64, 64, 4, 3),
-                 (256, 64, 64, 8, 3)]  # fmt: skip
+        sizes = [(64, 64, 64, 4, 3), (64, 128, 64, 8, 3), (64, 128, 64, 8, 4), (128, 64, 64, 8, 3),
+                 (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 32, 8, 6)]  # fmt: skip
     for bm, bn, bk, warps, stages in sizes:
         for swap in (False, True):
             tiles = [Tile(bm, wide, bk, warps, stages, swap) for wide in (bn, 2 * bn)]
@@ -327,25 +335,49 @@ def mma_plans(tokens: int) -> dict[str, ExpertsPlan]:
     found = {}
     if tokens <= GEMV_TOKENS:
         usual = ExpertsPlan("gemv", MmaTile(1, 0, 4, 1), MmaTile(1, 0, 8, 2))
-        ups = ((1, 4, 1), (1, 4, 2), (1, 4, 4), (1, 8, 2), (1, 2, 2), (1, 2, 4), (2, 4, 1),
-               (2, 2, 2))  # fmt: skip
-        downs = ((1, 4, 4), (1, 8, 1), (1, 8, 2), (1, 8, 3), (1, 8, 6), (1, 16, 1), (1, 16, 2),
-                 (1, 16, 3), (2, 8, 2))  # fmt: skip
-        for rows, warps, chunks in ups:
-            up = MmaTile(rows, 0, warps, chunks)
-            found[f"up {_name(up)}"] = replace(usual, up=up)
-        for rows, warps, chunks in downs:
-            down = MmaTile(rows, 0, warps, chunks)
+        for early in (False, True):
+            for rows, warps, chunks in ((1, 4, 1), (1, 4, 2), (1, 2, 1), (1, 2, 2), (1, 2, 4),
+                                        (1, 1, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2)):  # fmt: skip
+                up = MmaTile(rows, 0, warps, chunks, early)
+                found[f"up {_name(up)}"] = replace(usual, up=up)
+        for warps, chunks in ((4, 2), (8, 1), (8, 2), (8, 3), (8, 6), (16, 1), (16, 2), (16, 3)):
+            down = MmaTile(1, 0, warps, chunks)
             found[f"down {_name(down)}"] = replace(usual, down=down)
         return found
-    for columns in (1, 2):
-        for rows in (1, 2, 4):
-            for warps in (2, 4):
-                for chunks in (1, 2):
-                    tile = MmaTile(rows, columns, warps, chunks)
-                    if rows * columns * chunks > 8:  # more than registers hold
-                        continue
-                    found[_name(tile)] = ExpertsPlan("grouped", tile, tile)
+    for early in (False, True):
+        for rows, columns, warps, chunks in (
+            (2, 1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 1), (2, 1, 2, 1), (1, 1, 2, 2), (1, 1, 1, 2),
+            (2, 2, 1, 1), (4, 1, 1, 1),
+        ):  # fmt: skip
+            if rows * columns * chunks > 2 and early:  # more than registers hold
+                continue
+            tile = MmaTile(rows, columns, warps, chunks, early)
+            found[_name(tile)] = ExpertsPlan("grouped", tile, tile)
+    alone = MmaTile(2, 1, 1, 1, early=True)
+    for up, down in ((alone, MmaTile(2, 1, 2, 1, early=True)), (MmaTile(1, 1, 2, 1, True), alone),
+                     (MmaTile(2, 1, 2, 1, early=True), alone)):  # fmt: skip
+        found[f"up {_name(up)} down {_name(down)}"] = ExpertsPlan("grouped", up, down)
+    return found
+
+
+def route_plans(model: Model, tokens: int) -> dict[str, RoutePlan]:
+    """Returns plans of the router to choose from."""
+    found = {"default": route_plan(tokens, model.hidden, model.experts, False)}
+    whole = 1 << (model.hidden - 1).bit_length()
+    if tokens <= 64:
+        for be in (2, 4):
+            found[f"gemv e{be}"] = RoutePlan(1, be, whole, 4, dot=False, counted=True)
+    if tokens >= 8:
+        wide = min(128, model.experts)
+        for be, splits, bk, warps, squared in (
+            (16, 8, 128, 4, 8), (32, 8, 128, 4, 8), (32, 8, 128, 8, 8), (32, 16, 128, 8, 8),
+            (wide, 4, 128, 8, 8), (wide, 8, 256, 8, 4), (wide, 16, 128, 8, 8), (64, 8, 128, 8, 8),
+        ) if tokens <= 512 else (
+            (64, 1, 128, 4, 1), (wide, 1, 128, 4, 8), (wide, 2, 128, 4, 8), (wide, 2, 128, 8, 8),
+            (wide, 4, 128, 8, 8), (32, 2, 128, 8, 8),
+        ):  # fmt: skip
+            own = RoutePlan(16, min(be, wide), bk, warps, 3, splits=splits, squared=squared)
+            found[f"dot e{own.be}s{splits}k{bk}w{warps}q{squared}"] = own
     return found
 
 
@@ -353,7 +385,8 @@ def _name(tile: Tile | MmaTile | RingTile) -> str:
     if isinstance(tile, RingTile):
         return f"ring {tile.stages}"
     if isinstance(tile, MmaTile):
-        return f"mma r{tile.rows}n{tile.columns}w{tile.warps}c{tile.chunks}"
+        early = "e" if tile.early else ""
+        return f"mma r{tile.rows}n{tile.columns}w{tile.warps}c{tile.chunks}{early}"
     swap = "s" if tile.swap else ""
     return f"{tile.bm}x{tile.bn}x{tile.bk}w{tile.warps}p{tile.stages}{swap}"
 
@@ -400,17 +433,53 @@ def time_layer(model: Model, name: str, tokens: int, sweep: str) -> Line:
     return line
 
 
-def time_route(model: Model, batches: list[Batch], copies: ExpertCopies | None = None) -> float:
+def time_route(
+    model: Model, batches: list[Batch], copies: ExpertCopies | None = None,
+    plan: RoutePlan | None = None,
+) -> float:  # fmt: skip
     weight = (torch.randn(model.experts, model.hidden, device=DEVICE) / 40).bfloat16()
     norm = RmsScale(torch.ones(model.hidden, device=DEVICE).bfloat16(), 1e-6)
     live = torch.tensor([len(batches[0].x)], dtype=torch.int32, device=DEVICE)
     calls: list[Callable[[], object]] = [
         functools.partial(
-            route, batch.x, weight, Routing(top_k=model.top_k), live=live, norm=norm, copies=copies
+            route,
+            batch.x,
+            weight,
+            Routing(top_k=model.top_k),
+            live=live,
+            norm=norm,
+            copies=copies,
+            plan=plan,
         )
         for batch in batches
     ]
     return graph_us(calls, 2.0, 32)
+
+
+def time_routes(model: Model, tokens: int) -> None:
+    """Prints what the router takes with each of its plans, the best first."""
+    batches = [Batch.draw(model, tokens, seed) for seed in range(4)]
+    found = {}
+    for label, plan in route_plans(model, tokens).items():
+        try:
+            found[label] = time_route(model, batches, plan=plan)
+        except Exception as error:
+            print(f"router {label}: {type(error).__name__}: {str(error)[:90]}")
+    order = sorted(found, key=found.__getitem__)
+    print(
+        f"ROUTER {model.name} {tokens}: "
+        + "; ".join(f"{label} {found[label]:.1f}" for label in order),
+        flush=True,
+    )
+
+
+def compile_routes(model: Model, tokens: int) -> None:
+    weight = torch.randn(model.experts, model.hidden, device=DEVICE).bfloat16()
+    norm = RmsScale(torch.ones(model.hidden, device=DEVICE).bfloat16(), 1e-6)
+    live = torch.tensor([tokens], dtype=torch.int32, device=DEVICE)
+    batch = Batch.draw(model, tokens, 0)
+    for plan in route_plans(model, tokens).values():
+        route(batch.x, weight, Routing(top_k=model.top_k), live=live, norm=norm, plan=plan)
 
 
 def cases(only: str, tokens_of_each: str) -> list[tuple[str, Model, str, int]]:
@@ -462,10 +531,11 @@ def table(lines: list[Line]) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check and time experts.")
     parser.add_argument("--seconds", type=float, default=100.0, help="start nothing after this")
-    parser.add_argument("--sweep", choices=("", "mma", "loops", "all"), default="")
+    parser.add_argument("--sweep", choices=("", "router", "mma", "loops", "all"), default="")
     parser.add_argument("--tokens", default="1,64,8,2048,256")
     parser.add_argument("--only", default="", help="cases whose name has one of these")
     parser.add_argument("--no-checks", action="store_true")
+    parser.add_argument("--compile-only", action="store_true", help="only fill Triton's cache")
     options = parser.parse_args()
     session = Session()
     if not options.no_checks:
@@ -478,11 +548,25 @@ def main() -> int:
                     except Exception as error:  # it is told when it runs
                         print(f"compiling: {type(error).__name__}: {str(error)[:90]}")
             print(f"checks compiled after {session.seconds:.0f} s", flush=True)
-        session.check(own, until=0.5 * options.seconds)
+        if not options.compile_only:
+            session.check(own, until=0.5 * options.seconds)
     lines: list[Line] = []
     if DEVICE == "cuda":
+        swept = options.sweep in ("router", "all")
+        sizes = [int(tokens) for tokens in options.tokens.split(",")] if swept else []
+        models = [m for m in (QWEN3, GPT_OSS) if wanted(f"router {m.name}", options.only)]
+        with compiling(os.cpu_count() or 4):
+            for model in models:
+                for tokens in sizes:
+                    compile_routes(model, tokens)
+        print(f"routers compiled after {session.seconds:.0f} s", flush=True)
         compile_all(options.only, options.tokens, options.sweep)
         print(f"compiled after {session.seconds:.0f} s", flush=True)
+        if options.compile_only:
+            return 0
+        for model in models:
+            for tokens in sizes:
+                time_routes(model, tokens)
         parts = [
             (case, functools.partial(time_layer, model, name, tokens, options.sweep))
             for case, model, name, tokens in cases(options.only, options.tokens)
@@ -492,7 +576,7 @@ def main() -> int:
             torch.cuda.empty_cache()
     print("\n".join(table(lines)))
     if session.skipped:
-        print(f"skipped for lack of time: {', '.join(session.skipped)}")
+        print(f"skipped for lack of time: {', '.join(session.skipped)[:2000]}")
     print(f"{session.seconds:.0f} s; {len(session.failed)} failures")
     print("".join(f"  {line}\n" for line in session.failed), end="")
     return 1 if session.failed else 0

@@ -67,6 +67,20 @@ def test_weights_are_those_that_the_layout_stands_for(case: str, tmp_path: Path)
             np.testing.assert_allclose(found.numpy(), exact[name], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tokens_are_spread_over_the_experts_of_all_ranks(tmp_path: Path, rank: int) -> None:
+    make_quantized(tmp_path, "mxfp4", "qwen3-moe")
+    part = loaded(tmp_path, Ranked(rank, 2), expert_parallel=True).layers[1].mlp
+    assert isinstance(part, Experts)
+    total = part.spec.experts
+    assert part.up.count < total
+    assert part.up.weights.total == part.down.weights.total == total
+    assert part.up.expanded_bytes(96 * total) == 0 < part.up.expanded_bytes(96 * total + 1)
+    for experts in (part.up, part.down):
+        experts.grow(1)
+        assert experts.weights.total == total + 2  # the other rank has one more, too
+
+
 def test_memory_of_expanded_weights(tmp_path: Path) -> None:
     make_quantized(tmp_path, "mxfp4", "qwen3-moe")
     part = loaded(tmp_path).layers[1].mlp

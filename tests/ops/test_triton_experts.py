@@ -5,8 +5,10 @@ On a GPU the kernels are compiled; on a CPU they run under Triton's interpreter.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +34,9 @@ from quire.ops.experts import (
 )
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton.experts import experts_mlp, run_experts
+from quire.ops.triton.experts import experts_mlp, run_experts, shape_of
 from quire.ops.triton.experts_plan import ExpertsPlan, ExpertsShape, Tile, plan_for
-from quire.ops.triton.experts_route import route, sort_by_expert
+from quire.ops.triton.experts_route import RoutePlan, route, sort_by_expert
 from quire.ops.weight import Weight, WeightFormat
 from tests.ops.test_triton_gemm import DEVICE
 from tests.ops.test_triton_quantized import FORMATS, drawn
@@ -60,8 +62,12 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("tokens", [3, 21])
-def test_routes_to_copies(tokens: int) -> None:
+IN_PARTS = RoutePlan(16, 16, 16, 4, splits=3, squared=2)
+"""Parts of the inputs, of which one has less than a tile."""
+
+
+@pytest.mark.parametrize(("tokens", "plan"), [(3, None), (21, IN_PARTS)])
+def test_routes_to_copies(tokens: int, plan: RoutePlan | None) -> None:
     """One of an expert's copies computes a token, and each token counts once for its experts."""
     routing, live = ROUTINGS["softmax-normed"], torch.tensor([tokens - 1]).int().to(DEVICE)
     x, weight = noise(tokens, 40), noise(6, 40, seed=1) / 6
@@ -75,7 +81,7 @@ def test_routes_to_copies(tokens: int) -> None:
     for table, experts in zip(tables, held, strict=True):
         slots = torch.tensor(table, dtype=torch.int32, device=DEVICE)
         found = []
-        for run in (twins.route, route):
+        for run in (twins.route, functools.partial(route, plan=plan)):
             loads = torch.zeros(6, dtype=torch.int32, device=DEVICE)
             copies = ExpertCopies(counts, slots, loads)
             found.append(run(x, weight, routing, live=live, copies=copies))
@@ -101,28 +107,34 @@ def test_routes(name: str, tokens: int) -> None:
     live = torch.tensor([max(1, tokens - 2)], dtype=torch.int32, device=DEVICE)
     norm = RmsScale(noise(40, seed=4), 1e-5) if name != "groups" else None
     expected = twins.route(x, weight, routing, live=live, norm=norm, first=2, count=9, **own)
-    for policy in (Policy(), Policy(deterministic=True)):
+    args = (x, weight, routing)
+    for policy, plan in (
+        (Policy(), None),
+        (Policy(deterministic=True), None),
+        (Policy(), IN_PARTS),
+    ):
         with use_policy(policy):
-            found = route(x, weight, routing, live=live, norm=norm, first=2, count=9, **own)
+            found = route(*args, live=live, norm=norm, first=2, count=9, plan=plan, **own)
         assert torch.equal(found.ids, expected.ids)
         torch.testing.assert_close(found.weights, expected.weights, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found.x, expected.x, atol=1e-5, rtol=1e-5)
     assert (expected.ids == -1).any()
 
 
-@pytest.mark.parametrize("tokens", [2, 20])
-def test_equal_scores_go_to_the_lowest_index(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "plan"), [(2, None), (20, IN_PARTS)])
+def test_equal_scores_go_to_the_lowest_index(tokens: int, plan: RoutePlan | None) -> None:
     x, weight = torch.ones(tokens, 16, device=DEVICE), torch.ones(10, 16, device=DEVICE)
     live = torch.tensor([tokens], dtype=torch.int32, device=DEVICE)
     routing = Routing(top_k=4, groups=5, top_groups=2)
-    for run in (route, twins.route):
+    for run in (functools.partial(route, plan=plan), twins.route):
         assert run(x, weight, routing, live=live).ids.tolist() == [[0, 1, 2, 3]] * tokens
 
 
-def test_what_is_no_number_still_has_experts() -> None:
+@pytest.mark.parametrize("plan", [None, IN_PARTS])
+def test_what_is_no_number_still_has_experts(plan: RoutePlan | None) -> None:
     x = torch.full((3, 16), float("nan"), device=DEVICE)
     live = torch.tensor([3], dtype=torch.int32, device=DEVICE)
-    found = route(x, noise(6, 16), Routing(top_k=3), live=live)
+    found = route(x, noise(6, 16), Routing(top_k=3), live=live, plan=plan)
     assert all(len(set(row)) == 3 and set(row) <= set(range(6)) for row in found.ids.tolist())
     assert found.weights.isnan().all()
 
@@ -275,13 +287,22 @@ def test_what_no_kernel_loads_is_refused() -> None:
 
 
 def test_plans_fit_what_they_serve() -> None:
-    def plan(tokens: int) -> ExpertsPlan:
-        return plan_for(ExpertsShape(tokens, 128, 8, 2048, 768, torch.bfloat16, 16))
+    def plan(tokens: int, **rest: Any) -> ExpertsPlan:
+        return plan_for(ExpertsShape(tokens, 128, 8, 2048, 768, torch.bfloat16, 16, **rest))
 
     assert plan(1).kernel == "gemv"
+    assert plan(2048).up.bm > plan(2048, shared=99 << 10).up.bm
     rows = [plan(tokens).up.bm for tokens in (64, 512, 2048, 8192)]
     assert rows == sorted(rows)
     assert all(plan(tokens).up.bm == plan(tokens).down.bm for tokens in (64, 512, 2048, 8192))
+
+
+def test_plans_of_a_ranks_experts_are_those_of_all() -> None:
+    x, ids = noise(64, 64), torch.zeros(64, 2, dtype=torch.int32, device=DEVICE)
+    whole = layer(E2M1, 8, 64, 64, torch.float32, bias=False)
+    part = [own._replace(all_ranks=8) for own in layer(E2M1, 4, 64, 64, torch.float32, bias=False)]
+    assert shape_of(x, ids, *part) == shape_of(x, ids, *whole)
+    assert shape_of(x, ids, *part).mean == pytest.approx(64 * 2 / 8, rel=1e-3)
 
 
 def test_only_many_tokens_of_4_bit_floats_are_worth_expanding() -> None:

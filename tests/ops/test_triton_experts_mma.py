@@ -28,8 +28,8 @@ FORMATS = {
     "mxfp4": E2M1,
     "int8": WeightFormat(torch.int8, scales=torch.float32),
 }
-EACH = ExpertsPlan("gemv", MmaTile(1, 0, 2, 1), MmaTile(1, 0, 2, 2))
-SORTED = ExpertsPlan("grouped", MmaTile(2, 1, 2, 1), MmaTile(1, 1, 1, 2))
+EACH = ExpertsPlan("gemv", MmaTile(1, 0, 2, 1, early=True), MmaTile(1, 0, 2, 2))
+SORTED = ExpertsPlan("grouped", MmaTile(2, 1, 2, 1, early=True), MmaTile(1, 1, 1, 2))
 WIDE = ExpertsPlan("grouped", MmaTile(2, 2, 1, 2), MmaTile(2, 2, 2, 1))
 
 

@@ -150,7 +150,11 @@ class ExpertLinear(nn.Module):
     def weights(self) -> ExpertWeights:
         """Returns what the op takes."""
         bias = self.bias if self.own_bias else None
-        return ExpertWeights(self.weight, self.count, bias)
+        first, end = self.cut.experts
+        # Ranks have equal shares but for one expert, and equally many copies.
+        return ExpertWeights(
+            self.weight, self.count, bias, round(self.count * self.cut.count / (end - first))
+        )
 
     def finish(self) -> None:
         """Ends loading: all share the largest fixed scale of inputs."""
@@ -274,9 +278,9 @@ class ExpertLinear(nn.Module):
 
     def expanded_bytes(self, rows: int) -> int:
         """Returns the memory of the weights in 16 bits, where those of `rows` rows are expanded."""
-        weight, experts, _ = self.weights
+        own, weight = self.weights, self.weight
         values = weight.outputs * weight.inputs
-        return 2 * values if expands(weight.format, rows, experts) else 0
+        return 2 * values if expands(weight.format, rows, own.total) else 0
 
 
 def even_cut(size: int, unit: int, rank: int, world: int) -> Range:

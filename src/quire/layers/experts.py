@@ -31,6 +31,8 @@ from quire.ops.reference.smooth import sigmoid
 _route = ops.op(twins.route)
 _experts_mlp = ops.op(twins.experts_mlp)
 
+_ROUTER_PARTS = 8
+"""Parts of the inputs whose logits a kernel adds up, at most."""
 _UNIT = 16
 """Hidden units that ranks do not cut, unless that leaves one without any."""
 
@@ -181,7 +183,7 @@ class Experts(nn.Module):
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""
         rows = tokens * self.spec.routing.top_k
-        own = 4 * tokens * (2 * self.hidden + self.spec.experts) + 32 * rows
+        own = 4 * tokens * (2 * self.hidden + _ROUTER_PARTS * self.spec.experts) + 32 * rows
         # The activation may be a step of its own, which reads one result and writes another.
         own += 2 * self.up.workspace_bytes(rows) + self.down.workspace_bytes(rows + tokens)
         own += max(self.up.expanded_bytes(rows), self.down.expanded_bytes(rows))

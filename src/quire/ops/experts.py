@@ -17,7 +17,7 @@ def expands(format: WeightFormat, assignments: int, experts: int) -> bool:
     """Whether a GPU makes 16-bit numbers of all experts of a layer before it multiplies them.
 
     That writes and reads 2 bytes a weight, and saves widening 4-bit floats for each tile of tokens.
-    assignments: of tokens to these experts, at most.
+    assignments: of tokens to any of the experts. experts: of all ranks.
     """
     return format.code == "e2m1" and assignments > _MANY_TOKENS * experts
 
@@ -93,12 +93,19 @@ class Routed(NamedTuple):
 class ExpertWeights(NamedTuple):
     """One projection of `experts` experts, whose outputs lie one expert behind the other.
 
-    bias: [experts, outputs of one], or None.
+    bias: [experts, outputs of one], or None. all_ranks: experts of all ranks, copies included; 0
+        if these are all.
     """
 
     weight: Weight
     experts: int
     bias: Tensor | None = None
+    all_ranks: int = 0
+
+    @property
+    def total(self) -> int:
+        """Returns the experts over which the tokens are spread."""
+        return self.all_ranks or self.experts
 
     @property
     def outputs(self) -> int:

@@ -53,13 +53,18 @@ def experts_mlp(
     residual: Tensor | None = None,
 ) -> Tensor:
     """See `reference.experts.experts_mlp`. Nothing is read on the host."""
-    shape = ExpertsShape(
-        len(x), up.experts, ids.shape[1], x.shape[1], down.weight.inputs, x.dtype,
+    plan = plan_for(shape_of(x, ids, up, down))
+    return run_experts(plan, x, ids, weights, up, down, act, residual)
+
+
+def shape_of(x: Tensor, ids: Tensor, up: ExpertWeights, down: ExpertWeights) -> ExpertsShape:
+    """Returns what the plan of a layer and tokens x depends on."""
+    return ExpertsShape(
+        len(x), up.total, ids.shape[1], x.shape[1], down.weight.inputs, x.dtype,
         bits_of(up.weight.format), takes_mma(x, up, down),
-        expands(up.weight.format, ids.numel(), up.experts), up.weight.dtype.is_floating_point,
-        takes_ring(x, up, down),
+        expands(up.weight.format, ids.numel(), up.total), up.weight.dtype.is_floating_point,
+        takes_ring(x, up, down), traits(x.device).shared_memory,
     )  # fmt: skip
-    return run_experts(plan_for(shape), x, ids, weights, up, down, act, residual)
 
 
 def takes_mma(x: Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:

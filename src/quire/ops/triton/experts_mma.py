@@ -71,7 +71,7 @@ def mma_rows(
     count, step = words.shape[1], tile.warps * tile.chunks * CHUNK_WORDS
     gated, given = act is not None, act or Swiglu()
     blocks = ids.numel() if order is None else order.most
-    launch(mma_rows_kernel, (blocks, triton.cdiv(n, tile.rows * (8 if gated else 16))))(
+    launch(mma_rows_kernel, (triton.cdiv(n, tile.rows * (8 if gated else 16)), blocks))(
         pairs, ids, ids if order is None else order.order, ids if order is None else order.blocks,
         blocks, weights, words, own.scales, own.zeros, x if linear.bias is None else linear.bias,
         out, n, count, pairs.stride(0), words.stride(0), own.scales.stride(0),
@@ -79,7 +79,7 @@ def mma_rows(
         COUNT=tile.chunks, R=tile.rows, NT=1 if order is None else tile.columns,
         SINGLE=count <= step, EVEN=count % step == 0, HAS_SCALES=own.has_scales,
         HAS_BIAS=linear.bias is not None, ALPHA=given.alpha, LIMIT=given.limit, SHIFT=given.shift,
-        CUBIC=given.cubic, PDL=pdl, **_known(own, linear.weight, x),
+        CUBIC=given.cubic, EARLY=tile.early, PDL=pdl, **_known(own, linear.weight, x),
         **options(pdl, num_warps=tile.warps, num_stages=1),
     )  # fmt: skip
 

@@ -105,13 +105,29 @@ def _load_chunk(
 
 
 @triton.jit
-def _inputs(x_ptrs, at, inside, NT: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr):
+def _load_pairs(x_ptrs, at, NT: tl.constexpr, PAIRS: tl.constexpr):
     """Returns the inputs that 4 words from word `at` on multiply, PAIRS a word, of each token."""
     every = ()
     for n in tl.static_range(NT):
         own = ()
         for part in tl.static_range(PAIRS):
             p0, p1, p2, p3 = load_inputs(x_ptrs[n] + at * PAIRS + part * 4)
+            own = own + (p0, p1, p2, p3)
+        every = every + (own,)
+    return every
+
+
+@triton.jit
+def _inputs(loaded, inside, NT: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr):
+    """Returns loaded pairs in the order in which words are unpacked, 0 where none is `inside`."""
+    every = ()
+    for n in tl.static_range(NT):
+        own = ()
+        for part in tl.static_range(PAIRS):
+            p0 = loaded[n][4 * part]
+            p1 = loaded[n][4 * part + 1]
+            p2 = loaded[n][4 * part + 2]
+            p3 = loaded[n][4 * part + 3]
             if not EVEN:
                 p0 = tl.where(inside, p0, 0)
                 p1 = tl.where(inside, p1, 0)
@@ -250,26 +266,26 @@ def mma_rows_kernel(
     EVEN: tl.constexpr, PAIRS: tl.constexpr, UNPACK: tl.constexpr, PRODUCT: tl.constexpr,
     FP16: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr, CUBIC: tl.constexpr, PDL: tl.constexpr,
+    SHIFT: tl.constexpr, CUBIC: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes y [A, N] of rows a // ROWS_PER_X of x for each assignment a to an expert: gated
-    units, or outputs times the weights of assignments. Grid: blocks of sorted assignments, tiles of
-    outputs; not SORTED: assignments, tiles.
+    units, or outputs times the weights of assignments. Grid: tiles of outputs, blocks of sorted
+    assignments, or, not SORTED, assignments. Tiles of a block run side by side, so that L1 has its
+    inputs.
 
     x_ptr: int32 pairs, stride_xm in them. W: words of a weight row. COUNT: chunks that a warp has
     under way. SINGLE: these are all. EVEN: no word is missing. PAIRS: of inputs, in a word. GROUP:
     words that share a scale."""
-    EARLY: tl.constexpr = not GATED  # ids are older than the predecessor
-    if PDL and not EARLY:
+    if PDL and GATED:
         wait_for_predecessor(False)
-    block, pid = tl.program_id(0), tl.program_id(1)
+    pid, block = tl.program_id(0), tl.program_id(1)
     if SORTED:
         missing = block >= tl.load(blocks_ptr + 3 * most)
     else:
         expert = tl.load(ids_ptr + block)
         missing = expert < 0
     if missing:
-        if PDL and EARLY:
+        if PDL and not GATED:
             wait_for_predecessor(False)
         return
     thread = tl.arange(0, 32 * WARPS)
@@ -330,7 +346,7 @@ def mma_rows_kernel(
             g0 = tl.load(weights_ptr + a0)
             g1 = tl.load(weights_ptr + a1)
         targets = targets + ((a0, a1, g0, g1),)
-    if PDL and EARLY:
+    if PDL and not GATED:
         wait_for_predecessor(False)
     sums = ()
     none = tl.zeros([32 * WARPS], tl.float32)
@@ -338,10 +354,18 @@ def mma_rows_kernel(
         sums = sums + ((none, none, none, none),)
     # Only behind the last whole round may words be missing.
     whole = W // STEP * STEP
+    loaded = ()
+    if EARLY and not SINGLE:
+        for index in tl.static_range(COUNT):
+            at = tl.minimum(own_at + index * WARPS * CHUNK, W - 4)
+            loaded = loaded + (_load_pairs(x_ptrs, at, NT, PAIRS),)
     if not SINGLE:
         for k in range(0, whole, STEP):
             current = chunks
             chunks = ()
+            given = loaded
+            if EARLY:
+                loaded = ()
             for index in tl.static_range(COUNT):
                 at = own_at + (k + STEP + index * WARPS * CHUNK)
                 wanted = (at < W).to(tl.int32)
@@ -350,10 +374,16 @@ def mma_rows_kernel(
                     _load_chunk(rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, at, wanted,
                                 R, GROUP, HAS_ZEROS),
                 )  # fmt: skip
+                if EARLY:
+                    loaded = loaded + (_load_pairs(x_ptrs, at, NT, PAIRS),)
             keep_order(thread)
             for index in tl.static_range(COUNT):
                 at = own_at + (k + index * WARPS * CHUNK)
-                inputs = _inputs(x_ptrs, at, at < W, NT, PAIRS, True)
+                if EARLY:
+                    pairs = given[index]
+                else:
+                    pairs = _load_pairs(x_ptrs, at, NT, PAIRS)
+                inputs = _inputs(pairs, at < W, NT, PAIRS, True)
                 sums = _add_chunk(
                     sums, current[index], inputs, 1.0, WARPS, R, NT, PAIRS, UNPACK, PRODUCT, FP16,
                     E2M1, GROUP, HAS_ZEROS, GROUP > 0 and not E2M1,
@@ -364,7 +394,11 @@ def mma_rows_kernel(
             inside = at < W
             if not EVEN:
                 at = tl.minimum(at, W - 4)
-            inputs = _inputs(x_ptrs, at, inside, NT, PAIRS, EVEN)
+            if EARLY and not SINGLE:
+                pairs = loaded[index]
+            else:
+                pairs = _load_pairs(x_ptrs, at, NT, PAIRS)
+            inputs = _inputs(pairs, inside, NT, PAIRS, EVEN)
             sums = _add_chunk(
                 sums, chunks[index], inputs, 1.0, WARPS, R, NT, PAIRS, UNPACK, PRODUCT, FP16, E2M1,
                 GROUP, HAS_ZEROS, GROUP > 0 and not E2M1,
@@ -489,9 +523,8 @@ def mma_sum_kernel(
             inside = (choice < TOP_K) & (tl.load(ids_ptr + known) >= 0)
             factor = tl.where(inside, tl.load(weights_ptr + known), 0.0)
             x_ptrs = (x_ptr + (t * TOP_K + known) * stride_xm,)
-            inputs = _inputs(
-                x_ptrs, tl.minimum(at, W - 4), inside & (at < W), 1, PAIRS, False
-            )  # fmt: skip
+            pairs = _load_pairs(x_ptrs, tl.minimum(at, W - 4), 1, PAIRS)
+            inputs = _inputs(pairs, inside & (at < W), 1, PAIRS, False)
             sums = _add_chunk(
                 sums, current[index], inputs, factor, WARPS, R, 1, PAIRS, UNPACK, PRODUCT, FP16,
                 E2M1, GROUP, HAS_ZEROS, True,

@@ -31,12 +31,14 @@ class Tile:
 @dataclass(frozen=True, slots=True)
 class MmaTile:
     """A tile of `rows` times 16 weight rows (gated: 8 gates and their ups) and `columns` times 8
-    tokens. chunks: of 64 bytes of a row that each of its warps has under way."""
+    tokens. chunks: of 64 bytes of a row that each of its warps has under way. early: inputs are
+    asked for with the weights that they multiply, not when those have come."""
 
     rows: int
     columns: int
     warps: int
     chunks: int
+    early: bool = False
 
     @property
     def bm(self) -> int:
@@ -71,10 +73,10 @@ class ExpertsPlan:
 
 
 class ExpertsShape(NamedTuple):
-    """The shape that a choice depends on. dtype: of x. bits: of a stored weight. mma: whether
-    `experts_mma` takes the weights, on this card. expand: see `expands`. floats: weights are stored
-    as floats. ring: whether `hopper_experts` takes the weights, or what they become, on this card.
-    """
+    """The shape that a choice depends on. experts: of all ranks. dtype: of x. bits: of a stored
+    weight. mma: whether `experts_mma` takes the weights, on this card. expand: see `expands`.
+    floats: weights are stored as floats. ring: whether `hopper_experts` takes the weights, or what
+    they become, on this card. shared: bytes of shared memory that a program may use."""
 
     tokens: int
     experts: int
@@ -87,6 +89,7 @@ class ExpertsShape(NamedTuple):
     expand: bool = False
     floats: bool = False
     ring: bool = False
+    shared: int = 227 << 10
 
     @property
     def mean(self) -> float:
@@ -101,6 +104,12 @@ def bits_of(format: WeightFormat) -> int:
 
 _SMALL_GRID = 128
 """Programs of which a card runs all at once, with 16 warps each."""
+_WHOLE_CARD = 1024
+"""Programs of which a card runs all at once, with 2 warps each that have 4 chunks under way."""
+_ENOUGH = 6000
+"""Programs of one warp that keep a card busy to their end."""
+_SHORT_ROW = 8 * CHUNK_WORDS * 32
+"""Bits of a weight row that a warp alone reads in 8 rounds."""
 FIXED_UP = Tile(32, 32, 64, 4, 3)
 FIXED_DOWN = Tile(32, 64, 64, 4, 3)
 """Tiles for any shape, so that a token's result is the same to the bit whatever else is in the
@@ -130,13 +139,18 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
     if shape.mean <= 48 or wide:
         return ExpertsPlan("grouped", Tile(32, 64, 64, 4, 3), Tile(32, 128, 64, 4, 3))
     eight = shape.bits == 8
+    roomy = shape.shared >= 200 << 10
+    if shape.mean > 96 and eight and not shape.floats and roomy:
+        return ExpertsPlan("grouped", Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 4, 4))
     if shape.mean <= 96 or eight:
         # As left operand, 8-bit floats are multiplied from the registers where they were widened,
         # while the next are; integers are not the faster for it.
         swap = eight and shape.floats
         return ExpertsPlan("grouped", Tile(64, 64, 64, 4, 3, swap), Tile(64, 128, 64, 4, 3, swap))
-    if shape.mean <= 256 and (shape.bits >= 16 or shape.expand):
-        up, down = Tile(64, 128, 64, 8, 3), Tile(64, 256, 64, 8, 3)
+    if shape.bits >= 16 or shape.expand:
+        # What goes from L2 to a multiprocessor bounds them: the larger the tile, the less it is.
+        bm, stages = (128, 4) if roomy else (64, 3)
+        up, down = Tile(bm, 128, 64, 8, stages), Tile(bm, 256, 64, 8, stages)
     else:
         up, down = Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)
     return ExpertsPlan("grouped", up, down, expand=shape.expand)
@@ -145,14 +159,32 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
 def _mma_plan(shape: ExpertsShape) -> ExpertsPlan | None:
     """Returns the plan of few tokens per expert on tensor cores, None if there are too many."""
     if shape.tokens <= GEMV_TOKENS:
-        direct = MmaTile(1, 0, 4, 1 if shape.bits < 8 else 2)
-        return ExpertsPlan("gemv", direct, _sum_tile(shape))
+        return ExpertsPlan("gemv", _direct_tile(shape), _sum_tile(shape))
     if shape.bits >= 8 or shape.mean > 10:
         return None
-    # Inputs are loaded for every 8 tokens anew, so that wider tiles save little; programs of few
-    # warps end apart from each other, and hide each other's ends.
-    tile = MmaTile(1 if shape.mean <= 6 else 2, 1, 2, 1)
-    return ExpertsPlan("grouped", tile, tile)
+    return ExpertsPlan("grouped", *_few_tiles(shape))
+
+
+def _few_tiles(shape: ExpertsShape) -> tuple[MmaTile, MmaTile]:
+    """Tiles of both products of sorted tokens. A warp alone has no others' sums to wait for, and
+    two tiles of rows share the inputs that it loads, but few programs need more warps."""
+    blocks = shape.tokens * shape.top_k * (1 / shape.mean + 1 / 16)
+    programs = blocks * -(-shape.width // 16)
+    alone = MmaTile(2, 1, 1, 1, early=True)
+    if programs >= _ENOUGH:
+        return alone, alone
+    up = MmaTile(1 if programs < _ENOUGH / 2 else 2, 1, 2, 1, early=True)
+    return up, alone if shape.width * shape.bits <= _SHORT_ROW else up
+
+
+def _direct_tile(shape: ExpertsShape) -> MmaTile:
+    """A tile of the units of one assignment."""
+    if shape.bits >= 8:
+        return MmaTile(1, 0, 4, 2)
+    programs = shape.tokens * shape.top_k * -(-shape.width // 8)
+    if programs <= _WHOLE_CARD:
+        return MmaTile(1, 0, 2, 4, early=True)
+    return MmaTile(1, 0, 2 if shape.hidden * shape.bits > 2 * _SHORT_ROW else 4, 1, early=True)
 
 
 def _sum_tile(shape: ExpertsShape) -> MmaTile:
@@ -161,7 +193,9 @@ def _sum_tile(shape: ExpertsShape) -> MmaTile:
     if chunks <= 6:
         return MmaTile(1, 0, 8, chunks)
     programs = shape.tokens * -(-shape.hidden // 16)
-    return MmaTile(1, 0, 16 if programs <= _SMALL_GRID else 8, 2)
+    if programs <= _SMALL_GRID:
+        return MmaTile(1, 0, 16, 2)
+    return MmaTile(1, 0, 8, 3 if shape.bits < 8 else 2)
 
 
 def _row_tile(shape: ExpertsShape, *, gated: bool) -> Tile:

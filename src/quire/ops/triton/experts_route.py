@@ -43,15 +43,19 @@ def _allowed(
 
 
 @triton.jit
-def _choose(
-    logits, ms, correction_ptr, ids_ptr, weights_ptr, T, E, live, scale, first, count,
-    counts_ptr, slots_ptr, loads_ptr, stride_se,
-    BM: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr,
-    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, CORRECTED: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, GP: tl.constexpr,
-    COPIES: tl.constexpr,
-):  # fmt: skip
-    """Stores the experts of tokens `ms` [BM], and their weights, from logits [BM, EP]."""
+def _keys(choice, es, EP: tl.constexpr):
+    """Returns int64 numbers in the order of `choice`, of equal ones the lower index first."""
+    bits = (choice + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    return (ordered << 32) | (EP - 1 - es).to(tl.int64)
+
+
+@triton.jit
+def _scores(logits, ms, correction_ptr, E, BM: tl.constexpr, EP: tl.constexpr,
+            SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr,
+            TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, GP: tl.constexpr):  # fmt: skip
+    """Returns the scores [BM, EP] of experts, from logits, and the keys of the order in which they
+    are chosen."""
     es = tl.arange(0, EP)[None, :]
     known = es < E
     if SIGMOID:
@@ -68,31 +72,74 @@ def _choose(
     choice = tl.where(known, choice, float("-inf"))
     if GROUPS > 1:
         choice = _allowed(choice, es, GROUPS, TOP_GROUPS, GROUP_SIZE, GP, BM, EP)
+    return scores, _keys(choice, es, EP)
+
+
+@triton.jit
+def _store_choice(
+    ids, weights, at, ms, mask, ids_ptr, weights_ptr, live, scale, first, count, counts_ptr,
+    slots_ptr, loads_ptr, stride_se, COPIES: tl.constexpr,
+):  # fmt: skip
+    """Stores experts and their weights at places `at`, those of other ranks as none."""
+    if COPIES:
+        copy = ms % tl.load(counts_ptr + ids, mask=mask, other=1)
+        local = tl.load(slots_ptr + ids * stride_se + copy, mask=mask, other=-1)
+        own = (local >= 0) & (ms < live)
+        tl.atomic_add(loads_ptr + ids, 1, mask=mask & (ms < live), sem="relaxed")
+    else:
+        local = ids - first
+        own = (local >= 0) & (local < count) & (ms < live)
+    tl.store(ids_ptr + at, tl.where(own, local, -1), mask=mask)
+    tl.store(weights_ptr + at, tl.where(own, weights * scale, 0.0), mask=mask)
+
+
+@triton.jit
+def _choose_all(
+    scores, keys, m, ids_ptr, weights_ptr, live, scale, first, count, counts_ptr, slots_ptr,
+    loads_ptr, stride_se, EP: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr,
+    COPIES: tl.constexpr,
+):  # fmt: skip
+    """Stores the experts of one token, [1, EP]. Each goes to the place that says how many are ahead
+    of it: all are counted at once, where a search for one after the other waits for each."""
+    keys = tl.reshape(keys, [EP])
+    weights = tl.reshape(scores, [EP])
+    place = tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), 0)
+    chosen = place < TOP_K
+    if RENORMALIZE:
+        weights = weights / (tl.sum(tl.where(chosen, weights, 0.0), 0) + 1e-20)
+    es = tl.arange(0, EP)
+    ms = tl.zeros([EP], tl.int32) + m
+    _store_choice(
+        es, weights, ms * TOP_K + place, ms, chosen, ids_ptr, weights_ptr, live, scale,
+        first, count, counts_ptr, slots_ptr, loads_ptr, stride_se, COPIES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _choose(
+    scores, keys, ms, ids_ptr, weights_ptr, T, live, scale, first, count, counts_ptr, slots_ptr,
+    loads_ptr, stride_se, BM: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr,
+    KP: tl.constexpr, RENORMALIZE: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    """Stores the experts of tokens `ms` [BM], one after the other."""
+    es = tl.arange(0, EP)[None, :]
     ks = tl.arange(0, KP)[None, :]
     ids = tl.zeros([BM, KP], tl.int32)
     weights = tl.zeros([BM, KP], tl.float32)
     for k in range(TOP_K):
-        best = tl.max(choice, 1)
-        place = tl.min(tl.where(choice == best[:, None], es, EP), 1)
+        place = EP - 1 - (tl.max(keys, 1) & 0x7FFFFFFF).to(tl.int32)
         here = es == place[:, None]
         weight = tl.sum(tl.where(here, scores, 0.0), 1)
-        choice = tl.where(here, float("-inf"), choice)
+        keys = tl.where(here, -0x8000000000000000, keys)
         ids = tl.where(ks == k, place[:, None], ids)
         weights = tl.where(ks == k, weight[:, None], weights)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
-    at = ms[:, None] * TOP_K + ks
     mask = (ms < T)[:, None] & (ks < TOP_K)
-    if COPIES:
-        copy = ms[:, None] % tl.load(counts_ptr + ids, mask=mask, other=1)
-        local = tl.load(slots_ptr + ids * stride_se + copy, mask=mask, other=-1)
-        own = (local >= 0) & (ms < live)[:, None]
-        tl.atomic_add(loads_ptr + ids, 1, mask=mask & (ms < live)[:, None], sem="relaxed")
-    else:
-        local = ids - first
-        own = (local >= 0) & (local < count) & (ms < live)[:, None]
-    tl.store(ids_ptr + at, tl.where(own, local, -1), mask=mask)
-    tl.store(weights_ptr + at, tl.where(own, weights * scale, 0.0), mask=mask)
+    _store_choice(
+        ids, weights, ms[:, None] * TOP_K + ks, ms[:, None], mask, ids_ptr, weights_ptr, live,
+        scale, first, count, counts_ptr, slots_ptr, loads_ptr, stride_se, COPIES,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "first", "count"])
@@ -100,75 +147,108 @@ def route_kernel(
     x_ptr, g_ptr, w_ptr, bias_ptr, correction_ptr, live_ptr, normed_ptr, logits_ptr, counters_ptr,
     ids_ptr, weights_ptr, T, K, E, stride_xm, stride_wn, eps, scale, first, count,
     counts_ptr, slots_ptr, loads_ptr, stride_se,
-    BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, EP: tl.constexpr, EVEN_K: tl.constexpr,
-    TOP_K: tl.constexpr, KP: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
+    BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, SQUARED: tl.constexpr,
+    SPLITS: tl.constexpr, EP: tl.constexpr, EVEN_K: tl.constexpr, TOP_K: tl.constexpr,
+    KP: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, GP: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, CORRECTED: tl.constexpr,
-    COPIES: tl.constexpr, DOT: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    COPIES: tl.constexpr, DOT: tl.constexpr, COUNTED: tl.constexpr, UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes logits [T, E] of norm(x) [T, K]; the last program of a tile of tokens chooses.
-    Grid: tiles of experts, tiles of tokens. Without DOT, a tile is one token and BK >= K."""
-    pid_e, pid_m = tl.program_id(0), tl.program_id(1)
+    Grid: tiles of experts, tiles of tokens, parts of the inputs, whose sums are added in their
+    order. Without DOT, a tile is one token and BK >= K. SQUARED: tiles of inputs that are loaded at
+    once for their squares. COUNTED: see `_choose_all`."""
+    pid_e, pid_m, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ms = pid_m * BM + tl.arange(0, BM)
     es = pid_e * BE + tl.arange(0, BE)
-    ks = tl.arange(0, BK)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     w_ptrs = w_ptr + tl.minimum(es, E - 1).to(tl.int64)[:, None] * stride_wn
+    x_ptrs = x_ptr + tl.minimum(ms, T - 1).to(tl.int64)[:, None] * stride_xm
+    normed_ptrs = normed_ptr + ms.to(tl.int64)[:, None] * K
+    mask_m = (ms < T)[:, None]
+    ks = tl.arange(0, BK)[None, :]
     if not DOT:
-        w = load_k(w_ptrs + ks[None, :], ks[None, :], K, EVEN_K)
+        w = load_k(w_ptrs + ks, ks, K, EVEN_K)
+        if HAS_NORM:
+            g = norm_weight(g_ptr, ks, K, EVEN_K)
     if PDL:
         wait_for_predecessor(False)
-    x_ptrs = x_ptr + tl.minimum(ms, T - 1).to(tl.int64)[:, None] * stride_xm
-    rms = tl.full([BM], 1.0, tl.float32)
-    if HAS_NORM:
-        squares = tl.zeros([BM], tl.float32)
-        for start in range(0, K, BK):
-            at_k = start + ks[None, :]
-            part = load_k(x_ptrs + at_k, at_k, K, EVEN_K).to(tl.float32)
-            squares += tl.sum(part * part, 1)
-        rms = tl.rsqrt(squares / K + eps)
-    logits = tl.zeros([BM, BE], tl.float32)
-    for k0 in range(0, K, BK):
-        k = k0 + ks[None, :]
-        x = load_k(x_ptrs + k, k, K, EVEN_K)
+    if not DOT:
+        x = load_k(x_ptrs + ks, ks, K, EVEN_K)
         if HAS_NORM:
-            g = norm_weight(g_ptr, k, K, EVEN_K)
-            x = normalise(x.to(tl.float32), rms[:, None], g, dtype, g_ptr.dtype.element_ty)
-            x = x.to(dtype)
+            wide = x.to(tl.float32)
+            rms = tl.rsqrt(tl.sum(wide * wide, 1) / K + eps)
+            x = normalise(wide, rms[:, None], g, dtype, g_ptr.dtype.element_ty).to(dtype)
             if pid_e == 0:
-                at = normed_ptr + ms.to(tl.int64)[:, None] * K + k
-                tl.store(at, x, mask=(ms < T)[:, None] & (k < K))
-        if DOT:
+                tl.store(normed_ptrs + ks, x, mask=mask_m & (ks < K))
+        logits = tl.sum(w.to(tl.float32) * x.to(tl.float32), 1)[None, :]
+    else:
+        rms = tl.full([BM], 1.0, tl.float32)
+        if HAS_NORM:
+            # Loads that wait for each other at every step would take longer than the product.
+            squares = tl.zeros([BM, BK], tl.float32)
+            for start in range(0, K, BK * SQUARED):
+                for index in tl.static_range(SQUARED):
+                    k = start + index * BK + ks
+                    own = load_k(x_ptrs + k, k, K, False).to(tl.float32)
+                    squares += own * own
+            rms = tl.rsqrt(tl.sum(squares, 1) / K + eps)
+        logits = tl.zeros([BM, BE], tl.float32)
+        width = tl.cdiv(tl.cdiv(K, BK), SPLITS) * BK
+        for k0 in range(part * width, tl.minimum(K, (part + 1) * width), BK):
+            k = k0 + ks
+            x = load_k(x_ptrs + k, k, K, EVEN_K)
+            if HAS_NORM:
+                g = norm_weight(g_ptr, k, K, EVEN_K)
+                x = normalise(x.to(tl.float32), rms[:, None], g, dtype, g_ptr.dtype.element_ty)
+                x = x.to(dtype)
+                if pid_e == 0:
+                    tl.store(normed_ptrs + k, x, mask=mask_m & (k < K))
             w = load_k(w_ptrs + k, k, K, EVEN_K)
             if UPCAST:
                 x = x.to(tl.float32)
                 w = w.to(tl.float32)
             logits = tl.dot(x, tl.trans(w), logits, input_precision="ieee")
-        else:
-            logits += tl.sum(w.to(tl.float32) * x.to(tl.float32), 1)[None, :]
     if HAS_BIAS:
-        logits += tl.load(bias_ptr + es, mask=es < E, other=0.0).to(tl.float32)[None, :]
+        bias = tl.load(bias_ptr + es, mask=es < E, other=0.0).to(tl.float32)[None, :]
+        logits += tl.where(part == 0, bias, 0.0)
     m64 = ms.to(tl.int64)[:, None]
-    mask = (ms < T)[:, None] & (es < E)[None, :]
-    tl.store(logits_ptr + m64 * E + es[None, :], logits, mask=mask)
+    mask = mask_m & (es < E)[None, :]
+    tl.store(logits_ptr + (part * T + m64) * E + es[None, :], logits, mask=mask)
     tl.debug_barrier()  # every thread's part is written before the one atomic that says so
-    last = tl.atomic_add(counters_ptr + pid_m, 1, sem="acq_rel") == tl.num_programs(0) - 1
+    programs = tl.num_programs(0) * tl.num_programs(2)
+    last = tl.atomic_add(counters_ptr + pid_m, 1, sem="acq_rel") == programs - 1
     if last:
         tl.store(counters_ptr + pid_m, 0)
         every = tl.arange(0, EP)[None, :]
-        at = logits_ptr + m64 * E + every
-        full = tl.load(at, mask=(ms < T)[:, None] & (every < E), other=0.0, cache_modifier=".cg")
-        _choose(
-            full, ms, correction_ptr, ids_ptr, weights_ptr, T, E, tl.load(live_ptr), scale, first,
-            count, counts_ptr, slots_ptr, loads_ptr, stride_se, BM, EP, TOP_K, KP, SIGMOID,
-            RENORMALIZE, CORRECTED, GROUPS, TOP_GROUPS, GROUP_SIZE, GP, COPIES,
+        wanted = mask_m & (every < E)
+        full = tl.zeros([BM, EP], tl.float32)
+        for index in tl.static_range(SPLITS):
+            at = logits_ptr + (index * T + m64) * E + every
+            full += tl.load(at, mask=wanted, other=0.0, cache_modifier=".cg")
+        scores, keys = _scores(
+            full, ms, correction_ptr, E, BM, EP, SIGMOID, CORRECTED, GROUPS, TOP_GROUPS,
+            GROUP_SIZE, GP,
         )  # fmt: skip
+        live = tl.load(live_ptr)
+        if COUNTED:
+            _choose_all(
+                scores, keys, pid_m, ids_ptr, weights_ptr, live, scale, first, count,
+                counts_ptr, slots_ptr, loads_ptr, stride_se, EP, TOP_K, RENORMALIZE, COPIES,
+            )  # fmt: skip
+        else:
+            _choose(
+                scores, keys, ms, ids_ptr, weights_ptr, T, live, scale, first, count, counts_ptr,
+                slots_ptr, loads_ptr, stride_se, BM, EP, TOP_K, KP, RENORMALIZE, COPIES,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class RoutePlan:
     """Tiles of tokens, experts and inputs. dot: by tensor cores; else a tile is one token and all
-    of its inputs."""
+    of its inputs. splits: parts of the inputs. squared: tiles of inputs that are loaded at once for
+    their squares. counted: a token's experts are chosen all at once."""
 
     bm: int
     be: int
@@ -176,21 +256,35 @@ class RoutePlan:
     warps: int
     stages: int = 1
     dot: bool = True
+    splits: int = 1
+    squared: int = 1
+    counted: bool = False
 
 
-MOST_GEMV_TOKENS = 16
+_MOST_GEMV_TOKENS = 16
 _MOST_INPUTS = 8192
+_MOST_COUNTED = 128
+"""Experts up to which all are compared with all."""
 
 
 @functools.cache
-def route_plan(tokens: int, hidden: int, experts: int, deterministic: bool) -> RoutePlan:
-    """Returns the tiles for a number of tokens."""
+def route_plan(
+    tokens: int, hidden: int, experts: int, deterministic: bool, size: int = 2
+) -> RoutePlan:
+    """Returns the tiles for a number of tokens. size: bytes of an input."""
     whole = triton.next_power_of_2(hidden)
-    if tokens <= MOST_GEMV_TOKENS and whole <= _MOST_INPUTS and not deterministic:
-        return RoutePlan(1, 4, whole, 4 if whole <= 2048 else 8, dot=False)
-    # Few tokens need many tiles of experts to fill the card.
-    be = 16 if tokens <= 512 or deterministic else 64
-    return RoutePlan(16, min(be, max(16, triton.next_power_of_2(experts))), 128, 4, 3)
+    if tokens <= _MOST_GEMV_TOKENS and whole <= _MOST_INPUTS and not deterministic:
+        tile = 4 if whole <= 4096 else 2
+        return RoutePlan(1, tile, whole, 4, dot=False, counted=experts <= _MOST_COUNTED)
+    # Few tokens need many tiles of experts, and parts of the inputs, to fill the card.
+    if deterministic:
+        be, splits = 32, 2
+    elif tokens <= 128:
+        be, splits = 32, 8
+    else:
+        be, splits = 128, 4 if tokens <= 512 else 2
+    be = min(be, 256 // size, max(16, triton.next_power_of_2(experts)))
+    return RoutePlan(16, be, 128, 8, 3, splits=splits, squared=8)
 
 
 def route(
@@ -205,8 +299,9 @@ def route(
     first: int = 0,
     count: int | None = None,
     copies: ExpertCopies | None = None,
+    plan: RoutePlan | None = None,
 ) -> Routed:
-    """See `reference.experts.route`."""
+    """See `reference.experts.route`. plan: None for that of the shape."""
     tokens, hidden = x.shape
     experts, top_k = len(weight), routing.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)
@@ -214,11 +309,13 @@ def route(
     normed = x if norm is None else torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     if not tokens:
         return Routed(normed, ids, weights)
-    logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-    plan = route_plan(tokens, hidden, experts, current_policy().deterministic)
+    if plan is None:
+        fixed = current_policy().deterministic
+        plan = route_plan(tokens, hidden, experts, fixed, x.element_size())
+    logits = torch.empty(plan.splits, tokens, experts, dtype=torch.float32, device=x.device)
     card = traits(x.device)
     given = ExpertCopies(live, live, live) if copies is None else copies
-    grid = triton.cdiv(experts, plan.be), triton.cdiv(tokens, plan.bm)
+    grid = triton.cdiv(experts, plan.be), triton.cdiv(tokens, plan.bm), plan.splits
     launch(route_kernel, grid)(
         x, x if norm is None else norm.weight, weight, weight if bias is None else bias,
         weight if correction is None else correction, live, normed, logits,
@@ -226,13 +323,14 @@ def route(
         weight.stride(0), 0.0 if norm is None else norm.eps, routing.scale, first,
         experts - first if count is None else count, given.counts, given.slots, given.loads,
         given.slots.stride(0),
-        BM=plan.bm, BE=plan.be, BK=plan.bk, EP=max(triton.next_power_of_2(experts), 2),
-        EVEN_K=hidden % plan.bk == 0, TOP_K=top_k, KP=triton.next_power_of_2(top_k),
+        BM=plan.bm, BE=plan.be, BK=plan.bk, SQUARED=plan.squared, SPLITS=plan.splits,
+        EP=max(triton.next_power_of_2(experts), 2), EVEN_K=hidden % plan.bk == 0, TOP_K=top_k,
+        KP=triton.next_power_of_2(top_k),
         SIGMOID=routing.score == "sigmoid", RENORMALIZE=routing.renormalize,
         GROUPS=routing.groups, TOP_GROUPS=routing.top_groups,
         GROUP_SIZE=experts // routing.groups, GP=triton.next_power_of_2(routing.groups),
         HAS_NORM=norm is not None, HAS_BIAS=bias is not None, CORRECTED=correction is not None,
-        COPIES=copies is not None, DOT=plan.dot, PDL=card.pdl,
+        COPIES=copies is not None, DOT=plan.dot, COUNTED=plan.counted, PDL=card.pdl,
         UPCAST=x.dtype == torch.bfloat16 and not card.bf16,
         **options(card.pdl, num_warps=plan.warps, num_stages=plan.stages),
     )  # fmt: skip
