@@ -175,17 +175,19 @@ class Traffic:
         self._left = [0] * bench.rows
         self._stream = torch.cuda.Stream()
         self.loads = 0
+        self.active = 0.0
 
     def tokens_per_second(self, steps: int = 400, warmup: int = 100) -> float:
-        """Runs steps, two of them ahead of the device."""
-        bench, tokens, began = self._bench, 0, 0.0
+        """Runs steps, two of them ahead of the device. Leaves the loads, and how many adapters a
+        step had on average."""
+        bench, tokens, active, began = self._bench, 0, 0, 0.0
         slots = torch.empty(3, bench.rows, dtype=torch.int32, pin_memory=True)
         events = [torch.cuda.Event() for _ in range(3)]
         with torch.inference_mode():
             for step in range(warmup + steps):
                 if step == warmup:
                     torch.cuda.synchronize()
-                    began, self.loads, tokens = time.monotonic(), 0, 0
+                    began, self.loads, tokens, active = time.monotonic(), 0, 0, 0
                 if step > 2:
                     events[step % 3].synchronize()
                 self._plan(events[(step - 1) % 3] if step else None)
@@ -193,10 +195,12 @@ class Traffic:
                     slots[step % 3, row] = -1 if adapter is None else self._resident[adapter]
                     self._left[row] -= adapter is not None
                     tokens += adapter is not None
+                active += len(set(self._adapters) - {None})
                 bench.column.copy_(slots[step % 3], non_blocking=True)
                 bench.graphs.replay(bench.shapes[True])
                 events[step % 3].record()
             torch.cuda.synchronize()
+        self.active = active / steps
         return tokens / (time.monotonic() - began)
 
     def _plan(self, before: torch.cuda.Event | None) -> None:
@@ -343,14 +347,18 @@ def main() -> int:
     print("| --- | ---: | ---: | ---: | ---: |")
     for name, _, found, floor in lines:
         print(f"| {name} | {found:.0f} | {found / base:.3f} | {floor:.0f} | {found / floor:.3f} |")
-    print("\n| adapters, by Zipf's law | tokens/s | of the first | loads |")
-    print("| --- | ---: | ---: | ---: |")
+    print("\n| adapters, by Zipf's law | tokens/s | of the first | active in a step | loads |")
+    print("| --- | ---: | ---: | ---: | ---: |")
     first = 0.0
     for loaded in (bench.slots, options.loaded):
         traffic = Traffic(bench, images, loaded)
         rate = traffic.tokens_per_second()
         first = first or rate
-        print(f"| {loaded} | {rate:.0f} | {rate / first:.3f} | {traffic.loads} |", flush=True)
+        print(
+            f"| {loaded} | {rate:.0f} | {rate / first:.3f} | {traffic.active:.1f} "
+            f"| {traffic.loads} |",
+            flush=True,
+        )
     for slot in range(options.rows):
         bench.fill(images[slot % 2], slot)
     check_steps(bench)

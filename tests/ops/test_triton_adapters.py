@@ -222,3 +222,29 @@ def test_adapters_in_the_layers_own_kernel(
     torch.testing.assert_close(found.float(), expected.float(), atol=exact, rtol=exact)
     base = torch.tensor(slots, device=kernel_device) < 0
     assert torch.equal(found[base], run(args, plan)[base])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "act", "plan"),
+    [
+        ((48, 40), None, PLAN),
+        ((64,), None, replace(PLAN, split_k=1)),
+        ((48, 48), "silu_and_mul", replace(PLAN, split_k=1)),
+    ],
+)
+def test_more_adapters_than_are_multiplied_at_once(
+    kernel_device: str, sizes: tuple[int, ...], act: ops.Activation | None, plan: GemmPlan
+) -> None:
+    count, inputs = 19, 64
+    slots = [*range(count), -1, 4, 18, -1]
+    ranks = [tuple((3 * slot + 5 * p) % 17 for p in range(len(sizes))) for slot in range(count)]
+    weights = slot_weights(ranks, sizes, inputs, 16, torch.float32, kernel_device)
+    x = draw(len(slots), inputs).to(kernel_device)
+    weight = ops.Weight.plain(draw(sum(sizes), inputs, seed=9).to(kernel_device) / 8)
+    args = LinearArgs(x, weight, None, None, None, act)
+    found = adapted_gemm(args, plan, weights, rows_of(slots, kernel_device, kernels, count))
+    twin_rows = rows_of(slots, kernel_device, twins, count)
+    expected = twins.adapted_linear(x, weight, None, None, None, act, weights, twin_rows)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    base = torch.tensor(slots, device=kernel_device) < 0
+    assert torch.equal(found[base], run(args, plan)[base])

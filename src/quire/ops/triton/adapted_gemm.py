@@ -23,11 +23,13 @@ from quire.ops.triton.activation import run as activate
 from quire.ops.triton.adapter_tiles import (
     TURNS,
     ask_for_a,
-    ask_for_b,
-    await_tiles,
     cut,
     expand,
+    expand_pair,
+    find_b,
+    projections_of,
     shrink,
+    slots_of,
 )
 from quire.ops.triton.adapters import (
     AdapterTiles,
@@ -59,36 +61,10 @@ _WORKERS = 64
 layer wait for them."""
 _PARTS = 8
 """The most parts of a tile's inputs."""
-
-
-@triton.jit
-def _add_expanded(
-    acc, first_row, rows, ms, own, N, part, parts, count, memory_ptr, table_ptr, tiles_ptr,
-    inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride,
-    BM: tl.constexpr, BN: tl.constexpr, GLU: tl.constexpr, PLACES: tl.constexpr,
-    RANK: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Adds what `expand` gives to the sums of rows with an adapter, and leaves those of others."""
-    if GLU:
-        cols = tl.minimum(first_row + tl.arange(0, BN), N - 1)
-        gate = expand(
-            cols, first_row, ms, own, part, parts, count, memory_ptr, table_ptr, tiles_ptr,
-            inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride, BM, BN, PLACES, RANK,
-            WIDTH, UPCAST,
-        )  # fmt: skip
-        up = expand(
-            cols + N, first_row + N, ms, own, part, parts, count, memory_ptr, table_ptr, tiles_ptr,
-            inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride, BM, BN, PLACES, RANK,
-            WIDTH, UPCAST,
-        )  # fmt: skip
-        added = tl.reshape(tl.join(gate, up), [BM, 2 * BN])
-    else:
-        added = expand(
-            rows, first_row, ms, own, part, parts, count, memory_ptr, table_ptr, tiles_ptr,
-            inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride, BM, BN, PLACES, RANK,
-            WIDTH, UPCAST,
-        )  # fmt: skip
-    return tl.where((own >= 0)[:, None], acc + added, acc)
+COLUMNS = 64
+"""Ranks that a step of `expand` multiplies. All slots' are dealt to such steps."""
+GATED_COLUMNS = 32
+"""The same of `expand_pair`, which has no registers for more."""
 
 
 @triton.jit(
@@ -109,8 +85,8 @@ def _adapted_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, UPCAST: tl.constexpr,
     PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
     TILE: tl.constexpr, BR: tl.constexpr, INPUTS: tl.constexpr,
-    PLACES: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, FIXED: tl.constexpr,
-    EVEN_INPUTS: tl.constexpr, STAGES: tl.constexpr,
+    PLACES: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    FIXED: tl.constexpr, EVEN_INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] as `skinny_kernel` does of x whose norm, if any, is applied, with
     adapters. Grid: `workers` that multiply by A, then N tiles, K splits, M tiles. turn: see
@@ -138,6 +114,9 @@ def _adapted_kernel(
         part = pid_k
         parts = splits
     used = tl.load(count_ptr + 1)
+    EACH: tl.constexpr = WIDTH if WIDTH < COLUMNS else COLUMNS
+    SLOTS: tl.constexpr = COLUMNS // EACH
+    CHUNKS: tl.constexpr = (RANK + EACH - 1) // EACH
     if PREFETCH:
         if pid >= workers:
             STEP: tl.constexpr = 8 if BITS == 4 else 1
@@ -149,19 +128,35 @@ def _adapted_kernel(
                 pid, workers, count, memory_ptr, table_ptr, tiles_ptr, K, slot_stride,
                 table_stride, most_parts, BR, INPUTS, FIXED, 4,
             )  # fmt: skip
+    # Where B is, too, is found out while nothing waits for it.
+    slot = slots_of(part, used, tiles_ptr, SLOTS, CHUNKS)
+    slot1 = slots_of(part + parts, used, tiles_ptr, SLOTS, CHUNKS)
+    slot2 = slots_of(part + 2 * parts, used, tiles_ptr, SLOTS, CHUNKS)
+    place = 0
+    if not GLU:
+        place, last_place, start, end = projections_of(pid_n * BN, starts_ptr, BN, PLACES)
+    at, rank = find_b(slot, place, table_ptr, table_stride)
+    at1, rank1 = find_b(slot1, place, table_ptr, table_stride)
+    if GLU:
+        up_at, up_rank = find_b(slot, 1, table_ptr, table_stride)
+        up_at1, up_rank1 = find_b(slot1, 1, table_ptr, table_stride)
     if PDL:
-        _, pieces = cut(count, K, workers, most_parts, INPUTS, FIXED)
-        # Others have nothing to do, and keep the places of programs that have a tile.
-        if (pid >= workers) | (pid < tl.maximum(1, count * pieces)):
+        if pid >= workers:
             wait_for_predecessor(EAGER)
+        else:
+            _, pieces = cut(count, K, workers, most_parts, INPUTS, FIXED)
+            # Others have nothing to do, and keep the places of programs that have a tile.
+            if pid < tl.maximum(1, count * pieces):
+                wait_for_predecessor(EAGER)
     if pid == 0:
         tl.store(tile_counters_ptr + TURNS + 1 - turn, 0)
+    ready_ptr = tile_counters_ptr + TURNS + turn
     if pid < workers:
         shrink(
-            pid, workers, x_ptr, memory_ptr, table_ptr, order_ptr, tiles_ptr, count_ptr, x_ptr,
-            inner_ptr, inner_parts_ptr, tile_counters_ptr, tile_counters_ptr + TURNS + turn, K,
-            slot_stride, table_stride, stride_xm, inner_stride, ranks, 0.0, most_parts, TILE,
-            BR, INPUTS, PLACES, WIDTH, FIXED, EVEN_INPUTS, False, UPCAST, STAGES, True,
+            pid, workers, x_ptr, memory_ptr, table_ptr, order_ptr, tiles_ptr, count_ptr,
+            x_ptr, inner_ptr, inner_parts_ptr, tile_counters_ptr, ready_ptr, K, slot_stride,
+            table_stride, stride_xm, inner_stride, ranks, 0.0, most_parts, TILE, BR, INPUTS,
+            PLACES, WIDTH, FIXED, EVEN_INPUTS, False, UPCAST, STAGES, True,
         )  # fmt: skip
     if pid >= workers:
         cols = pid_n * BN + tl.arange(0, BN)
@@ -182,24 +177,21 @@ def _adapted_kernel(
             if HAS_SCALES:
                 acc *= tl.load(w_scale_ptr + rows * stride_sn).to(tl.float32)[None, :]
             if count > 0:
-                if PREFETCH:
-                    # For `expand`, while others may still multiply by A.
-                    if used > 0:
-                        ask_for_b(
-                            0, used, pid_n * BN, memory_ptr, table_ptr, tiles_ptr, starts_ptr,
-                            slot_stride, table_stride, BN, PLACES,
-                        )  # fmt: skip
-                        if GLU:
-                            ask_for_b(
-                                0, used, pid_n * BN + N, memory_ptr, table_ptr, tiles_ptr,
-                                starts_ptr, slot_stride, table_stride, BN, PLACES,
-                            )  # fmt: skip
-                await_tiles(tile_counters_ptr + TURNS + turn, count, PDL)
-                acc = _add_expanded(
-                    acc, pid_n * BN, rows, ms, own, N, part, parts, count, memory_ptr,
-                    table_ptr, tiles_ptr, inner_ptr, starts_ptr, slot_stride, table_stride,
-                    inner_stride, BM, BN, GLU, PLACES, RANK, WIDTH, UPCAST,
-                )  # fmt: skip
+                if GLU:
+                    added = expand_pair(
+                        tl.minimum(cols, N - 1), ms, own, part, parts, used, slot, at, rank, slot1,
+                        at1, rank1, slot2, up_at, up_rank, up_at1, up_rank1, ready_ptr, count,
+                        memory_ptr, table_ptr, tiles_ptr, inner_ptr, slot_stride, table_stride,
+                        inner_stride, BM, BN, RANK, WIDTH, COLUMNS, UPCAST, PDL,
+                    )  # fmt: skip
+                else:
+                    added = expand(
+                        rows, place, last_place, start, end, ms, own, part, parts, used, slot, at,
+                        rank, slot1, at1, rank1, slot2, ready_ptr, count, memory_ptr, table_ptr,
+                        tiles_ptr, inner_ptr, starts_ptr, slot_stride, table_stride, inner_stride,
+                        BM, BN, PLACES, RANK, WIDTH, COLUMNS, UPCAST, PDL,
+                    )  # fmt: skip
+                acc = tl.where((own >= 0)[:, None], acc + added, acc)
         if SHARED:
             tile = pid_m * tiles_n + pid_n
             acc, last = meet(acc, parts_ptr, counters_ptr, tile, pid_k, splits, BM, R)
@@ -258,7 +250,8 @@ def adapted_gemm(
         UPCAST=x.dtype == torch.bfloat16 and not card.bf16, PDL=card.pdl, EAGER=plan.eager,
         PREFETCH=card.pdl, TILE=rows.tile, BR=tiles.br, INPUTS=tiles.bk,
         PLACES=len(weights.sizes), RANK=weights.rank, WIDTH=tiles.width,
-        FIXED=fixed, EVEN_INPUTS=k % tiles.bk == 0, STAGES=STAGES,
+        COLUMNS=GATED_COLUMNS if args.gated else COLUMNS, FIXED=fixed,
+        EVEN_INPUTS=k % tiles.bk == 0, STAGES=STAGES,
         **options(card.pdl, num_warps=plan.warps, num_stages=plan.stages),
     )  # fmt: skip
     return out

@@ -247,90 +247,167 @@ def end_wait(counters_ptr, programs):
 
 
 @triton.jit
-def ask_for_b(
-    begin, end, first_row, memory_ptr, table_ptr, tiles_ptr, starts_ptr, slot_stride, table_stride,
-    ROWS: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
-    """Asks for the rows of B from `first_row` on of the step's slots [begin, end)."""
-    place = 0
-    for later in tl.static_range(1, PLACES):
-        place += (tl.load(starts_ptr + later) <= first_row).to(tl.int32)
-    # A row is a quarter of a line at rank 16.
-    n = first_row - tl.load(starts_ptr + place) + tl.arange(0, ROWS // 4) * 4
-    for t0 in range(begin, end, 16):
-        t = t0 + tl.arange(0, 16)
-        there = t < end
-        slot = tl.load(tiles_ptr + t * 4 + 3, mask=there, other=0).to(tl.int64)
-        own = table_ptr + slot * table_stride + HEAD_WORDS + PLACE_WORDS * place
-        at = tl.load(own, mask=there, other=0)
-        width = (tl.load(own + 1, mask=there, other=0) + 7) // 8 * 8
-        ptrs = memory_ptr + (slot * slot_stride + at)[None, :] + n[:, None] * width[None, :]
-        _ask(ptrs, (there & (width > 0))[None, :] & (n >= 0)[:, None], memory_ptr)
+def slots_of(step, used, tiles_ptr, SLOTS: tl.constexpr, CHUNKS: tl.constexpr):
+    """Returns the slots [SLOTS] that a step of `expand` multiplies, -1 for none."""
+    t = step // CHUNKS * SLOTS + tl.arange(0, SLOTS)
+    return tl.load(tiles_ptr + t * 4 + 3, mask=t < used, other=-1)
 
 
 @triton.jit
-def expand(
-    rows, first_row, ms, own, part, parts, count, memory_ptr, table_ptr, tiles_ptr, inner_ptr,
-    starts_ptr, slot_stride, table_stride, inner_stride,
-    BM: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, RANK: tl.constexpr,
-    WIDTH: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Returns a part of the outputs `rows` of B times `inner` of `shrink`, fp32 [BM, ROWS].
+def find_b(slot, place, table_ptr, table_stride):
+    """Returns where a projection's B of slots begins in their memory, and its rank."""
+    there = slot >= 0
+    line = table_ptr + slot.to(tl.int64) * table_stride + HEAD_WORDS + PLACE_WORDS * place
+    return tl.load(line, mask=there, other=0), tl.load(line + 1, mask=there, other=0)
 
-    rows: [ROWS], from `first_row` on, of which those behind the layer's last are repeated. ms: [BM]
-    tokens. own: their slots. The slots of all tiles are dealt to `parts`. starts: int32
-    [PLACES + 1], where the projections begin.
 
-    Several slots are multiplied at once: a token's row holds its values in the columns of its own
-    slot, and zeros in those of others.
-    """
-    COLUMNS: tl.constexpr = 128 if ROWS <= 64 else 64
-    EACH: tl.constexpr = WIDTH if WIDTH < COLUMNS else COLUMNS
-    SLOTS: tl.constexpr = COLUMNS // EACH
-    CHUNKS: tl.constexpr = (RANK + EACH - 1) // EACH
-    nth = tl.arange(0, SLOTS)
-    each = tl.arange(0, EACH)
+@triton.jit
+def _load_b(memory_ptr, slot, at, rank, slot_stride, r, n, kept):
+    """Returns the rows `n` of B of slots, [rows, slots, ranks]; zeros where they are not kept. r:
+    [1, 1, ranks]."""
+    begin, width = slot.to(tl.int64) * slot_stride + at, (rank + 7) // 8 * 8
+    at = (begin[None, :] + n[:, None] * width[None, :])[:, :, None] + r
+    # Widths are multiples of 8.
+    at = tl.max_contiguous(tl.multiple_of(at, [1, 1, 8]), [1, 1, 8])
+    there = tl.max_constancy(kept[:, None, None] & (r < width[None, :, None]), [1, 1, 8])
+    return tl.load(memory_ptr + at, mask=there, other=0.0)
+
+
+@triton.jit
+def _load_inner(inner_ptrs, own, r):
+    """Returns tokens' products with A, [BM, 1, ranks]; zeros where they have no slot. Ranks that an
+    adapter does not have are not those of anything."""
+    at = inner_ptrs[:, None, None] + r
+    return tl.load(at, mask=(own >= 0)[:, None, None], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _spread(values, own, slot, rank, r):
+    """Returns what `_load_inner` gave in the columns of a token's own slot, and zeros in those of
+    others, [BM, slots, ranks]."""
+    mine = (own[:, None] == slot[None, :])[:, :, None] & (r < rank[None, :, None])
+    return tl.where(mine, values, 0.0)
+
+
+@triton.jit
+def _add_product(sums, b, h, COLUMNS: tl.constexpr, UPCAST: tl.constexpr):
+    """Returns `sums` with those of `h` times B added."""
+    h = tl.reshape(h, [sums.shape[0], COLUMNS])
+    b = tl.reshape(b, [sums.shape[1], COLUMNS])
+    if UPCAST:
+        h = h.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(h, tl.trans(b), sums, input_precision="ieee")
+
+
+@triton.jit
+def projections_of(first_row, starts_ptr, ROWS: tl.constexpr, PLACES: tl.constexpr):
+    """Returns the first and the last projection that `ROWS` outputs belong to, and where the first
+    begins and ends."""
     place = 0
     last = 0
     for later in tl.static_range(1, PLACES):
         start = tl.load(starts_ptr + later)
         place += (start <= first_row).to(tl.int32)
         last += (start < first_row + ROWS).to(tl.int32)
+    return place, last, tl.load(starts_ptr + place), tl.load(starts_ptr + place + 1)
+
+
+@triton.jit
+def expand(
+    rows, place, last, start, end, ms, own, part, parts, used, slot, at, rank, slot1, at1, rank1,
+    slot2, ready_ptr, count, memory_ptr, table_ptr, tiles_ptr, inner_ptr, starts_ptr, slot_stride,
+    table_stride, inner_stride,
+    BM: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, RANK: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, UPCAST: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Returns a part of the outputs `rows` of B times `inner` of `shrink`, fp32 [BM, ROWS].
+
+    rows: [ROWS], of which those behind the layer's last are repeated. place, last, start, end: see
+    `projections_of`. ms: [BM] tokens. own: their slots. The steps of `COLUMNS` ranks of the `used`
+    slots are dealt to `parts`. slot, at, rank: of the first step, see `find_b`, then those of
+    the second, and the slots of the third. starts: int32 [PLACES + 1], where the projections begin.
+
+    While a step is multiplied, the next one's B is loaded, where that of the one behind it is, and
+    which slots come then: nothing that is loaded is asked for by what was loaded just before.
+    """
+    EACH: tl.constexpr = WIDTH if WIDTH < COLUMNS else COLUMNS
+    SLOTS: tl.constexpr = COLUMNS // EACH
+    CHUNKS: tl.constexpr = (RANK + EACH - 1) // EACH
+    each = tl.arange(0, EACH)[None, None, :]
+    steps = (used + SLOTS - 1) // SLOTS * CHUNKS
     sums = tl.zeros([BM, ROWS], tl.float32)
     while place <= last:
-        start = tl.load(starts_ptr + place)
-        kept = (rows >= start) & (rows < tl.load(starts_ptr + place + 1))
+        kept = (rows >= start) & (rows < end)
         n = tl.where(kept, rows - start, 0)
-        h_ptrs = inner_ptr + ms.to(tl.int64)[:, None] * inner_stride + place * WIDTH
-        steps = (count + SLOTS - 1) // SLOTS * CHUNKS
+        inner_ptrs = inner_ptr + ms.to(tl.int64) * inner_stride + place * WIDTH
+        r = part % CHUNKS * EACH + each
+        b = _load_b(memory_ptr, slot, at, rank, slot_stride, r, n, kept)
+        if part < steps:
+            await_tiles(ready_ptr, count, ASM)
+        values = _load_inner(inner_ptrs, own, each)
         for step in tl.range(part, steps, parts, num_stages=1):
-            tile = step // CHUNKS * SLOTS + nth
-            slot = tl.load(tiles_ptr + tile * 4, mask=tile < count, other=-1)
-            before = tl.load(tiles_ptr + tile * 4 - 4, mask=(tile > 0) & (tile < count), other=-1)
-            # A slot's other tiles are those behind its first.
-            there = (slot >= 0) & (slot != before)
-            slot = tl.where(there, slot, 0)
-            line = table_ptr + slot.to(tl.int64) * table_stride + HEAD_WORDS + PLACE_WORDS * place
-            at = tl.load(line, mask=there, other=0)
-            width = (tl.load(line + 1, mask=there, other=0) + 7) // 8 * 8
+            r = (step + parts) % CHUNKS * EACH + each
+            b1 = _load_b(memory_ptr, slot1, at1, rank1, slot_stride, r, n, kept)
+            at2, rank2 = find_b(slot2, place, table_ptr, table_stride)
+            slot3 = slots_of(step + 3 * parts, used, tiles_ptr, SLOTS, CHUNKS)
             r = step % CHUNKS * EACH + each
-            in_rank = r[None, None, :] < width[None, :, None]
-            h = tl.load(
-                (h_ptrs + step % CHUNKS * EACH)[:, :, None] + each[None, None, :],
-                mask=(own[:, None] == slot[None, :])[:, :, None] & in_rank, other=0.0,
-                cache_modifier=".cg",
-            )  # fmt: skip
-            b_row = slot.to(tl.int64) * slot_stride + tl.multiple_of(at, 16)
-            b_at = b_row[None, :] + n[:, None] * tl.multiple_of(width, 8)[None, :]
-            b = tl.load(
-                (memory_ptr + b_at)[:, :, None] + r[None, None, :],
-                mask=kept[:, None, None] & in_rank, other=0.0,
-            )  # fmt: skip
-            h = tl.reshape(h, [BM, COLUMNS])
-            b = tl.reshape(b, [ROWS, COLUMNS])
-            if UPCAST:
-                h = h.to(tl.float32)
-                b = b.to(tl.float32)
-            sums = tl.dot(h, tl.trans(b), sums, input_precision="ieee")
+            if CHUNKS > 1:
+                values = _load_inner(inner_ptrs, own, r)
+            sums = _add_product(sums, b, _spread(values, own, slot, rank, r), COLUMNS, UPCAST)
+            b, slot, rank = b1, slot1, rank1
+            slot1, at1, rank1, slot2 = slot2, at2, rank2, slot3
         place += 1
+        if place <= last:
+            start = end
+            end = tl.load(starts_ptr + place + 1)
+            slot = slots_of(part, used, tiles_ptr, SLOTS, CHUNKS)
+            slot1 = slots_of(part + parts, used, tiles_ptr, SLOTS, CHUNKS)
+            slot2 = slots_of(part + 2 * parts, used, tiles_ptr, SLOTS, CHUNKS)
+            at, rank = find_b(slot, place, table_ptr, table_stride)
+            at1, rank1 = find_b(slot1, place, table_ptr, table_stride)
     return sums
+
+
+@triton.jit
+def expand_pair(
+    n, ms, own, part, parts, used, slot, at, rank, slot1, at1, rank1, slot2, up_at, up_rank, up_at1,
+    up_rank1, ready_ptr, count, memory_ptr, table_ptr, tiles_ptr, inner_ptr, slot_stride,
+    table_stride, inner_stride,
+    BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, UPCAST: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Returns what `expand` does for the same rows `n` of two projections, gate and up
+    alternating."""
+    EACH: tl.constexpr = WIDTH if WIDTH < COLUMNS else COLUMNS
+    SLOTS: tl.constexpr = COLUMNS // EACH
+    CHUNKS: tl.constexpr = (RANK + EACH - 1) // EACH
+    each = tl.arange(0, EACH)[None, None, :]
+    steps = (used + SLOTS - 1) // SLOTS * CHUNKS
+    gate = tl.zeros([BM, BN], tl.float32)
+    up = tl.zeros([BM, BN], tl.float32)
+    kept = n >= 0
+    inner_ptrs = inner_ptr + ms.to(tl.int64) * inner_stride
+    r = part % CHUNKS * EACH + each
+    b = _load_b(memory_ptr, slot, at, rank, slot_stride, r, n, kept)
+    up_b = _load_b(memory_ptr, slot, up_at, up_rank, slot_stride, r, n, kept)
+    await_tiles(ready_ptr, count, ASM)
+    values = _load_inner(inner_ptrs, own, each)
+    up_values = _load_inner(inner_ptrs + WIDTH, own, each)
+    for step in tl.range(part, steps, parts, num_stages=1):
+        r = (step + parts) % CHUNKS * EACH + each
+        b1 = _load_b(memory_ptr, slot1, at1, rank1, slot_stride, r, n, kept)
+        up_b1 = _load_b(memory_ptr, slot1, up_at1, up_rank1, slot_stride, r, n, kept)
+        at2, rank2 = find_b(slot2, 0, table_ptr, table_stride)
+        up_at2, up_rank2 = find_b(slot2, 1, table_ptr, table_stride)
+        slot3 = slots_of(step + 3 * parts, used, tiles_ptr, SLOTS, CHUNKS)
+        r = step % CHUNKS * EACH + each
+        if CHUNKS > 1:
+            values = _load_inner(inner_ptrs, own, r)
+            up_values = _load_inner(inner_ptrs + WIDTH, own, r)
+        gate = _add_product(gate, b, _spread(values, own, slot, rank, r), COLUMNS, UPCAST)
+        up = _add_product(up, up_b, _spread(up_values, own, slot, up_rank, r), COLUMNS, UPCAST)
+        b, up_b, slot, rank, up_rank = b1, up_b1, slot1, rank1, up_rank1
+        slot1, at1, rank1, up_at1, up_rank1 = slot2, at2, rank2, up_at2, up_rank2
+        slot2 = slot3
+    return tl.reshape(tl.join(gate, up), [BM, 2 * BN])
