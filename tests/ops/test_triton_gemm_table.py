@@ -24,6 +24,7 @@ from quire.ops.triton.gemm_table import (
 )
 from quire.ops.triton.gemm_tune import candidates, refinements
 from quire.ops.triton.launch import DeviceTraits
+from quire.ops.weight import WeightFormat
 
 H200 = DeviceTraits((9, 0), 132, 232448, pdl=True, bf16=True)
 T4 = DeviceTraits((7, 5), 40, 65536, pdl=False, bf16=False)
@@ -73,6 +74,8 @@ def test_tiles_of_deterministic_layers_follow_the_rows_on_hopper_cards(gated: bo
             assert rows_plan(shape, T4) == fixed_plan(shape)
             wide = shape._replace(dtype=torch.float32)
             assert rows_plan(wide, H200) == fixed_plan(wide)
+            stored = shape._replace(format=WeightFormat(torch.int8, scales=torch.float32))
+            assert rows_plan(stored, H200) == fixed_plan(stored)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"card": 1, "triton": 2, "entries": {"a": 3}}'])

@@ -24,7 +24,7 @@ from quire.ops.triton.gemm_common import (
     wait_for_predecessor,
 )
 from quire.ops.triton.gemm_plan import LinearArgs
-from quire.ops.triton.launch import DeviceTraits, launch, options, traits
+from quire.ops.triton.launch import launch, options, traits
 from quire.ops.triton.linear import loads
 from quire.ops.triton.quantized_tiles import Operands
 from quire.ops.triton.round_inputs import round_inputs
@@ -174,7 +174,9 @@ def segment_sum(
     if not m:
         return out
     card, own = traits(x.device), Operands(weight)
-    plan = plan or _plan(m, n, size, segments, x.dtype, card)
+    if plan is None:
+        follows = card.capability == (9, 0) and x.dtype.itemsize == 2 and weight.scales is None
+        plan = _plan(m, n, size, segments, card.num_sms) if follows else _FIXED
     tiles = triton.cdiv(n, plan.bn), triton.cdiv(m, plan.bm)
     counters = default_workspace(x.device).counters
     parts = counters
@@ -199,12 +201,11 @@ def segment_sum(
     return out
 
 
-def _plan(
-    m: int, n: int, size: int, segments: int, dtype: torch.dtype, card: DeviceTraits
-) -> SumPlan:
-    """On Hopper cards the tile follows the rows, see `gemm_table.rows_plan`."""
-    if card.capability != (9, 0) or dtype.itemsize != 2:
-        return SumPlan(64, 64, 64)
+_FIXED = SumPlan(64, 64, 64)
+
+
+def _plan(m: int, n: int, size: int, segments: int, sms: int) -> SumPlan:
+    """The tile follows the rows, see `gemm_table.rows_plan`."""
     if m > 512:
         if n < 2048:
             return SumPlan(64, 64, 64, swap=True, stages=4, flat=True)
@@ -214,7 +215,7 @@ def _plan(
     if m > 16:
         return SumPlan(32 if m <= 32 else 64, 64, 64, min(segments, 4), swap=True, stages=4)
     programs = 8
-    while size > 512 and programs > 2 and programs * triton.cdiv(n, 64) >= 2 * card.num_sms:
+    while size > 512 and programs > 2 and programs * triton.cdiv(n, 64) >= 2 * sms:
         programs //= 2
     return SumPlan(16, 64, 128, min(segments, programs), True, 4, 3 if size <= 512 else 4)
 
