@@ -49,6 +49,9 @@ def rows() -> Iterator[Row]:
         settings = record.settings
         if record.case in _LEFT_OUT or settings.get("deterministic"):
             continue
+        # Stages are not predicted.
+        if int(settings.get("pipeline_parallel_size") or 1) > 1:
+            continue
         ranks = int(settings.get("tensor_parallel_size") or 1)
         kind = record.model, str(settings.get("quantization") or ""), ranks, record.case
         newest[kind] = record

@@ -92,7 +92,9 @@ def runs(gpus: int) -> Iterator[Run]:
     """Yields what to run on so many GPUs, what matters most first."""
     sizes = [size for size in (8, 4, 2, 1) if size <= gpus]
     for size in sizes:
-        yield Run("qwen3-8b", size)
+        # Pipelines are compared with one GPU.
+        more = ("128x512x256",) if size == 1 else ()
+        yield Run("qwen3-8b", size, cases=CASES + more)
     for size in sizes:
         yield Run("qwen3-32b", size, cases=("b1-256", "b64", "ttft"))
     if gpus >= 4:
@@ -102,7 +104,6 @@ def runs(gpus: int) -> Iterator[Run]:
     yield Run("qwen3-30b-a3b", cases=("b1-256", "b64"))
     for stages in (2, 4):
         yield Run("qwen3-8b", max(1, min(2, gpus // stages)), stages, cases=("b64", "128x512x256"))
-    yield Run("qwen3-8b", cases=("128x512x256",))
     for size in sizes:
         yield Run("qwen3-8b", size, quantization="fp8", cases=("b1-256", "b64"))
     for size in sizes:

@@ -114,7 +114,9 @@ def test_the_norm_in_a_gemv_on_tensor_cores(name: str) -> None:
         assert float((got - want).norm() / want.norm()) < 5e-3, late
 
 
-@pytest.mark.skipif(not traits(DEVICE).gluon, reason="a kernel for Hopper cards")
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and traits(DEVICE).gluon), reason="a kernel for Hopper cards"
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["int4-g128", "int4-g128-zeros", "int4"])
 def test_products_by_wgmma(name: str, dtype: torch.dtype) -> None:
