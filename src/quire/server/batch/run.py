@@ -135,8 +135,12 @@ class BatchRunner:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(concurrency):
                     tasks.create_task(self._work(lines))
-        except* EngineDeadError as group:
-            raise group.exceptions[0] from None
+        except ExceptionGroup as group:
+            # Not `except*`, which wraps what is raised in it until Python 3.11.4.
+            dead = group.subgroup(EngineDeadError)
+            if dead is None:
+                raise
+            raise dead.exceptions[0] from None
 
     async def _work(self, lines: Iterator[BatchLine]) -> None:
         for line in lines:
