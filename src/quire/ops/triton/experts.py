@@ -24,7 +24,7 @@ from quire.ops.triton.experts_kernels import (
     grouped_kernel,
     up_gemv_kernel,
 )
-from quire.ops.triton.experts_mma import mma_rows, mma_sum, multiplies
+from quire.ops.triton.experts_mma import aligned, mma_rows, mma_sum, multiplies
 from quire.ops.triton.experts_plan import (
     FIXED_DOWN,
     FIXED_UP,
@@ -82,14 +82,10 @@ def takes_ring(x: Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
     own = [linear.weight for linear in (up, down)]
     plain = all(
         weight.format.scales is not None
-        or (weight.values.dtype == x.dtype and _aligned(weight.values))
+        or (weight.values.dtype == x.dtype and aligned(weight.values))
         for weight in own
     )
     return plain and all(weight.inputs % 8 == 0 for weight in own)
-
-
-def _aligned(values: Tensor) -> bool:
-    return values.stride(1) == 1 and values.stride(0) % 8 == 0 and values.data_ptr() % 16 == 0
 
 
 def run_experts(

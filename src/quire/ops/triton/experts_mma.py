@@ -29,7 +29,7 @@ def multiplies(weight: Weight, x: Tensor) -> bool:
     instruction."""
     format = weight.format
     values = weight.values
-    if x.dtype not in TYPES or not _aligned(x) or not _aligned(values) or weight.first:
+    if x.dtype not in TYPES or not aligned(x) or not aligned(values) or weight.first:
         return False
     if format.scales is None or format.ordered:
         return False
@@ -44,7 +44,8 @@ def multiplies(weight: Weight, x: Tensor) -> bool:
     return format.group % inputs == 0 and bool(format.group or not format.bits)
 
 
-def _aligned(x: Tensor) -> bool:
+def aligned(x: Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes, and their values lie side by side."""
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.stride(1) == 1
 
 

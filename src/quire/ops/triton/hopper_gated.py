@@ -8,15 +8,16 @@ import triton
 from torch import Tensor
 
 from quire.ops.experts import GELU_TANH, SILU
+from quire.ops.triton.experts_mma import aligned
+from quire.ops.triton.experts_plan import RingTile
 from quire.ops.triton.gemm_plan import LinearArgs
-from quire.ops.triton.hopper_experts import HALF, boxes
+from quire.ops.triton.hopper_experts import BOX, HALF, boxes
 from quire.ops.triton.hopper_experts_kernel import experts_kernel
 from quire.ops.triton.launch import launch, options, traits
 
 _ACTS = {"silu_and_mul": SILU, "gelu_tanh_and_mul": GELU_TANH}
 _ROWS = 2048
 """From so many tokens on, cuBLAS and an activation of its own take longer."""
-_STAGES = 4
 
 
 def takes(args: LinearArgs) -> bool:
@@ -29,21 +30,21 @@ def takes(args: LinearArgs) -> bool:
         and all(added is None for added in (args.norm, args.bias, args.residual))
         and args.weight.scales is None
         and x.dtype == values.dtype in (torch.bfloat16, torch.float16)
-        and all(t.stride(1) == 1 and t.stride(0) % 8 == 0 for t in (x, values))
-        and all(t.data_ptr() % 16 == 0 for t in (x, values))
+        and aligned(x)
+        and aligned(values)
     )
 
 
 def gated_product(args: LinearArgs) -> Tensor:
     """Returns the gated units [M, N] of x [M, K]. See `takes`."""
     x, n, card = args.x, args.n, traits(args.x.device)
-    own = _ACTS[args.act or ""]
+    own, tile = _ACTS[args.act or ""], RingTile()
     out = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(n, HALF)
-    launch(experts_kernel, (min(card.num_sms, triton.cdiv(len(x), 128) * tiles),))(
-        boxes(x, 64), boxes(args.weight.values, HALF), x, x, x, out, x, len(x), tiles, n,
+    launch(experts_kernel, (min(card.num_sms, triton.cdiv(len(x), tile.bm) * tiles),))(
+        boxes(x, BOX), boxes(args.weight.values, HALF), x, x, x, out, x, len(x), tiles, n,
         x.shape[1], GATED=True, DENSE=True, HAS_BIAS=False, ALPHA=own.alpha, LIMIT=own.limit,
-        SHIFT=own.shift, CUBIC=own.cubic, STAGES=_STAGES, PDL=card.pdl,
+        SHIFT=own.shift, CUBIC=own.cubic, STAGES=tile.stages, PDL=card.pdl,
         **options(card.pdl, num_warps=4),
     )  # fmt: skip
     return out
