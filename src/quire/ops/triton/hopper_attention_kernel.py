@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quire.ops.triton.hopper_attention_tiles import COLUMNS, ROWS, ask_queries, attend_tiles
+from quire.ops.triton.hopper_common import wait_and_release
 
 ROWS_AT_ONCE = gl.constexpr(256)
 
@@ -203,13 +204,7 @@ def attend_pages(
     fence_async_shared()
     gl.thread_barrier()
     if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-            pack=1,
-        )  # fmt: skip
+        wait_and_release()
     rows = (query_start_ptr, seq_lens_ptr, num_rows, kv_heads, most, shortest)
     barriers = (full_k, full_v, empty_k, empty_v)
     queries = (

@@ -16,16 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.ops.triton.hopper_common import sums_layout
+
 ROWS = gl.constexpr(64)
 """(token, head) pairs of a warpgroup."""
 COLUMNS = gl.constexpr(64)
 """Dimensions that one copy of a page brings: 128 bytes, the width of the swizzle."""
 LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.constexpr_function
-def _accumulator(columns: int) -> gl.NVMMADistributedLayout:
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
@@ -98,7 +95,7 @@ def _weigh(
         scores = 2.0 * inverse - 1.0
         factor = softcap
     if MASKED:
-        columns = gl.arange(0, BN, layout=gl.SliceLayout(0, _accumulator(BN)))
+        columns = gl.arange(0, BN, layout=gl.SliceLayout(0, sums_layout(BN)))
         ahead = (limit - position)[:, None]
         seen = columns[None, :] <= ahead
         if WINDOW:
@@ -116,7 +113,7 @@ def _weigh(
 
 @gluon.jit
 def _ask_scores(q, k_tiles, stage, BN: gl.constexpr):
-    nothing = gl.zeros([ROWS, BN], gl.float32, layout=_accumulator(BN))
+    nothing = gl.zeros([ROWS, BN], gl.float32, layout=sums_layout(BN))
     k = k_tiles.index(stage).permute((1, 0))
     return warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
 
@@ -130,8 +127,8 @@ def _attend_range(
     """Takes the ring's tiles `start` to until - 1; tile i stands at position top - i * BN. The
     weights of a tile are multiplied by its values while the next one's are made: those of tile
     start - 1 come in, and those of the last go out. end: the tiles of these queries."""
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, _accumulator(D), 2)
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, _accumulator(D))
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, sums_layout(D), 2)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, sums_layout(D))
     k_tiles, v_tiles, full_k, full_v, empty_k, empty_v = rings
     for i in range(start, until):
         stage = i % STAGES
@@ -165,8 +162,8 @@ def attend_tiles(
 ):  # fmt: skip
     """Attends from ROWS pairs of an item, from `base` on, of which the last but one group of copies
     brings the queries. done: KV tiles that the rings have held before."""
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, _accumulator(BN))
-    O_LAYOUT: gl.constexpr = _accumulator(D)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, sums_layout(BN))
+    O_LAYOUT: gl.constexpr = sums_layout(D)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     k_tiles, v_tiles, full_k, full_v, empty_k, empty_v = rings
     head, _, _, q_start, q_len, length, first, last, _, low, count = item

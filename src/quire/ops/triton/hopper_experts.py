@@ -17,7 +17,7 @@ from quire.ops.triton.gemm_common import wait_for_predecessor
 from quire.ops.triton.hopper_experts_kernel import experts_kernel
 from quire.ops.triton.launch import launch, options, traits
 
-_BOX = 64
+BOX = 64
 """Tokens of a warpgroup's part of a tile, and inputs of a copy."""
 HALF = 128
 """Weight rows of a copy, of which a tile has two."""
@@ -26,7 +26,7 @@ _SWIZZLE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2
 
 def boxes(x: Tensor, rows: int) -> TensorDescriptor:
     """Describes x [rows, inputs], to be copied in boxes of so many rows and 64 inputs."""
-    return TensorDescriptor(x, [*x.shape], [x.stride(0), 1], [rows, _BOX], _SWIZZLE)
+    return TensorDescriptor(x, [*x.shape], [x.stride(0), 1], [rows, BOX], _SWIZZLE)
 
 
 @triton.jit(do_not_specialize=["most"])
@@ -73,7 +73,7 @@ def ring_product(
     tiles = triton.cdiv(n, HALF if act is not None else 2 * HALF)
     own = act or Swiglu()
     launch(experts_kernel, (min(card.num_sms, order.most * tiles),))(
-        boxes(x, _BOX), boxes(values, HALF),
+        boxes(x, BOX), boxes(values, HALF),
         order.order, weights, x if linear.bias is None else linear.bias, out, order.blocks,
         order.most, tiles, n, k, GATED=act is not None, DENSE=False,
         HAS_BIAS=linear.bias is not None, ALPHA=own.alpha, LIMIT=own.limit, SHIFT=own.shift,

@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.ops.triton.hopper_common import sums_layout, wait_and_release
+
 ROWS = gl.constexpr(64)
 """Tokens of a warpgroup."""
 WARPGROUPS = gl.constexpr(2)
@@ -26,11 +28,6 @@ HALF = gl.constexpr(128)
 """Weight rows of a copy: gates or their ups, or half of a tile's outputs."""
 INPUTS = gl.constexpr(64)
 """Inputs of a copy: 128 bytes, the width of the swizzle."""
-
-
-@gluon.constexpr_function
-def _accumulator(columns: int) -> gl.NVMMADistributedLayout:
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
@@ -130,7 +127,7 @@ def _store(
 ):  # fmt: skip
     """Stores a warpgroup's sums [ROWS, 2 HALF]: units at the tokens' places in the order, or
     outputs, times the weights of assignments, at the assignments."""
-    sums: gl.constexpr = _accumulator(HALF)
+    sums: gl.constexpr = sums_layout(HALF)
     layout: gl.constexpr = _lines()
     dtype: gl.constexpr = y_ptr.dtype.element_ty
     tile, expert, start, rows = _block(place, blocks_ptr, most, tiles, DENSE)
@@ -185,7 +182,7 @@ def _consume(
     for place in range(gl.program_id(0), end, gl.num_programs(0)):
         _, _, _, rows = _block(place, blocks_ptr, most, tiles, DENSE)
         if rows > WHICH * ROWS:
-            acc = gl.zeros([ROWS, 2 * HALF], gl.float32, layout=_accumulator(2 * HALF))
+            acc = gl.zeros([ROWS, 2 * HALF], gl.float32, layout=sums_layout(2 * HALF))
             for i in range(done, done + steps):
                 stage = i % STAGES
                 mbarrier.wait(full.index(stage), (i // STAGES) & 1)
@@ -233,13 +230,7 @@ def experts_kernel(
     fence_async_shared()
     gl.thread_barrier()
     if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-            pack=1,
-        )  # fmt: skip
+        wait_and_release()
     own = (
         order_ptr, weights_ptr, bias_ptr, y_ptr, x_tiles, w_tiles, full, empty, blocks_ptr, most,
         tiles, N, K,

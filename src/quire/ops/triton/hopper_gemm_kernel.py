@@ -22,16 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.ops.triton.hopper_common import sums_layout
+
 ROWS = gl.constexpr(64)
 """Weight rows of a product of a warpgroup."""
 WORDS = gl.constexpr(16)
 """Words of 32 bits of a weight row, or 128 inputs: a chunk."""
 INPUTS = gl.constexpr(128)
-
-
-@gluon.constexpr_function
-def sums_layout(columns: int) -> gl.NVMMADistributedLayout:
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
