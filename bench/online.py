@@ -59,6 +59,8 @@ def main() -> None:
     parser.add_argument("--levels", type=int, nargs="+", help="instead of the targets'")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
+    if args.results is not None:
+        args.results.mkdir(parents=True, exist_ok=True)
     targets = TARGETS.get(args.model.name, {4: (0, 0, 0), 64: (0, 0, 0)})
     chosen = args.levels or list(targets)
     users = [] if args.quick or args.model.name == "qwen3-8b" else list(USERS)

@@ -1,6 +1,6 @@
 """Plans of one row's products in few bits, chosen within a whole decode step.
 
-    PYTHONPATH=src python bench/gemm/few_bits.py int4 int8 fp8 [--model Qwen3-8B] [--store]
+    PYTHONPATH=src python bench/gemm/few_bits.py int4 int8 fp8 [--model Qwen3-8B] [--ranks 2]
 
 Each plan is held against float64 and timed in a graph of all layers' weights. The fastest few of
 each product are then tried in a step of all layers, with rotary embedding, attention at a context
@@ -36,12 +36,13 @@ from quire.ops.weight import Weight, WeightFormat
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
 from attention_cases import AttentionTuning, Batch
-from shapes import MODELS
+from shapes import LARGE, MODELS, part_of
 from shapes import Shape as Model
 
 FORMATS = {
     "int8": WeightFormat(torch.int8, scales=torch.float32),
     "fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32),
+    "fp8-g128": WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=128),
     "int4": WeightFormat(torch.uint8, bits=4, scales=torch.bfloat16, group=128),
 }
 PRODUCTS = ("gate_up", "down", "qkv", "o")
@@ -239,11 +240,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("formats", nargs="+", choices=FORMATS)
     parser.add_argument("--model", default="Qwen3-8B")
+    parser.add_argument("--ranks", type=int, default=1, help="that share each layer")
     parser.add_argument("--seconds", type=float, default=20.0, help="limit for each format")
     parser.add_argument("--store", action="store_true")
     parser.add_argument("--warm", default="", metavar="SHARE/OF")
     options = parser.parse_args()
-    model = next(m for m in MODELS if m.name == options.model)
+    model = next(m for m in MODELS + LARGE if m.name == options.model)
+    model = part_of(model, options.ranks)
     torch.manual_seed(0)
     card = torch.cuda.get_device_name()
     for name in options.formats:

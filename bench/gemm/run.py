@@ -17,7 +17,6 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,7 +29,7 @@ from quire.ops.triton.gemm_tune import Measured, tune
 from quire.ops.weight import WeightFormat
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
-from shapes import MODELS
+from shapes import LARGE, MODELS, part_of
 from shapes import Shape as Model
 
 FORMATS = {
@@ -54,14 +53,6 @@ def layer_shapes(model: Model, rows: int, form: WeightFormat | None) -> dict[str
         shapes[name] = Shape(rows, n // 2 if gated else n, k, torch.bfloat16, norm, gated, form)
     shapes["lm_head"] = Shape(rows, model.vocab, model.hidden, torch.bfloat16, format=form)
     return shapes
-
-
-def part_of(model: Model, ranks: int) -> Model:
-    """Returns the sizes of a rank's part of a model."""
-    return replace(
-        model, heads=model.heads // ranks, kv_heads=max(1, model.kv_heads // ranks),
-        intermediate=model.intermediate // ranks, vocab=-(-model.vocab // ranks),
-    )  # fmt: skip
 
 
 class Report:
@@ -119,7 +110,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 4)
     options = parser.parse_args()
     began = time.monotonic()
-    chosen = [m for m in MODELS if any(part in m.name for part in options.models)]
+    every = MODELS if options.models == [""] else MODELS + LARGE
+    chosen = [m for m in every if any(part in m.name for part in options.models)]
     models = [part_of(model, options.ranks) for model in chosen]
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -45,4 +45,16 @@ QWEN25_1_5B = Shape("Qwen2.5-1.5B", 28, 1536, 12, 2, 128, 8960, 151936, bias=Tru
 QWEN3_8B = Shape("Qwen3-8B", 36, 4096, 32, 8, 128, 12288, 151936, qk_norm=True)
 LLAMA2_7B = Shape("Llama-2-7B", 32, 4096, 32, 32, 128, 11008, 32000)
 
+QWEN3_32B = Shape("Qwen3-32B", 64, 5120, 64, 8, 128, 25600, 151936, qk_norm=True)
+
 MODELS = (QWEN3_0_6B, QWEN25_1_5B, QWEN3_8B, LLAMA2_7B)
+LARGE = (QWEN3_32B,)
+"""Models that are only measured when they are asked for."""
+
+
+def part_of(model: Shape, ranks: int) -> Shape:
+    """Returns the sizes of a rank's part of a model."""
+    return replace(
+        model, heads=model.heads // ranks, kv_heads=max(1, model.kv_heads // ranks),
+        intermediate=model.intermediate // ranks, vocab=-(-model.vocab // ranks),
+    )  # fmt: skip
