@@ -140,10 +140,14 @@ def _mma_plan(shape: Shape) -> GemmPlan:
     inputs = chunk_inputs(bits)
     chunks = shape.k // inputs
     # Few enough warps that a multiprocessor holds programs of the next layer beside this one's.
-    warps = 4 if chunks <= 32 or bits == 4 else 8 if chunks <= 64 else 16
+    most = 4 if chunks <= 32 or bits == 4 else 8 if chunks <= 64 else 16
+    # No chunk is missing in any turn, where that can be.
+    warps = next((count for count in (most, most // 2, most // 4) if chunks % count == 0), most)
+    turns = max(1, chunks // warps)
+    stages = next((count for count in range(min(8, turns), 2, -1) if turns % count == 0), 0)
     return GemmPlan(
         "mma", bm=8, bn=8 if shape.gated else 16, bk=inputs, warps=warps,
-        stages=min(8, max(1, chunks // warps)), norm="separate" if shape.norm else "none",
+        stages=stages or min(8, turns), norm="separate" if shape.norm else "none",
     )  # fmt: skip
 
 
