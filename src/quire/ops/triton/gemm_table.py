@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
+import itertools
 import json
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -135,19 +137,21 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
     )  # fmt: skip
 
 
-def _mma_plan(shape: Shape) -> GemmPlan:
+def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
     bits = shape.format.bits if shape.format and shape.format.bits else 8
-    inputs = chunk_inputs(bits)
+    inputs, outputs = chunk_inputs(bits), 8 if shape.gated else 16
     chunks = shape.k // inputs
-    # Few enough warps that a multiprocessor holds programs of the next layer beside this one's.
-    most = 4 if chunks <= 32 or bits == 4 else 8 if chunks <= 64 else 16
-    # No chunk is missing in any turn, where that can be.
-    warps = next((count for count in (most, most // 2, most // 4) if chunks % count == 0), most)
-    turns = max(1, chunks // warps)
-    stages = next((count for count in range(min(8, turns), 2, -1) if turns % count == 0), 0)
+    # Programs that do not fit at once take turns: few warps of few registers leave room for more.
+    wide = triton.cdiv(shape.n, outputs) > 4 * sms
+    most = 4 if wide or bits == 4 else 8
+    turns = triton.cdiv(chunks, most)
+    # A short row is under way as a whole.
+    stages = turns if turns <= 8 and not (wide and bits == 8) else 2
+    ways = itertools.product((most, most // 2, 1), dict.fromkeys((stages, 2, 1)))
+    warps, stages = next(way for way in ways if chunks % math.prod(way) == 0)
     return GemmPlan(
-        "mma", bm=8, bn=8 if shape.gated else 16, bk=inputs, warps=warps,
-        stages=stages or min(8, turns), norm="separate" if shape.norm else "none",
+        "mma", bm=8, bn=outputs, bk=inputs, warps=warps, stages=stages,
+        norm="separate" if shape.norm else "none",
     )  # fmt: skip
 
 
@@ -174,7 +178,7 @@ def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
     """A sane plan where nothing was measured. Large weights at many rows are left to cuBLAS, which
     is near its limit there; so is what tensor cores do not take, beyond a GEMV."""
     if multiplies(shape) and traits.capability >= (8, 0):
-        return _mma_plan(shape)
+        return _mma_plan(shape, traits.num_sms)
     slow = shape.dtype == (torch.float32 if traits.bf16 else torch.bfloat16)
     # A GEMV of long rows has no registers for three of x.
     if shape.m <= (2 if shape.k > _GEMV_INPUTS and not (slow or _unpacks(shape)) else 4):
