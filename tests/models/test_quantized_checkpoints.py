@@ -306,6 +306,20 @@ def test_random_weights_are_not_made_in_a_checkpoints_format(tmp_path: Path) -> 
         loaded(tmp_path, load_format="dummy")
 
 
+@pytest.mark.parametrize(
+    "case", ["fp8-blocks", "fp8-per-tensor", "fp8-static", "fp8-channel-token", "modelopt"]
+)
+def test_random_weights_in_8_bit_floats(case: str, tmp_path: Path) -> None:
+    make_quantized(tmp_path, case)
+    (tmp_path / "model.safetensors").unlink()
+    model = loaded(tmp_path, load_format="dummy")
+    for _, layer, values in projections(model):
+        assert layer.weights[0].values.dtype == torch.float8_e4m3fn
+        assert abs(values).max() <= 0.04
+        assert 0.015 < values.std() < 0.025
+    assert torch.isfinite(logits(model)).all()
+
+
 def test_an_engine_serves_a_quantized_checkpoint(tmp_path: Path) -> None:
     make_quantized(tmp_path, "gptq-act-order")
     llm = LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, num_kv_blocks=64)

@@ -15,33 +15,40 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.layers.parameter_slice import ParameterSlice, named_slices
 from quire.quantization import FLOATS
+from quire.quantization.stored_tensor import FP8
 
 _DEVIATION = 0.02
 _BYTES = frozenset({torch.uint8})
 _EXPONENT = 127 - 7
-_SCALE = _DEVIATION * math.sqrt(3.0) / 2**23
+"""The scale of pairs of 4-bit floats, with which they deviate as much."""
+_FP8_SCALE = 2.0**-13
+"""The scale of 8-bit floats, the largest of which is then 284."""
+_INPUT_SCALE = 2.0**-5
+"""A fixed scale of inputs: up to 14 are not clipped."""
 
 
 def fill_dummy(model: torch.nn.Module, seed: int) -> None:
     """Makes norms the identity, and all else uniform with standard deviation 0.02.
 
     Raises:
-        ModelError: the checkpoint's layers are quantized; `EngineArgs.quantization` may round what
-            is random instead.
+        ModelError: the checkpoint's layers are quantized, and neither to 8-bit floats nor MXFP4;
+            `EngineArgs.quantization` may round what is random instead.
     """
     for name, part in named_slices(model):
         if part.device.type == "meta":
             continue  # another stage of a pipeline holds it
-        if part.dtypes not in (FLOATS, _BYTES):
+        if part.dtypes not in (FLOATS, FP8, _BYTES):
             raise ModelError(
                 f"dummy weights are floats, and the checkpoint's layers are quantized ({name}); "
                 "without its quantization_config, --quantization rounds random weights"
             )
-        if part.initial == "random":
+        value = _same(part)
+        if value is None:
             _fill(part, _key(seed, name))
         else:
             sizes = [high - low for low, high in part.ranges]
-            part.write(torch.full(sizes, float(part.initial == "ones"), device=part.device), 0)
+            dtype = torch.uint8 if part.dtypes == _BYTES else torch.float32
+            part.write(torch.full(sizes, value, dtype=dtype, device=part.device), 0)
 
 
 def _key(seed: int, name: str) -> int:
@@ -67,14 +74,24 @@ def _fill(part: ParameterSlice, key: int) -> None:
         part.write(_numbers(values, part).view(sizes), start - top)
 
 
+def _same(part: ParameterSlice) -> int | float | None:
+    """Returns the number that all of a tensor is, or None."""
+    if part.initial != "random":
+        return float(part.initial == "ones")
+    if not part.name.endswith(("scale", "scales", "scale_inv")):
+        return None
+    if part.dtypes == _BYTES:
+        return _EXPONENT
+    return _INPUT_SCALE if part.name.endswith(("input_scale", "activation_scale")) else _FP8_SCALE
+
+
 def _numbers(values: Tensor, part: ParameterSlice) -> Tensor:
-    """Returns what 24 random bits stand for in a tensor: floats; pairs of 4-bit floats; or the
-    exponent, the same for all, that makes these deviate as much."""
-    if part.dtypes == FLOATS:
-        return values.float().mul_(_SCALE)
-    if part.name.endswith(("scale", "scales")):
-        return torch.full_like(values, _EXPONENT, dtype=torch.uint8)
-    return (values & 255).to(torch.uint8)
+    """Returns what 24 random bits stand for in a tensor: floats, of 8 bits times their scale, or
+    pairs of 4-bit ones."""
+    if part.dtypes == _BYTES:
+        return (values & 255).to(torch.uint8)
+    floats = values.float().mul_(_DEVIATION * math.sqrt(3.0) / 2**23)
+    return floats if part.dtypes == FLOATS else floats.div_(_FP8_SCALE).to(torch.float8_e4m3fn)
 
 
 def _wrapped(x: Tensor) -> Tensor:
