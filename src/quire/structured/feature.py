@@ -289,10 +289,9 @@ class GrammarFeature(Feature, LoopFeature):
         """Advances a row's grammar past all known tokens."""
         if not row.alive:
             return MaskRow(None, row.lines)
-        request = row.request
-        state = self._states[request.request_id]
-        state.advance(request.tokens.view(state.position).tolist())
-        return MaskRow(state, row.lines, text=request.tokens.view())
+        state, tokens = self._states[row.request.request_id], row.request.tokens
+        state.advance(tokens.view(state.position).tolist())
+        return MaskRow(state, row.lines, (), tokens.view() if row.q_len > 1 else None)
 
     def _build(self, step: _GatedStep, rows: list[MaskRow], entered: threading.Event) -> None:
         """Builds a step's masks, on their thread. entered: set when that needs the interpreter no

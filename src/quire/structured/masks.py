@@ -21,6 +21,8 @@ from quire.errors import GrammarError
 from quire.token_rules import TokenRules
 
 _MOST_THREADS = 16
+_FIRST = 16
+"""Words of a mask that are looked at first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +88,12 @@ class MaskRow(NamedTuple):
     text: Int32 | None = None
 
 
+_Known = tuple[MaskRow, GrammarState, int]
+"""A row whose state is fine, and its line."""
+_Plain = tuple[LLMatcher, int]
+_Drafted = tuple[LLMatcher, int, list[int]]
+
+
 class MaskBuilder:
     """Builds masks on threads of llguidance's own, without the interpreter's lock."""
 
@@ -109,59 +117,53 @@ class MaskBuilder:
         """
         wide = -(-tokenizer_vocab // 32)
         room = masks if wide <= self._words else np.empty((len(masks), wide), dtype=np.int32)
-        lines = np.cumsum([0] + [row.lines for row in rows]).tolist()
-        for row, line in zip(rows, lines, strict=False):
-            # One call writes one mask: the others of a row, and those of no grammar, allow all.
-            if row.state is None or row.state.matcher is None or row.state.error or row.lines > 1:
-                room[line : line + row.lines] = -1
-        known = [
-            (row, row.state, line)
-            for row, line in zip(rows, lines, strict=False)
-            if row.state is not None and not row.state.error
-        ]
-        self._fill(known, room, tokenizer_vocab, entered)
+        known, plain, drafted = list[_Known](), list[_Plain](), list[_Drafted]()
+        line = 0
+        for row in rows:
+            state, lines = row.state, row.lines
+            if state is not None and state.error is None:
+                known.append((row, state, line))
+                if (matcher := state.matcher) is not None:
+                    drafts = _tokens(row.drafts, tokenizer_vocab) if row.drafts else None
+                    if drafts:
+                        drafted.append((matcher, line, drafts))
+                    else:
+                        plain.append((matcher, line))
+            else:
+                matcher = None
+            if matcher is None or lines > 1:
+                # One call writes one mask: the others of a row, and those of no grammar, allow all.
+                room[line : line + lines] = -1
+            line += lines
+        entered()
+        # llguidance refuses empty lists.
+        if plain:
+            fill_next_token_bitmask_par(self._executor, plain, room)
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, room)
+        self._look_through(known, room, tokenizer_vocab)
         if room is not masks:
             masks[:] = room[:, : self._words]
         for row, state, line in known:
             if state.error is not None:
                 masks[line : line + row.lines] = -1
 
-    def _fill(
-        self,
-        rows: list[tuple[MaskRow, GrammarState, int]],
-        masks: Int32,
-        tokenizer_vocab: int,
-        entered: Callable[[], None],
-    ) -> None:
-        compiled = [
-            (state.matcher, line, _tokens(row.drafts, tokenizer_vocab)) for row, state, line in rows
-        ]
-        plain = [(m, line) for m, line, drafts in compiled if m is not None and not drafts]
-        drafted = [(m, line, drafts) for m, line, drafts in compiled if m is not None and drafts]
-        entered()
-        # llguidance refuses empty lists.
-        if plain:
-            fill_next_token_bitmask_par(self._executor, plain, masks)
-        if drafted:
-            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
+    def _look_through(self, rows: list[_Known], masks: Int32, tokenizer_vocab: int) -> None:
+        """Notes which states have failed, and applies what else holds for a request."""
         for row, state, line in rows:
             if row.drafts and state.matcher is not None and state.matcher.is_error():
                 self._fill_again(row, state, masks[line : line + row.lines], tokenizer_vocab)
-        some = np.asarray(masks.any(axis=1))
-        masks[~some] = -1
-        for _, state, line in rows:
-            if state.matcher is not None and (not some[line] or state.matcher.is_error()):
+        empty = _empty(masks)
+        masks[empty] = -1
+        ends: dict[tuple[int, ...], list[int]] = {}
+        for row, state, line in rows:
+            if state.matcher is not None and (line in empty or state.matcher.is_error()):
                 state.error = _failed(state.matcher)
-        self._forbid(
-            [
-                (state.forbidden, line + i)
-                for row, state, line in rows
-                if state.error is None
-                for i in range(1 + len(row.drafts))
-                if state.position + i < state.until
-            ],
-            masks,
-        )
+            elif state.position < state.until:
+                last = min(len(row.drafts), state.until - state.position - 1)
+                ends.setdefault(state.forbidden, []).extend(range(line, line + last + 1))
+        for tokens, places in ends.items():
+            self._forbid(tokens, places, masks)
         for row, state, line in rows:
             if state.rules is not None and state.error is None:
                 self._restrict(row, state, state.rules, masks[line:])
@@ -198,22 +200,25 @@ class MaskBuilder:
                 state.error = _no_token()
 
     @staticmethod
-    def _forbid(lines: list[tuple[tuple[int, ...], int]], masks: Int32) -> None:
-        """Removes forbidden tokens from the masks of lines, unless no token would be left."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for forbidden, line in lines:
-            groups.setdefault(forbidden, []).append(line)
-        for tokens, places in groups.items():
-            for place in _allow_some(masks, places, tokens):
-                held = masks[place].copy()
-                for token in tokens:
-                    masks[place, token >> 5] &= ~_bit(token)
-                if not masks[place].any():
-                    masks[place] = held
+    def _forbid(tokens: tuple[int, ...], places: list[int], masks: Int32) -> None:
+        """Removes tokens from the masks at `places`, unless no token would be left."""
+        for place in _allow_some(masks, places, tokens):
+            held = masks[place].copy()
+            for token in tokens:
+                masks[place, token >> 5] &= ~_bit(token)
+            if not masks[place].any():
+                masks[place] = held
 
 
 def _bit(token: int) -> np.int32:
     return np.uint32(1 << (token & 31)).view(np.int32)
+
+
+def _empty(masks: Int32) -> list[int]:
+    """Returns the lines that allow nothing. Nearly all allow one of the first tokens, and no more
+    is read of these: they lie in other cores' caches."""
+    doubtful = np.flatnonzero(~masks[:, :_FIRST].any(axis=1))
+    return [int(line) for line in doubtful if not masks[line].any()]
 
 
 def _allow_some(masks: Int32, places: list[int], tokens: Sequence[int]) -> list[int]:

@@ -58,14 +58,14 @@ def _with_others(total, one, two, four, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_programs(parts_ptr, offsets, PROGRAMS: tl.constexpr, PART: tl.constexpr):
+def _sum_of_programs(parts_ptr, offsets, live, PROGRAMS: tl.constexpr, PART: tl.constexpr):
     """Returns what the programs of a tile stored, added in pairs. Read past L1, which does not see
-    what other programs wrote."""
-    total = tl.load(parts_ptr + offsets, cache_modifier=".cg")
+    what other programs wrote. live: which rows are read."""
+    total = tl.load(parts_ptr + offsets, mask=live, cache_modifier=".cg")
     one, two, four = total, total, total
     for part in tl.static_range(1, PROGRAMS):
         one, two, four = _put_by(total, part - 1, one, two, four)
-        total = tl.load(parts_ptr + part * PART + offsets, cache_modifier=".cg")
+        total = tl.load(parts_ptr + part * PART + offsets, mask=live, cache_modifier=".cg")
     return _with_others(total, one, two, four, PROGRAMS)
 
 
@@ -132,11 +132,12 @@ def _sum_kernel(
         tile = pid_m * tl.num_programs(0) + pid_n
         own_ptr = parts_ptr + tile.to(tl.int64) * PROGRAMS * BM * BN
         offsets = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-        tl.store(own_ptr + pid_k * BM * BN + offsets, total)
+        live = (ms < M)[:, None]
+        tl.store(own_ptr + pid_k * BM * BN + offsets, total, mask=live)
         tl.debug_barrier()  # every thread's part is written before the one atomic that says so
         last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == PROGRAMS - 1
         if last:
-            total = _sum_of_programs(own_ptr, offsets, PROGRAMS, BM * BN)
+            total = _sum_of_programs(own_ptr, offsets, live, PROGRAMS, BM * BN)
             tl.store(counters_ptr + tile, 0)
     if last:
         store_tile(
