@@ -44,6 +44,7 @@ FORMATS = {
     "fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32),
     "fp8-g128": WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=128),
     "int4": WeightFormat(torch.uint8, bits=4, scales=torch.bfloat16, group=128),
+    "int4-zeros": WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=128, zeros=True),
 }
 PRODUCTS = ("gate_up", "down", "qkv", "o")
 DEVICE = torch.device("cuda", 0)
@@ -67,6 +68,8 @@ def draw(form: WeightFormat, outputs: int, inputs: int) -> Weight:
         largest = 1
     assert weight.scales is not None
     weight.scales.uniform_(0.01 / largest, 0.03 / largest)
+    if weight.zeros is not None:
+        weight.zeros.random_(0, 17)
     return weight
 
 
@@ -184,12 +187,16 @@ def graph_us(work: Callable[[], None], replays: int = 4, rounds: int = 3) -> flo
 def plans_of(args: LinearArgs) -> list[GemmPlan]:
     """Returns plans of the tensor-core GEMV."""
     shape = shape_of(args)
-    plans = [plan for plan in candidates(shape, traits(DEVICE).num_sms) if plan.kernel == "mma"]
+    plans = [
+        plan
+        for plan in candidates(shape, traits(DEVICE).num_sms)
+        if plan.kernel in ("mma", "integer")
+    ]
     return plans + [other for plan in plans for other in refinements(plan, shape, norms=True)]
 
 
 def label(plan: GemmPlan) -> str:
-    return f"{plan.kernel} w{plan.warps} s{plan.stages} {plan.norm}"
+    return f"{plan.kernel} w{plan.warps} s{plan.stages} p{plan.programs} {plan.norm}"
 
 
 def choose(step: Step, until: float) -> Plans:

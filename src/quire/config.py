@@ -28,8 +28,8 @@ KV_CACHE_DTYPES = (
 """The values of `EngineArgs.kv_cache_dtype`. fp8 is fp8_e4m3."""
 
 
-QUANTIZATIONS = ("fp8", "int4", "int8", "w8a8", "w8a8_fp8")
-"""The values of `EngineArgs.quantization`."""
+QUANTIZATIONS = ("fp8", "int4", "int8", "w8a8", "w8a8_fp8", "head=fp8", "head=int8")
+"""The values of `EngineArgs.quantization`: one for layers, one for the head, or both."""
 
 
 _COUNTS = (
@@ -71,7 +71,7 @@ class EngineArgs:
         None,
         "How linear layers store their weights, rounded as they are read. fp8, int8: 8 bits with a "
         "scale per output. int4: 4 bits with scales of 128 inputs. w8a8, w8a8_fp8: int8 or fp8, "
-        "and inputs too. Default: as the checkpoint does.",
+        "and inputs too. The head as well: int4,head=int8. Default: as the checkpoint does.",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = _setting(
         "auto", "dummy gives random weights for a folder that holds only config.json."
@@ -190,8 +190,8 @@ class EngineArgs:
         self._check_tiers()
         for name in self.disable:
             _one_of("disable", name, OPTIMIZATIONS)
-        if self.quantization is not None:
-            _one_of("quantization", self.quantization, QUANTIZATIONS)
+        for part in ("int8" if self.quantization is None else self.quantization).split(","):
+            _one_of("quantization", part, QUANTIZATIONS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
 
     def _check_tiers(self) -> None:

@@ -67,6 +67,37 @@ def _multiply(a: list[Words], b: list[Words], c: list[Words], kind: str) -> list
     return sums
 
 
+def _multiply_bytes(a: list[Words], b: list[Words], c: list[Words]) -> list[Words]:
+    """m16n8k32 of unsigned bytes, A, and signed bytes, B."""
+    warps = len(c[0]) // 32
+    left = np.zeros((warps, 16, 32), np.int64)
+    for register, own in enumerate(a):
+        rows = slice(8 * (register % 2), 8 * (register % 2) + 8)
+        columns = slice(16 * (register // 2), 16 * (register // 2) + 16)
+        left[:, rows, columns] = own.view(np.uint8).reshape(warps, 8, 16)
+    right = np.zeros((warps, 32, 8), np.int64)
+    for register, own in enumerate(b):
+        inputs = slice(16 * register, 16 * register + 16)
+        right[:, inputs] = own.view(np.int8).reshape(warps, 8, 16).transpose(0, 2, 1)
+    product = (left @ right).reshape(warps, 2, 8, 4, 2)
+    return [
+        (own.view(np.int32) + product[:, at // 2, :, :, at % 2].reshape(-1))
+        .astype(np.int32)
+        .view(np.uint32)
+        for at, own in enumerate(c)
+    ]
+
+
+class _Shared:
+    """The shared memory of the program that runs, in words. What is not written may be anything."""
+
+    words = np.zeros(0, np.uint32)
+
+    @classmethod
+    def reserve(cls, size: int) -> None:
+        cls.words = np.full(size // 4, 0xDEADBEEF, np.uint32)
+
+
 class _Threads:
     """Registers by name, arrays over threads."""
 
@@ -93,15 +124,29 @@ class _Threads:
             addresses = self.read(names[1][0])
             for index, out in enumerate(names[0]):
                 own = (addresses + np.uint64(4 * index)).astype(np.uint64)
-                # What is not loaded may be anything.
-                other = np.full(self.size, 0xDEADBEEF, np.uint32)
+                # What is not loaded stays, or may be anything.
+                other = self.registers.get(out, np.full(self.size, 0xDEADBEEF, np.uint32))
                 self.registers[out] = interpreter._interpreter.load(
                     own, wanted, other, np.dtype(np.uint32)
                 )
+        elif op == ".shared":
+            _Shared.reserve(int(names[-1][0]))
+            self.registers[names[-2][0]] = np.zeros(self.size, np.uint32)
+        elif op.startswith("ld.shared"):
+            for index, out in enumerate(names[0]):
+                self.registers[out] = _Shared.words[self.read(names[1][0]) // 4 + index]
+        elif op.startswith("st.shared"):
+            for index, name in enumerate(names[1]):
+                places = self.read(names[0][0])[wanted] // 4 + index
+                _Shared.words[places] = self.read(name)[wanted]
+        elif op.startswith("shfl.sync.bfly"):
+            other = np.arange(self.size) ^ self.read(names[2][0])
+            self.registers[names[0][0]] = self.read(names[1][0])[other]
         elif op.startswith("mma.sync"):
             kind = op.split(".")[-2]
             a, b, c = ([self.read(name) for name in own] for own in names[1:])
-            for out, value in zip(names[0], _multiply(a, b, c, kind), strict=True):
+            sums = _multiply_bytes(a, b, c) if kind == "s8" else _multiply(a, b, c, kind)
+            for out, value in zip(names[0], sums, strict=True):
                 self.registers[out] = value
         elif op == "setp.ne.s32":
             self.registers[names[0][0]] = self.read(names[1][0]) != self.read(names[2][0])
@@ -124,6 +169,9 @@ _OPS: dict[str, Callable[[list[Words]], Words]] = {
     "xor.b32": lambda v: v[0] ^ v[1],
     "prmt.b32": lambda v: _permute(v[0], v[1], int(v[2][0])),
     "sub.f32": lambda v: (v[0].view(np.float32) - v[1].view(np.float32)).view(np.uint32),
+    "max.NaN.xorsign.abs.bf16x2": lambda v: _words(
+        np.maximum(*(np.abs(floats(value, "bf16")) for value in v)), "bf16"
+    ),
     **{f"fma.rn.{kind}x2": _halves(kind, lambda a, b, c: a * b + c) for kind in _HALF},
     **{f"mul.rn.{kind}x2": _halves(kind, lambda a, b: a * b) for kind in _HALF},
     **{f"sub.rn.{kind}x2": _halves(kind, lambda a, b: a - b) for kind in _HALF},

@@ -49,6 +49,15 @@ def test_sizes_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert found["kv_groups"] == ["full, 1 layers", "window of 100 tokens, 5 layers"]
 
 
+def test_a_head_in_8_bits_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The head is tied: its copy comes to the embeddings, in weights and in bytes."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    plain = model_of(capsys, str(tmp_path))
+    own = model_of(capsys, str(tmp_path), quantization="head=int8")
+    assert own["weight_bytes"] - plain["weight_bytes"] == 1000 * (64 + 4)
+    assert own["parameters"] - plain["parameters"] == 1000 * 64
+
+
 def test_a_model_of_the_hub_is_described_without_its_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

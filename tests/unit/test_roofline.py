@@ -99,6 +99,19 @@ def test_few_bits_halve_weights() -> None:
     eight = Roofline(config("qwen3-8b", quantization="int8"), "h200").work
     assert eight.body_bytes == pytest.approx(plain.body_bytes / 2, rel=0.01)
     assert eight.head_bytes == plain.head_bytes
+    both = Roofline(config("qwen3-8b", quantization="int8,head=int8"), "h200")
+    assert both.work.body_bytes == eight.body_bytes
+    assert both.work.head_bytes == pytest.approx(plain.head_bytes / 2, rel=0.001)
+    assert both.bandwidth_shares["head"] < 1
+
+
+def test_a_head_with_weights_of_its_own_leaves_the_embeddings() -> None:
+    """Qwen3-0.6B ties its head to them."""
+    tied = Roofline(config("qwen3-0.6b"), "h200")
+    own = Roofline(config("qwen3-0.6b", quantization="head=int8"), "h200")
+    assert tied.work.tied
+    assert own.weight_bytes - tied.weight_bytes == own.work.head_bytes
+    assert own.work.head_bytes == 151936 * (1024 + 4)
 
 
 @pytest.mark.parametrize(

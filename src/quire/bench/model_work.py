@@ -31,7 +31,7 @@ def model_work(config: EngineConfig) -> ModelWork:
     quantization = model_quantization(config.model_path, hf_config, spec, config.args.quantization)
     world = config.args.tensor_parallel_size
     model = model_of_rank(spec, quantization, world, dtype)
-    head = spec.vocab_size * spec.hidden_size // world
+    head, tied = spec.vocab_size * spec.hidden_size // world, model.head.tied
     outside = {"embedding", "positions", "head"}
     body_bytes = sum(
         parameter.numel() * parameter.dtype.itemsize
@@ -51,7 +51,9 @@ def model_work(config: EngineConfig) -> ModelWork:
     ]
     return ModelWork(
         body_bytes=body_bytes - experts.bytes,
-        head_bytes=head * dtype.itemsize,
+        head_bytes=sum(
+            own.nbytes for own in (model.embedding if tied else model.head).parameters()
+        ),
         body_flops=2 * products,
         head_flops=2 * head,
         embedding_bytes=spec.hidden_size * dtype.itemsize,
@@ -61,6 +63,7 @@ def model_work(config: EngineConfig) -> ModelWork:
         state_layers=len(states),
         state_bytes=sum(block_bytes(state, 1, KVFormat(dtype)) for state in states),
         state_flops=sum(_state_flops(state) for state in states),
+        tied=tied,
     )
 
 

@@ -170,6 +170,7 @@ class Roofline:
         experts = self.work.experts
         self.bandwidth_shares = {
             "projections": _share(_FEW_BITS, self.work.body_bytes, self.work.body_flops),
+            "head": _share(_FEW_BITS, self.work.head_bytes, self.work.head_flops),
             "states": _STATES,
         }
         if experts.layers:
@@ -193,14 +194,15 @@ class Roofline:
         self.layers = len(spec.layers)
         self.vocab = spec.vocab_size
         rows = spec.vocab_size // self.world
-        self.embedding_bytes = 0 if spec.tied_head else rows * spec.hidden_size * itemsize
+        self.embedding_bytes = rows * spec.hidden_size * itemsize
         self.max_positions = spec.max_positions
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of a rank's weights."""
         work = self.work
-        return work.body_bytes + work.experts.bytes + work.head_bytes + self.embedding_bytes
+        table = 0 if work.tied else self.embedding_bytes
+        return work.body_bytes + work.experts.bytes + work.head_bytes + table
 
     def case(self, case: Case) -> list[Prediction]:
         """Returns the case's prediction; of `ttft`, one for each length of prompt.

@@ -41,7 +41,8 @@ class ModelWork:
 
     body_bytes, head_bytes: weights of all layers but their experts, and of the head. body_flops: of
     the `linear_layers`, per token. head_flops: per row of logits. embedding_bytes: read per token.
-    attention: each kind of layer, and how many there are. state_bytes: recurrent states of one
+    tied: the head's weights are the embeddings. attention: each kind of layer, and how many there
+    are. state_bytes: recurrent states of one
     request, over all `state_layers`; state_flops: per token.
     """
 
@@ -56,6 +57,7 @@ class ModelWork:
     state_layers: int = 0
     state_bytes: int = 0
     state_flops: int = 0
+    tied: bool = False
 
     @property
     def attention_layers(self) -> int:

@@ -162,7 +162,7 @@ class Decoder(DecoderLayers):
         self.norm = spec.norm.layer(spec.hidden_size, build.within("norm"))
         # Published models round it.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
-        tied = self.embedding if spec.tied_head else None
+        tied = self.embedding if spec.tied_head and not build.quantization.own_head else None
         self.head = LMHead(spec.hidden_size, spec.vocab_size, build.within("head"), tied)
 
     def forward(self, batch: ForwardBatch, kv: Sequence[Any], *, shallow: bool = False) -> Tensor:

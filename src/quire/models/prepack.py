@@ -41,8 +41,8 @@ def _prepacked(layer: Linear, index: int) -> Stack:
             # A row times columns that lie input by input is a sum of long vectors.
             layer.get_parameter(_name(index)).data = values = values.t().contiguous().t()
             weight = replace(weight, values=values)
-    elif layer.tied or isinstance(layer, LMHead):
-        # The embedding reads its rows; draft heads are compared with it.
+    elif layer.tied or (isinstance(layer, LMHead) and weight.scales is None):
+        # The embedding reads its rows; draft heads are compared with it, unless it is rounded.
         weight = replace(weight, prepacked=found)
     else:
         layer.register_parameter(_name(index), None)

@@ -15,6 +15,7 @@ from quire.models.spec import ModelSpec
 from quire.quantization import Quantization
 from quire.quantization.checkpoint import Checkpoint, method_of
 from quire.quantization.fields import TensorInfo, Tensors
+from quire.quantization.rounding import RoundedHead, split_name
 from quire.quantization.settings import settings_of
 
 
@@ -31,9 +32,10 @@ def checkpoint_quantization(
     if settings is None:
         return None
     method = method_of(settings)
-    if wanted is not None:
+    layers, head = (None, None) if wanted is None else split_name(wanted)
+    if layers is not None:
         raise ConfigError(
-            f"quantization={wanted}: the checkpoint is quantized already, by "
+            f"quantization={layers}: the checkpoint is quantized already, by "
             f"{settings['quant_method']}; leave it out",
             "quantization",
         )
@@ -48,7 +50,8 @@ def checkpoint_quantization(
                 view = opened.get_slice(name)
                 info = TensorInfo(DTYPES.get(view.get_dtype()), tuple(view.get_shape()))
                 tensors[family.canonical(name)] = info
-    return Checkpoint(method, _module_of(spec, family), tensors)
+    found = Checkpoint(method, _module_of(spec, family), tensors)
+    return found if head is None else RoundedHead(found, head)
 
 
 def read_quantization(

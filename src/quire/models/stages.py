@@ -134,7 +134,8 @@ def build_stage(
     if stage.first:
         parts |= {"embedding", "positions"}
     if stage.last:
-        parts |= {"norm", "head"} | ({"embedding"} if spec.tied_head else set())
+        tied = spec.tied_head and not quantization.own_head
+        parts |= {"norm", "head"} | ({"embedding"} if tied else set())
     build = StageBuild(
         group=group or SingleGroup(),
         quantization=quantization,
@@ -171,7 +172,7 @@ def layer_bytes(model: Decoder) -> list[int]:
     sizes[0] += _bytes(model.embedding)
     if model.positions is not None:
         sizes[0] += _bytes(model.positions)
-    head = model.embedding if model.spec.tied_head else model.head
+    head = model.embedding if model.head.tied else model.head
     sizes[-1] += _bytes(model.norm) + _bytes(head)
     return sizes
 

@@ -1,6 +1,5 @@
 """Weight formats of linear layers, and the checkpoints' tensors that become them."""
 
-from quire.errors import ConfigError
 from quire.quantization.quantization import Quantization
 from quire.quantization.scheme import Scheme
 from quire.quantization.stored_tensor import FLOATS, ProjectionShare, Range, StoredTensor
@@ -24,9 +23,6 @@ def quantization_of(name: str | None) -> Quantization:
     if name is None:
         return Unquantized()
     # Imported here: a model that is served as it is needs no rounding.
-    from quire.quantization.rounding import FORMATS, Rounding
+    from quire.quantization.rounding import rounding_of
 
-    if name not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise ConfigError(f"unknown quantization {name!r}; known are: {known}", "quantization")
-    return Rounding(FORMATS[name])
+    return rounding_of(name)

@@ -10,7 +10,12 @@ from quire.quantization.scheme import Scheme
 
 
 class Quantization(Protocol):
-    """Decides how linear layers store weights, and knows how a checkpoint does."""
+    """Decides how linear layers store weights, and knows how a checkpoint does.
+
+    own_head: whether the head has weights of its own where the model ties it to the embeddings.
+    """
+
+    own_head: bool
 
     def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
         """Returns the scheme of a projection, such as `layers.0.mlp.up.gate` or `head`, of a model

@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.errors import ConfigError
 from quire.ops import Weight, WeightFormat
 from quire.ops.reference.quantized import quantize_rows, row_scales
 from quire.quantization.packed import put
+from quire.quantization.quantization import Quantization
 from quire.quantization.scheme import Scheme
 from quire.quantization.stored_tensor import FLOATS, ProjectionShare, Range, StoredTensor, expect
 from quire.quantization.unquantized import Unquantized
@@ -22,8 +24,9 @@ FORMATS = {
     "w8a8_fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32, inputs="token"),
     "int4": WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=128, zeros=True),
 }
-"""The formats by the names of `config.QUANTIZATIONS`."""
+"""The formats of layers by the names of `config.QUANTIZATIONS`."""
 
+_HEADS = "head=int8", "head=fp8"
 _SMALLEST = 2.0**-14
 """The smallest scale of 4-bit groups: below it float16 loses precision."""
 _AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 22}
@@ -80,6 +83,62 @@ def _round_groups(weight: Weight, part: Tensor, columns: Range) -> None:
     if weight.scales is not None and weight.zeros is not None:
         weight.scales.copy_(scales[:, touched])
         weight.zeros.copy_(zeros[:, touched])
+
+
+def rounding_of(name: str) -> Quantization:
+    """Returns the rounding that `EngineArgs.quantization` names, of layers, of the head, or both.
+
+    Raises:
+        ConfigError: it names none, or two of the same.
+    """
+    layers, head = split_name(name)
+    own = Unquantized() if layers is None else Rounding(FORMATS[layers])
+    return own if head is None else RoundedHead(own, head)
+
+
+def split_name(name: str) -> tuple[str | None, str | None]:
+    """Returns the names of the formats of layers, and of the head; None: as the checkpoint does.
+
+    Raises:
+        ConfigError: as `rounding_of`.
+    """
+    layers: str | None = None
+    head: str | None = None
+    for part in name.split(","):
+        if part in FORMATS and layers is None:
+            layers = part
+        elif part in _HEADS and head is None:
+            head = part.removeprefix("head=")
+        else:
+            known = ", ".join((*FORMATS, *_HEADS))
+            raise ConfigError(
+                f"unknown quantization {name!r}; known are, one for layers, one for the head, or "
+                f"both: {known}",
+                "quantization",
+            )
+    return layers, head
+
+
+class RoundedHead:
+    """Stores the head in 8 bits, and layers as another quantization does. A head that is tied to
+    the embeddings is a copy of these."""
+
+    own_head = True
+
+    def __init__(self, layers: Quantization, name: str) -> None:
+        self._layers = layers
+        self._name = name
+
+    def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
+        scheme = self._layers.scheme_for(projection, dtype)
+        if projection != "head":
+            return scheme
+        if scheme.format.scales is not None:
+            raise ConfigError(
+                f"quantization=head={self._name}: the checkpoint's head is quantized already",
+                "quantization",
+            )
+        return Scheme(FORMATS[self._name], (_Rounded("weight", "values", FLOATS),))
 
 
 class Rounding(Unquantized):

@@ -12,5 +12,7 @@ from quire.quantization.stored_tensor import FLOATS, StoredTensor
 class Unquantized:
     """Stores weights as they are."""
 
+    own_head = False
+
     def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
         return Scheme(WeightFormat(dtype), (StoredTensor("weight", "values", FLOATS),))

@@ -81,7 +81,9 @@ def read_settings(args: EngineArgs) -> SpeculationSettings:
     low = _integer(given, "lookup_min", _LOOKUP[0], 1, _LONGEST_LOOKUP)
     high = _integer(given, "lookup_max", max(low, _LOOKUP[1]), low, _LONGEST_LOOKUP)
     quantization = given.get("quantization")
-    if quantization is not None and quantization not in QUANTIZATIONS:
+    if quantization is not None and not (
+        isinstance(quantization, str) and set(quantization.split(",")) <= set(QUANTIZATIONS)
+    ):
         names = ", ".join(QUANTIZATIONS)
         raise _wrong(f"quantization must be one of {names}, got {quantization!r}")
     source, model = _source(args, method, name)

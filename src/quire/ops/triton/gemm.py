@@ -23,6 +23,7 @@ from quire.ops.triton.gemm_plan import (
     Launch,
     LinearArgs,
     Shape,
+    counts,
     multiplies,
     norms_late,
     shape_of,
@@ -30,6 +31,7 @@ from quire.ops.triton.gemm_plan import (
 )
 from quire.ops.triton.gemm_table import plan_for, rows_plan
 from quire.ops.triton.gemv import gemv
+from quire.ops.triton.integer_gemv import integer_gemv
 from quire.ops.triton.launch import traits
 from quire.ops.triton.mma_gemv import mma_gemv
 from quire.ops.triton.skinny_gemm import MAX_SPLIT_TILES, Workspace, skinny_gemm
@@ -106,7 +108,7 @@ def _fits(bk: int, group: int) -> bool:
 
 def fuses_norm(args: LinearArgs, plan: GemmPlan) -> bool:
     """Whether the plan's kernel applies the layer's norm."""
-    if plan.kernel != "mma":
+    if plan.kernel not in ("mma", "integer"):
         return plan.norm != "separate"
     alike = args.norm is not None and args.norm.weight.dtype == args.x.dtype
     return plan.norm == "late" and alike and norms_late(shape_of(args))
@@ -121,10 +123,12 @@ def prepare(
     _check(args, plan)
     x = args.x
     pdl = traits(x.device).pdl if pdl is None else pdl
-    if plan.kernel == "mma":
-        if not (multiplies(shape_of(args)) and (args.norm is None or fuses_norm(args, plan))):
+    if plan.kernel in ("mma", "integer"):
+        shape, integer = shape_of(args), plan.kernel == "integer"
+        takes = counts(shape) if integer else multiplies(shape)
+        if not (takes and (args.norm is None or fuses_norm(args, plan))):
             raise ConfigError("a plan for tensor cores got what they do not take", "plan")
-        return mma_gemv(args, out, plan, pdl=pdl)
+        return (integer_gemv if integer else mma_gemv)(args, out, plan, pdl=pdl)
     if args.norm is not None:
         # An unscaled x * weight may exceed fp16, which tensor cores would take it in.
         risky = plan.norm == "late" and plan.kernel == "skinny" and x.dtype == torch.float16

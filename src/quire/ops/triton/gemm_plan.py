@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from quire.ops.arguments import Activation, RmsScale
@@ -21,6 +22,11 @@ CHUNK_WORDS = 16
 """Words of 32 bits of a weight row that a warp of `mma_gemv` takes at a time."""
 MMA_ROWS = 8
 """The most rows of x that `mma_gemv` takes."""
+
+INTEGER_ROWS = 4
+"""The most rows of x that `integer_gemv` takes."""
+INTEGER_BYTES = 40 << 10
+"""Bytes of shared memory that it has for them."""
 
 NormMode = Literal["none", "exact", "late", "separate"]
 
@@ -70,21 +76,23 @@ class LinearArgs:
 class GemmPlan:
     """One way to run a linear layer.
 
-    kernel: "gemv", "mma" (a GEMV on tensor cores, for few bits), "skinny", or "torch" (cuBLAS with
-        the rest as kernels of its own).
+    kernel: "gemv", "mma" (a GEMV on tensor cores, for few bits), "integer" (one in integers, for 4
+        bits), "skinny", or "torch" (cuBLAS with the rest as kernels of its own).
     bm, bn, bk: tile in rows of x, outputs, and K; gated tiles read 2 bn weight rows. bm is the
-        padded M of a GEMV. "mma" has tiles of its own.
-    stages: tiles under way; of "mma", chunks that each of its `warps` has under way.
+        padded M of a GEMV. "mma" and "integer" have tiles of their own.
+    stages: tiles under way; of "mma" and "integer", chunks that each of their `warps` has under
+        way.
     split_k: programs that share one tile's K; the last to arrive adds their sums in fixed order.
     swap: weights as the left operand, which fills a Hopper warpgroup's 64 rows with them.
     norm: "exact" needs each row's mean square before the product; "late" scales the sums afterwards
         (one pass over x, and one rounding less); "separate" leaves the norm to its own kernel.
     prefetch: bytes of each weight row to ask into L2 before waiting for the predecessor.
     masked: rows of a tile that are none are not read, rather than the last one again.
+    programs: of "integer", programs that share the tiles; 0: as many as tiles.
     eager: let the successor start before, not after, that wait: it prefetches earlier.
     """
 
-    kernel: Literal["gemv", "mma", "skinny", "torch"]
+    kernel: Literal["gemv", "mma", "integer", "skinny", "torch"]
     bm: int = 1
     bn: int = 1
     bk: int = 1
@@ -96,6 +104,7 @@ class GemmPlan:
     prefetch: int = 0
     eager: bool = True
     masked: bool = False
+    programs: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Only what differs from the defaults."""
@@ -107,6 +116,7 @@ class GemmPlan:
             "prefetch": 0,
             "eager": True,
             "masked": False,
+            "programs": 0,
         }
         if self.kernel == "torch":
             return {"kernel": "torch"}
@@ -168,6 +178,18 @@ def multiplies(shape: Shape) -> bool:
         return False
     inputs = chunk_inputs(form.bits or 8)
     return shape.k % inputs == 0 and form.group % inputs == 0
+
+
+def counts(shape: Shape) -> bool:
+    """Whether `integer_gemv` takes a shape, on cards of sm_86 and newer."""
+    form = shape.format
+    if form is None or not multiplies(shape) or shape.dtype != torch.bfloat16:
+        return False
+    if form.bits != 4 or form.group != 128 or form.scales not in (torch.float16, torch.bfloat16):
+        return False
+    if shape.m > INTEGER_ROWS or shape.k % 512 != 0:
+        return False
+    return 2 * shape.k * triton.next_power_of_2(shape.m) <= INTEGER_BYTES
 
 
 def norms_late(shape: Shape) -> bool:

@@ -25,7 +25,9 @@ from quire.ops.triton.gemm_plan import (
     GemmPlan,
     Shape,
     chunk_inputs,
+    counts,
     multiplies,
+    norms_late,
 )
 from quire.ops.triton.launch import DeviceTraits
 
@@ -155,6 +157,22 @@ def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
     )  # fmt: skip
 
 
+def _integer_plan(shape: Shape, sms: int) -> GemmPlan | None:
+    """Returns a plan of one row in integers, None where warps cannot share all chunks evenly."""
+    inputs, outputs = chunk_inputs(4), 8 if shape.gated else 16
+    tiles = triton.cdiv(shape.n, outputs)
+    for warps, chunks in itertools.product((4, 8, 2, 16, 1), (4, 8, 12)):
+        if warps * chunks * inputs == shape.k:
+            # Programs that do not all fit at once take several tiles, each read during the last.
+            fit = 1 if warps * chunks > 64 else 3
+            return GemmPlan(
+                "integer", bm=4, bn=outputs, bk=inputs, warps=warps, stages=chunks,
+                programs=fit * sms if fit == 1 or tiles > 4 * sms else 0,
+                norm=("late" if norms_late(shape) else "separate") if shape.norm else "none",
+            )  # fmt: skip
+    return None
+
+
 def _unpacks(shape: Shape) -> bool:
     return shape.format is not None and (shape.format.bits > 0 or shape.format.group > 0)
 
@@ -177,6 +195,10 @@ def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
 def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
     """A sane plan where nothing was measured. Large weights at many rows are left to cuBLAS, which
     is near its limit there; so is what tensor cores do not take, beyond a GEMV."""
+    if shape.m == 1 and counts(shape) and traits.capability >= (9, 0):
+        plan = _integer_plan(shape, traits.num_sms)
+        if plan is not None:
+            return plan
     if multiplies(shape) and traits.capability >= (8, 0):
         return _mma_plan(shape, traits.num_sms)
     slow = shape.dtype == (torch.float32 if traits.bf16 else torch.bfloat16)
@@ -233,11 +255,18 @@ def rows_plan(shape: Shape, card: DeviceTraits) -> GemmPlan:
     )  # fmt: skip
 
 
+def _takes(plan: GemmPlan, shape: Shape) -> bool:
+    """Whether a plan's kernel takes a shape, of which its key does not tell all."""
+    if plan.kernel == "integer":
+        return counts(shape)
+    return plan.kernel != "mma" or shape.aligned
+
+
 def plan_for(shape: Shape, card: str, traits: DeviceTraits) -> GemmPlan:
     """The table's plan for a shape (m rounded up to its bucket), else the heuristic's."""
     if bucket(shape.m) is None:
         return TORCH
     plan = table_for(card).entries.get(key_of(shape))
-    if plan is None or (plan.kernel == "mma" and not shape.aligned):
+    if plan is None or not _takes(plan, shape):
         return heuristic(shape, traits)
     return plan

@@ -30,6 +30,7 @@ from quire.ops.triton.gemm_plan import (
     NormMode,
     Shape,
     chunk_inputs,
+    counts,
     multiplies,
     norms_late,
 )
@@ -137,11 +138,29 @@ def _mma_candidates(shape: Shape) -> Iterator[GemmPlan]:
             )  # fmt: skip
 
 
+def _integer_candidates(shape: Shape, sms: int) -> Iterator[GemmPlan]:
+    inputs = chunk_inputs(4)
+    tiles = triton.cdiv(shape.n, 8 if shape.gated else 16)
+    for warps, under_way in itertools.product((1, 2, 4, 8, 16), (4, 8, 12)):
+        chunks = shape.k // inputs
+        if warps * under_way != chunks:
+            continue
+        for programs in (0, *(sms * each for each in (1, 2, 3, 4))):
+            if programs < tiles:
+                yield GemmPlan(
+                    "integer", bm=4, bn=8 if shape.gated else 16, bk=inputs, warps=warps,
+                    stages=under_way, programs=programs,
+                    norm="separate" if shape.norm else "none",
+                )  # fmt: skip
+
+
 def candidates(shape: Shape, sms: int) -> list[GemmPlan]:
     """Tiles worth trying; how to apply the norm and how far to prefetch are decided afterwards."""
     plans = list(_gemv_candidates(shape)) if shape.m <= 4 else []
     if multiplies(shape):
         plans += _mma_candidates(shape)
+    if counts(shape):
+        plans += _integer_candidates(shape, sms)
     if shape.m >= 2:
         plans += _skinny_candidates(shape, sms)
     return plans
@@ -149,7 +168,7 @@ def candidates(shape: Shape, sms: int) -> list[GemmPlan]:
 
 def refinements(plan: GemmPlan, shape: Shape, *, norms: bool) -> list[GemmPlan]:
     """The ways to apply the norm (`norms`), or the prefetch depths, of a tile that did well."""
-    if plan.kernel == "mma":
+    if plan.kernel in ("mma", "integer"):
         late = norms and shape.norm and norms_late(shape) and plan.norm != "late"
         return [replace(plan, norm="late")] if late else []
     if norms:

@@ -1,0 +1,584 @@
+"""One to four rows times a weight of 4 bits: tensor cores multiply integers.
+
+To make pairs of 16-bit floats of 4 bits takes 28 instructions for 512 weights. To make bytes of
+them takes six: a mask for the even ones, a shift and a mask for the odd ones. So inputs become
+integers too: those of a group, relative to the largest of them, are numbers of 15 bits, and each is
+two bytes, `256 high + low`, which are two columns of the product. `mma.sync` (m16n8k32) adds
+products of bytes to integers, exactly. A group's sum times its scale is fp32.
+
+A program's warps share K: each takes neighbouring groups of 16 weight rows. It asks for their
+weights before the predecessor has ended, then makes bytes of its own share of x, each input once,
+and keeps them in shared memory. The sum of a row's squares, for a norm, is a sum over warps.
+"""
+
+# Tuples that grow in a loop unrolled at compile time have no single type.
+# mypy: disable-error-code="assignment, misc, var-annotated"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.triton.activation import activate
+from quire.ops.triton.gemm_common import gdc_launch_dependents, wait_for_predecessor
+from quire.ops.triton.gemm_plan import CHUNK_WORDS, GemmPlan, Launch, LinearArgs
+from quire.ops.triton.launch import options
+from quire.ops.triton.mma_gemv import keep_order, load_words
+from quire.ops.triton.quantized_tiles import Operands
+
+CHUNK: tl.constexpr = tl.constexpr(CHUNK_WORDS)
+INPUTS: tl.constexpr = tl.constexpr(8 * CHUNK_WORDS)
+MAGIC: tl.constexpr = tl.constexpr(12583040.0)
+"""1.5 * 2^23 + 128: the low 16 bits of its sum with an integer are that integer plus 128, so that
+the high byte is the nearest multiple of 256, and the low byte, less 128, the rest."""
+SUM_OF_MAGIC: tl.constexpr = tl.constexpr(0x68001000)
+"""32 times the bits of `MAGIC`, modulo 2^32."""
+
+_MULTIPLY = tl.constexpr("""{
+.reg .b32 a<4>, t;
+and.b32 a0, $4, 0x0F0F0F0F; shr.u32 t, $4, 4; and.b32 a2, t, 0x0F0F0F0F;
+and.b32 a1, $5, 0x0F0F0F0F; shr.u32 t, $5, 4; and.b32 a3, t, 0x0F0F0F0F;
+mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {$0, $1, $2, $3}, {a0, a1, a2, a3}, {$6, $7},
+{$8, $9, $10, $11};
+}""")
+_BYTES = tl.constexpr("""{
+.reg .b32 a, b;
+prmt.b32 a, $2, $3, 0x5140; prmt.b32 b, $4, $5, 0x5140;
+prmt.b32 $0, a, b, 0x5410; xor.b32 $0, $0, 0x80808080; prmt.b32 $1, a, b, 0x7632;
+}""")
+
+
+@triton.jit
+def _multiply(low, high, b0, b1, sums):
+    """Returns int32 sums plus products of a word of each of two rows and bytes of 8 inputs."""
+    return tl.inline_asm_elementwise(
+        _MULTIPLY, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
+        [low, high, b0, b1, sums[0], sums[1], sums[2], sums[3]],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _bytes(i0, i1, i2, i3):
+    """Returns four low bytes, then four high bytes, of integers as `MAGIC` leaves them."""
+    return tl.inline_asm_elementwise(
+        _BYTES, "=&r,=&r,r,r,r,r", [i0, i1, i2, i3], dtype=(tl.int32, tl.int32), is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _larger(a, b):
+    """Returns the larger magnitudes of two pairs of bf16 numbers, NaN if one is."""
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _products(a, b):
+    return tl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _of_lane(x, ASM: tl.constexpr):
+    return tl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _other(x, BIT: tl.constexpr):
+    """Returns int32 x of the lane whose number differs in one bit."""
+    return tl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r",
+        [x, tl.full(x.shape, BIT, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+def _load(count: int, space: str, when: bool) -> str:
+    """Returns instructions that load neighbouring words of each thread; with `when`, 0 where the
+    last operand is 0."""
+    outs = [f"${index}" for index in range(count)]
+    vector = f"v{count}.b32 {{{', '.join(outs)}}}" if count > 1 else "b32 $0"
+    load = f"ld.{space}.{vector}, [${count}];"
+    if not when:
+        return load
+    zero = " ".join(f"mov.b32 {out}, 0;" for out in outs)
+    return f"{{\n.reg .pred p;\nsetp.ne.s32 p, ${count + 1}, 0;\n{zero}\n@p {load}\n}}"
+
+
+_LOAD4 = tl.constexpr(_load(4, "global", False))
+_LOAD4_IF = tl.constexpr(_load(4, "global", True))
+_LOAD2 = tl.constexpr(_load(2, "global", False))
+_LOAD2_IF = tl.constexpr(_load(2, "global", True))
+_LOAD1 = tl.constexpr(_load(1, "global", False))
+_LOAD1_IF = tl.constexpr(_load(1, "global", True))
+_SHARED4 = tl.constexpr(_load(4, "shared", False))
+_SHARED2 = tl.constexpr(_load(2, "shared", False))
+_SHARED1 = tl.constexpr(_load(1, "shared", False))
+
+
+@triton.jit
+def _load_four(pointers, wanted, EVEN: tl.constexpr):
+    """Returns four neighbouring words; unless EVEN, 0 where they are not `wanted`."""
+    if EVEN:
+        words = tl.inline_asm_elementwise(
+            _LOAD4, "=r,=r,=r,=r,l", [pointers],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        words = tl.inline_asm_elementwise(
+            _LOAD4_IF, "=&r,=&r,=&r,=&r,l,r", [pointers, wanted],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    return words
+
+
+@triton.jit
+def _load_two(pointers, wanted, EVEN: tl.constexpr):
+    if EVEN:
+        words = tl.inline_asm_elementwise(
+            _LOAD2, "=r,=r,l", [pointers], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+        )
+    else:
+        words = tl.inline_asm_elementwise(
+            _LOAD2_IF, "=&r,=&r,l,r", [pointers, wanted], dtype=(tl.int32, tl.int32),
+            is_pure=False, pack=1,
+        )  # fmt: skip
+    return words
+
+
+@triton.jit
+def _load_one(pointers, wanted, EVEN: tl.constexpr):
+    if EVEN:
+        word = tl.inline_asm_elementwise(
+            _LOAD1, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        word = tl.inline_asm_elementwise(
+            _LOAD1_IF, "=&r,l,r", [pointers, wanted], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return word
+
+
+@triton.jit
+def _kept_four(address):
+    """Returns four neighbouring words of shared memory."""
+    return tl.inline_asm_elementwise(
+        _SHARED4, "=r,=r,=r,=r,r", [address], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _kept_two(address):
+    return tl.inline_asm_elementwise(
+        _SHARED2, "=r,=r,r", [address], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _kept_float(address):
+    return tl.inline_asm_elementwise(
+        _SHARED1, "=r,r", [address], dtype=tl.float32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _keep_float(address, x):
+    tl.inline_asm_elementwise(
+        "st.shared.b32 [$1], $2; mov.u32 $0, 0;", "=r,r,r", [address, x], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _keep_four(address, wanted, a, b, c, d):
+    tl.inline_asm_elementwise(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n@p st.shared.v4.b32 [$1], {$3, $4, $5, $6};\n"
+        "mov.u32 $0, 0;\n}",
+        "=r,r,r,r,r,r,r", [address, wanted, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _keep_two(address, wanted, a, b):
+    tl.inline_asm_elementwise(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n@p st.shared.v2.b32 [$1], {$3, $4};\n"
+        "mov.u32 $0, 0;\n}",
+        "=r,r,r,r,r", [address, wanted, a, b], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _low(pairs):
+    return (pairs << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(pairs):
+    return (pairs & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _keep_inputs(
+    x_ptrs, g_ptrs, wanted, own, address, about, leads,
+    ROWS: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Puts bytes of 32 inputs of each thread, of one row of x, into shared memory, at `address`;
+    and of each four threads' group the sum of integers, and what one of them stands for, at
+    `about`. Returns the sum of squares of the thread's inputs. own: whether it has a place."""
+    pairs = ()
+    squares = tl.zeros(wanted.shape, tl.float32)
+    for part in tl.static_range(4):
+        four = _load_four(x_ptrs + 4 * part, wanted, EVEN)
+        if NORM:
+            gains = _load_four(g_ptrs + 4 * part, wanted, EVEN)
+            for each in tl.static_range(4):
+                squares += _low(four[each]) * _low(four[each])
+                squares += _high(four[each]) * _high(four[each])
+            four = (
+                _products(four[0], gains[0]), _products(four[1], gains[1]),
+                _products(four[2], gains[2]), _products(four[3], gains[3]),
+            )  # fmt: skip
+        pairs = pairs + (four[0], four[1], four[2], four[3])
+    largest = _larger(pairs[0], pairs[1])
+    for each in tl.static_range(2, 16):
+        largest = _larger(largest, pairs[each])
+    largest = tl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF)
+    largest = tl.maximum(largest, _other(largest, 1))
+    largest = tl.maximum(largest, _other(largest, 2))
+    exponent = tl.maximum(largest >> 7, 14)
+    factor = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
+    total = tl.full(wanted.shape, -SUM_OF_MAGIC, tl.int32)
+    kept = ()
+    for word in tl.static_range(4):
+        even = ()
+        odd = ()
+        for each in tl.static_range(4):
+            pair = pairs[4 * word + each]
+            first = tl.fma(_low(pair), factor, MAGIC).to(tl.int32, bitcast=True)
+            second = tl.fma(_high(pair), factor, MAGIC).to(tl.int32, bitcast=True)
+            total += first + second
+            even = even + (first,)
+            odd = odd + (second,)
+        low0, high0 = _bytes(even[0], even[1], even[2], even[3])
+        low1, high1 = _bytes(odd[0], odd[1], odd[2], odd[3])
+        kept = kept + ((low0, low1, high0, high1),)
+    for half in tl.static_range(2):
+        a = kept[2 * half]
+        b = kept[2 * half + 1]
+        at = address + half * ROWS * 128
+        _keep_four(at, own, a[0], a[1], b[0], b[1])
+        _keep_four(at + 64, own, a[2], a[3], b[2], b[3])
+    total += _other(total, 1)
+    total += _other(total, 2)
+    unit = tl.where(exponent == 255, 0x7FC00000, (exponent - 13) << 23)
+    _keep_two(about, leads, total, unit)
+    return squares
+
+
+@triton.jit
+def _load_chunk(low_ptrs, high_ptrs, at, wanted, EVEN: tl.constexpr):
+    if EVEN:
+        wanted = tl.full(wanted.shape, 1, tl.int32)
+    return load_words(low_ptrs + at, wanted), load_words(high_ptrs + at, wanted)
+
+
+@triton.jit
+def _load_scales(
+    low_scale, high_scale, low_zero, high_zero, QUAD: tl.constexpr, wanted,
+    HAS_ZEROS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Returns scales, in pairs, and zeros, in fours, of four groups of both rows."""
+    scales = (
+        _load_two(low_scale + 2 * QUAD, wanted, EVEN),
+        _load_two(high_scale + 2 * QUAD, wanted, EVEN),
+    )
+    zeros = ()
+    if HAS_ZEROS:
+        zeros = (
+            _load_one(low_zero + QUAD, wanted, EVEN), _load_one(high_zero + QUAD, wanted, EVEN),
+        )  # fmt: skip
+    return scales, zeros
+
+
+@triton.jit
+def _scale(pairs, INDEX: tl.constexpr, FP16: tl.constexpr):
+    """Returns one of four 16-bit floats in two words."""
+    pair = pairs[INDEX // 2]
+    if FP16:
+        half = (pair >> (16 * (INDEX % 2))).to(tl.int16)
+        scale = half.to(tl.float16, bitcast=True).to(tl.float32)
+    elif INDEX % 2:
+        scale = _high(pair)
+    else:
+        scale = _low(pair)
+    return scale
+
+
+@triton.jit
+def _add_chunk(
+    sums, chunk, scales, zeros, digits, about, INDEX: tl.constexpr, ROWS: tl.constexpr,
+    FP16: tl.constexpr, HAS_ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Returns sums, of two weight rows, plus products of a chunk."""
+    low, high = chunk
+    b0, b1, b2, b3 = _kept_four(digits)
+    c0, c1, c2, c3 = _kept_four(digits + ROWS * 128)
+    total, unit = _kept_two(about)
+    none = tl.zeros(low[0].shape, tl.int32)
+    new = (none, none, none, none)
+    new = _multiply(low[0], high[0], b0, b1, new)
+    new = _multiply(low[1], high[1], b2, b3, new)
+    new = _multiply(low[2], high[2], c0, c1, new)
+    new = _multiply(low[3], high[3], c2, c3, new)
+    y0 = new[0] + 256 * new[1]
+    y1 = new[2] + 256 * new[3]
+    if HAS_ZEROS:
+        y0 -= total * ((zeros[0] >> (8 * INDEX)) & 0xFF)
+        y1 -= total * ((zeros[1] >> (8 * INDEX)) & 0xFF)
+    else:
+        y0 -= 8 * total
+        y1 -= 8 * total
+    one = unit.to(tl.float32, bitcast=True)
+    s0 = _scale(scales[0], INDEX, FP16) * one
+    s1 = _scale(scales[1], INDEX, FP16) * one
+    return sums[0] + y0.to(tl.float32) * s0, sums[1] + y1.to(tl.float32) * s1
+
+
+@triton.jit
+def _of_warps(shared, thread, x, WARPS: tl.constexpr):
+    """Puts x of each thread into shared memory; `_sum_of_warps` adds them up."""
+    _keep_float(shared + thread * 4, x)
+
+
+@triton.jit
+def _sum_of_warps(shared, thread, WARPS: tl.constexpr):
+    """Returns sums over warps, to all of them."""
+    total = _kept_float(shared + thread % 32 * 4)
+    for warp in tl.static_range(1, WARPS):
+        total += _kept_float(shared + warp * 128 + thread % 32 * 4)
+    return total
+
+
+@triton.jit
+def _sum_of_lanes(x):
+    """Returns sums of fp32 over each warp."""
+    for step in tl.static_range(5):
+        bits = x.to(tl.int32, bitcast=True)
+        x += _other(bits, 1 << step).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr):
+    value = 0.0
+    if HAS_RES:
+        mask = (m < M) & (cols < N)
+        value = tl.load(res_ptr + m * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _store(y, y_ptr, stride_ym, m, cols, M, N):
+    mask = (m < M) & (cols < N)
+    tl.store(y_ptr + m * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rows(tile, eighth, N, GLU: tl.constexpr):
+    """Returns each thread's two weight rows of a tile, the last ones behind the end."""
+    if GLU:
+        low = tl.minimum(tile * 8 + eighth, N - 1)
+        high = low + N
+    else:
+        low = tl.minimum(tile * 16 + eighth, N - 1)
+        high = tl.minimum(tile * 16 + 8 + eighth, N - 1)
+    return low, high
+
+
+@triton.jit(do_not_specialize=["M"])
+def integer_gemv_kernel(
+    x_ptr, g_ptr, w_ptr, w_scale_ptr, w_zero_ptr, bias_ptr, res_ptr, y_ptr, M, N, CHUNKS, K, eps,
+    stride_xm, stride_wn, stride_sn, stride_zn, stride_rm, stride_ym, TILES,
+    SHARED: tl.constexpr, WARPS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr,
+    EVEN: tl.constexpr, LOOP: tl.constexpr, FP16: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    GLU: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
+    APART: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Computes y [M, N] of x [M, K] and w [N, K / 8 words] (gated: twice as many rows), 16 weight
+    rows a tile, one tile a program, or with LOOP every so many.
+
+    x_ptr, g_ptr, w_scale_ptr: int32 pairs. w_zero_ptr: int32, four each. Strides are in
+    these. COUNT: chunks of each warp. EVEN: none is missing. ROWS: of x, 1, 2 or 4, at least M.
+    """
+    if PDL and EAGER:
+        gdc_launch_dependents()
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    thread = tl.arange(0, 32 * WARPS)
+    turn = thread // 32
+    eighth = thread % 32 // 4
+    quarter = thread % 4
+    begin = turn * COUNT
+    wanted = ()
+    for quad in tl.static_range(COUNT // 4):
+        wanted = wanted + ((begin + 4 * quad < CHUNKS).to(tl.int32),)
+    first = w_ptr + begin * CHUNK + quarter * 4
+    scales_at = w_scale_ptr + begin // 2
+    zeros_at = w_zero_ptr + begin // 4
+    low, high = _rows(pid, eighth, N, GLU)
+    quads = ()
+    for quad in tl.static_range(COUNT // 4):
+        chunks = ()
+        for index in tl.static_range(4):
+            chunks = chunks + (
+                _load_chunk(
+                    first + low.to(tl.int64) * stride_wn, first + high.to(tl.int64) * stride_wn,
+                    (4 * quad + index) * CHUNK, wanted[quad], EVEN,
+                ),
+            )  # fmt: skip
+        quads = quads + ((chunks, _load_scales(
+            scales_at + low * stride_sn, scales_at + high * stride_sn,
+            zeros_at + low * stride_zn, zeros_at + high * stride_zn, quad, wanted[quad],
+            HAS_ZEROS, EVEN,
+        )),)  # fmt: skip
+    # What ends the sums is asked for before them: at the end nothing would hide its latency.
+    m = quarter
+    mine = tl.where(turn == 0, M, 0)
+    if PDL:
+        wait_for_predecessor(EAGER)
+    # Bytes of x: four threads make those of a chunk.
+    shared = _of_lane(thread, SHARED)
+    notes = shared + WARPS * COUNT * ROWS * 256
+    sums_at = notes + WARPS * COUNT * ROWS * 8
+    squares = tl.zeros([32 * WARPS], tl.float32)
+    for part in tl.static_range((COUNT + 7) // 8):
+        chunk = 8 * part + eighth
+        own = chunk < COUNT
+        real = own & (begin + chunk < CHUNKS)
+        at = (begin + chunk) * (INPUTS // 2) + quarter * 16
+        home = (begin + chunk) * ROWS
+        for row in tl.static_range(ROWS):
+            squares += _keep_inputs(
+                x_ptr + tl.minimum(row, M - 1) * stride_xm + at, g_ptr + at, real.to(tl.int32),
+                own.to(tl.int32), shared + home * 256 + row * 128 + quarter * 16,
+                notes + (home + row) * 8, (own & (quarter == 0)).to(tl.int32), ROWS, NORM,
+                EVEN and COUNT % 8 == 0,
+            )  # fmt: skip
+    if NORM:
+        squares = _sum_of_lanes(squares)
+        _of_warps(sums_at + WARPS * 512, thread, squares, WARPS)
+    keep_order(thread)
+    digits = shared + begin * ROWS * 256 + tl.minimum(eighth, 2 * ROWS - 1) * 64 + quarter * 16
+    about = notes + (begin * ROWS + tl.minimum(quarter, ROWS - 1)) * 8
+    tile = pid
+    parity = 0
+    for _ in range(0, tl.cdiv(TILES - pid, programs) if LOOP else 1):
+        cols = tile * (8 if GLU else 16) + eighth
+        low1, high1 = _rows(tile, eighth, N, GLU)
+        b0 = 0.0
+        b1 = 0.0
+        if HAS_BIAS:
+            b0 = tl.load(bias_ptr + low1).to(tl.float32)
+            b1 = tl.load(bias_ptr + high1).to(tl.float32)
+        r0 = _residual(res_ptr, stride_rm, m, cols, mine, N, HAS_RES)
+        r1 = _residual(res_ptr, stride_rm, m, cols + 8, mine, N, HAS_RES and not GLU)
+        follow = tile + programs
+        low, high = _rows(follow, eighth, N, GLU)
+        more = (follow < TILES).to(tl.int32)
+        none = tl.zeros([32 * WARPS], tl.float32)
+        sums = (none, none)
+        following = ()
+        for quad in tl.static_range(COUNT // 4):
+            chunks, more_of = quads[quad]
+            scales, zeros = more_of
+            loaded = ()
+            for index in tl.static_range(4):
+                place = 4 * quad + index
+                sums = _add_chunk(
+                    sums, chunks[index], scales, zeros, digits + place * ROWS * 256,
+                    about + place * ROWS * 8, index, ROWS, FP16, HAS_ZEROS,
+                )  # fmt: skip
+                if LOOP:
+                    loaded = loaded + (
+                        _load_chunk(
+                            first + low.to(tl.int64) * stride_wn,
+                            first + high.to(tl.int64) * stride_wn, place * CHUNK,
+                            wanted[quad] & more, EVEN,
+                        ),
+                    )  # fmt: skip
+            if LOOP:
+                keep_order(thread)
+                following = following + ((loaded, _load_scales(
+                    scales_at + low * stride_sn, scales_at + high * stride_sn,
+                    zeros_at + low * stride_zn, zeros_at + high * stride_zn, quad,
+                    wanted[quad] & more, HAS_ZEROS, EVEN,
+                )),)  # fmt: skip
+        if LOOP:
+            quads = following
+        y0, y1 = sums
+        inverse = 1.0
+        if WARPS > 1 or NORM:
+            at0 = sums_at + parity * WARPS * 256
+            _of_warps(at0, thread, y0, WARPS)
+            _of_warps(at0 + WARPS * 128, thread, y1, WARPS)
+            tl.debug_barrier()
+            y0 = _sum_of_warps(at0, thread, WARPS)
+            y1 = _sum_of_warps(at0 + WARPS * 128, thread, WARPS)
+            if NORM:
+                squares = _sum_of_warps(sums_at + WARPS * 512, thread, WARPS)
+                inverse = tl.rsqrt(squares / K + eps)
+            parity = 1 - parity
+        y0 = y0 * inverse + b0
+        y1 = y1 * inverse + b1
+        if APART:
+            _store(y0, y_ptr, stride_ym, m, cols, mine, N)
+            _store(y1, y_ptr + N, stride_ym, m, cols, mine, N)
+        elif GLU:
+            _store(activate(y0, ACT) * y1 + r0, y_ptr, stride_ym, m, cols, mine, N)
+        else:
+            _store(activate(y0, ACT) + r0, y_ptr, stride_ym, m, cols, mine, N)
+            _store(activate(y1, ACT) + r1, y_ptr, stride_ym, m, cols + 8, mine, N)
+        tile = follow
+
+
+def shared_bytes(rows: int, warps: int, count: int) -> int:
+    """Returns the bytes of shared memory of a program."""
+    return warps * count * rows * 264 + warps * 5 * 128
+
+
+def integer_gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Launch:
+    """`args` into `out` [M, N], where `counts` holds for their shape; with a norm, `norms_late`
+    too."""
+    x, own, res, norm, n = args.x, Operands(args.weight), args.residual, args.norm, args.n
+    words, pairs = own.values.view(torch.int32), x.view(torch.int32)
+    scales = own.scales.view(torch.int32)
+    zeros = own.zeros.view(torch.int32) if own.has_zeros else scales
+    chunks = args.k // (8 * CHUNK_WORDS)
+    rows = triton.next_power_of_2(x.shape[0])
+    warps, count = plan.warps, plan.stages
+    size = shared_bytes(rows, warps, count)
+    shared = f"{{\n.shared .align 16 .b8 kept[{size}];\nmov.u32 $0, kept;\n}}"
+    tiles = triton.cdiv(n, 8 if args.gated else 16)
+    operands = (
+        pairs, pairs if norm is None else norm.weight.view(torch.int32), words, scales, zeros,
+        x if args.bias is None else args.bias, x if res is None else res, out, x.shape[0], n,
+        chunks, args.k, 0.0 if norm is None else norm.eps, pairs.stride(0), words.stride(0),
+        scales.stride(0), zeros.stride(0), 0 if res is None else res.stride(0), out.stride(0),
+        tiles,
+    )  # fmt: skip
+    named = options(
+        pdl, SHARED=shared, WARPS=warps, COUNT=count, ROWS=rows,
+        EVEN=chunks == warps * count, LOOP=0 < plan.programs < tiles,
+        FP16=own.scales.dtype == torch.float16, HAS_ZEROS=own.has_zeros, GLU=args.gated,
+        ACT=args.act_name, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
+        APART=args.apart, PDL=pdl, EAGER=plan.eager, NORM=norm is not None,
+        num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    return Launch(integer_gemv_kernel, (min(plan.programs or tiles, tiles),), operands, named)
