@@ -47,7 +47,11 @@ def resolve(args: EngineArgs) -> EngineConfig:
     own = args.tokenizer is None
     tokenizer = path if own else models.resolve_model_path(args.tokenizer, None)
     defaults = dict(_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)
-    defaults["steps_in_flight"] += args.pipeline_parallel_size - 1
+    stages = args.pipeline_parallel_size
+    defaults["steps_in_flight"] += stages - 1
+    if stages > 1:
+        # Until the first step is through a stage, those behind it wait.
+        defaults["max_num_batched_tokens"] = max(1024, 4096 // stages)
     given = {name: getattr(args, name) for name in defaults}
     picked = defaults | {name: value for name, value in given.items() if value is not None}
     if "overlap" in args.disable:
@@ -59,7 +63,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
         check_deterministic(args, device, spec, quantization)
     scheduler = SchedulerConfig(
         **picked,
-        lag=args.pipeline_parallel_size,
+        lag=stages,
         max_model_len=_max_model_len(args.max_model_len, spec.max_positions),
         enable_prefix_caching=args.enable_prefix_caching,
         enable_chunked_prefill=args.enable_chunked_prefill,

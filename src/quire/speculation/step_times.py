@@ -26,7 +26,8 @@ def measure_steps(
     name and size.
 
     The steps have no rows, so attention and what reads its KV take next to nothing: they take as
-    long with drafts as without. graphs: replayed where there are some.
+    long with drafts as without. graphs: replayed where there are some. All stages of a pipeline run
+    the same steps; what the last one measures counts.
     """
     state = program.lanes.state
     device, limits = state.device, state.limits
@@ -57,13 +58,15 @@ def _step(
 
             def replay() -> None:
                 captured.replay(body)
-                captured.replay(head)
+                if program.model.gives_logits:
+                    captured.replay(head)
 
             return replay
 
     def run() -> None:
         program.body(BodyShape(size, 0, longest))
-        program.head(HeadShape(size, Level.PLAIN))
+        if program.model.gives_logits:
+            program.head(HeadShape(size, Level.PLAIN))
 
     return run
 
