@@ -57,7 +57,9 @@ class LocalStages:
             pipeline.all, pipeline.run_last = self.pipelines, self._run_last
         *others, last = self.pipelines
         self.last = LastStage(config, last, SingleGroup(), None, hooks)  # type: ignore[arg-type]
-        self.others = [EarlierStage(config, each, SingleGroup(), earlier_hooks(config)) for each in others]  # type: ignore[arg-type]
+        self.others = [
+            EarlierStage(config, each, SingleGroup(), earlier_hooks(config)) for each in others
+        ]  # type: ignore[arg-type]
         self._late: deque[StepPlan] = deque()
         self._submitted = 0
 

@@ -40,20 +40,15 @@ def resolve(args: EngineArgs) -> EngineConfig:
 
         check_settings(args, spec)
     device = _device(args.device)
+    defaults = dict(_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)
     if args.parallel:
-        from quire.engine.ranks import check_ranks
+        from quire.engine.ranks import check_ranks, defaults_of_stages
 
         check_ranks(args, device, spec, quantization)
+        defaults |= defaults_of_stages(args.pipeline_parallel_size, defaults)
     own = args.tokenizer is None
     tokenizer = path if own else models.resolve_model_path(args.tokenizer, None)
-    defaults = dict(_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)
-    stages = args.pipeline_parallel_size
-    defaults["steps_in_flight"] += stages - 1
-    if stages > 1:
-        # Until the first step is through a stage, those behind it wait.
-        defaults["max_num_batched_tokens"] = max(1024, 4096 // stages)
-    given = {name: getattr(args, name) for name in defaults}
-    picked = defaults | {name: value for name, value in given.items() if value is not None}
+    picked = defaults | {n: v for n in defaults if (v := getattr(args, n)) is not None}
     if "overlap" in args.disable:
         picked["steps_in_flight"] = 1
     if args.deterministic:
@@ -63,7 +58,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
         check_deterministic(args, device, spec, quantization)
     scheduler = SchedulerConfig(
         **picked,
-        lag=stages,
+        lag=args.pipeline_parallel_size,
         max_model_len=_max_model_len(args.max_model_len, spec.max_positions),
         enable_prefix_caching=args.enable_prefix_caching,
         enable_chunked_prefill=args.enable_chunked_prefill,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -132,6 +132,17 @@ def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Qu
         raise ConfigError(f"{_PARAM}={world}: {reason}; {allowed}", _PARAM)
     if args.pipeline_parallel_size > 1:
         stage_layers(spec, args.pipeline_parallel_size, quantization)
+
+
+def defaults_of_stages(stages: int, defaults: Mapping[str, int]) -> dict[str, int]:
+    """Returns the defaults of a scheduler that a pipeline changes. defaults: those of one stage."""
+    if stages == 1:
+        return {}
+    return {
+        # Until a step is through a stage, those behind it wait: long steps make long waits.
+        "max_num_batched_tokens": max(1024, 4096 // stages),
+        "steps_in_flight": defaults["steps_in_flight"] + stages - 1,
+    }
 
 
 _ADAPTERS = "adapters are loaded into all layers at once"

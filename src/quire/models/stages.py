@@ -122,7 +122,7 @@ class StageDecoder(Decoder):
         self._links.receive(received)
         if not self._before:
             return received
-        hidden, *streams = received.split(width, dim=1)
+        hidden, *streams = torch.split(received, width, dim=1)
         for layer, stream in zip(self._before, streams, strict=True):
             self._tapped(layer, stream)
         return hidden.contiguous()
@@ -235,7 +235,6 @@ def layer_times(model: Decoder) -> list[float]:
 
 def _head(model: Decoder) -> torch.nn.Module:
     return model.embedding if model.spec.tied_head else model.head
-
 
 
 def balanced_ranges(

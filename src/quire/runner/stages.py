@@ -168,7 +168,7 @@ class EarlierStage(StageRunner):
         which = upload.add(int32(np.stack([rows, step.lanes[rows], prompt])))
         upload.send()
         row, lane, known = upload[which].view(3, -1).long()
-        results, *claims = received[row].split([width, *each], dim=1)
+        results, *claims = torch.split(received[row], [width, *each], dim=1)
         accept_results(results, lane, known, self.state.position, self.state.tokens)
         for column, values in zip(self._claims, claims, strict=True):
             column[lane] = values.view(-1, *column.shape[1:])
