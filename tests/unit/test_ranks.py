@@ -18,6 +18,7 @@ from quire.engine.workers import WorkerExecutor
 from quire.errors import ConfigError, EngineDeadError
 from quire.models import spec_from_config
 from tests.slow import slow
+from tests.unit.test_speculation import free_of_charge
 from tests.unit.tiny_engine import (
     TINY,
     TINY_EXPERTS,
@@ -53,8 +54,10 @@ def completions(ranks: int, **settings: Any) -> list[list[int]]:
     try:
         shared = "The gatherings of a book are sewn one to another, and so are pages. "
         prompts = [shared * (i % 3) + f"Page {i}:" for i in range(8)]
+        free_of_charge(llm)
         outputs = llm.generate(prompts, [PARAMS[i % 4] for i in range(8)], use_tqdm=False)
-        stats, args = llm.stats().ranks, llm.config.args
+        stats, args, drafts = llm.stats().ranks, llm.config.args, llm.stats().speculation
+        assert drafts is None or sum(source.drafted for source in drafts.sources.values()) > 0
         assert len(stats) == (args.ranks // args.nnodes if args.ranks > 1 else 0)
         for rank in stats:
             assert min(rank.steps, rank.device_seconds, rank.weight_bytes, rank.kv_bytes) > 0

@@ -88,7 +88,7 @@ def test_tokens_are_those_without(
 
 @pytest.mark.parametrize("depth", [2, slow(3)])
 def test_a_draft_model_that_is_the_model_is_always_right(base: Path, depth: int) -> None:
-    """What it drafts ahead it has the text for: behind prompts, accepted drafts and steps in which
+    """Ahead, too, it drafts for the whole text: behind prompts, accepted drafts and steps in which
     nothing was verified."""
     folder = model_folder(base / "same", TINY)
     found = TinyEngine(

@@ -33,12 +33,12 @@ KeepStream = Callable[[int, Tensor], None]
 
 _PARAM = "pipeline_parallel_size"
 _LAYER_TIME = 1.5
-"""What a byte of a layer's weights takes in a step, over a byte of the head's: KV is read beside
-them, and there are more launches. Qwen3-8B at 64 rows on an H200: 168 µs for 386 MB, and 350 µs for
-the head's 1,245 MB."""
+"""Time of a byte of a layer's weights in a step, over that of a byte of the head's: KV is read
+beside them, and there are more launches. Qwen3-8B at 64 rows on an H200: 168 µs for 386 MB, and
+350 µs for the head's 1,245 MB."""
 _MOST_BYTES = 1 + 1 / 16
-"""How much larger the largest stage may be than it must, for stages that take as long as each
-other: what is left beside the weights is for KV."""
+"""Bytes of the largest stage, at most, over the least possible, for stages that take as long as
+each other: what is left beside the weights is for KV."""
 
 
 @dataclass(frozen=True, slots=True)
