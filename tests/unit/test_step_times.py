@@ -39,6 +39,7 @@ def test_every_size_is_replayed(lanes: int, drafts: int) -> None:
         pytest.fail("a step ran without its captured program")
 
     state = SimpleNamespace(limits=limits, device=torch.device("cpu"))
-    program = SimpleNamespace(lanes=SimpleNamespace(state=state), body=run, head=run)
+    lanes_of, model = SimpleNamespace(state=state), SimpleNamespace(gives_logits=True)
+    program = SimpleNamespace(lanes=lanes_of, model=model, body=run, head=run)
     found = measure_steps(cast(StepProgram, program), Captured(limits), {})
     assert max(found["verify"]) == min(limits.logit_rows, 16)
