@@ -51,21 +51,21 @@ def _step(
 ) -> Callable[[], None]:
     """Returns what runs a body and a plain head of so many tokens."""
     rows = size if longest == 1 else max(1, min(size // 2, program.lanes.state.limits.lanes))
+    heads = program.model.gives_logits
+    body = head = None
     if graphs is not None:
-        body, head = graphs.body(BodyShape(size, rows, longest)), graphs.head(size, Level.PLAIN)
-        if body is not None and head is not None:
-            captured = graphs
-
-            def replay() -> None:
-                captured.replay(body)
-                if program.model.gives_logits:
-                    captured.replay(head)
-
-            return replay
+        body = graphs.body(BodyShape(size, rows, longest))
+        head = graphs.head(size, Level.PLAIN) if heads else None
 
     def run() -> None:
-        program.body(BodyShape(size, 0, longest))
-        if program.model.gives_logits:
+        # All stages of a pipeline must run the same body, the earlier ones without a head.
+        if graphs is None or body is None:
+            program.body(BodyShape(size, 0, longest))
+        else:
+            graphs.replay(body)
+        if graphs is not None and head is not None:
+            graphs.replay(head)
+        elif heads:
             program.head(HeadShape(size, Level.PLAIN))
 
     return run
