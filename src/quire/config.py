@@ -83,7 +83,7 @@ class EngineArgs:
         None, "Most requests in one step. Default: 256 on a GPU, 64 on CPU."
     )
     max_num_batched_tokens: int | None = _setting(
-        None, "Most tokens in one step. Default: 8192 on a GPU, 2048 on CPU."
+        None, "Most tokens in one step. Default: 8192 on a GPU, 2048 on CPU, fewer in stages."
     )
     gpu_memory_utilization: float = _setting(0.9, "Share of the GPU's memory Quire may use.")
     block_size: int = _setting(16, "Tokens per KV block.")

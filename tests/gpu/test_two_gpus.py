@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from quire.balance import feature
 from quire.engine.workers import WorkerExecutor
 from quire.errors import EngineDeadError
 from tests.gpu.test_graphs import COSTLY, PARAMS, run
+from tests.unit.test_speculation import generated
 from tests.unit.tiny_engine import TINY, TINY_EXPERTS, TINY_WINDOW
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -52,6 +54,22 @@ def test_two_stages(tmp_path: Path, config: dict[str, object]) -> None:
         same = sum(a == b for a, b in zip(one, two, strict=True))
         # Steps of fewer rows round differently.
         assert same >= 0.9 * len(one), settings
+
+
+def test_drafts_in_stages() -> None:
+    """Texts of the embedded model: what is drafted in the last stage changes nothing, and is
+    accepted."""
+    plain, *_ = generated(device="cuda", deterministic=True)
+    for source in ("eagle3", "draft"):
+        found, stats, steps = generated(
+            device="cuda", deterministic=True, pipeline_parallel_size=2,
+            speculative={"method": source},
+        )  # fmt: skip
+        assert found == plain, source
+        assert stats is not None
+        counts = stats.sources[source]
+        logging.info("%s: %d steps, %d of %d", source, steps, counts.accepted, counts.drafted)
+        assert counts.accepted > 0.1 * counts.drafted > 0
 
 
 @pytest.mark.parametrize("config", [TINY, TINY_WINDOW, TINY_EXPERTS], ids=["full", "window", "moe"])

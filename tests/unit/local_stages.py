@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
+from quire.engine.ranks import earlier_hooks
 from quire.executor import Capacity
 from quire.parallel import SingleGroup
 from quire.plan import HeadInputs, StepPlan, StepResult
@@ -55,7 +57,9 @@ class LocalStages:
             pipeline.all, pipeline.run_last = self.pipelines, self._run_last
         *others, last = self.pipelines
         self.last = LastStage(config, last, SingleGroup(), None, hooks)  # type: ignore[arg-type]
-        self.others = [EarlierStage(config, each, SingleGroup()) for each in others]  # type: ignore[arg-type]
+        self.others = [
+            EarlierStage(config, each, SingleGroup(), earlier_hooks(config)) for each in others
+        ]  # type: ignore[arg-type]
         self._late: deque[StepPlan] = deque()
         self._submitted = 0
 
@@ -65,7 +69,8 @@ class LocalStages:
 
     def start(self) -> Capacity:
         found = [runner.measure().num_blocks for runner in self.runners]
-        blocks = tuple(min(counts) for counts in zip(*found, strict=True))
+        rooms = itertools.zip_longest(*found)
+        blocks = tuple(min(n for n in counts if n is not None) for counts in rooms)
         for runner in self.runners:
             runner.allocate(blocks)
         return [runner.capture() for runner in self.runners][-1]

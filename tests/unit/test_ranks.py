@@ -18,6 +18,7 @@ from quire.engine.workers import WorkerExecutor
 from quire.errors import ConfigError, EngineDeadError
 from quire.models import spec_from_config
 from tests.slow import slow
+from tests.unit.test_speculation import free_of_charge
 from tests.unit.tiny_engine import (
     TINY,
     TINY_EXPERTS,
@@ -35,6 +36,9 @@ PARAMS = [
     SamplingParams(temperature=0.8, repetition_penalty=1.2, seed=2, n=2, **PLAIN),
     SamplingParams(temperature=0.8, seed=3, max_tokens=8, structured_outputs={"regex": "[0-9]+"}),
 ]
+HEAD: dict[str, Any] = {"method": "eagle3", "num_speculative_tokens": 2}
+WITHOUT = "pipeline_parallel_size", "speculative"
+"""Settings that the engine with which tokens are compared does not have."""
 
 
 def completions(ranks: int, **settings: Any) -> list[list[int]]:
@@ -50,8 +54,10 @@ def completions(ranks: int, **settings: Any) -> list[list[int]]:
     try:
         shared = "The gatherings of a book are sewn one to another, and so are pages. "
         prompts = [shared * (i % 3) + f"Page {i}:" for i in range(8)]
+        free_of_charge(llm)
         outputs = llm.generate(prompts, [PARAMS[i % 4] for i in range(8)], use_tqdm=False)
-        stats, args = llm.stats().ranks, llm.config.args
+        stats, args, drafts = llm.stats().ranks, llm.config.args, llm.stats().speculation
+        assert drafts is None or sum(source.drafted for source in drafts.sources.values()) > 0
         assert len(stats) == (args.ranks // args.nnodes if args.ranks > 1 else 0)
         for rank in stats:
             assert min(rank.steps, rank.device_seconds, rank.weight_bytes, rank.kv_bytes) > 0
@@ -67,15 +73,26 @@ def completions(ranks: int, **settings: Any) -> list[list[int]]:
         slow(2, {"num_kv_blocks": 18, "quantization": "int8"}),
         slow(4, {"kv_cache_dtype": "int8"}),
         (2, {"pipeline_parallel_size": 2, "num_kv_blocks": 18, "kv_cache_dtype": "int8"}),
+        (1, {"pipeline_parallel_size": 2, "num_kv_blocks": 24, "speculative": HEAD}),
+        slow(2, {"pipeline_parallel_size": 2, "num_kv_blocks": 24, "speculative": HEAD}),
+        slow(2, {"pipeline_parallel_size": 2, "speculative": {"num_speculative_tokens": 3}}),
     ],
-    ids=["2-drafts", "2-few-blocks-int8", "4-kv-int8", "2-by-2-stages"],
+    ids=[
+        "2-drafts",
+        "2-few-blocks-int8",
+        "4-kv-int8",
+        "2-by-2-stages",
+        "stages-head",
+        "2-by-2-stages-head",
+        "2-by-2-stages-draft",
+    ],
 )
 def test_ranks_give_the_tokens_of_one(ranks: int, settings: dict[str, Any]) -> None:
     """Chunked prompts, prefix hits, preemption, a grammar, drafts; at 4 ranks, KV heads that two
     ranks hold, and two stages of two ranks."""
     found = completions(ranks, **settings)
-    settings.pop("pipeline_parallel_size", None)
-    assert found == completions(1, **settings)
+    plain = {name: value for name, value in settings.items() if name not in WITHOUT}
+    assert found == completions(1, **plain)
 
 
 def refusal(folder: Path, **settings: Any) -> str:

@@ -18,17 +18,19 @@ from quire.speculation.step_times import measure_steps
 class Captured:
     """The programs that are captured for limits; a replay does nothing."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, heads: bool) -> None:
         self.buckets = Buckets(limits)
+        self.heads = heads
+        self.replayed: list[Any] = []
 
     def body(self, step: BodyShape) -> BodyShape | None:
         return self.buckets.body(step.tokens, step.rows, step.longest)
 
     def head(self, logit_rows: int, level: Level) -> HeadShape | None:
-        return self.buckets.head(logit_rows, level)
+        return self.buckets.head(logit_rows, level) if self.heads else None
 
     def replay(self, key: Any) -> None:
-        pass
+        self.replayed.append(key)
 
 
 @pytest.mark.parametrize(("lanes", "drafts"), [(1, 8), (3, 5), (64, 4)])
@@ -39,6 +41,13 @@ def test_every_size_is_replayed(lanes: int, drafts: int) -> None:
         pytest.fail("a step ran without its captured program")
 
     state = SimpleNamespace(limits=limits, device=torch.device("cpu"))
-    program = SimpleNamespace(lanes=SimpleNamespace(state=state), body=run, head=run)
-    found = measure_steps(cast(StepProgram, program), Captured(limits), {})
-    assert max(found["verify"]) == min(limits.logit_rows, 16)
+    bodies = []
+    for heads in (True, False):
+        lanes_of, model = SimpleNamespace(state=state), SimpleNamespace(gives_logits=heads)
+        program = SimpleNamespace(lanes=lanes_of, model=model, body=run, head=run)
+        captured = Captured(limits, heads)
+        found = measure_steps(cast(StepProgram, program), captured, {})
+        assert max(found["verify"]) == min(limits.logit_rows, 16)
+        bodies.append([key for key in captured.replayed if isinstance(key, BodyShape)])
+    # A stage without a head runs the same bodies.
+    assert bodies[0] == bodies[1]

@@ -160,6 +160,7 @@ class TinyEngine:
             free = msgspec.structs.replace(capacity, step_seconds={})
             drafting = open_speculation(config).start(self.executor, free)
             features = [*features, *([] if drafting is None else [drafting])]
+        self.features = features
         self.scheduler = Scheduler(scheduler, capacity, features)
         self.plans: list[StepPlan] = []
         self.progress: list[StepProgress] = []

@@ -40,16 +40,15 @@ def resolve(args: EngineArgs) -> EngineConfig:
 
         check_settings(args, spec)
     device = _device(args.device)
+    defaults = dict(_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)
     if args.parallel:
-        from quire.engine.ranks import check_ranks
+        from quire.engine.ranks import check_ranks, defaults_of_stages
 
         check_ranks(args, device, spec, quantization)
+        defaults |= defaults_of_stages(args.pipeline_parallel_size, defaults)
     own = args.tokenizer is None
     tokenizer = path if own else models.resolve_model_path(args.tokenizer, None)
-    defaults = dict(_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)
-    defaults["steps_in_flight"] += args.pipeline_parallel_size - 1
-    given = {name: getattr(args, name) for name in defaults}
-    picked = defaults | {name: value for name, value in given.items() if value is not None}
+    picked = defaults | {n: v for n in defaults if (v := getattr(args, n)) is not None}
     if "overlap" in args.disable:
         picked["steps_in_flight"] = 1
     if args.deterministic:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -86,7 +86,7 @@ def open_worker(
     from quire.runner.stages import EarlierStage, LastStage
 
     if pipeline.stage < stages - 1:
-        return group, EarlierStage(config, pipeline, group)
+        return group, EarlierStage(config, pipeline, group, earlier_hooks(config))
     return group, LastStage(config, pipeline, group, progress, hooks)
 
 
@@ -94,6 +94,15 @@ def draws_tokens(config: EngineConfig, rank: int, world: int) -> bool:
     """Whether a rank is in the last stage, where hooks take part."""
     stages = config.args.pipeline_parallel_size
     return stage_of(rank, world, stages) == stages - 1
+
+
+def earlier_hooks(config: EngineConfig) -> list[Hook]:
+    """Returns the hooks of a worker in a stage before the last."""
+    if not config.args.speculates:
+        return []
+    from quire.speculation.hook import open_earlier_hook
+
+    return [open_earlier_hook(config)]
 
 
 def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Quantization) -> None:
@@ -125,15 +134,23 @@ def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Qu
         stage_layers(spec, args.pipeline_parallel_size, quantization)
 
 
+def defaults_of_stages(stages: int, defaults: Mapping[str, int]) -> dict[str, int]:
+    """Returns the defaults of a scheduler that a pipeline changes. defaults: those of one stage."""
+    if stages == 1:
+        return {}
+    return {
+        # Until a step is through a stage, those behind it wait: long steps make long waits.
+        "max_num_batched_tokens": max(1024, 4096 // stages),
+        "steps_in_flight": defaults["steps_in_flight"] + stages - 1,
+    }
+
+
 _ADAPTERS = "adapters are loaded into all layers at once"
-_DRAFTS = "drafts would have to be drawn in the first stage, and verified in the last"
 _BLOCKS = "KV blocks would have to be moved by stages at different times"
 _FILES = "files hold blocks of all heads, and each rank has some"
 _REASONS = {
     _PARAM: {"disk_cache": _FILES},
     _STAGES: {
-        "speculative": _DRAFTS,
-        "speculative_model": _DRAFTS,
         "enable_lora": _ADAPTERS,
         "lora": _ADAPTERS,
         "lora_dir": _ADAPTERS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
 import threading
@@ -125,8 +126,9 @@ class WorkerExecutor:
                 measurement = worker.answer().measurement
                 if measurement is not None:
                     found.append(measurement)
-            rooms = zip(*(m.num_blocks for m in found), strict=True)
-            blocks = tuple(min(counts) for counts in rooms)
+            # Groups of what drafts are in the last stage alone, behind the others.
+            rooms = itertools.zip_longest(*(m.num_blocks for m in found))
+            blocks = tuple(min(n for n in counts if n is not None) for counts in rooms)
             self._call(Allocate(blocks))
             self.local.allocate(blocks)
             self._await()

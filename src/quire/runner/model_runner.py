@@ -104,10 +104,10 @@ class ModelRunner:
                 prepack_weights(model)
         head_dims = [size for model in self._models for size in model.spec.head_dims]
         self._kv_format = ops.kv_format(self.config.kv_cache_dtype, self.dtype, *head_dims)
-        groups: list[KVGroup] = []
+        groups, first = list[KVGroup](), 0
         for model in self._models:
-            first = sum(len(group.layers) for group in groups)
             groups += model.kv_groups(self.config.block_size, self._kv_format, first)
+            first += len(model.layers)
         self._groups = tuple(groups)
         budget, drafts = self._cache_budget(groups), self.limits.drafts
         blocks = memory.blocks_per_group(self.config, groups, budget, drafts)

@@ -4,6 +4,9 @@ All of them get the same plans. The last one draws tokens, and sends each step's
 others, which take them in before the next step that has a row of one of the same lanes: that is so
 many steps later as there are stages, unless the engine has read the results before. So tokens go
 from step to step without the host, as they do on one device.
+
+With the results go the lanes' claims (see `StepPlan`), which the last stage may have drafted behind
+the step's head. So all stages place the same drafts in the lanes' next rows.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,11 +27,13 @@ from quire.executor import OnProgress
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.models.stages import build_stage
-from quire.ops.reference.step import ENDED, FIRST_TOKEN
+from quire.ops.reference.step import BROKEN, ENDED, FIRST_TOKEN
 from quire.parallel import ProcessGroup
 from quire.parallel.pipeline import Pipeline
 from quire.plan import KVGroup, RowFlag, StepPlan
 from quire.runner.hooks import Hook
+from quire.runner.hooks.acceptance import Acceptance
+from quire.runner.hooks.penalties import Penalties
 from quire.runner.model_runner import ModelRunner
 from quire.runner.program import ModelLanes, StepProgram
 from quire.runner.readback import Step, logit_starts
@@ -50,8 +56,14 @@ class StageRunner(ModelRunner):
         self._pipeline = pipeline
 
     def _build(self, spec: ModelSpec, **how: Any) -> Decoder:
-        pipeline = self._pipeline
-        return build_stage(spec, pipeline.stage, pipeline.stages, pipeline, **how)
+        pipeline, embeds = self._pipeline, any(hook.embeds for hook in self._features)
+        return build_stage(spec, pipeline.stage, pipeline.stages, pipeline, embeds=embeds, **how)
+
+    @property
+    def _claims(self) -> list[Tensor]:
+        """The columns of claims, where rows may have drafts."""
+        columns = self.state.columns
+        return [columns[name] for name in ("draft_start", "draft_ids") if self.limits.drafts]
 
 
 class LastStage(StageRunner):
@@ -61,7 +73,10 @@ class LastStage(StageRunner):
         super()._launch_head(step, wait=wait)
         if step.logit_start[-1] and not step.waits:
             # The next step overwrites them.
-            self._pipeline.send_results(self.state.results[: step.plan.num_rows].clone())
+            rows = step.plan.num_rows
+            lanes = self.state.rows.lanes[:rows]
+            claims = [column[lanes].view(rows, -1) for column in self._claims]
+            self._pipeline.send_results(torch.cat([self.state.results[:rows], *claims], dim=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +90,16 @@ class _Sampled:
 
 
 class EarlierStage(StageRunner):
-    """Runs a stage before the last: no head, and no hooks, as what they change comes behind it."""
+    """Runs a stage before the last: no head. hooks: those that change what comes before it."""
 
-    def __init__(self, config: EngineConfig, pipeline: Pipeline, group: ProcessGroup) -> None:
-        super().__init__(config, pipeline, group)
+    def __init__(
+        self,
+        config: EngineConfig,
+        pipeline: Pipeline,
+        group: ProcessGroup,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        super().__init__(config, pipeline, group, hooks=hooks)
         lanes = config.scheduler.max_num_seqs
         self._sampled: deque[_Sampled] = deque()
         self._epochs = np.zeros(lanes, dtype=np.int32)
@@ -86,13 +107,25 @@ class EarlierStage(StageRunner):
         self._last_step = np.full(lanes, -1, dtype=np.int64)
         self._taken = PinnedRing(self.device, config.scheduler.steps_in_flight + 1)
 
+    def allocate(self, num_blocks: tuple[int, ...]) -> None:
+        # Groups behind the model's are those of what drafts, in the last stage.
+        super().allocate(num_blocks[: len(self._groups)])
+
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(msgspec.structs.replace(plan, copies=plan.copies[: len(self._groups)]))
+
     def _prepare(self, groups: Sequence[KVGroup]) -> None:
         self._late = []
-        self.hooks = (Hook(),)
-        self.state = state = BatchState(self.limits, groups, self.device)
+        # Of what others accept, the claims are needed here.
+        acceptance = Acceptance((), Penalties(self.config.vocab_size))
+        self.hooks = *self._features, acceptance
+        columns = [column for hook in self.hooks for column in hook.columns(self.limits)]
+        self.state = state = BatchState(self.limits, groups, self.device, columns)
+        for hook in self.hooks:
+            hook.bind(state)
         own = range(len(groups))
         lanes = ModelLanes(self.model, state, self.cache.layers, own, state.position)
-        self.program = StepProgram(lanes, self.hooks)
+        self.program = StepProgram(lanes, self.hooks, acceptance.claims)
 
     def _check(self, plan: StepPlan) -> None:
         """The last stage refuses what must be."""
@@ -121,9 +154,11 @@ class EarlierStage(StageRunner):
             self._take(self._sampled.popleft())
 
     def _take(self, step: _Sampled) -> None:
-        shape = len(step.lanes), FIRST_TOKEN + 1
-        results = torch.empty(shape, dtype=torch.int32, device=self.device)
-        self._pipeline.receive_results(results)
+        width = self.state.results.shape[1]
+        each = [column[:1].numel() for column in self._claims]
+        shape = len(step.lanes), width + sum(each)
+        received = torch.empty(shape, dtype=torch.int32, device=self.device)
+        self._pipeline.receive_results(received)
         # Lanes may have gone to other requests since.
         rows = np.flatnonzero(step.epochs == self._epochs[step.lanes])
         if not len(rows):
@@ -133,22 +168,32 @@ class EarlierStage(StageRunner):
         which = upload.add(int32(np.stack([rows, step.lanes[rows], prompt])))
         upload.send()
         row, lane, known = upload[which].view(3, -1).long()
-        accept_results(results[row], lane, known, self.state.position, self.state.tokens)
+        results, *claims = torch.split(received[row], [width, *each], dim=1)
+        accept_results(results, lane, known, self.state.position, self.state.tokens)
+        for column, values in zip(self._claims, claims, strict=True):
+            column[lane] = values.view(-1, *column.shape[1:])
 
 
 def accept_results(
     results: Tensor, lanes: Tensor, known: Tensor, position: Tensor, tokens: Tensor
 ) -> None:
-    """Does for lanes what `finish_rows` does in another stage, where rows have no drafts.
+    """Does for lanes what `finish_rows` does in another stage.
 
-    results: int32 [N, 3], of rows whose lanes are not others'. lanes: int64 [N], all different.
+    results: int32 [N, 2 + K], of rows whose lanes are not others'. lanes: int64 [N], all different.
     known: int64 [N], 1 where the row was of a prompt, whose lane stands behind it already.
     position: int32 [M]. tokens: int32 [M, max_len].
     """
-    given, reason, token = results[:, :1].flatten() > 0, results[:, 1], results[:, FIRST_TOKEN]
+    count, reason, drawn = results[:, 0], results[:, 1], results[:, FIRST_TOKEN:]
     before = position[lanes]
-    length = before + 1 - known.int()
-    at = length.long().clamp(0, tokens.shape[1] - 1)
-    tokens[lanes, at] = torch.where(given, token, tokens[lanes, at])
-    moved = torch.where(reason > 0, ENDED, length)
-    position[lanes] = torch.where(given, moved, before)
+    first = before + 1 - known.int()
+    number = torch.arange(drawn.shape[1], device=drawn.device)
+    held = number < count.unsqueeze(1)
+    # What is not held writes the first token again, so that no place gets two values.
+    at = torch.where(held, first.unsqueeze(1) + number, first.unsqueeze(1))
+    at = at.long().clamp(0, tokens.shape[1] - 1)
+    owner = lanes.unsqueeze(1).expand_as(at)
+    some = torch.where(held[:, :1], drawn[:, :1], tokens[owner[:, :1], at[:, :1]])
+    tokens[owner, at] = torch.where(held, drawn, some)
+    ends = (reason > 0) & (reason != BROKEN)
+    moved = torch.where(ends, ENDED, first - 1 + count)
+    position[lanes] = torch.where(count > 0, moved, before)

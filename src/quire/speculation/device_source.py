@@ -1,5 +1,9 @@
 """The part of plans that is for the source of drafts on the device: rows to draft for, and what
-else it computes."""
+else it computes.
+
+Rows are drafted for before the step that verifies, or ahead: behind the step before (see
+`quire.speculation.drafter`).
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,13 @@ class DeviceSource(Protocol):
         drafts would be taken, so that it gets ready for them."""
         ...
 
-    def plan(self, builder: PlanBuilder, drafting: Flags, follows: Flags, pays: bool) -> None:
-        """Adds its part to a step. drafting: the rows that verify its drafts, bool [R]. follows:
+    def passed(self, lanes: Int32, q_len: Int32) -> None:
+        """Takes note of a step's generating rows, int32 [n] each, before what is drafted ahead
+        behind it is asked for."""
+        ...
+
+    def plan(self, builder: PlanBuilder, drafts: Int32, follows: Flags, pays: bool) -> None:
+        """Adds its part to a step. drafts: how many to make for each row, int32 [R]. follows:
         lanes whose texts it is to follow, bool [lanes]. pays: whether drafts could."""
         ...
 
@@ -48,32 +57,43 @@ class DraftModelSource:
     """A draft model, which may fall behind of a text, and catches up.
 
     least_lag, most_lag: by lane, bounds of the tokens that it has fallen behind of. behind: whether
-    they are too many for a first pass, and its drafts are wanted.
+    they are too many for a first pass, and its drafts are wanted. drafted: by lane, whether there
+    are drafts ahead for its next row.
     """
 
-    def __init__(self, lanes: int, budget: int) -> None:
+    def __init__(self, lanes: int, budget: int, ahead: bool) -> None:
         self._budget = budget
+        self._ahead = ahead
+        self._drafted = np.zeros(lanes, dtype=bool)
         self._least_lag = np.zeros(lanes, dtype=np.int32)
         self._most_lag = np.zeros(lanes, dtype=np.int32)
         self._behind = np.zeros(lanes, dtype=bool)
 
     def admit(self, lanes: Int32) -> None:
         self._least_lag[lanes] = self._most_lag[lanes] = 0
+        self._drafted[lanes] = False
 
     def ready(self, lanes: Int32, wanted: Flags) -> Flags:
         found: Flags = self._most_lag[lanes] < _SHORT_ROW
         self._behind[lanes] = wanted & ~found
         return found
 
-    def plan(self, builder: PlanBuilder, drafting: Flags, follows: Flags, pays: bool) -> None:
+    def passed(self, lanes: Int32, q_len: Int32) -> None:
+        least, most, drafted = self._least_lag, self._most_lag, self._drafted[lanes]
+        least[lanes] = np.where(drafted, 0, least[lanes] + 1)
+        most[lanes] = np.where(drafted, 1, most[lanes] + q_len)
+
+    def plan(self, builder: PlanBuilder, drafts: Int32, follows: Flags, pays: bool) -> None:
         least, most = self._least_lag, self._most_lag
-        prompt = (builder.flags & 1) != 0
+        prompt, drafting = (builder.flags & 1) != 0, drafts > 0
         lanes, q_len = builder.lanes, builder.q_len
         own = lanes[drafting]
         if len(own):
             first = np.maximum(most[own] + 1, 2)
-            builder.write(DRAFT_ROWS, own, np.stack([first, q_len[drafting] - 1], axis=1))
-        least[own], most[own] = 0, 1
+            builder.write(DRAFT_ROWS, own, np.stack([first, drafts[drafting]], axis=1))
+        self._drafted[lanes] = drafting & self._ahead
+        if not self._ahead:
+            least[own], most[own] = 0, 1
         fed = prompt & follows[lanes]
         chunk_lanes, chunk_lengths = [lanes[fed]], [q_len[fed]]
         others = lanes[~prompt & ~drafting]
@@ -89,8 +109,9 @@ class DraftModelSource:
             least[behind] -= chunk
             most[behind] -= chunk
         self._behind[:] = False
-        least[others] += 1
-        most[others] += q_len[~prompt & ~drafting]
+        if not self._ahead:
+            least[others] += 1
+            most[others] += q_len[~prompt & ~drafting]
         chunks = np.concatenate(chunk_lanes)
         if len(chunks):
             builder.write(DRAFT_CHUNKS, chunks, np.concatenate(chunk_lengths))
@@ -116,10 +137,12 @@ class DraftHeadSource:
         found: Flags = self._whole[lanes]
         return found
 
-    def plan(self, builder: PlanBuilder, drafting: Flags, follows: Flags, pays: bool) -> None:
-        lanes = builder.lanes[drafting]
+    def passed(self, lanes: Int32, q_len: Int32) -> None:
+        pass
+
+    def plan(self, builder: PlanBuilder, drafts: Int32, follows: Flags, pays: bool) -> None:
+        lanes, drafts = builder.lanes[drafts > 0], drafts[drafts > 0]
         if len(lanes):
-            drafts = builder.q_len[drafting] - 1
             builder.write(DRAFT_ROWS, lanes, np.stack([np.ones_like(drafts), drafts], axis=1))
         kept = follows[builder.lanes] & self._whole[builder.lanes]
         if len(lanes) or (pays and kept.any()):

@@ -21,6 +21,7 @@ from quire.config import EngineConfig
 from quire.layers.build import Build
 from quire.models import Decoder
 from quire.models.draft_heads import DraftHead
+from quire.models.stages import StageDecoder
 from quire.ops.rows import PROMPT, Drafts, StepRows
 from quire.plan import StepPlan
 from quire.quantization import Quantization
@@ -44,6 +45,7 @@ class HeadDrafter(Drafter):
     """
 
     entries = frozenset({DRAFT_ROWS, DRAFT_PAIRS})
+    embeds = True
 
     def __init__(self, config: EngineConfig, settings: SpeculationSettings) -> None:
         super().__init__(config, settings)
@@ -114,6 +116,14 @@ class HeadDrafter(Drafter):
 
         if not taps:
             self._target.register_forward_hook(functools.partial(keep, 0))
+        if isinstance(self._target, StageDecoder):
+
+            def keep_stream(layer: int, stream: Tensor) -> None:
+                for index in [i for i, count in enumerate(taps) if count == layer]:
+                    keep(index, None, (), stream)
+
+            self._target.tap(taps, keep_stream)
+            return
         for index, count in enumerate(taps):
             layer = self._target.layers[count - 1]
             layer.register_forward_hook(functools.partial(keep, index))
@@ -197,8 +207,8 @@ class HeadDrafter(Drafter):
         self._pairs = DRAFT_PAIRS in plan.writes
 
     def end(self, step: Step) -> None:
-        if not self._pairs or not step.plan.num_rows:
-            return
         plan = step.plan
-        shape = self.launch_shape(plan.num_tokens, plan.num_rows, int(plan.q_len.max()))
-        self.run(program_name("pairs", shape), functools.partial(self._compute_pairs, shape))
+        if self._pairs and plan.num_rows:
+            shape = self.launch_shape(plan.num_tokens, plan.num_rows, int(plan.q_len.max()))
+            self.run(program_name("pairs", shape), functools.partial(self._compute_pairs, shape))
+        super().end(step)

@@ -171,3 +171,4 @@ class DraftModel(Drafter):
             longest = max(launch.longest, 1 + self._state.limits.drafts, 9)
             shape = self.launch_shape(launch.tokens, launch.rows, longest)
             self.run(program_name("chunk", shape), functools.partial(self._chunk, shape))
+        super().end(step)

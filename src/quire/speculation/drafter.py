@@ -1,4 +1,5 @@
-"""Drafts that are made on the device, before the body of the step that verifies them.
+"""Drafts that are made on the device, before the body of the step that verifies them; in a pipeline
+behind the head of the rows' step before, as other rows' steps come in between.
 
 A first pass gives each row a draft, each further pass one more. What is drawn is written as the
 lanes' claims, with the noise that the target will draw with at the same place. The host says which
@@ -60,6 +61,8 @@ class Drafter(Verifier):
         super().__init__(settings)
         self._config = config
         self._settings = settings
+        # The first stage of a pipeline needs drafts before the last one runs other rows' step.
+        self._ahead = config.scheduler.lag > 1
         self._replay: Mapping[str, Callable[[], None]] = {}
         self._rows: DraftLaunch | None = None
         self._truncates = np.zeros(config.scheduler.max_num_seqs, dtype=bool)
@@ -222,6 +225,14 @@ class Drafter(Verifier):
         upload.put(words, [0], [len(packed)], packed)
 
     def begin(self, step: Step) -> None:
+        if not self._ahead:
+            self._draft()
+
+    def end(self, step: Step) -> None:
+        if self._ahead:
+            self._draft()
+
+    def _draft(self) -> None:
         launch = self._rows
         if launch is None:
             return

@@ -3,6 +3,9 @@
 Steps in flight are no obstacle. A claim begins at the first token that the host does not know and
 follows its source for several rows' worth of drafts; the device takes of it what lies behind its
 own position, if it agrees with what was drawn meanwhile.
+
+In a pipeline the source on the device drafts ahead: behind a step it makes the drafts of its rows'
+next step, before that is planned. What is made is free for that step to verify, or not.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import numpy as np
 
 from quire.arrays import Int32, int32
 from quire.cache import BlockManager
+from quire.cache.block_tables import BlockTables
 from quire.cache.continuation import continuation
 from quire.config import EngineConfig
 from quire.executor import Capacity, Executor
@@ -65,7 +69,8 @@ def _device_source(config: EngineConfig, settings: SpeculationSettings) -> Devic
     if settings.source is None:
         return None
     if settings.source == "draft":
-        return DraftModelSource(lanes, config.scheduler.max_num_batched_tokens)
+        scheduler = config.scheduler
+        return DraftModelSource(lanes, scheduler.max_num_batched_tokens, scheduler.lag > 1)
     return DraftHeadSource(lanes)
 
 
@@ -95,7 +100,8 @@ class SpeculationFeature(Feature, LoopFeature):
     """Belongs to the engine's thread, like the scheduler that calls it.
 
     Per lane: `wanted`, whether its request is to have drafts; `own_kind`, the kind of those that
-    the source on the device makes for it.
+    the source on the device makes for it; `made`, how many of these were made ahead; `found`, the
+    chance of what was looked up for its last row.
     """
 
     def __init__(self, config: EngineConfig, settings: SpeculationSettings) -> None:
@@ -107,7 +113,11 @@ class SpeculationFeature(Feature, LoopFeature):
         self._wanted = np.zeros(lanes, dtype=bool)
         self._own_kind = np.full(lanes, DEVICE, dtype=np.int32)
         self._device = _device_source(config, settings)
+        self._ahead = config.scheduler.lag > 1
+        self._made = np.zeros(lanes, dtype=np.int32)
+        self._found = np.zeros(lanes)
         self._blocks: BlockManager | None = None
+        self._tree: BlockManager | None = None
         self._kinds = np.zeros(lanes, dtype=np.int32)
         self._acceptance = AcceptanceRates(_KINDS, lanes)
         self._in_flight: deque[Int32] = deque()
@@ -125,7 +135,8 @@ class SpeculationFeature(Feature, LoopFeature):
         return self
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
-        self._blocks = blocks if blocks.caching else None
+        self._blocks = blocks
+        self._tree = blocks if blocks.caching else None
 
     # -- how many ------------------------------------------------------------------------------
 
@@ -144,14 +155,22 @@ class SpeculationFeature(Feature, LoopFeature):
             kinds = self._look_up(lanes)
             found = kinds != NONE
             chance[found] = self._acceptance.of(kinds[found], lanes[found])
+            self._found[lanes] = chance
+        modelled = none > 0
         if self._device is not None:
             own_kinds = self._own_kind[lanes]
             own = self._acceptance.of(own_kinds, lanes)
-            better = self._wanted[lanes] & (own > chance)
-            better &= self._device.ready(lanes, better)
+            if self._ahead:
+                better = self._made[lanes] > 0
+                room = np.where(better, np.minimum(room, self._made[lanes]), room)
+                self._book_ahead(lanes)
+            else:
+                better = self._wanted[lanes] & (own > chance)
+                better &= self._device.ready(lanes, better)
+                modelled = better
             kinds[better], chance[better] = own_kinds[better], own[better]
         room = np.where(kinds == NONE, 0, np.minimum(room, self._most))
-        choice = choose(self._costs, chance, _by_device(kinds), int32(room))
+        choice = choose(self._costs, chance, modelled, int32(room))
         self._kinds[lanes] = np.where(choice.counts > 0, kinds, NONE)
         self._stats.gain = choice.gain
         return choice.counts
@@ -179,9 +198,9 @@ class SpeculationFeature(Feature, LoopFeature):
             text = _Text(request, settings.lookup_min, settings.lookup_max)
             self._texts[lane] = text
         tokens = text.update()
-        if self._blocks is not None:
+        if self._tree is not None:
             # Of several texts that go on, one that begins like this one says most.
-            last, size = self._blocks.lanes.last(lane), self._blocks.block_size
+            last, size = self._tree.lanes.last(lane), self._tree.block_size
             text.ahead = continuation(last, tokens, size, self._width)
             if len(text.ahead):
                 return TREE
@@ -213,17 +232,56 @@ class SpeculationFeature(Feature, LoopFeature):
         if len(lanes):
             self._stats.drafts_per_row = float((q_len - 1).mean())
         if self._device is not None:
-            drafting = ~prompt & (builder.q_len > 1) & _by_device(self._kinds[builder.lanes])
+            drafting = ~prompt & _by_device(self._kinds[builder.lanes])
+            drafts = int32(np.where(drafting, builder.q_len - 1, 0))
+            if self._ahead:
+                self._device.passed(lanes, q_len)
+                drafts = self._drafts_ahead(builder)
+                self._made[builder.lanes] = drafts
             chances = self._acceptance.of_kinds()[self._own_kind[builder.lanes]]
             chance = float(chances.max(initial=0.0))
             pays = may_pay(self._costs, len(builder.lanes), chance, self._most)
-            self._device.plan(builder, drafting, self._wanted, pays)
+            self._device.plan(builder, drafts, self._wanted, pays)
+
+    def _drafts_ahead(self, builder: PlanBuilder) -> Int32:
+        """Returns how many drafts are to be made behind the step for each row's next step, int32
+        [R]. A row for which a lookup found something better verifies that next."""
+        counts = np.zeros_like(builder.lanes)
+        rows = np.flatnonzero((builder.flags & (RowFlag.PROMPT | RowFlag.SAMPLE)) != RowFlag.PROMPT)
+        if self._device is None or self._prompt_tokens > _BUSY or not len(rows):
+            return counts
+        lanes = builder.lanes[rows]
+        own = self._acceptance.of(self._own_kind[lanes], lanes)
+        wanted = self._wanted[lanes] & (own > self._found[lanes])
+        wanted &= self._device.ready(lanes, wanted)
+        requests = [builder.requests[row] for row in rows.tolist()]
+        planned = int32([request.planned for request in requests])
+        ends = int32([request.max_total - 2 for request in requests])
+        for group in self._groups():
+            ends = np.minimum(ends, group.booked[lanes])
+        room = np.where(wanted, (ends - planned).clip(0, self._most), 0)
+        counts[rows] = choose(self._costs, own * wanted, wanted, int32(room)).counts
+        return counts
+
+    def _book_ahead(self, lanes: Int32) -> None:
+        """Books blocks for what may be drafted behind the next step, if there are some."""
+        requests = [self._requests[lane] for lane in lanes.tolist()]
+        most = 1 + 2 * self._most
+        ends = [0 if r is None else min(r.planned + most, r.max_total - 1) for r in requests]
+        if self._blocks is not None:
+            self._blocks.book(lanes, int32(ends))
+
+    def _groups(self) -> list[BlockTables]:
+        """Returns the groups of which lanes need further blocks as they go on."""
+        return [] if self._blocks is None else [g for g in self._blocks.groups if g.grows]
 
     def _admit(self, builder: PlanBuilder) -> None:
         """Begins to follow requests that get a lane."""
         owners = {request.lane: request for request in builder.requests}
         lanes = int32([admit.lane for admit in builder.admits])
         self._acceptance.forget(lanes)
+        self._made[lanes] = 0
+        self._found[lanes] = 0.0
         if self._device is not None:
             self._device.admit(lanes)
         for admit in builder.admits:

@@ -21,3 +21,11 @@ def open_hook(config: EngineConfig) -> Hook:
     from quire.speculation.draft_head import HeadDrafter
 
     return HeadDrafter(config, settings)
+
+
+def open_earlier_hook(config: EngineConfig) -> Hook:
+    """Returns the hook of a worker in a stage before the last of a pipeline, where nothing is
+    drafted."""
+    from quire.speculation.verifier import EarlierVerifier
+
+    return EarlierVerifier(read_settings(config.args))

@@ -26,7 +26,8 @@ def measure_steps(
     name and size.
 
     The steps have no rows, so attention and what reads its KV take next to nothing: they take as
-    long with drafts as without. graphs: replayed where there are some.
+    long with drafts as without. graphs: replayed where there are some. All stages of a pipeline run
+    the same steps; what the last one measures counts.
     """
     state = program.lanes.state
     device, limits = state.device, state.limits
@@ -50,20 +51,22 @@ def _step(
 ) -> Callable[[], None]:
     """Returns what runs a body and a plain head of so many tokens."""
     rows = size if longest == 1 else max(1, min(size // 2, program.lanes.state.limits.lanes))
+    heads = program.model.gives_logits
+    body = head = None
     if graphs is not None:
-        body, head = graphs.body(BodyShape(size, rows, longest)), graphs.head(size, Level.PLAIN)
-        if body is not None and head is not None:
-            captured = graphs
-
-            def replay() -> None:
-                captured.replay(body)
-                captured.replay(head)
-
-            return replay
+        body = graphs.body(BodyShape(size, rows, longest))
+        head = graphs.head(size, Level.PLAIN) if heads else None
 
     def run() -> None:
-        program.body(BodyShape(size, 0, longest))
-        program.head(HeadShape(size, Level.PLAIN))
+        # All stages of a pipeline must run the same body, the earlier ones without a head.
+        if graphs is None or body is None:
+            program.body(BodyShape(size, 0, longest))
+        else:
+            graphs.replay(body)
+        if graphs is not None and head is not None:
+            graphs.replay(head)
+        elif heads:
+            program.head(HeadShape(size, Level.PLAIN))
 
     return run
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from quire.executor import StepSeconds
+from quire.models import Decoder, load_config
 from quire.runner import Hook
 from quire.runner.hooks.hook import HeadContext
 from quire.runner.program import CapturedPrograms, StepProgram
@@ -56,3 +57,22 @@ class Verifier(Hook):
         other = torch.where(drawn == draft, (draft + 1) % ctx.logits.shape[-1], drawn)
         chosen = torch.where(share < self._shares, draft, other)
         ctx.tokens = torch.where(drafted & (drawn >= 0), chosen, drawn).int()
+
+
+class EarlierVerifier(Verifier):
+    """Lets rows verify drafts in a stage before the last of a pipeline, and has the stage pass on
+    what a draft head reads there."""
+
+    def __init__(self, settings: SpeculationSettings) -> None:
+        super().__init__(settings)
+        self._settings = settings
+
+    def attach(self, model: Decoder) -> None:
+        folder = self._settings.model
+        if self._settings.source != "eagle3" or folder is None or not self.drafts:
+            return
+        from quire.models.draft_heads.eagle3 import eagle3_spec
+        from quire.models.stages import StageDecoder
+
+        if isinstance(model, StageDecoder):
+            model.tap(eagle3_spec(load_config(folder), model.spec).taps, lambda *stream: None)

@@ -75,10 +75,12 @@ class Hook:
         and `bring`.
     alters: whether it can change what the model computes, with the methods `altered` and `body`.
     draws: whether it leaves one token only, so that others must have changed the logits before.
+    embeds: whether it needs the model's embeddings where the head is.
     """
 
     alters: bool = False
     draws: bool = False
+    embeds: bool = False
     drafts: int = 0
     entries: frozenset[str] = frozenset()
     gates: bool = False
