@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 
 from quire.config import EngineConfig
+from quire.models import resolve_model_path
 from quire.plan import KVGroup
 from quire.version import __version__
 
-PROTOCOL = 5
+PROTOCOL = 6
 """The version of the messages between engines."""
 _SAMPLE_BYTES = 1 << 16
 
@@ -23,6 +24,7 @@ class KVFacts(msgspec.Struct, frozen=True):
     model: stands for its configuration and its weights, by their headers and beginnings.
     transport: how blocks travel, and the host where they stay on one.
     groups: kind, window, layers and bytes of each KV group's block, with the heads of all ranks.
+    drafts: what has the groups behind the model's own, "" if nothing has.
     """
 
     protocol: int
@@ -33,12 +35,18 @@ class KVFacts(msgspec.Struct, frozen=True):
     kv_cache_dtype: str
     block_size: int
     groups: tuple[str, ...]
+    drafts: str
 
 
 def facts_of(
-    config: EngineConfig, groups: Sequence[KVGroup], sizes: Sequence[int], transport: str
+    config: EngineConfig,
+    groups: Sequence[KVGroup],
+    sizes: Sequence[int],
+    transport: str,
+    own: int | None = None,
 ) -> KVFacts:
-    """Returns an engine's facts. sizes: bytes of each group's block over all ranks."""
+    """Returns an engine's facts. sizes: bytes of each group's block over all ranks. own: groups of
+    the model, which come before those of what drafts; None: all."""
     return KVFacts(
         protocol=PROTOCOL,
         version=__version__,
@@ -51,6 +59,7 @@ def facts_of(
             f"{group.kind}, window {group.window}, {len(group.layers)} layers, {size} bytes"
             for group, size in zip(groups, sizes, strict=True)
         ),
+        drafts="" if own in (None, len(groups)) else draft_digest(config),
     )
 
 
@@ -69,13 +78,29 @@ def differences(own: KVFacts, peer: KVFacts) -> list[str]:
 
 
 def model_digest(config: EngineConfig) -> str:
-    """Returns 32 hex digits for a model as it is loaded: equal on hosts with copies of its files.
-
-    Weights are known by name, size, and the first bytes of each file, which name all tensors."""
-    args, folder = config.args, Path(config.model_path)
-    digest = hashlib.blake2b(digest_size=16)
+    """Returns 32 hex digits for a model as it is loaded: equal on hosts with copies of its
+    files."""
+    args = config.args
     seed = args.seed if args.load_format == "dummy" else None
-    for fact in (args.load_format, seed, args.quantization):
+    return _digest(Path(config.model_path), args.load_format, seed, args.quantization)
+
+
+def draft_digest(config: EngineConfig) -> str:
+    """Returns words for what drafts, likewise; an MTP layer is in the model's own files."""
+    args = config.args
+    given = dict(args.speculative or {})
+    name = args.speculative_model or given.get("model")
+    method, format = given.get("method", "auto"), given.get("quantization")
+    if name is None:
+        return f"{method}"
+    return f"{method} {_digest(resolve_model_path(name, None), args.load_format, format)}"
+
+
+def _digest(folder: Path, *facts: object) -> str:
+    """Returns 32 hex digits for files of a model and how they are read. Weights are known by name,
+    size, and the first bytes of each file, which name all tensors."""
+    digest = hashlib.blake2b(digest_size=16)
+    for fact in facts:
         digest.update(repr(fact).encode() + b"\0")
     for name in ("config.json", *sorted(file.name for file in folder.glob("*.safetensors"))):
         file = folder / name

@@ -1,4 +1,5 @@
-"""Reads of other engines' GPU memory within a host, by CUDA's handles for other processes.
+"""Reads of other engines' GPU memory within a host, by CUDA's handles for other processes; on a
+CPU, Linux copies the memory of the other process (`process_reads.py`).
 
 A peer's caches are mapped when they are first read, and unmapped when its process has ended: until
 then its GPU could not use them again. Whole blocks are copied by the engines for copies, which
@@ -116,13 +117,13 @@ class IpcAgent(RemoteReads):
                 "segments of PYTORCH_ALLOC_CONF must be off. Use transport=tcp",
                 "transport",
             ) from None
-        own = ProcessMemory(os.getpid(), _start_of(os.getpid()), opened)
+        own = ProcessMemory(os.getpid(), start_of(os.getpid()), opened)
         self.metadata = msgspec.msgpack.encode(own)
         self._start_thread()
 
     def _meet(self, metadata: bytes) -> OpenedMemory:
         memory = _decoder.decode(metadata)
-        if not _lives(memory):
+        if not lives(memory):
             raise QuireError(
                 f"the peer's process {memory.pid} is not seen here; transport=ipc needs one host "
                 "and, with containers, common namespaces of processes and IPC"
@@ -151,7 +152,7 @@ class IpcAgent(RemoteReads):
         if now - self._looked > _CHECK_SECONDS:
             self._looked = now
             peers = self._peers.items()
-            self._broken |= {name for name, peer in peers if not _lives(peer.memory)}
+            self._broken |= {name for name, peer in peers if not lives(peer.memory)}
 
     def _shut(self) -> None:
         for peer in self._peers.values():
@@ -159,18 +160,17 @@ class IpcAgent(RemoteReads):
         self._peers.clear()
 
 
-def open_ipc_agent(tensors: Sequence[Tensor], device: torch.device) -> IpcAgent:
-    """Returns the agent of this rank's GPU.
+def open_ipc_agent(tensors: Sequence[Tensor], device: torch.device) -> RemoteReads:
+    """Returns the agent of this rank.
 
     Raises:
-        ConfigError: there is none, or its memory cannot be opened by others.
+        ConfigError: its memory cannot be opened by others.
     """
     if device.type != "cuda":
-        raise ConfigError(
-            "transport=ipc reads the memory of GPUs, and there is none here: use transport=tcp, "
-            "which shares memory between servers of one host",
-            "transport",
-        )
+        # Linux has calls that others lack.
+        from quire.runner.transfer.process_reads import ProcessAgent
+
+        return ProcessAgent(tensors, device)
     # A CPU has no driver.
     from quire.runner.transfer.cuda_ipc import CudaIpc
 
@@ -209,7 +209,7 @@ class CudaCopies:
         copy_between(there, here, size, self._device)
 
 
-def _start_of(pid: int) -> str:
+def start_of(pid: int) -> str:
     """Returns when a process began, in the kernel's words; "" where it has ended, or is not
     seen."""
     try:
@@ -219,5 +219,5 @@ def _start_of(pid: int) -> str:
     return "" if state in "ZX" else rest[18]
 
 
-def _lives(memory: ProcessMemory) -> bool:
-    return bool(memory.started) and _start_of(memory.pid) == memory.started
+def lives(memory: ProcessMemory) -> bool:
+    return bool(memory.started) and start_of(memory.pid) == memory.started
