@@ -21,6 +21,8 @@ from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import Fleet, FleetSettings
 from quire.routing.replica_state import Role
 from quire.routing.server import build_router
+from quire.server.args import ServerArgs
+from quire.server.middleware.hosts import HostCheck
 from quire.server.telemetry.tracing import Exporter
 from tests.routing.fake_replica import FakeReplica, serving
 
@@ -48,6 +50,7 @@ async def routed(
     roles: Sequence[Role] = (),
     exporter: Exporter | None = None,
     keys: ClientKeys | None = None,
+    hosts: HostCheck | None = None,
     **settings: Any,
 ) -> AsyncIterator[Setup]:
     """A router before these, all of which are ready."""
@@ -58,7 +61,7 @@ async def routed(
         for replica, role in zip(replicas, roles or ["both"] * len(replicas), strict=True):
             fleet.join(replica.url, role)
         stack.push_async_callback(fleet.close)
-        app = build_router(fleet, "adm", 100_000, exporter, keys)
+        app = build_router(fleet, "adm", 100_000, exporter, keys, hosts)
         url = await stack.enter_async_context(serving(app))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
         setup = Setup(http, fleet)
@@ -379,6 +382,33 @@ def test_all_share_a_limit_without_keys() -> None:
 
     run(main)
     keys.close()
+
+
+def test_names_and_pages_of_others_are_refused_on_a_loopback_address() -> None:
+    """As on a server. A page of the router's own is none of another site to a replica."""
+
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.gate.set()
+        hosts = HostCheck(ServerArgs(cors_origins=("http://good.example",)))
+        async with routed(replica, hosts=hosts) as setup:
+            for path in ("/health", "/replicas", "/v1/models"):
+                answer = await setup.http.get(path, headers={"host": "evil.example"})
+                assert answer.status_code == 403
+                assert answer.json()["error"]["code"] == "host_not_allowed"
+            for host in ("localhost:8080", "10.0.0.1", "[::1]:80"):
+                assert (await setup.ask(headers={"host": host})).status_code == 200
+            for origin, status in (
+                ("http://evil.example", 403),
+                ("http://good.example", 200),
+                ("http://localhost:8080", 200),
+            ):
+                headers = {"host": "localhost:8080", "origin": origin}
+                assert (await setup.ask(headers=headers)).status_code == status
+        seen = [sent.get("origin") for _, _, sent, _ in replica.seen]
+        assert seen == [None, None, None, "http://good.example", None]
+
+    run(main)
 
 
 def test_addresses() -> None:

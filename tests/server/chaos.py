@@ -534,7 +534,7 @@ class Chaos:
 
     def result(self) -> dict[str, Any]:
         """Returns what happened."""
-        counts: Counter[str] = sum((target.counts for target in self.targets), Counter())
+        counts = self._counts
         return {
             "transport": self.plan.transport,
             "requests": sum(self.ends.values()),
@@ -549,8 +549,13 @@ class Chaos:
         }
 
     @property
+    def _counts(self) -> Counter[str]:
+        return sum((target.counts for target in self.targets), Counter())
+
+    @property
     def good(self) -> bool:
-        return not (self.wrong or self.left_over or self.unexplained or self.ends["hung"])
+        bad = self.wrong or self.left_over or self.unexplained or self.ends["hung"]
+        return not bad and self._counts['quire_kv_fetches_total{outcome="done"}'] > 0
 
 
 def run_chaos(plan: Plan, folder: Path) -> Chaos:

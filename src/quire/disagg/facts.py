@@ -35,7 +35,7 @@ class KVFacts(msgspec.Struct, frozen=True):
     kv_cache_dtype: str
     block_size: int
     groups: tuple[str, ...]
-    drafts: str
+    drafts: str = ""
 
 
 def facts_of(

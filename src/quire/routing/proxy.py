@@ -175,7 +175,10 @@ class Proxy:
         headers: Headers = [
             (name, value)
             for name, value in scope["headers"]
-            if name not in _OF_A_CONNECTION and name not in _SET_HERE
+            if name not in _OF_A_CONNECTION
+            and name not in _SET_HERE
+            # To a replica the router's own pages would be those of another host.
+            and not (name == b"origin" and _is_own(value, scope))
         ]
         if choice.prefill is not None:
             headers.append((PREFILL_HEADER, (choice.prefill or LOCAL).encode()))
@@ -241,6 +244,11 @@ async def _left(receive: Receive) -> None:
     """Waits until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _is_own(origin: bytes, scope: Scope) -> bool:
+    """Whether a page's origin is this router, by the name under which it is asked."""
+    return (b"host", origin.partition(b"://")[2]) in scope["headers"]
 
 
 def _nobody(last: str | None) -> ApiError:
