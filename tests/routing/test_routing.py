@@ -370,6 +370,57 @@ def test_keys_and_limits_of_the_fleet(tmp_path: Path) -> None:
     keys.close()
 
 
+def test_tokens_of_the_fleet() -> None:
+    """An estimate is taken first, as on a server, and what a server says it used counts then."""
+    keys = ClientKeys(None, tokens_per_minute=1000)
+
+    def left(answer: httpx.Response) -> int:
+        assert answer.headers["x-ratelimit-limit-tokens"] == "1000"
+        return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.gate.set()
+        async with routed(replica, keys=keys) as setup:
+            tail = b": quire-usage 20\n\n"
+            for cut in range(len(tail)):
+                replica.parts = (b"data: 1\n\n", b"data: 2\n\n" + tail[:cut], tail[cut:])
+                answer = await setup.ask(json={"prompt": "x", "max_tokens": 100, "n": 2})
+                assert answer.content == b"data: 1\n\ndata: 2\n\n"
+            assert replica.seen[-1][2]["x-quire-report-usage"] == "1"
+            used = 20 * len(tail)
+            assert 0 <= left(answer) - (1000 - (used - 20) - 201) < 100  # the bucket fills up
+            # In one piece it is told by a header, which is not passed on.
+            replica.headers = ((b"x-quire-usage", b"300"), (b"content-type", b"application/json"))
+            replica.parts = (b"{}", b": quire-usage 1")
+            answer = await setup.ask()
+            assert (answer.content, answer.headers.get("x-quire-usage")) == (
+                b"{}: quire-usage 1",
+                None,
+            )
+            # What never fits is refused for good; what does not fit now, until it does.
+            over = await setup.ask(json={"prompt": "x" * 4000, "max_tokens": 100})
+            assert (over.status_code, over.json()["error"]["type"]) == (429, "tokens")
+            assert "may need 1101 tokens" in over.json()["error"]["message"]
+            assert "retry-after" not in over.headers
+            over = await setup.ask(json={"prompt": "x", "max_tokens": 900})
+            assert (over.status_code, int(over.headers["retry-after"]) > 0) == (429, True)
+            # A refused request gives all back, one that tells nothing what it took.
+            replica.headers, replica.status = (), 500
+            await setup.ask(json={"prompt": "x", "max_tokens": 200})
+            replica.status, replica.parts = 200, (b"data: 1\n\n",)
+            before = left(await setup.ask(json={"prompt": "x", "max_tokens": 100}))
+            after = left(await setup.ask(json={"prompt": "x", "max_tokens": 1}))
+            assert before > 1000 - used - 300 - 101 - 10
+            assert before - 10 < after < before + 100
+            # A prompt that is only counted takes no tokens.
+            answer = await setup.http.post("/tokenize", json={"prompt": "x" * 8000})
+            assert answer.status_code == 200
+
+    run(main)
+    keys.close()
+
+
 def test_all_share_a_limit_without_keys() -> None:
     keys = ClientKeys(None, requests_per_minute=1)
 

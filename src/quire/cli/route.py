@@ -32,6 +32,7 @@ def route(
     admin_key: str | None,
     key_file: str | None,
     requests_per_minute: int | None,
+    tokens_per_minute: int | None,
     allowed_hosts: Sequence[str],
     cors_origins: Sequence[str],
     check_seconds: float,
@@ -69,8 +70,8 @@ def route(
     if otlp_endpoint is not None:
         check_endpoint(otlp_endpoint)
     keys = None
-    if key_file is not None or requests_per_minute is not None:
-        keys = ClientKeys(key_file, requests_per_minute)
+    if (key_file, requests_per_minute, tokens_per_minute) != (None, None, None):
+        keys = ClientKeys(key_file, requests_per_minute, tokens_per_minute)
     hosts = HostCheck(
         ServerArgs(
             host=host, api_key_file=key_file, allowed_hosts=tuple(allowed_hosts),

@@ -102,8 +102,8 @@ class RouterApp:
             name = path.removeprefix("/replicas").lstrip("/")
             await self._replicas(method, name, scope, receive, send)
         else:
-            headers = [] if self.keys is None else self.keys.check(scope)
-            await self.proxy(scope, receive, send, headers)
+            allowance = None if self.keys is None else self.keys.check(scope)
+            await self.proxy(scope, receive, send, allowance)
 
     async def _replicas(
         self, method: str, name: str, scope: Scope, receive: Receive, send: Send
