@@ -259,7 +259,7 @@ def test_replicas_join_and_leave_under_load() -> None:
             assert joined.json()["ready"]
             refused = await post("/replicas", json={"url": other.url}, headers=ADMIN)
             assert refused.status_code == 409
-            assert "serves other, this router fake" in refused.json()["error"]["message"]
+            assert "serves other (a), this router fake (a)" in refused.json()["error"]["message"]
             await setup.until(lambda: len(second.seen) > 3)
             name = first.url.partition("//")[2]
             left = await setup.http.delete(f"/replicas/{name}", headers=ADMIN)
@@ -433,6 +433,20 @@ def test_all_share_a_limit_without_keys() -> None:
 
     run(main)
     keys.close()
+
+
+def test_another_checkpoint_by_the_same_name_is_another_model() -> None:
+    async def main() -> None:
+        first, second, other = FakeReplica(), FakeReplica(), FakeReplica(checkpoint="b")
+        async with routed(first) as setup, serving(second), serving(other):
+            for replica, status in ((second, 200), (other, 409)):
+                body = {"url": replica.url}
+                answer = await setup.http.post("/replicas", json=body, headers=ADMIN)
+                assert answer.status_code == status
+            message = answer.json()["error"]["message"]
+            assert message.endswith("serves fake (b), this router fake (a)")
+
+    run(main)
 
 
 def test_names_and_pages_of_others_are_refused_on_a_loopback_address() -> None:

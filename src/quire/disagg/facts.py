@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,9 +81,18 @@ def differences(own: KVFacts, peer: KVFacts) -> list[str]:
 def model_digest(config: EngineConfig) -> str:
     """Returns 32 hex digits for a model as it is loaded: equal on hosts with copies of its
     files."""
+    return _digest(Path(config.model_path), *_source(config), config.args.quantization)
+
+
+def checkpoint_digest(config: EngineConfig) -> str:
+    """Returns 32 hex digits for a model, likewise, in whatever format it is kept on the device.
+    They are those of the first call: files of a model that runs do not change."""
+    return _kept_digest(Path(config.model_path), *_source(config))
+
+
+def _source(config: EngineConfig) -> tuple[str, int | None]:
     args = config.args
-    seed = args.seed if args.load_format == "dummy" else None
-    return _digest(Path(config.model_path), args.load_format, seed, args.quantization)
+    return args.load_format, args.seed if args.load_format == "dummy" else None
 
 
 def draft_digest(config: EngineConfig) -> str:
@@ -94,6 +104,11 @@ def draft_digest(config: EngineConfig) -> str:
     if name is None:
         return f"{method}"
     return f"{method} {_digest(resolve_model_path(name, None), args.load_format, format)}"
+
+
+@functools.cache
+def _kept_digest(folder: Path, *facts: object) -> str:
+    return _digest(folder, *facts)
 
 
 def _digest(folder: Path, *facts: object) -> str:
