@@ -450,7 +450,7 @@ def test_another_checkpoint_by_the_same_name_is_another_model() -> None:
 
 
 def test_names_and_pages_of_others_are_refused_on_a_loopback_address() -> None:
-    """As on a server. A page of the router's own is none of another site to a replica."""
+    """A page of the router's own is none of another site to a replica."""
 
     async def main() -> None:
         replica = FakeReplica()

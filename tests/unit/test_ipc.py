@@ -28,9 +28,10 @@ from quire.runner.transfer.engine_memory import (
     group_memory,
     pieces_of,
 )
-from quire.runner.transfer.ipc_agent import Allocation, IpcAgent, ProcessMemory, open_ipc_agent
+from quire.runner.transfer.ipc_agent import IpcAgent, open_ipc_agent
 from quire.runner.transfer.layer_reads import LayerPieces, WrittenPieces
 from quire.runner.transfer.layout import BlockLayout
+from quire.runner.transfer.process_memory import Allocation, ProcessMemory, start_of
 from quire.runner.transfer.process_reads import ProcessAgent
 from quire.runner.transfer.remote_reads import Read, ReadPart
 from tests.unit.test_disagg_engines import alone, check, config_of, folders, make
@@ -214,7 +215,7 @@ def test_memory_of_a_process_that_has_ended_is_given_back(reader: Reader) -> Non
     process = multiprocessing.get_context("spawn").Process(target=signal.pause)
     process.start()
     assert process.pid is not None
-    started = ipc_agent._start_of(process.pid)
+    started = start_of(process.pid)
     allocation = Allocation(
         source.data_ptr(), source.nbytes, source.data_ptr().to_bytes(64, "little")
     )

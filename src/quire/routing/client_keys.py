@@ -22,7 +22,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class _Answer(msgspec.Struct):
-    """What a body says of its answer's length, whatever it is; servers check it."""
+    """The answer's length as a body says it, whatever it is; servers check it."""
 
     max_tokens: Any = None
     max_completion_tokens: Any = None
@@ -35,7 +35,7 @@ _DECODER = msgspec.json.Decoder(_Answer)
 
 @dataclass(slots=True)
 class Allowance:
-    """What a request takes from its key's limits.
+    """The part of its key's limits that a request takes.
 
     counts: whether its tokens count. levels: the limits since it has taken its part.
     """

@@ -1,4 +1,4 @@
-"""What a request has used, told by a server to a router that limits keys over the fleet.
+"""Tells a router that limits keys over the fleet what a request has used.
 
 An answer in one piece says it in a header. A stream of events ends with a comment, which the router
 takes off. Streams of bare text say nothing.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -23,6 +22,7 @@ from torch import Tensor
 from quire.errors import ConfigError, QuireError
 from quire.runner.transfer.copier import copy_between
 from quire.runner.transfer.engine_memory import MemoryPieces
+from quire.runner.transfer.process_memory import Allocation, ProcessMemory, lives, start_of
 from quire.runner.transfer.remote_reads import ReadPart, RemoteReads
 
 _LARGE = 1 << 18
@@ -30,22 +30,6 @@ _LARGE = 1 << 18
 _ALIGN = 16
 _CHECK_SECONDS = 0.5
 """Between two looks whether peers live."""
-
-
-class Allocation(msgspec.Struct, frozen=True):
-    """Memory of another process: where it begins there, its bytes, and how to open it."""
-
-    begin: int
-    size: int
-    handle: bytes
-
-
-class ProcessMemory(msgspec.Struct, frozen=True):
-    """Allocations of a process. pid, started: by which it is known to live."""
-
-    pid: int
-    started: str
-    allocations: list[Allocation]
 
 
 class Opener(Protocol):
@@ -207,17 +191,3 @@ class CudaCopies:
                 self._driver.copy(target, source, size, stream)
             return
         copy_between(there, here, size, self._device)
-
-
-def start_of(pid: int) -> str:
-    """Returns when a process began, in the kernel's words; "" where it has ended, or is not
-    seen."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return ""
-    return "" if state in "ZX" else rest[18]
-
-
-def lives(memory: ProcessMemory) -> bool:
-    return bool(memory.started) and start_of(memory.pid) == memory.started

@@ -14,9 +14,9 @@ _ALIGN = 16
 
 @dataclass(frozen=True, slots=True)
 class HeadCut:
-    """How ranks share a tensor of a layer's block. axis: the dimension of heads. What is from there
-    on are sections one after the other, of which each rank has its heads' share. sections: their
-    sizes, in any unit."""
+    """The split of a tensor of a layer's block among ranks. axis: the dimension of heads. What is
+    from there on are sections one after the other, of which each rank has its heads' share.
+    sections: their sizes, in any unit."""
 
     axis: int = 1
     sections: tuple[int, ...] = (1,)

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from quire.errors import ConfigError, QuireError
 from quire.runner.transfer.engine_memory import MemoryPieces
-from quire.runner.transfer.ipc_agent import ProcessMemory, lives, start_of
+from quire.runner.transfer.process_memory import ProcessMemory, lives, start_of
 from quire.runner.transfer.remote_reads import ReadPart, RemoteReads
 
 _MOST_PIECES = 1024
-"""Of a call: IOV_MAX."""
+"""Pieces of a call: IOV_MAX."""
 _MOST_BYTES = 1 << 30
-"""Of a call, which copies less than 2 GB."""
+"""Bytes of a call, which copies less than 2 GB."""
 _SET_PTRACER, _ANY = 0x59616D61, -1
 """`prctl`: processes of this user may read this one's memory, where Yama restricts them."""
 
