@@ -25,6 +25,7 @@ class FakeReplica:
     headers: of its answers."""
 
     name: str = "fake"
+    checkpoint: str = "a"
     status: int = 200
     ready: bool = True
     running: int = 0
@@ -60,7 +61,8 @@ class FakeReplica:
         elif path == "/v1/models":
             await _answer(send, 200, json.dumps({"data": [{"id": self.name}]}).encode())
         elif path == "/load":
-            load = {"running": self.running, "waiting": 0, "kv_tokens": 1 << 20}
+            load: dict[str, Any] = {"running": self.running, "waiting": 0, "kv_tokens": 1 << 20}
+            load["checkpoint"] = self.checkpoint
             await _answer(send, 200, json.dumps(load).encode())
         elif path == "/kv/events":
             await self._events(send)

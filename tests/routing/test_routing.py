@@ -21,6 +21,8 @@ from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import Fleet, FleetSettings
 from quire.routing.replica_state import Role
 from quire.routing.server import build_router
+from quire.server.args import ServerArgs
+from quire.server.middleware.hosts import HostCheck
 from quire.server.telemetry.tracing import Exporter
 from tests.routing.fake_replica import FakeReplica, serving
 
@@ -48,6 +50,7 @@ async def routed(
     roles: Sequence[Role] = (),
     exporter: Exporter | None = None,
     keys: ClientKeys | None = None,
+    hosts: HostCheck | None = None,
     **settings: Any,
 ) -> AsyncIterator[Setup]:
     """A router before these, all of which are ready."""
@@ -58,7 +61,7 @@ async def routed(
         for replica, role in zip(replicas, roles or ["both"] * len(replicas), strict=True):
             fleet.join(replica.url, role)
         stack.push_async_callback(fleet.close)
-        app = build_router(fleet, "adm", 100_000, exporter, keys)
+        app = build_router(fleet, "adm", 100_000, exporter, keys, hosts)
         url = await stack.enter_async_context(serving(app))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
         setup = Setup(http, fleet)
@@ -256,7 +259,7 @@ def test_replicas_join_and_leave_under_load() -> None:
             assert joined.json()["ready"]
             refused = await post("/replicas", json={"url": other.url}, headers=ADMIN)
             assert refused.status_code == 409
-            assert "serves other, this router fake" in refused.json()["error"]["message"]
+            assert "serves other (a), this router fake (a)" in refused.json()["error"]["message"]
             await setup.until(lambda: len(second.seen) > 3)
             name = first.url.partition("//")[2]
             left = await setup.http.delete(f"/replicas/{name}", headers=ADMIN)
@@ -367,6 +370,57 @@ def test_keys_and_limits_of_the_fleet(tmp_path: Path) -> None:
     keys.close()
 
 
+def test_tokens_of_the_fleet() -> None:
+    """An estimate is taken first, as on a server, and what a server says it used counts then."""
+    keys = ClientKeys(None, tokens_per_minute=1000)
+
+    def left(answer: httpx.Response) -> int:
+        assert answer.headers["x-ratelimit-limit-tokens"] == "1000"
+        return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.gate.set()
+        async with routed(replica, keys=keys) as setup:
+            tail = b": quire-usage 20\n\n"
+            for cut in range(len(tail)):
+                replica.parts = (b"data: 1\n\n", b"data: 2\n\n" + tail[:cut], tail[cut:])
+                answer = await setup.ask(json={"prompt": "x", "max_tokens": 100, "n": 2})
+                assert answer.content == b"data: 1\n\ndata: 2\n\n"
+            assert replica.seen[-1][2]["x-quire-report-usage"] == "1"
+            used = 20 * len(tail)
+            assert 0 <= left(answer) - (1000 - (used - 20) - 201) < 100  # the bucket fills up
+            # In one piece it is told by a header, which is not passed on.
+            replica.headers = ((b"x-quire-usage", b"300"), (b"content-type", b"application/json"))
+            replica.parts = (b"{}", b": quire-usage 1")
+            answer = await setup.ask()
+            assert (answer.content, answer.headers.get("x-quire-usage")) == (
+                b"{}: quire-usage 1",
+                None,
+            )
+            # What never fits is refused for good; what does not fit now, until it does.
+            over = await setup.ask(json={"prompt": "x" * 4000, "max_tokens": 100})
+            assert (over.status_code, over.json()["error"]["type"]) == (429, "tokens")
+            assert "may need 1101 tokens" in over.json()["error"]["message"]
+            assert "retry-after" not in over.headers
+            over = await setup.ask(json={"prompt": "x", "max_tokens": 900})
+            assert (over.status_code, int(over.headers["retry-after"]) > 0) == (429, True)
+            # A refused request gives all back, one that tells nothing what it took.
+            replica.headers, replica.status = (), 500
+            await setup.ask(json={"prompt": "x", "max_tokens": 200})
+            replica.status, replica.parts = 200, (b"data: 1\n\n",)
+            before = left(await setup.ask(json={"prompt": "x", "max_tokens": 100}))
+            after = left(await setup.ask(json={"prompt": "x", "max_tokens": 1}))
+            assert before > 1000 - used - 300 - 101 - 10
+            assert before - 10 < after < before + 100
+            # A prompt that is only counted takes no tokens.
+            answer = await setup.http.post("/tokenize", json={"prompt": "x" * 8000})
+            assert answer.status_code == 200
+
+    run(main)
+    keys.close()
+
+
 def test_all_share_a_limit_without_keys() -> None:
     keys = ClientKeys(None, requests_per_minute=1)
 
@@ -379,6 +433,47 @@ def test_all_share_a_limit_without_keys() -> None:
 
     run(main)
     keys.close()
+
+
+def test_another_checkpoint_by_the_same_name_is_another_model() -> None:
+    async def main() -> None:
+        first, second, other = FakeReplica(), FakeReplica(), FakeReplica(checkpoint="b")
+        async with routed(first) as setup, serving(second), serving(other):
+            for replica, status in ((second, 200), (other, 409)):
+                body = {"url": replica.url}
+                answer = await setup.http.post("/replicas", json=body, headers=ADMIN)
+                assert answer.status_code == status
+            message = answer.json()["error"]["message"]
+            assert message.endswith("serves fake (b), this router fake (a)")
+
+    run(main)
+
+
+def test_names_and_pages_of_others_are_refused_on_a_loopback_address() -> None:
+    """A page of the router's own is none of another site to a replica."""
+
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.gate.set()
+        hosts = HostCheck(ServerArgs(cors_origins=("http://good.example",)))
+        async with routed(replica, hosts=hosts) as setup:
+            for path in ("/health", "/replicas", "/v1/models"):
+                answer = await setup.http.get(path, headers={"host": "evil.example"})
+                assert answer.status_code == 403
+                assert answer.json()["error"]["code"] == "host_not_allowed"
+            for host in ("localhost:8080", "10.0.0.1", "[::1]:80"):
+                assert (await setup.ask(headers={"host": host})).status_code == 200
+            for origin, status in (
+                ("http://evil.example", 403),
+                ("http://good.example", 200),
+                ("http://localhost:8080", 200),
+            ):
+                headers = {"host": "localhost:8080", "origin": origin}
+                assert (await setup.ask(headers=headers)).status_code == status
+        seen = [sent.get("origin") for _, _, sent, _ in replica.seen]
+        assert seen == [None, None, None, "http://good.example", None]
+
+    run(main)
 
 
 def test_addresses() -> None:

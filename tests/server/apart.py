@@ -1,6 +1,7 @@
 """A fork server, some of whose processes cannot map the memory of peers, as on other hosts.
 
-Blocks come to them over connections.
+Blocks come to them over connections, or, where they are read from the cache of a peer, when the
+steps that fill them are over.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 import socket
 import sys
 
-from quire.disagg import pulls
+from quire.disagg import peer_list, pulls
 from quire.disagg.messages import MemoryHandle
 from tests import fork_server
 
@@ -30,7 +31,13 @@ def _main(connection: socket.socket) -> None:
     def map_unless_apart(handle: MemoryHandle) -> pulls.PeerMemory | None:
         return None if APART in os.environ else map_memory(handle)
 
+    sees_clock = peer_list.sees_clock
+
+    def sees_unless_apart(source: bytes) -> bool:
+        return APART not in os.environ and sees_clock(source)
+
     pulls.map_memory = map_unless_apart
+    peer_list.sees_clock = sees_unless_apart
     fork_server._main(connection)
 
 

@@ -3,12 +3,13 @@
     python -m tests.server.chaos --requests 10000 --out bench/results/disagg_chaos.jsonl
 
 Two servers compute prompts (one sends KV in sync, one async), two decode (one maps the others'
-memory, one reads blocks from connections). Engines, and whole servers, are killed or stopped for
-longer than a lease, and started again; clients leave. Each answer is compared with that of a server
-that does all of it, and is else an error for which the server that was asked had been disturbed
-itself. Every so often all requests come to their end, and each server must hold what it holds at
-rest. Prints JSON; the exit status is 0 if no token was wrong, nothing was left over, nothing hung,
-and every error had its reason.
+memory, one reads blocks from connections). With `--transport ipc` those that decode read the
+others' caches, in async one of them layer by layer, as it maps their clocks. Engines, and whole
+servers, are killed or stopped for longer than a lease, and started again; clients leave. Each
+answer is compared with that of a server that does all of it, and is else an error for which the
+server that was asked had been disturbed itself. Every so often all requests come to their end, and
+each server must hold what it holds at rest. Prints JSON; the exit status is 0 if no token was
+wrong, nothing was left over, nothing hung, and every error had its reason.
 """
 
 from __future__ import annotations
@@ -75,6 +76,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Tiny models: of full and sliding-window layers, and of full layers and recurrent states."""
+
+WAYS = {"tcp": ("shared memory", "connections"), "ipc": ("layers", "steps")}
+"""By transport, what the first and the second server that decodes read."""
 
 Answer = dict[int, tuple[list[int], str]]
 """By choice, its tokens and why it ended."""
@@ -350,6 +354,7 @@ class Plan:
     requests: int
     seed: int = 1
     model: str = "window"
+    transport: str = "tcp"
     clients: int = 12
     jobs: int = 200
     each: int = 20
@@ -395,6 +400,7 @@ class Chaos:
     def run(self) -> None:
         kills = ("--engine-restarts", "1000", "--lease-timeout", str(LEASE))
         flags = [*self._flags, *kills, "--kv-cache-gb", "0.004", "--max-num-seqs", "16"]
+        flags += ["--transport", self.plan.transport]
         self.writers = [
             Target(
                 f"prefill {mode}", [*flags, "--role", "prefill", "--kv-transfer", mode], self._log
@@ -405,7 +411,7 @@ class Chaos:
         asks = ["--role", "decode", "--remote-prefill-tokens", "32", *peers]
         self.readers = [
             Target(f"decode, {how}", [*flags, *asks], self._log, variables)
-            for how, variables in (("shared memory", {}), ("connections", {APART: "1"}))
+            for how, variables in zip(WAYS[self.plan.transport], ({}, {APART: "1"}), strict=True)
         ]
         self.targets = [*self.writers, *self.readers]
         try:
@@ -528,8 +534,9 @@ class Chaos:
 
     def result(self) -> dict[str, Any]:
         """Returns what happened."""
-        counts: Counter[str] = sum((target.counts for target in self.targets), Counter())
+        counts = self._counts
         return {
+            "transport": self.plan.transport,
             "requests": sum(self.ends.values()),
             "ends": dict(self.ends),
             "errors": dict(self.errors),
@@ -542,8 +549,13 @@ class Chaos:
         }
 
     @property
+    def _counts(self) -> Counter[str]:
+        return sum((target.counts for target in self.targets), Counter())
+
+    @property
     def good(self) -> bool:
-        return not (self.wrong or self.left_over or self.unexplained or self.ends["hung"])
+        bad = self.wrong or self.left_over or self.unexplained or self.ends["hung"]
+        return not bad and self._counts['quire_kv_fetches_total{outcome="done"}'] > 0
 
 
 def run_chaos(plan: Plan, folder: Path) -> Chaos:
@@ -559,11 +571,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", choices=sorted(MODELS), default="window")
+    parser.add_argument("--transport", choices=sorted(WAYS), default="tcp")
     parser.add_argument("--out", type=Path, help="JSONL file that the record is added to")
     parser.add_argument("--keep", type=Path, help="new folder for the servers' logs")
     given = parser.parse_args()
     apart.use()
-    plan = Plan(given.requests, given.seed, given.model)
+    plan = Plan(given.requests, given.seed, given.model, given.transport)
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.keep or Path(temporary)
         folder.mkdir(exist_ok=True)

@@ -13,6 +13,7 @@ import pytest
 from quire.errors import OverloadedError
 from quire.server.args import ServerArgs
 from quire.server.telemetry.logs import JsonFormatter, TextFormatter
+from quire.server.usage_report import UsageReader
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import PROMPT, assert_error, connect, run
 
@@ -62,6 +63,28 @@ def test_every_answer_tells_what_is_left() -> None:
     assert 1 <= int(third.headers["retry-after"]) <= 30
     assert 1 <= int(third.headers["retry-after-ms"]) <= 30_000
     assert third.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_router_is_told_what_was_used(stream: bool) -> None:
+    """Six tokens: in a header, or in a comment behind the last event."""
+
+    async def go() -> list[httpx.Response]:
+        body = {**PROMPT, "max_tokens": 10, "stream": stream}
+        async with connect(FakeClient(), ServerArgs()) as http:
+            return [
+                await http.post("/v1/completions", json=body, headers=headers)
+                for headers in ({}, {"x-quire-report-usage": "1"})
+            ]
+
+    plain, told = run(go())
+    assert "quire-usage" not in plain.text
+    assert "x-quire-usage" not in plain.headers
+    reader = UsageReader([(name.encode(), v.encode()) for name, v in told.headers.items()])
+    text = reader.pass_on(told.content) + reader.end()
+    assert reader.used == 6
+    assert text.endswith(b"data: [DONE]\n\n" if stream else b"}")
+    assert text.count(b"\n") == plain.content.count(b"\n")
 
 
 def test_tokens_run_out() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from quire.arrays import int32
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
@@ -22,14 +23,13 @@ from quire.disagg.facts import differences, facts_of
 from quire.disagg.loop import DisaggLoop
 from quire.disagg.messages import Grant, PromptRequest, Welcome
 from quire.disagg.peer_list import PeerList
-from quire.disagg.settings import check_groups
 from quire.engine.builder import build_core
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError, PeerMismatchError, RequestError
-from quire.plan import KVGroup
 from quire.sampling_params import SamplingParams
 from quire.server.args import ServerArgs
 from tests.unit.test_hybrid_engine import HYBRID
+from tests.unit.test_speculation import DRAFT_SHAPE, EAGLE_SHAPE
 from tests.unit.tiny_engine import MAX_LEN, TINY, TINY_WINDOW, VOCAB, model_folder, random_prompts
 
 SIZE = 8
@@ -156,6 +156,7 @@ def start(core: EngineCore) -> list[Any]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     shapes = {"full": TINY, "window": TINY_WINDOW, "state": HYBRID, "latent": LATENT}
+    shapes |= {"draft": DRAFT_SHAPE, "eagle3": EAGLE_SHAPE}
     return {name: model_folder(root / name, shape) for name, shape in shapes.items()}
 
 
@@ -209,18 +210,61 @@ def test_tokens_are_those_of_one_engine(
 
 
 @pytest.mark.parametrize(
-    "ranks",
+    ("model", "ranks"),
     [
-        (1, 2),
-        pytest.param((2, 1), marks=pytest.mark.slow),
-        pytest.param((1, 4), marks=pytest.mark.slow),
+        ("full", (1, 2)),
+        ("state", (2, 1)),
+        pytest.param("full", (2, 1), marks=pytest.mark.slow),
+        pytest.param("full", (1, 4), marks=pytest.mark.slow),
+        pytest.param("state", (1, 2), marks=pytest.mark.slow),
+        pytest.param("latent", (1, 2), marks=pytest.mark.slow),
     ],
 )
 def test_engines_of_different_ranks(
-    folders: dict[str, Path], make: Any, ranks: tuple[int, int]
+    folders: dict[str, Path], make: Any, model: str, ranks: tuple[int, int]
 ) -> None:
     """One engine of a process may have several ranks; `test_disagg.py` has pairs of servers."""
-    check(make(folders["full"], ranks=ranks), alone(folders["full"]))
+    check(make(folders[model], ranks=ranks), alone(folders[model]))
+
+
+def blocks_of(core: EngineCore, tokens: list[int]) -> Iterator[torch.Tensor]:
+    """Yields what the tensors of each KV group hold of a prompt that grows them."""
+    manager = core.scheduler.blocks
+    match = manager.match((0, ""), int32(tokens), len(tokens), whole_only=True)
+    assert match.length == len(tokens)
+    for group in manager.groups:
+        ids = match.node.path(group.index, 0, match.whole)
+        for tensor in core._executor.cache.block_tensors(group.index):  # type: ignore[attr-defined]
+            yield tensor[ids.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "mode", "ranks"),
+    [
+        ("full", "draft", "async", (1, 1)),
+        ("full", "eagle3", "sync", (1, 2)),
+        ("state", "mtp", "sync", (2, 1)),
+        pytest.param("full", "draft", "sync", (2, 1), marks=pytest.mark.slow),
+        pytest.param("state", "draft", "async", (1, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_what_drafts_has_its_kv_too(
+    folders: dict[str, Path], make: Any, model: str, method: str, mode: str, ranks: tuple[int, int]
+) -> None:
+    """The tokens are those without drafts. Where one rank of either has all of a block, the
+    reader's are the writer's, in what drafts too. A draft head's last pair is not there: the token
+    behind it is not known to the writer."""
+    wanted: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
+    if method != "mtp":
+        wanted["model"] = str(folders[method])
+    pair = make(folders[model], mode, ranks=ranks, speculative=wanted)
+    check(pair, alone(folders[model]))
+    if ranks == (1, 1):
+        tokens = PROMPTS[0][: (len(PROMPTS[0]) - 1) // SIZE * SIZE - SIZE]
+        held = [blocks_of(core, tokens) for core in (pair.writer, pair.reader)]
+        for there, here in zip(*held, strict=True):
+            assert there.any()
+            assert torch.equal(there, here)
 
 
 def test_blocks_come_over_a_connection_where_memory_cannot_be_mapped(
@@ -291,9 +335,6 @@ def test_what_does_not_travel_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         DisaggLoop(config_of(folders["full"], {"role": "prefill"}, **args))
-    groups = (KVGroup((0, 1)), KVGroup((2, 3)))
-    with pytest.raises(ConfigError, match="KV of drafts does not travel"):
-        check_groups(config_of(folders["full"], None), groups)
     with pytest.raises(ConfigError, match="kv_peers"):
         disagg_loop.read_settings({"role": "router"})
 

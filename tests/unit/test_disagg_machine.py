@@ -55,6 +55,7 @@ GROUPS = {
         KVGroup((1,), "window", tokens_per_block=SIZE, window=7),
     ),
     "state": (KVGroup((0,), tokens_per_block=SIZE), KVGroup((1,), "state", tokens_per_block=SIZE)),
+    "drafts": (KVGroup((0,), tokens_per_block=SIZE), KVGroup((1,), tokens_per_block=SIZE)),
 }
 
 
@@ -205,6 +206,7 @@ class Engine:
                 chunks=chunks,
                 layers=layers,
                 memory=MEMORY if others is None else None,
+                model_groups=1 if kind == "drafts" else None,
                 clock=lambda: now[0],
             )
         else:

@@ -20,8 +20,7 @@ import torch
 
 from quire.arrays import int32
 from quire.disagg.facts import facts_of
-from quire.engine.builder import build_core
-from quire.errors import ConfigError, QuireError
+from quire.errors import QuireError
 from quire.runner.transfer import ipc_agent
 from quire.runner.transfer.engine_memory import (
     MemoryPieces,
@@ -29,9 +28,11 @@ from quire.runner.transfer.engine_memory import (
     group_memory,
     pieces_of,
 )
-from quire.runner.transfer.ipc_agent import Allocation, IpcAgent, ProcessMemory, open_ipc_agent
+from quire.runner.transfer.ipc_agent import IpcAgent, open_ipc_agent
 from quire.runner.transfer.layer_reads import LayerPieces, WrittenPieces
 from quire.runner.transfer.layout import BlockLayout
+from quire.runner.transfer.process_memory import Allocation, ProcessMemory, start_of
+from quire.runner.transfer.process_reads import ProcessAgent
 from quire.runner.transfer.remote_reads import Read, ReadPart
 from tests.unit.test_disagg_engines import alone, check, config_of, folders, make
 
@@ -97,12 +98,46 @@ def test_tokens_are_those_of_one_engine(
     monkeypatch.setattr(LayerPieces, "take", lambda self: behind.append(1) or take(self))  # type: ignore[func-returns-value]
     expected = alone(folders[model], kv_cache_dtype=kv)
     check(make(folders[model], mode, transport="ipc", kv_cache_dtype=kv), expected)
-    assert bool(behind) == (model == "full")  # windows go at the end
+    assert bool(behind) == (model != "state")  # states go at the end
 
 
-def test_without_a_gpu_it_is_refused_with_what_to_use(folders: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"transport=ipc .* use transport=tcp"):
-        build_core(config_of(folders["full"], {"role": "prefill", "transport": "ipc"}))
+@pytest.mark.parametrize(
+    ("model", "mode", "ranks"),
+    [
+        ("full", "async", (1, 1)),
+        ("window", "async", (1, 1)),
+        ("state", "async", (1, 2)),
+        pytest.param("full", "sync", (2, 1), marks=pytest.mark.slow),
+        pytest.param("window", "async", (1, 2), marks=pytest.mark.slow),
+        pytest.param("state", "sync", (2, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_on_a_cpu_processes_read_each_other(
+    folders: dict[str, Path], make: Any, model: str, mode: str, ranks: tuple[int, int]
+) -> None:
+    check(make(folders[model], mode, transport="ipc", ranks=ranks), alone(folders[model]))
+
+
+def test_a_process_without_memory_is_not_read() -> None:
+    page = torch.zeros(16, dtype=torch.uint8)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    agent = ProcessAgent([page], torch.device("cpu"))
+    try:
+        at = np.array([page.data_ptr()])
+        pieces = MemoryPieces(at, at, np.array([16]))
+        page.fill_(1)
+        agent._copy(child.pid or 0, pieces)
+        assert not page.any()  # as it was when the child began
+        with pytest.raises(QuireError, match="Bad address"):
+            agent._copy(child.pid or 0, MemoryPieces(at, np.array([8]), np.array([16])))
+        child.kill()
+        child.join()
+        with pytest.raises(QuireError, match="No such process"):
+            agent._copy(child.pid or 0, pieces)
+    finally:
+        child.kill()
+        agent.close(1.0)
 
 
 def test_engines_of_different_hosts_do_not_match(folders: dict[str, Path]) -> None:
@@ -180,7 +215,7 @@ def test_memory_of_a_process_that_has_ended_is_given_back(reader: Reader) -> Non
     process = multiprocessing.get_context("spawn").Process(target=signal.pause)
     process.start()
     assert process.pid is not None
-    started = ipc_agent._start_of(process.pid)
+    started = start_of(process.pid)
     allocation = Allocation(
         source.data_ptr(), source.nbytes, source.data_ptr().to_bytes(64, "little")
     )

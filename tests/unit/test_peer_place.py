@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quire import ops
 from quire.arrays import int32
 from quire.errors import ConfigError
+from quire.layers.gated_delta import StateLayout
 from quire.parallel import SingleGroup
 from quire.plan import Transfer
 from quire.runner.transfer.copier import HostCopier
@@ -23,7 +26,7 @@ from quire.runner.transfer.engine_memory import (
     group_memory,
     pieces_of,
 )
-from quire.runner.transfer.layout import BlockLayout, head_range
+from quire.runner.transfer.layout import BlockLayout, HeadCut, HeadRange, head_range
 from quire.runner.transfer.peer import PeerPlace, StagingPool
 from quire.runner.transfer.rank_moves import RankMoves
 from quire.sharding import ShardSpec
@@ -87,6 +90,70 @@ def test_any_ranks_read_what_any_ranks_wrote(heads: int, writers: int, readers: 
             assert torch.equal(now[1], was[2])
             assert torch.equal(now[2], was[0])
             assert not now[0].any()
+
+
+def whole_state(drafts: int) -> StateLayout:
+    """Eight key heads of 2 numbers, each of which serves two value heads of 3."""
+    return StateLayout(16, 2, 3, 8 * 2 * 2 + 16 * 3, 3, torch.float32, drafts)
+
+
+def states(drafts: int, blocks: int = 3) -> list[Tensor]:
+    """A group of two layers' recurrent states."""
+    parts = whole_state(drafts).parts(16, ops.KVFormat(torch.float32))
+    shapes = [(blocks, 2, *shape) for shape, _ in parts]
+    return [torch.arange(math.prod(shape)).view(shape).int() for shape in shapes]
+
+
+def states_of_rank(whole: list[Tensor], rank: int, world: int) -> tuple[list[Tensor], HeadRange]:
+    """Returns a rank's part, by the sections of heads that `StateLayer` names, and what it is."""
+    channels = [16, 16, 48]
+    sections = [(2, [16]), (3, channels), (4, channels), (4, [16, 16]), (2, [*channels, 48])]
+    found = []
+    for tensor, (dim, sizes) in zip(whole, sections, strict=False):
+        split = [part.chunk(world, dim)[rank] for part in tensor.split(sizes, dim)]
+        found.append(torch.cat(split, dim).contiguous())
+    drafts = whole[1].shape[2] - 2
+    layout = StateLayout(16 // world, 2, 3, 80 // world, 3, torch.float32, drafts)
+    cuts = tuple(HeadCut(*cut) for cut in layout.head_cuts)
+    return found, head_range(8, rank, world, cuts)
+
+
+@settings(max_examples=32, deadline=None)
+@given(
+    writers=st.sampled_from(WORLDS),
+    readers=st.sampled_from(WORLDS),
+    drafts=st.sampled_from([0, 2]),
+    layered=st.booleans(),
+)
+def test_any_ranks_read_any_ranks_states(
+    writers: int, readers: int, drafts: int, layered: bool
+) -> None:
+    """Through the memory between engines, where they lie as one rank would have them, and from the
+    writers' own."""
+    whole = states(drafts)
+    sources = [states_of_rank(whole, rank, writers) for rank in range(writers)]
+    layouts = [BlockLayout(tensors, heads) for tensors, heads in sources]
+    pool = StagingPool([layouts[0].size], 4, SingleGroup(), "cpu")
+    for layout in layouts:
+        HostCopier([layout], pool).out(0, int32([2, 0]), int32([3, 1]))
+    assert bytes(pool.view(0, 3)).startswith(whole[0][2].numpy().tobytes())
+    for rank in range(readers):
+        wanted, heads = states_of_rank(whole, rank, readers)
+        staged = [torch.zeros_like(tensor) for tensor in wanted]
+        HostCopier([BlockLayout(staged, heads)], pool).into(0, int32([1, 2]), int32([3, 1]))
+        direct = [torch.zeros_like(tensor) for tensor in wanted]
+        target = BlockLayout(direct, heads)
+        for number, layout in enumerate(layouts):
+            memory = group_memory(layout, number == 0)
+            for layers in (range(1), range(1, 2)) if layered else (None,):
+                pieces = pieces_of(target, int32([1, 2]), memory, int32([2, 0]), layers)
+                for here, there, size in () if pieces is None else pieces.each():
+                    ctypes.memmove(here, there, size)
+        for was, *now in zip(wanted, staged, direct, strict=True):
+            for tensor in now:
+                assert torch.equal(tensor[1], was[2])
+                assert torch.equal(tensor[2], was[0])
+                assert not tensor[0].any()
 
 
 @pytest.mark.parametrize("heads", HEADS)

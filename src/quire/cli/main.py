@@ -122,6 +122,31 @@ def route(
         int | None,
         typer.Option(min=1, help="Requests that each key may make in a minute at the whole fleet."),
     ] = None,
+    tokens_per_minute: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of prompts and answers that each key may use in a minute at the whole "
+            "fleet.",
+        ),
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="QUIRE_ALLOWED_HOSTS",
+            help="Name under which clients reach the router (may be repeated; * is any): requests "
+            "for other names are refused. Default: on a loopback address without --api-key-file "
+            "localhost, else any. Addresses are always allowed.",
+        ),
+    ] = None,
+    cors_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="QUIRE_CORS_ORIGINS",
+            help="Origin of pages that may ask where names are checked (may be repeated; * is "
+            "any); what browsers are told of it is the servers' affair.",
+        ),
+    ] = None,
     check_seconds: Annotated[
         float, typer.Option(min=0.01, help="From one look at a replica to the next.")
     ] = 1.0,
@@ -152,7 +177,8 @@ def route(
     run(
         replicas or [], prefill or [], decode or [], policy=policy, host=host, port=port,
         key=api_key, admin_key=admin_api_key, key_file=api_key_file,
-        requests_per_minute=requests_per_minute,
+        requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute,
+        allowed_hosts=allowed_hosts or [], cors_origins=cors_origins or [],
         check_seconds=check_seconds, check_timeout=check_timeout, connect_timeout=connect_timeout,
         drain_timeout=drain_timeout, leave_timeout=leave_timeout, max_body_mb=max_body_mb,
         otlp_endpoint=otlp_endpoint,

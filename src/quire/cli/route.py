@@ -16,7 +16,8 @@ from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import FleetSettings
 from quire.routing.replica_state import Role
 from quire.routing.server import RouterArgs, run_router
-from quire.server.args import check_endpoint, check_secret
+from quire.server.args import ServerArgs, check_endpoint, check_secret
+from quire.server.middleware.hosts import HostCheck
 
 
 def route(
@@ -31,6 +32,9 @@ def route(
     admin_key: str | None,
     key_file: str | None,
     requests_per_minute: int | None,
+    tokens_per_minute: int | None,
+    allowed_hosts: Sequence[str],
+    cors_origins: Sequence[str],
     check_seconds: float,
     check_timeout: float,
     connect_timeout: float,
@@ -66,8 +70,14 @@ def route(
     if otlp_endpoint is not None:
         check_endpoint(otlp_endpoint)
     keys = None
-    if key_file is not None or requests_per_minute is not None:
-        keys = ClientKeys(key_file, requests_per_minute)
+    if (key_file, requests_per_minute, tokens_per_minute) != (None, None, None):
+        keys = ClientKeys(key_file, requests_per_minute, tokens_per_minute)
+    hosts = HostCheck(
+        ServerArgs(
+            host=host, api_key_file=key_file, allowed_hosts=tuple(allowed_hosts),
+            cors_origins=tuple(cors_origins),
+        )
+    )  # fmt: skip
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
     fleet = FleetSettings(
         policy=cast(Policy, policy), key=key, check_seconds=check_seconds,
@@ -81,7 +91,7 @@ def route(
         raise ConfigError("a server has one role, and is named once", "replicas")
     args = RouterArgs(
         replicas=members, fleet=fleet, host=host, port=port, admin_key=admin_key,
-        keys=keys, max_body_mb=max_body_mb, drain_timeout=drain_timeout,
+        keys=keys, hosts=hosts, max_body_mb=max_body_mb, drain_timeout=drain_timeout,
         otlp_endpoint=otlp_endpoint,
     )  # fmt: skip
 

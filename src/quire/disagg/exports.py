@@ -19,7 +19,8 @@ it read. So does one of a batch that a running prompt has lost before it was tak
 again.
 
 Layer by layer, a running prompt's blocks are named to the reader when the step that fills them is
-planned, with the step: a clock tells the reader which layers of it have been written.
+planned, with the step: a clock tells the reader which layers of it have been written. What drafts
+is no part of that: its KV goes when the prompt ends.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ class Exports:
     sizes: bytes of a block, by group. port: where readers connect. chunks: send blocks as steps
     fill them. layers: have readers that can read them behind each layer of the step. memory:
     between engines, for readers that can map it; None: slots are blocks of the cache, which readers
-    read there. clock: seconds.
+    read there. model_groups: KV groups of the model; those behind them are of what drafts, which is
+    computed behind the results of a step. None: all. clock: seconds.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class Exports:
         chunks: bool,
         layers: bool = False,
         memory: MemoryHandle | None,
+        model_groups: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = secrets.token_hex(8)
@@ -179,6 +182,7 @@ class Exports:
         self._chunks = chunks
         self._layers = layers
         self._memory = memory
+        self._model_groups = model_groups
         self._clock = clock
         self._generations = itertools.count(1)
         self._ids = itertools.count(_FIRST_ID)
@@ -189,8 +193,14 @@ class Exports:
     def attach(self, blocks: BlockManager) -> None:
         self._blocks = blocks
         self._loader = PrefixLoader(blocks)
+        groups = blocks.groups
+        own = len(groups) if self._model_groups is None else self._model_groups
+        self._drafts = [g >= own for g in range(len(groups))]
         # A recurrent state is copied by a later step, behind which it can be read.
-        self._readable = self._memory is None and all(group.grows for group in blocks.groups)
+        self._readable = [
+            self._memory is None and group.grows and not drafts
+            for group, drafts in zip(groups, self._drafts, strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -367,9 +377,14 @@ class Exports:
             begins = [begin for begin, _ in self._ranges(export.held)]
             again = export.again
         else:
-            end = self._filled(export)
-            ends = [end if group.sparse is None else 0 for group in self._blocks.groups]
-            begins, again = [0] * len(ends), []
+            # A recurrent state is that behind the prompt's end.
+            end, groups = self._filled(export), self._blocks.groups
+            early = [
+                group.grows and not (drafts and export.layers is not None)
+                for group, drafts in zip(groups, self._drafts, strict=True)
+            ]
+            ends = [end if sends else 0 for sends in early]
+            begins, again = [group.first_needed(len(export.tokens)) for group in groups], []
         starts = map(max, export.sent_to, begins)
         rest = ((g, at, end) for g, (at, end) in enumerate(zip(starts, ends, strict=True)))
         return [*again, *((g, at, end) for g, at, end in rest if at < end)]
@@ -451,11 +466,12 @@ class Exports:
         link: ReaderLink | LayerBatches[ReaderLink] | None = export.layers
         unsent = self._unsent(export)
         if export.held is not None:
-            link = export.link if self._readable else None
+            link = export.link
+            unsent = [each for each in unsent if self._readable[each[0]]]
         if link is None or export.closed:
             return
         if export.held is not None:
-            export.again = []
+            export.again = [each for each in export.again if not self._readable[each[0]]]
         for g, first, end in unsent:
             export.sent_to[g] = max(export.sent_to[g], end)
             while first < end and (leaving := self._batch(export, g, first, end)):

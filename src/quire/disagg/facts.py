@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import msgspec
 
 from quire.config import EngineConfig
+from quire.models import resolve_model_path
 from quire.plan import KVGroup
 from quire.version import __version__
 
-PROTOCOL = 5
+PROTOCOL = 6
 """The version of the messages between engines."""
 _SAMPLE_BYTES = 1 << 16
 
@@ -23,6 +25,7 @@ class KVFacts(msgspec.Struct, frozen=True):
     model: stands for its configuration and its weights, by their headers and beginnings.
     transport: how blocks travel, and the host where they stay on one.
     groups: kind, window, layers and bytes of each KV group's block, with the heads of all ranks.
+    drafts: what has the groups behind the model's own, "" if nothing has.
     """
 
     protocol: int
@@ -33,12 +36,18 @@ class KVFacts(msgspec.Struct, frozen=True):
     kv_cache_dtype: str
     block_size: int
     groups: tuple[str, ...]
+    drafts: str = ""
 
 
 def facts_of(
-    config: EngineConfig, groups: Sequence[KVGroup], sizes: Sequence[int], transport: str
+    config: EngineConfig,
+    groups: Sequence[KVGroup],
+    sizes: Sequence[int],
+    transport: str,
+    own: int | None = None,
 ) -> KVFacts:
-    """Returns an engine's facts. sizes: bytes of each group's block over all ranks."""
+    """Returns an engine's facts. sizes: bytes of each group's block over all ranks. own: groups of
+    the model, which come before those of what drafts; None: all."""
     return KVFacts(
         protocol=PROTOCOL,
         version=__version__,
@@ -51,6 +60,7 @@ def facts_of(
             f"{group.kind}, window {group.window}, {len(group.layers)} layers, {size} bytes"
             for group, size in zip(groups, sizes, strict=True)
         ),
+        drafts="" if own in (None, len(groups)) else draft_digest(config),
     )
 
 
@@ -69,13 +79,43 @@ def differences(own: KVFacts, peer: KVFacts) -> list[str]:
 
 
 def model_digest(config: EngineConfig) -> str:
-    """Returns 32 hex digits for a model as it is loaded: equal on hosts with copies of its files.
+    """Returns 32 hex digits for a model as it is loaded: equal on hosts with copies of its
+    files."""
+    return _digest(Path(config.model_path), *_source(config), config.args.quantization)
 
-    Weights are known by name, size, and the first bytes of each file, which name all tensors."""
-    args, folder = config.args, Path(config.model_path)
+
+def checkpoint_digest(config: EngineConfig) -> str:
+    """Returns 32 hex digits for a model, likewise, in whatever format it is kept on the device.
+    They are those of the first call: files of a model that runs do not change."""
+    return _kept_digest(Path(config.model_path), *_source(config))
+
+
+def _source(config: EngineConfig) -> tuple[str, int | None]:
+    args = config.args
+    return args.load_format, args.seed if args.load_format == "dummy" else None
+
+
+def draft_digest(config: EngineConfig) -> str:
+    """Returns words for what drafts, likewise; an MTP layer is in the model's own files."""
+    args = config.args
+    given = dict(args.speculative or {})
+    name = args.speculative_model or given.get("model")
+    method, format = given.get("method", "auto"), given.get("quantization")
+    if name is None:
+        return f"{method}"
+    return f"{method} {_digest(resolve_model_path(name, None), args.load_format, format)}"
+
+
+@functools.cache
+def _kept_digest(folder: Path, *facts: object) -> str:
+    return _digest(folder, *facts)
+
+
+def _digest(folder: Path, *facts: object) -> str:
+    """Returns 32 hex digits for files of a model and how they are read. Weights are known by name,
+    size, and the first bytes of each file, which name all tensors."""
     digest = hashlib.blake2b(digest_size=16)
-    seed = args.seed if args.load_format == "dummy" else None
-    for fact in (args.load_format, seed, args.quantization):
+    for fact in facts:
         digest.update(repr(fact).encode() + b"\0")
     for name in ("config.json", *sorted(file.name for file in folder.glob("*.safetensors"))):
         file = folder / name

@@ -19,7 +19,7 @@ from quire.disagg.messages import Grant, MemoryHandle, PromptRequest, Welcome
 from quire.disagg.peer_list import PeerList
 from quire.disagg.prompt_fetches import Brought, Ended, Fetches
 from quire.disagg.pulls import PullThreads
-from quire.disagg.settings import DisaggSettings, check_engine, check_groups, read_settings
+from quire.disagg.settings import DisaggSettings, check_engine, model_groups, read_settings
 from quire.errors import ConfigError, PeerMismatchError, RequestError
 from quire.executor import Capacity, Executor
 from quire.loop_feature import Failure, LoopFeature
@@ -105,8 +105,8 @@ class DisaggLoop(LoopFeature):
         settings = self._settings
         pool = executor.control({"op": "staging_pool"})
         groups, staged = capacity.groups, settings.transport == "tcp"
-        check_groups(self._config, groups)
-        self._facts = facts_of(self._config, groups, pool.sizes, settings.transport)
+        own = model_groups(self._config, groups)
+        self._facts = facts_of(self._config, groups, pool.sizes, settings.transport, own)
         self._memory: bytes = b"" if staged else pool.memory
         if settings.layers:
             clock = executor.control({"op": "layer_clock"})
@@ -136,6 +136,7 @@ class DisaggLoop(LoopFeature):
                 chunks=settings.kv_transfer == "async",
                 layers=settings.layers,
                 memory=_handle(pool, len(groups)) if staged else None,
+                model_groups=own,
             )
             _log.info("prompts for others: blocks at port %d", self._listener.port)
         if settings.asks:

@@ -86,14 +86,7 @@ def check_engine(config: EngineConfig) -> None:
         )
 
 
-def check_groups(config: EngineConfig, groups: Sequence[KVGroup]) -> None:
-    """Refuses KV of layers beyond the model's own.
-
-    Raises:
-        ConfigError: drafts have KV of their own.
-    """
+def model_groups(config: EngineConfig, groups: Sequence[KVGroup]) -> int:
+    """Counts the KV groups of the model's own layers, which come before those of what drafts."""
     layers = len(spec_from_config(load_config(Path(config.model_path))).layers)
-    if any(max(group.layers) >= layers for group in groups):
-        raise ConfigError(
-            "role: the KV of drafts does not travel; use drafts of n-grams, or none", "speculative"
-        )
+    return sum(max(group.layers) < layers for group in groups)

@@ -76,6 +76,17 @@ class StateLayout:
             ((self.channels + self.value_heads * self.value_dim,), torch.int32),
         ]
 
+    @property
+    def head_cuts(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Returns how ranks share each of `parts`: the dimension of heads, and the sizes of the
+        sections that it is made of from there on, of each of which a rank has its heads'."""
+        values = self.value_heads * self.value_dim
+        keys = (self.channels - values) // 2
+        found: list[tuple[int, tuple[int, ...]]] = [(0, (1,)), (1, (keys, keys, values))]
+        if not self.drafts:
+            return found
+        return [*found, (2, (keys, keys, values)), (2, (1, 1)), (0, (keys, keys, values, values))]
+
     def layer(self, parts: Sequence[Tensor], head_scales: Tensor | None) -> delta_ops.StateLayer:
         return delta_ops.StateLayer(*parts)
 

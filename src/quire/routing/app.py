@@ -22,6 +22,7 @@ from quire.routing.upstream import ReplicaLostError
 from quire.server.anthropic.errors import error_body
 from quire.server.errors import ApiError
 from quire.server.middleware.error_handler import is_anthropic
+from quire.server.middleware.hosts import HostCheck
 
 _PAGE = Path(__file__).with_name("fleet.html")
 
@@ -62,13 +63,14 @@ class FleetState(msgspec.Struct):
 @dataclass(frozen=True)
 class RouterApp:
     """An ASGI application. admin_key: for changes of the fleet; None refuses them. keys: of
-    clients; None leaves them to the servers."""
+    clients; None leaves them to the servers. hosts: whose names, and pages, may ask; None: any."""
 
     fleet: Fleet
     proxy: Proxy
     metrics: RouterMetrics
     admin_key: str | None
     keys: ClientKeys | None = None
+    hosts: HostCheck | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,6 +84,8 @@ class RouterApp:
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
+        if self.hosts is not None:
+            self.hosts.check(scope)
         if path == "/health" and method in ("GET", "HEAD"):
             await _answer(send, 200, b"")
         elif path == "/ready" and method in ("GET", "HEAD"):
@@ -98,8 +102,8 @@ class RouterApp:
             name = path.removeprefix("/replicas").lstrip("/")
             await self._replicas(method, name, scope, receive, send)
         else:
-            headers = [] if self.keys is None else self.keys.check(scope)
-            await self.proxy(scope, receive, send, headers)
+            allowance = None if self.keys is None else self.keys.check(scope)
+            await self.proxy(scope, receive, send, allowance)
 
     async def _replicas(
         self, method: str, name: str, scope: Scope, receive: Receive, send: Send

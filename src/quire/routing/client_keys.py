@@ -1,40 +1,110 @@
-"""The API keys of a router's clients, and how many requests each may make at the whole fleet."""
+"""The API keys of a router's clients, and what each may ask of the whole fleet."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.types import Scope
 
+from quire.routing.prompts import BYTES_PER_TOKEN, Prompt
 from quire.server.args import ServerArgs
 from quire.server.errors import ApiError
-from quire.server.middleware.api_keys import ApiKeys
-from quire.server.middleware.auth import COUNTED_PATHS, PUBLIC_PATHS, secrets_in
+from quire.server.middleware.api_keys import ApiKey, ApiKeys
+from quire.server.middleware.auth import COUNTED_PATHS, PUBLIC_PATHS, UNQUEUED_PATHS, secrets_in
 from quire.server.middleware.error_handler import is_anthropic
-from quire.server.middleware.rate_limits import RateLimiter
-from quire.server.middleware.request_context import requests_exceeded
+from quire.server.middleware.rate_limits import RateLimiter, RateLimits
+from quire.server.middleware.request_context import limit_exceeded
 from quire.server.middleware.response_headers import limit_headers
 
 Headers = list[tuple[bytes, bytes]]
 
 
+class _Answer(msgspec.Struct):
+    """The answer's length as a body says it, whatever it is; servers check it."""
+
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    n: Any = None
+
+
+_DECODER = msgspec.json.Decoder(_Answer)
+
+
+@dataclass(slots=True)
+class Allowance:
+    """The part of its key's limits that a request takes.
+
+    counts: whether its tokens count. levels: the limits since it has taken its part.
+    """
+
+    key: ApiKey
+    limiter: RateLimiter
+    anthropic: bool
+    counts: bool
+    levels: RateLimits
+    _taken: int = field(default=0, init=False)
+    _prompt: int = field(default=0, init=False)
+
+    def take_tokens(self, prompt: Prompt, body: bytes) -> None:
+        """Takes the tokens that a prompt, estimated by its bytes, and its answer may need: what is
+        not used is given back by `settle`. Raises ApiError, 429."""
+        if not self.counts:
+            return
+        self._prompt = prompt.size // BYTES_PER_TOKEN + 1
+        tokens = self._prompt + _most_answered(body)
+        taken, self.levels = self.limiter.take_tokens(self.key, tokens)
+        if not taken and self.levels.tokens is not None:
+            raise limit_exceeded("tokens", self.levels.tokens, tokens)
+        self._taken = tokens
+
+    def settle(self, used: int | None, status: int, pieces: int) -> None:
+        """Gives back what was taken and not used. used: tokens, as the server says. It says nothing
+        of an answer that broke off, or that its client left: of such a one each of the `pieces`
+        that came counts, and at least what was taken. status: of the answer; 0: there was none."""
+        if not self.counts:
+            return
+        if used is None:
+            used = max(self._taken, self._prompt + pieces) if 0 < status < 400 else 0
+        self.limiter.give_back(self.key, self._taken - used)
+
+    @property
+    def headers(self) -> Headers:
+        """Returns headers of the answer that tell of the key's limits."""
+        levels = ("requests", self.levels.requests), ("tokens", self.levels.tokens)
+        return [
+            (name.encode(), value.encode())
+            for what, left in levels
+            if left is not None
+            for name, value in limit_headers(what, left, self.anthropic)
+        ]
+
+
 class ClientKeys:
-    """Refuses requests without a key of the file, and takes each from its key's limit.
+    """Refuses requests without a key of the file, and takes each from its key's limits.
 
     Paths are those of a server: what needs no key there needs none here, and what is counted there
-    is counted here. Tokens are limited by the servers, which know them.
+    is counted here.
 
     Args:
         file: as of a server's `api_key_file`; None asks for no key.
-        requests_per_minute: of keys for which the file names no limit; None is no limit.
+        requests_per_minute, tokens_per_minute: of keys for which the file names no limit; None is
+            no limit.
 
     Raises:
         ConfigError: the file is wrong.
     """
 
-    def __init__(self, file: str | None, requests_per_minute: int | None = None) -> None:
+    def __init__(
+        self,
+        file: str | None,
+        requests_per_minute: int | None = None,
+        tokens_per_minute: int | None = None,
+    ) -> None:
         args: dict[str, Any] = {"api_key_file": file, "requests_per_minute": requests_per_minute}
-        self._keys = ApiKeys(ServerArgs(**args))
+        self._keys = ApiKeys(ServerArgs(**args, tokens_per_minute=tokens_per_minute))
         self._limiter = RateLimiter()
 
     def reload(self) -> None:
@@ -44,11 +114,12 @@ class ClientKeys:
     def close(self) -> None:
         self._limiter.close()
 
-    def check(self, scope: Scope) -> Headers:
-        """Returns headers of the answer that tell of the key's limit. Raises ApiError: 401, 429."""
+    def check(self, scope: Scope) -> Allowance | None:
+        """Takes a request from its key's limit; returns what else it may take, None where nothing
+        is limited. Raises ApiError: 401, 429."""
         path = scope["path"]
         if path in PUBLIC_PATHS:
-            return []
+            return None
         key = self._keys.anonymous
         if self._keys.required:
             given = secrets_in(scope)
@@ -56,14 +127,26 @@ class ClientKeys:
             if found is None:
                 raise ApiError(401, "Incorrect or missing API key.", code="invalid_api_key")
             key = found
-        if key.requests_per_minute is None or scope["method"] != "POST":
-            return []
-        if path not in COUNTED_PATHS:
-            return []
+        if key.requests_per_minute is None and key.tokens_per_minute is None:
+            return None
+        if scope["method"] != "POST" or path not in COUNTED_PATHS:
+            return None
         taken, levels = self._limiter.take_request(key)
-        if levels.requests is None:
-            return []
-        if not taken and levels.requests.remaining < 1:
-            raise requests_exceeded(levels.requests)
-        pairs = limit_headers("requests", levels.requests, is_anthropic(path))
-        return [(name.encode(), value.encode()) for name, value in pairs]
+        if not taken:
+            if levels.tokens is not None and levels.tokens.remaining < 1:
+                raise limit_exceeded("tokens", levels.tokens, 1)
+            if levels.requests is not None:
+                raise limit_exceeded("requests", levels.requests, 1)
+        counts = key.tokens_per_minute is not None and path not in UNQUEUED_PATHS
+        return Allowance(key, self._limiter, is_anthropic(path), counts, levels)
+
+
+def _most_answered(body: bytes) -> int:
+    """Returns the most tokens of all answers to a request, 0 where its body names no number."""
+    try:
+        found = _DECODER.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return 0
+    lengths = found.max_tokens, found.max_completion_tokens, found.max_output_tokens
+    most = max((n for n in lengths if isinstance(n, int) and n > 0), default=0)
+    return most * (found.n if isinstance(found.n, int) and found.n > 0 else 1)

@@ -14,8 +14,8 @@ import msgspec
 
 from quire.engine.router import PIECE
 
-_BYTES_PER_TOKEN = 4
-PIECE_BYTES = PIECE * _BYTES_PER_TOKEN
+BYTES_PER_TOKEN = 4
+PIECE_BYTES = PIECE * BYTES_PER_TOKEN
 _MOST_PIECES = 1024
 """Pieces that are looked at: what is behind them is hardly shared in part."""
 

@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.router import Placement
@@ -17,6 +18,7 @@ from quire.kv_events.prompt_report import (
     decode_report,
 )
 from quire.routing.choice import RouteChoice
+from quire.routing.client_keys import Allowance
 from quire.routing.fleet import Fleet
 from quire.routing.metrics import RouterMetrics
 from quire.routing.prompts import Prompt, read_prompt
@@ -25,6 +27,7 @@ from quire.routing.tracing import RequestSpan
 from quire.routing.upstream import Headers, ReplicaAnswer, ReplicaLostError
 from quire.server.errors import ApiError
 from quire.server.telemetry.tracing import CONTEXT_HEADERS, Exporter
+from quire.server.usage_report import ASK_HEADER, USED_HEADER, UsageReader
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -35,8 +38,8 @@ _OF_A_CONNECTION = {
     b"transfer-encoding", b"upgrade",
 }  # fmt: skip
 """Headers that are of one connection (RFC 9110, 7.6.1)."""
-_SET_HERE = {b"host", b"content-length", b"expect", PREFILL_HEADER, REPORT_HEADER}
-_KEPT_BACK = {*_OF_A_CONNECTION, PROMPT_HEADER}
+_SET_HERE = {b"host", b"content-length", b"expect", PREFILL_HEADER, REPORT_HEADER, ASK_HEADER}
+_KEPT_BACK = {*_OF_A_CONNECTION, PROMPT_HEADER, USED_HEADER}
 _STORED = re.compile(r"(/v1)?/(responses|chat/completions)/[^/]+")
 _FILED = re.compile(r"(/v1)?/(files|batches)(/.*)?")
 
@@ -62,23 +65,24 @@ class Proxy:
         self._exporter = exporter
 
     async def __call__(
-        self, scope: Scope, receive: Receive, send: Send, limits: Headers | None = None
+        self, scope: Scope, receive: Receive, send: Send, allowance: Allowance | None = None
     ) -> None:
-        """Answers a request. limits: headers of the answer, in place of the replica's own."""
+        """Answers a request. allowance: what it takes from its key's limits, None for nothing."""
         began = time.perf_counter()
-        if limits:
-            send = _with_headers(send, limits)
         body = await self._read_body(scope, receive)
         if body is None:
             return
+        exchange = _Exchange(scope, body, read_prompt(body) if body else Prompt(), allowance)
+        if allowance is not None:
+            allowance.take_tokens(exchange.prompt, body)
+            send = _with_headers(send, allowance.headers)
         task = asyncio.current_task()
         assert task is not None
         leaving = asyncio.create_task(_left(receive))
         leaving.add_done_callback(lambda left: None if left.cancelled() else task.cancel())
         span = None if self._exporter is None else RequestSpan(self._exporter, scope)
-        status = 0
         try:
-            status = await self._pass_on(scope, body, send, began, span)
+            await self._pass_on(exchange, send, began, span)
         except asyncio.CancelledError:
             if not leaving.done() or task.uncancel():
                 raise
@@ -86,7 +90,9 @@ class Proxy:
         finally:
             leaving.cancel()
             if span is not None:
-                span.end(status)
+                span.end(exchange.status if exchange.whole else 0)
+            if allowance is not None:
+                allowance.settle(exchange.used, exchange.status, exchange.pieces)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
         """Returns the body; None if the client leaves before it is whole. Raises ApiError."""
@@ -103,10 +109,9 @@ class Proxy:
         return b"".join(parts)
 
     async def _pass_on(
-        self, scope: Scope, body: bytes, send: Send, began: float, span: RequestSpan | None
-    ) -> int:
-        """Returns the answer's status."""
-        prompt = read_prompt(body) if body else Prompt()
+        self, exchange: _Exchange, send: Send, began: float, span: RequestSpan | None
+    ) -> None:
+        scope, prompt = exchange.scope, exchange.prompt
         stored = prompt.continues or _STORED.fullmatch(scope["path"]) is not None
         tried: list[RoutedReplica] = []
         last: str | None = None
@@ -120,9 +125,8 @@ class Proxy:
                 span.chosen(replica, choice, len(tried))
             try:
                 try:
-                    answer = await self._send(
-                        replica, self._headers(replica, choice, prompt, scope, span), scope, body
-                    )
+                    headers = self._headers(replica, choice, exchange, span)
+                    answer = await self._send(replica, headers, exchange)
                 except ReplicaLostError as error:
                     replica.lost(error)
                     last = f"{replica.name}: {error}"
@@ -140,8 +144,8 @@ class Proxy:
                         where = "apart" if choice.prefill else "local"
                         self._metrics.prompts.labels(where).inc()
                     self._learn(prompt, choice, answer)
-                    await self._return(replica, answer, choice, send)
-                    return answer.status
+                    await self._return(replica, answer, choice, exchange, send)
+                    return
                 finally:
                     answer.close()
             finally:
@@ -167,20 +171,25 @@ class Proxy:
         self,
         replica: RoutedReplica,
         choice: RouteChoice,
-        prompt: Prompt,
-        scope: Scope,
+        exchange: _Exchange,
         span: RequestSpan | None,
     ) -> Headers:
         """Returns what is sent to a replica besides the body."""
+        scope = exchange.scope
         headers: Headers = [
             (name, value)
             for name, value in scope["headers"]
-            if name not in _OF_A_CONNECTION and name not in _SET_HERE
+            if name not in _OF_A_CONNECTION
+            and name not in _SET_HERE
+            # To a replica the router's own pages would be those of another host.
+            and not (name == b"origin" and _is_own(value, scope))
         ]
         if choice.prefill is not None:
             headers.append((PREFILL_HEADER, (choice.prefill or LOCAL).encode()))
-        if prompt.keys and replica.state.informed:
+        if exchange.prompt.keys and replica.state.informed:
             headers.append((REPORT_HEADER, b"1"))
+        if exchange.metered:
+            headers.append((ASK_HEADER, b"1"))
         if scope.get("client"):
             headers.append((b"x-forwarded-for", scope["client"][0].encode()))
         if span is not None:
@@ -189,12 +198,13 @@ class Proxy:
         return headers
 
     async def _send(
-        self, replica: RoutedReplica, headers: Headers, scope: Scope, body: bytes
+        self, replica: RoutedReplica, headers: Headers, exchange: _Exchange
     ) -> ReplicaAnswer:
+        scope = exchange.scope
         target = scope.get("raw_path") or scope["path"].encode()
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
-        return await replica.upstream.send(scope["method"], target, headers, body)
+        return await replica.upstream.send(scope["method"], target, headers, exchange.body)
 
     def _learn(self, prompt: Prompt, choice: RouteChoice, answer: ReplicaAnswer) -> None:
         """Takes note of what an answer says of its prompt's blocks."""
@@ -204,20 +214,56 @@ class Proxy:
             self._fleet.learn(prompt, choice, *report)
 
     async def _return(
-        self, replica: RoutedReplica, answer: ReplicaAnswer, choice: RouteChoice, send: Send
+        self,
+        replica: RoutedReplica,
+        answer: ReplicaAnswer,
+        choice: RouteChoice,
+        exchange: _Exchange,
+        send: Send,
     ) -> None:
         kept = [(name, v) for name, v in answer.headers if name not in _KEPT_BACK]
+        usage = UsageReader(answer.headers) if exchange.metered else None
+        exchange.status = answer.status
         await send({"type": "http.response.start", "status": answer.status, "headers": kept})
         try:
             async for part in answer.parts():
                 choice.answered()
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+                exchange.pieces += 1
+                given = part if usage is None else usage.pass_on(part)
+                if given:
+                    await send({"type": "http.response.body", "body": given, "more_body": True})
         except ReplicaLostError as error:
             # The client has a part of the answer: that it ends too early must show.
             self._metrics.broken.inc()
             replica.lost(error)
             raise BrokenAnswerError from None
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        rest = b"" if usage is None else usage.end()
+        exchange.used = None if usage is None else usage.used
+        exchange.whole = True
+        await send({"type": "http.response.body", "body": rest, "more_body": False})
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """A request, and what became of it.
+
+    status: of its answer, 0 before there is one. pieces: of the answer that have come. used:
+    tokens, as the replica says. whole: the answer has come to its end.
+    """
+
+    scope: Scope
+    body: bytes
+    prompt: Prompt
+    allowance: Allowance | None
+    status: int = 0
+    pieces: int = 0
+    used: int | None = None
+    whole: bool = False
+
+    @property
+    def metered(self) -> bool:
+        """Whether its tokens count."""
+        return self.allowance is not None and self.allowance.counts
 
 
 class BrokenAnswerError(Exception):
@@ -241,6 +287,11 @@ async def _left(receive: Receive) -> None:
     """Waits until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _is_own(origin: bytes, scope: Scope) -> bool:
+    """Whether a page's origin is this router, by the name under which it is asked."""
+    return (b"host", origin.partition(b"://")[2]) in scope["headers"]
 
 
 def _nobody(last: str | None) -> ApiError:

@@ -26,6 +26,7 @@ class _ReplicaLoad(msgspec.Struct):
     running: int
     waiting: int
     kv_tokens: int | None = None
+    checkpoint: str | None = None
 
 
 class _Peers(msgspec.Struct):
@@ -62,11 +63,15 @@ class Questions:
         ReplicaLostError."""
         try:
             await self._ask(replica, b"/ready")
+            load = _decode("/load", await self._ask(replica, b"/load"), _ReplicaLoad)
             if replica.model is None or not replica.well:
                 models = _decode("/v1/models", await self._ask(replica, b"/v1/models"), _Models)
-                # Adapters come and go on each server by itself.
-                replica.model = frozenset(m for m in models.data if m.parent is None)
-            load = _decode("/load", await self._ask(replica, b"/load"), _ReplicaLoad)
+                # Adapters come and go on each server by itself. A name may be anyone's.
+                replica.model = frozenset(
+                    msgspec.structs.replace(m, root=load.checkpoint or m.root)
+                    for m in models.data
+                    if m.parent is None
+                )
         except QuestionRefusedError as error:
             raise ReplicaLostError(str(error)) from None
         if not replica.state.informed:

@@ -15,7 +15,8 @@ logger = logging.getLogger("quire.routing")
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
-    """id: the name in the API. root: the checkpoint behind it. parent: of an adapter, its model."""
+    """id: the name in the API. root: the checkpoint behind it, by a digest or a name. parent: of an
+    adapter, its model."""
 
     id: str
     root: str | None = None

@@ -19,6 +19,7 @@ from quire.routing.metrics import RouterMetrics
 from quire.routing.proxy import Proxy
 from quire.routing.replica_state import Role
 from quire.server.args import ServerArgs
+from quire.server.middleware.hosts import HostCheck
 from quire.server.process.http_protocol import BoundedHttpProtocol
 from quire.server.process.listen import bind
 from quire.server.telemetry.tracing import Exporter
@@ -27,8 +28,8 @@ from quire.server.telemetry.tracing import Exporter
 @dataclass(frozen=True)
 class RouterArgs:
     """Settings of a router. replicas: addresses of servers, with their roles. admin_key: for
-    changes of the fleet. keys: of clients; None leaves them to the servers. otlp_endpoint: a
-    collector for traces, None for none."""
+    changes of the fleet. keys: of clients; None leaves them to the servers. hosts: see `RouterApp`.
+    otlp_endpoint: a collector for traces, None for none."""
 
     replicas: Sequence[tuple[str, Role]]
     fleet: FleetSettings
@@ -36,6 +37,7 @@ class RouterArgs:
     port: int = 8080
     admin_key: str | None = None
     keys: ClientKeys | None = None
+    hosts: HostCheck | None = None
     max_body_mb: float = 16.0
     drain_timeout: float = 30.0
     otlp_endpoint: str | None = None
@@ -61,11 +63,13 @@ def build_router(
     max_body_bytes: int,
     exporter: Exporter | None = None,
     keys: ClientKeys | None = None,
+    hosts: HostCheck | None = None,
 ) -> RouterApp:
-    """Returns the application of a fleet's router. exporter: of its spans. keys: of clients."""
+    """Returns the application of a fleet's router. exporter: of its spans. keys, hosts: see
+    `RouterApp`."""
     metrics = RouterMetrics(fleet)
     proxy = Proxy(fleet, metrics, max_body_bytes, exporter)
-    return RouterApp(fleet, proxy, metrics, admin_key, keys)
+    return RouterApp(fleet, proxy, metrics, admin_key, keys, hosts)
 
 
 async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
@@ -75,8 +79,9 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
     try:
         for url, role in args.replicas:
             fleet.join(url, role)
+        size = int(args.max_body_mb * 1e6)
         config = uvicorn.Config(
-            build_router(fleet, args.admin_key, int(args.max_body_mb * 1e6), exporter, args.keys),
+            build_router(fleet, args.admin_key, size, exporter, args.keys, args.hosts),
             loop="none",
             http=BoundedHttpProtocol,
             ws="none",

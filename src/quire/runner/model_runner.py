@@ -129,7 +129,7 @@ class ModelRunner:
             # Few engines have other places for blocks.
             from quire.runner.transfer.places import open_places
 
-            self._transfer = open_places(self.config, self.cache, self.model.spec, self.group)
+            self._transfer = open_places(self.config, self.cache, self._models, self.group)
         self._prepare(self._groups)
 
     def capture(self) -> Capacity:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.config import EngineConfig
+from quire.disagg.facts import checkpoint_digest
 from quire.server.errors import ApiError
 from quire.server.middleware.request_context import context_of
 from quire.server.query import Query
@@ -31,12 +32,13 @@ class ServerVersion(msgspec.Struct):
 
 class Load(msgspec.Struct):
     """Requests of all engines, a completion each. server_load: running and waiting ones. kv_tokens:
-    tokens that the KV cache has room for."""
+    tokens that the KV cache has room for. checkpoint: a digest that is equal for servers of one."""
 
     server_load: int
     running: int
     waiting: int
     kv_tokens: int
+    checkpoint: str
 
 
 class ServerInfo(msgspec.Struct):
@@ -78,8 +80,10 @@ async def load(request: Request) -> Response:
             stats = await state.client.stats()
     except TimeoutError:
         raise _stuck() from None
-    tokens = min(stats.blocks_total, default=0) * state.client.config.block_size
-    found = Load(stats.running + stats.waiting, stats.running, stats.waiting, tokens)
+    config = state.client.config
+    tokens = min(stats.blocks_total, default=0) * config.block_size
+    digest = await asyncio.to_thread(checkpoint_digest, config)
+    found = Load(stats.running + stats.waiting, stats.running, stats.waiting, tokens, digest)
     return json_response(found)
 
 

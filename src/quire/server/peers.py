@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 import msgspec
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,7 +27,10 @@ Answer = TypeVar("Answer")
 
 
 class HandshakeBody(StrictModel):
-    """Body of `/kv/handshake`; see `KVFacts`."""
+    """Body of `/kv/handshake`; see `KVFacts`. Facts of other versions are told as what they are,
+    other versions, and not as unknown fields."""
+
+    model_config = ConfigDict(extra="ignore")
 
     protocol: int
     version: str = Field(max_length=64)
@@ -37,6 +40,7 @@ class HandshakeBody(StrictModel):
     kv_cache_dtype: str = Field(max_length=32)
     block_size: int
     groups: list[str] = Field(max_length=64)
+    drafts: str = Field(default="", max_length=64)
 
 
 class PrefillBody(StrictModel):

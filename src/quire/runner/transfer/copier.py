@@ -182,8 +182,8 @@ class PinnedCopier:
             bases = self._pool.addresses(group, slots)
             for part in self._layouts[group].parts:
                 run = np.arange(part.runs, dtype=np.int64)
-                here = blocks.astype(np.int64)[:, None] * part.runs + run
-                inside = (part.data.data_ptr() + here * part.size).reshape(-1)
+                here = (blocks.astype(np.int64)[:, None] * part.runs + run) * part.run
+                inside = (part.data.data_ptr() + here + part.begin).reshape(-1)
                 outside = (bases[:, None] + part.offset + run * part.whole + part.first).reshape(-1)
                 source, target = (inside, outside) if outward else (outside, inside)
                 copy_between(source, target, part.size, self._device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.models import ModelSpec
+from quire.models.decoder import DecoderLayers
 from quire.parallel import ProcessGroup
 from quire.plan import KVGroup, Transfer
 from quire.runner.kv_cache import KVCache
@@ -60,7 +60,7 @@ class DirectPlace:
     A transfer's `slots` are blocks of the peer that its `source` describes. Those that a `step` of
     the peer fills are read layer by layer.
 
-    groups: those of the cache, of whose layers, `num_layers` in all, a peer has as many.
+    groups: those of the cache. num_layers: of the model, of which a peer has as many.
     """
 
     def __init__(
@@ -129,22 +129,20 @@ OpenAgent = Callable[[Sequence[Tensor], torch.device], RemoteReads]
 
 def open_direct_place(
     cache: KVCache,
-    spec: ModelSpec,
+    models: Sequence[DecoderLayers],
     group: ProcessGroup,
     device: torch.device,
     open_agent: OpenAgent,
 ) -> DirectPlace:
-    """Lets peers read a rank's KV cache; all ranks call it at once.
+    """Lets peers read a rank's KV cache; all ranks call it at once. models: see `rank_heads`.
 
     Raises:
-        ConfigError: what reads memory is not there or of no use, or blocks cannot be cut into
-            heads.
+        ConfigError: what reads memory is not there, or of no use.
     """
-    groups = range(len(cache.groups))
-    layouts = [
-        BlockLayout(cache.block_tensors(g), rank_heads(cache, g, spec, group)) for g in groups
-    ]
-    agent = open_agent([t for g in groups for t in cache.block_tensors(g)], device)
+    tensors = [cache.block_tensors(index) for index in range(len(cache.groups))]
+    heads = rank_heads(models, group)
+    layouts = [BlockLayout(each, own) for each, own in zip(tensors, heads, strict=True)]
+    agent = open_agent([tensor for each in tensors for tensor in each], device)
     own = RankMemory(
         agent.metadata,
         agent.kind,
@@ -154,7 +152,7 @@ def open_direct_place(
     pool = RemoteBlocks(tuple(layout.size for layout in layouts), _gathered(own, group, device))
     fence = _cuda_fence(device) if device.type == "cuda" else _no_fence
     moves = _moves(group, str(device))
-    return DirectPlace(agent, layouts, cache.groups, len(spec.layers), pool, moves, fence)
+    return DirectPlace(agent, layouts, cache.groups, len(models[0].layers), pool, moves, fence)
 
 
 def _gathered(own: RankMemory, group: ProcessGroup, device: torch.device) -> bytes:

@@ -19,8 +19,8 @@ MemoryKind = Literal["DRAM", "VRAM"]
 class GroupMemory(msgspec.Struct, frozen=True):
     """The blocks of a KV group on one rank.
 
-    addresses: of the first block, by part. first, end: the heads that the rank holds; 0 and 1 where
-    blocks are not cut into heads. owner: see `HeadRange`. blocks: how many there are.
+    addresses: of the first block, by tensor. first, end: the heads that the rank holds; 0 and 1
+    where blocks are not cut into heads. owner: see `HeadRange`. blocks: how many there are.
     """
 
     addresses: list[int]
@@ -78,7 +78,8 @@ def decode_memory(data: bytes) -> EngineMemory:
 
 def group_memory(layout: BlockLayout, owner: bool) -> GroupMemory:
     """Describes a group's blocks on this rank. owner: where blocks are not cut into heads."""
-    addresses = [part.data.data_ptr() for part in layout.parts]
+    # Sections of one tensor have one address.
+    addresses = list({part.tensor: part.data.data_ptr() for part in layout.parts}.values())
     blocks = len(layout.parts[0].data)
     heads = layout.heads
     if heads is None:
@@ -108,12 +109,15 @@ def pieces_of(
     low, high = max(first, remote.first), min(end, remote.end)
     if not remote.owner or low >= high:
         return None
+    span = _HeadSpan(first, end, remote.first, remote.end, low, high)
     found = [
-        _pieces(part, address, own.astype(np.int64), blocks.astype(np.int64), span, taken)
-        for part, address in zip(layout.parts, remote.addresses, strict=True)
-        for span in [_HeadSpan(first, end, remote.first, remote.end, low, high)]
-        for taken in [range(part.layers) if layers is None else layers]
-    ]
+        _pieces(
+            part, remote.addresses[part.tensor], own.astype(np.int64), blocks.astype(np.int64),
+            span, range(part.layers) if layers is None else layers,
+        )
+        for part in layout.parts
+        if not (span.whole and part.begin)  # the first section stands for all
+    ]  # fmt: skip
     here, there, sizes = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     return MemoryPieces(here, there, sizes)
 
@@ -138,20 +142,22 @@ class _HeadSpan:
 def _pieces(
     part: Part, address: int, own: Any, blocks: Any, span: _HeadSpan, layers: range
 ) -> tuple[Any, Any, Any]:
-    """Returns addresses here and there, and bytes, of some layers of one part of each block."""
-    head = part.size // (span.end - span.first)
-    far_size = (span.far_end - span.far_first) * head
-    here = part.data.data_ptr() + own * (part.runs * part.size)
-    there = address + blocks * (part.runs * far_size)
-    layer = part.runs * part.size // part.layers
+    """Returns addresses here and there, and bytes, of some layers of one part of each block. Where
+    heads are the same on both sides, these are of the whole tensor."""
+    here_heads, far_heads = span.end - span.first, span.far_end - span.far_first
+    far_run = part.run // here_heads * far_heads
+    here = part.data.data_ptr() + own * (part.runs * part.run)
+    there = address + blocks * (part.runs * far_run)
+    layer = part.runs * part.run // part.layers
     size = len(layers) * layer
     if span.whole:
         here, there = here + layers.start * layer, there + layers.start * layer
     else:
-        runs = part.runs // part.layers
+        runs, head = part.runs // part.layers, part.size // here_heads
+        far_begin = part.begin // here_heads * far_heads
         run = np.arange(layers.start * runs, layers.stop * runs, dtype=np.int64)
-        here = here[:, None] + run * part.size + (span.low - span.first) * head
-        there = there[:, None] + run * far_size + (span.low - span.far_first) * head
+        here = here[:, None] + run * part.run + part.begin + (span.low - span.first) * head
+        there = there[:, None] + run * far_run + far_begin + (span.low - span.far_first) * head
         size = (span.high - span.low) * head
     here, there = here.reshape(-1), there.reshape(-1)
     return here, there, np.full(len(here), size, dtype=np.int64)

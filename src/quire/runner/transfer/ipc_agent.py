@@ -1,4 +1,5 @@
-"""Reads of other engines' GPU memory within a host, by CUDA's handles for other processes.
+"""Reads of other engines' GPU memory within a host, by CUDA's handles for other processes; on a
+CPU, Linux copies the memory of the other process (`process_reads.py`).
 
 A peer's caches are mapped when they are first read, and unmapped when its process has ended: until
 then its GPU could not use them again. Whole blocks are copied by the engines for copies, which
@@ -11,7 +12,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -22,6 +22,7 @@ from torch import Tensor
 from quire.errors import ConfigError, QuireError
 from quire.runner.transfer.copier import copy_between
 from quire.runner.transfer.engine_memory import MemoryPieces
+from quire.runner.transfer.process_memory import Allocation, ProcessMemory, lives, start_of
 from quire.runner.transfer.remote_reads import ReadPart, RemoteReads
 
 _LARGE = 1 << 18
@@ -29,22 +30,6 @@ _LARGE = 1 << 18
 _ALIGN = 16
 _CHECK_SECONDS = 0.5
 """Between two looks whether peers live."""
-
-
-class Allocation(msgspec.Struct, frozen=True):
-    """Memory of another process: where it begins there, its bytes, and how to open it."""
-
-    begin: int
-    size: int
-    handle: bytes
-
-
-class ProcessMemory(msgspec.Struct, frozen=True):
-    """Allocations of a process. pid, started: by which it is known to live."""
-
-    pid: int
-    started: str
-    allocations: list[Allocation]
 
 
 class Opener(Protocol):
@@ -116,13 +101,13 @@ class IpcAgent(RemoteReads):
                 "segments of PYTORCH_ALLOC_CONF must be off. Use transport=tcp",
                 "transport",
             ) from None
-        own = ProcessMemory(os.getpid(), _start_of(os.getpid()), opened)
+        own = ProcessMemory(os.getpid(), start_of(os.getpid()), opened)
         self.metadata = msgspec.msgpack.encode(own)
         self._start_thread()
 
     def _meet(self, metadata: bytes) -> OpenedMemory:
         memory = _decoder.decode(metadata)
-        if not _lives(memory):
+        if not lives(memory):
             raise QuireError(
                 f"the peer's process {memory.pid} is not seen here; transport=ipc needs one host "
                 "and, with containers, common namespaces of processes and IPC"
@@ -151,7 +136,7 @@ class IpcAgent(RemoteReads):
         if now - self._looked > _CHECK_SECONDS:
             self._looked = now
             peers = self._peers.items()
-            self._broken |= {name for name, peer in peers if not _lives(peer.memory)}
+            self._broken |= {name for name, peer in peers if not lives(peer.memory)}
 
     def _shut(self) -> None:
         for peer in self._peers.values():
@@ -159,18 +144,17 @@ class IpcAgent(RemoteReads):
         self._peers.clear()
 
 
-def open_ipc_agent(tensors: Sequence[Tensor], device: torch.device) -> IpcAgent:
-    """Returns the agent of this rank's GPU.
+def open_ipc_agent(tensors: Sequence[Tensor], device: torch.device) -> RemoteReads:
+    """Returns the agent of this rank.
 
     Raises:
-        ConfigError: there is none, or its memory cannot be opened by others.
+        ConfigError: its memory cannot be opened by others.
     """
     if device.type != "cuda":
-        raise ConfigError(
-            "transport=ipc reads the memory of GPUs, and there is none here: use transport=tcp, "
-            "which shares memory between servers of one host",
-            "transport",
-        )
+        # Linux has calls that others lack.
+        from quire.runner.transfer.process_reads import ProcessAgent
+
+        return ProcessAgent(tensors, device)
     # A CPU has no driver.
     from quire.runner.transfer.cuda_ipc import CudaIpc
 
@@ -207,17 +191,3 @@ class CudaCopies:
                 self._driver.copy(target, source, size, stream)
             return
         copy_between(there, here, size, self._device)
-
-
-def _start_of(pid: int) -> str:
-    """Returns when a process began, in the kernel's words; "" where it has ended, or is not
-    seen."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return ""
-    return "" if state in "ZX" else rest[18]
-
-
-def _lives(memory: ProcessMemory) -> bool:
-    return bool(memory.started) and _start_of(memory.pid) == memory.started

@@ -13,43 +13,58 @@ _ALIGN = 16
 
 
 @dataclass(frozen=True, slots=True)
+class HeadCut:
+    """The split of a tensor of a layer's block among ranks. axis: the dimension of heads. What is
+    from there on are sections one after the other, of which each rank has its heads' share.
+    sections: their sizes, in any unit."""
+
+    axis: int = 1
+    sections: tuple[int, ...] = (1,)
+
+
+@dataclass(frozen=True, slots=True)
 class HeadRange:
     """The heads `first` to `end` - 1, of `heads` in all, that a rank holds.
 
-    axis: the dimension of heads in a layer's part of a block.
     owner: it is the first of the ranks that hold these heads. Only owners write them elsewhere.
+    cuts: by tensor; (): all are keys and values, [2, heads, ...].
     """
 
     first: int
     end: int
     heads: int
-    axis: int = 1
     owner: bool = True
+    cuts: tuple[HeadCut, ...] = ()
 
 
-def head_range(heads: int, rank: int, world: int) -> HeadRange:
+def head_range(heads: int, rank: int, world: int, cuts: tuple[HeadCut, ...] = ()) -> HeadRange:
     """Returns the KV heads of one rank: neighbouring ranks hold copies where heads are fewer.
 
     The split is that of the weights (`ShardSpec`), so one of the two numbers divides the other.
     """
     if heads >= world:
         each = heads // world
-        return HeadRange(rank * each, (rank + 1) * each, heads)
+        return HeadRange(rank * each, (rank + 1) * each, heads, cuts=cuts)
     first = rank * heads // world
-    return HeadRange(first, first + 1, heads, owner=rank * heads % world == 0)
+    return HeadRange(first, first + 1, heads, owner=rank * heads % world == 0, cuts=cuts)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor's share of a block.
+    """One tensor's share of a block, or a section of it.
 
-    data: uint8 [blocks, runs * size], a block's bytes on this rank: `runs` pieces of `size` bytes.
-    offset: where the share begins in a slot. There piece i begins at i * `whole` + `first`.
+    data: uint8 [blocks, runs * run], a block's bytes on this rank: `runs` runs of `run` bytes, of
+        which the part has `size` from `begin` on.
+    offset: where the tensor begins in a slot. There a run takes `whole` bytes, and the part's share
+        of it begins at `first`.
     layers: that it holds, one after the other.
     """
 
+    tensor: int
     data: Tensor
     runs: int
+    run: int
+    begin: int
     size: int
     offset: int
     whole: int
@@ -58,7 +73,8 @@ class Part:
 
     def on_device(self) -> Tensor:
         """Returns the share of each block, uint8 [blocks, runs, size]."""
-        return self.data.view(len(self.data), self.runs, self.size)
+        runs = self.data.view(len(self.data), self.runs, self.run)
+        return runs[:, :, self.begin : self.begin + self.size]
 
     def in_slots(self, slots: Tensor) -> Tensor:
         """Returns the share of each slot, a view of uint8 [slots, bytes]: [slots, runs, size]."""
@@ -70,7 +86,8 @@ class Part:
 
 class BlockLayout:
     """A group's block outside of the device: the same place in each of the group's tensors, one
-    after the other, each padded to 16 bytes. A slot has the heads of all ranks.
+    after the other, each padded to 16 bytes. A slot has the heads of all ranks, as a rank would
+    that is alone.
 
     tensors: [blocks, layers, ...]. heads: those of this rank; None: the tensors have all.
     """
@@ -80,19 +97,34 @@ class BlockLayout:
         self.heads = heads
         self.size = 0
         """Bytes of a slot."""
-        for tensor in tensors:
+        for index, tensor in enumerate(tensors):
             data = tensor.view(len(tensor), -1).view(torch.uint8)
-            runs, whole, first, size = 1, data.shape[1], 0, data.shape[1]
+            runs, share, first, cut = 1, 1, 0, HeadCut()
             if heads is not None:
-                runs = int(np.prod(tensor.shape[1 : 2 + heads.axis]))
-                size = data.shape[1] // runs
-                head = size // (heads.end - heads.first)
-                whole, first = heads.heads * head, heads.first * head
-            self.parts.append(Part(data, runs, size, self.size, whole, first, tensor.shape[1]))
+                cut = heads.cuts[index] if heads.cuts else cut
+                runs = int(np.prod(tensor.shape[1 : 2 + cut.axis]))
+                share, first = heads.end - heads.first, heads.first
+            all_heads = share if heads is None else heads.heads
+            run, begin = data.shape[1] // runs, 0
+            for section in cut.sections:
+                size = run * section // sum(cut.sections)
+                # Before it in a slot: the sections before, of all ranks, and other ranks' heads.
+                place = (begin * all_heads + size * first) // share
+                whole = run // share * all_heads
+                self.parts.append(
+                    Part(
+                        index, data, runs, run, begin, size, self.size, whole, place,
+                        tensor.shape[1],
+                    )
+                )  # fmt: skip
+                begin += size
             self.size += -(-runs * whole // _ALIGN) * _ALIGN
 
     @property
     def aligned(self) -> bool:
         """Whether each piece of each block begins and ends at a multiple of 16 bytes."""
-        numbers = [n for part in self.parts for n in (part.size, part.whole, part.first)]
-        return not any(number % _ALIGN for number in numbers)
+        return not any(
+            number % _ALIGN
+            for part in self.parts
+            for number in (part.size, part.whole, part.first, part.run, part.begin)
+        )

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from quire.arrays import Int32
-from quire.errors import ConfigError
 from quire.layers.attention import AttentionSpec
-from quire.models import ModelSpec
+from quire.layers.gated_delta import GatedDeltaSpec, StateLayout
+from quire.layers.layout import MixerLayout
+from quire.models.decoder import DecoderLayers
 from quire.parallel import ProcessGroup
 from quire.plan import Transfer
 from quire.runner.kv_cache import KVCache
 from quire.runner.mask_ring import pin, unpin
 from quire.runner.transfer.copier import Copier, HostCopier, PinnedCopier
-from quire.runner.transfer.layout import BlockLayout, HeadRange, head_range
+from quire.runner.transfer.layout import BlockLayout, HeadCut, HeadRange, head_range
 from quire.runner.transfer.moves import INTO, OUT, Moves, board_bytes, board_of
 from quire.runner.transfer.shared_memory import map_shared
 
@@ -119,19 +120,17 @@ class PeerPlace:
 
 
 def open_peer_place(
-    cache: KVCache, spec: ModelSpec, group: ProcessGroup, device: torch.device
+    cache: KVCache, models: Sequence[DecoderLayers], group: ProcessGroup, device: torch.device
 ) -> PeerPlace:
-    """Makes the memory, of one rank or of several, which all call this at once.
+    """Makes the memory, of one rank or of several, which all call this at once. models: see
+    `rank_heads`.
 
     Raises:
-        ConfigError: blocks cannot be cut into heads, or cannot be copied.
+        ConfigError: blocks cannot be copied.
     """
     layouts = [
-        BlockLayout(
-            cache.block_tensors(index),
-            rank_heads(cache, index, spec, group) if group.world > 1 else None,
-        )
-        for index in range(len(cache.groups))
+        BlockLayout(cache.block_tensors(index), heads if group.world > 1 else None)
+        for index, heads in enumerate(rank_heads(models, group))
     ]
     sizes = [layout.size for layout in layouts]
     size = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
@@ -144,25 +143,25 @@ def open_peer_place(
     return PeerPlace(pool, copier, owns)
 
 
-def rank_heads(
-    cache: KVCache, index: int, spec: ModelSpec, group: ProcessGroup
-) -> HeadRange | None:
-    """Returns the heads of a KV group that this rank holds; None: the blocks have none.
+def rank_heads(models: Sequence[DecoderLayers], group: ProcessGroup) -> list[HeadRange | None]:
+    """Returns the heads of each KV group that this rank holds; None where every rank has all: of
+    latents, and of a draft model.
 
-    Raises:
-        ConfigError: several ranks have parts of a state that is not cut into heads.
+    models: the model and those that draft, whose groups come in this order.
     """
-    layer = cache.groups[index].layers[0]
-    if layer >= len(spec.layers):
-        return None
-    if cache.groups[index].kind == "state":
-        if group.world == 1:
-            return None
-        raise ConfigError(
-            "role: recurrent states of several ranks do not travel; use tensor_parallel_size=1",
-            "role",
-        )
-    mixer = spec.layers[layer].mixer
-    if not isinstance(mixer, AttentionSpec):
-        return None  # latents, of which every rank has all
-    return head_range(mixer.kv_heads, group.rank, group.world)
+    return [
+        None if model.group is not group else _heads_of(layout, model, group)
+        for model in models
+        for layout in model.kv_layouts
+    ]
+
+
+def _heads_of(layout: MixerLayout, model: DecoderLayers, group: ProcessGroup) -> HeadRange | None:
+    layers = zip(model.layers, model.spec.layers, strict=True)
+    mixer = next(spec.mixer for block, spec in layers if block.attention.layout == layout)
+    if isinstance(layout, StateLayout) and isinstance(mixer, GatedDeltaSpec):
+        cuts = tuple(HeadCut(axis, sections) for axis, sections in layout.head_cuts)
+        return head_range(mixer.key_heads, group.rank, group.world, cuts)
+    if isinstance(mixer, AttentionSpec):
+        return head_range(mixer.kv_heads, group.rank, group.world)
+    return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import QuireError
-from quire.models import ModelSpec
+from quire.models.decoder import DecoderLayers
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.plan import Transfer
 from quire.runner.gpu_memory import staging_bytes
@@ -205,10 +205,11 @@ def tiers(
 def open_places(
     config: EngineConfig,
     cache: KVCache,
-    spec: ModelSpec,
+    models: Sequence[DecoderLayers],
     group: ProcessGroup,
 ) -> KVTransfer:
-    """Opens the places that the settings ask for; all ranks call it at once.
+    """Opens the places that the settings ask for; all ranks call it at once. models: the model and
+    those that draft, whose KV groups come in this order.
 
     Raises:
         ConfigError: the host's memory does not suffice, a folder cannot be used, or the model's KV
@@ -216,12 +217,12 @@ def open_places(
     """
     places = open_tiers(config, cache, group)
     if config.args.kv_peers is not None:
-        places["peer"] = _open_peers(config, cache, spec, group)
+        places["peer"] = _open_peers(config, cache, models, group)
     return KVTransfer(places)
 
 
 def _open_peers(
-    config: EngineConfig, cache: KVCache, spec: ModelSpec, group: ProcessGroup
+    config: EngineConfig, cache: KVCache, models: Sequence[DecoderLayers], group: ProcessGroup
 ) -> Place:
     # Few engines have peers, and fewer a library for them.
     device = torch.device(config.device)
@@ -230,15 +231,15 @@ def _open_peers(
             from quire.runner.transfer.direct_place import open_direct_place
             from quire.runner.transfer.nixl_agent import NixlAgent
 
-            return open_direct_place(cache, spec, group, device, NixlAgent)
+            return open_direct_place(cache, models, group, device, NixlAgent)
         case "ipc":
             from quire.runner.transfer.direct_place import open_direct_place
             from quire.runner.transfer.ipc_agent import open_ipc_agent
 
-            return open_direct_place(cache, spec, group, device, open_ipc_agent)
+            return open_direct_place(cache, models, group, device, open_ipc_agent)
     from quire.runner.transfer.peer import open_peer_place
 
-    return open_peer_place(cache, spec, group, device)
+    return open_peer_place(cache, models, group, device)
 
 
 def open_tiers(config: EngineConfig, cache: KVCache, group: ProcessGroup) -> dict[str, Place]:

@@ -39,7 +39,7 @@ COUNTED_PATHS = frozenset(
 )
 """Routes whose POST requests count against their key's limit."""
 
-_UNQUEUED_PATHS = frozenset(
+UNQUEUED_PATHS = frozenset(
     {
         "/tokenize",
         "/detokenize",
@@ -96,7 +96,7 @@ class AuthMiddleware:
             if self.state.draining:  # on a connection that was open before
                 raise stopping()
             context.take_request()
-            if path not in _UNQUEUED_PATHS:
+            if path not in UNQUEUED_PATHS:
                 self.state.check_room(context.tenant)
         else:
             context.read_limits()

@@ -24,6 +24,7 @@ from quire.server.middleware.request_context import (
 )
 from quire.server.middleware.response_headers import limit_headers
 from quire.server.state import ServerState, new_id
+from quire.server.usage_report import ASK_HEADER, with_usage
 
 access = logging.getLogger("quire.access")
 
@@ -67,7 +68,7 @@ class RequestContextMiddleware:
                     *_headers(context, is_anthropic(route_of(scope))),
                 ]
                 message = {**message, "headers": headers}
-            await send(message)
+            await send(with_usage(message, context) if context.reports_usage else message)
 
         try:
             await self.app(scope, receive, sending)
@@ -123,13 +124,15 @@ def _given_id(scope: Scope) -> str | None:
 
 
 def _read_routing(scope: Scope, context: RequestContext, *, peers: bool) -> None:
-    """Reads what a router says: who computes the prompt, and whether it wants its blocks. peers:
+    """Reads what a router says: who computes the prompt, and what it wants to be told. peers:
     others may compute prompts, and are told of the trace."""
     for name, value in scope["headers"]:
         if name == PREFILL_HEADER:
             context.prefill = value.decode("latin-1").removeprefix(LOCAL)
         elif name == REPORT_HEADER:
             context.reports = True
+        elif name == ASK_HEADER:
+            context.reports_usage = True
         elif name == b"traceparent" and peers and _TRACEPARENT.fullmatch(value):
             context.traceparent = value.decode()
 

@@ -46,6 +46,8 @@ class RequestContext:
         prefill: the peer that a router chose to compute the prompt, "" for none of them.
         traceparent: of the trace that the request belongs to, where a peer may compute the prompt.
         reports: a router wants to know the prompt's blocks. report: these, once they are known.
+        reports_usage: a router wants to know the tokens, see `usage_report`. streams: its answer is
+            a stream of events.
     """
 
     id: str
@@ -67,6 +69,8 @@ class RequestContext:
     traceparent: str = ""
     reports: bool = False
     report: bytes = b""
+    reports_usage: bool = False
+    streams: bool = False
     trace: RequestTrace | None = None
     on_end: Callable[[RequestContext], None] | None = None
     _taken: int = 0
@@ -90,9 +94,9 @@ class RequestContext:
         taken, self.levels = self.rate_limiter.take_request(self.key)
         if not taken:
             if self.levels.tokens is not None and self.levels.tokens.remaining < 1:
-                raise _exceeded("tokens", self.levels.tokens, 1)
+                raise limit_exceeded("tokens", self.levels.tokens, 1)
             if self.levels.requests is not None:
-                raise requests_exceeded(self.levels.requests)
+                raise limit_exceeded("requests", self.levels.requests, 1)
 
     def take_tokens(self, prompt: int, answer: int | None, completions: int = 1) -> None:
         """Takes the tokens that a prompt and its answer may need; unused ones are given back at the
@@ -109,7 +113,7 @@ class RequestContext:
         tokens = prompt + (answer or 0) * completions
         taken, self.levels = self.rate_limiter.take_tokens(self.key, tokens)
         if not taken and self.levels.tokens is not None:
-            raise _exceeded("tokens", self.levels.tokens, tokens)
+            raise limit_exceeded("tokens", self.levels.tokens, tokens)
         self._taken += tokens
 
     def read_limits(self) -> None:
@@ -174,15 +178,13 @@ def is_id(text: str) -> bool:
     return _GIVEN_ID.fullmatch(text) is not None
 
 
-def requests_exceeded(left: LimitStatus) -> ApiError:
-    return _exceeded("requests", left, 1)
-
-
 def timed_out() -> ApiError:
     return ApiError(504, "The request took longer than this server allows.", code="timeout")
 
 
-def _exceeded(what: str, left: LimitStatus, need: int) -> ApiError:
+def limit_exceeded(what: str, left: LimitStatus, need: int) -> ApiError:
+    """Returns the refusal of a request that needs more of a limit than is left. what: requests or
+    tokens."""
     if need > left.limit:
         return ApiError(
             429,
