@@ -62,6 +62,8 @@ def linear(
             return hopper.product(args)
     if len(x) <= BUCKETS[-1] and "skinny" not in policy.disabled:
         args = LinearArgs(x, weight, bias, norm, residual, act)
+        if (narrow := _hopper_narrow(traits(x.device))) and narrow.takes(args):
+            return narrow.product(args)
         out = small_linear(args, rms_norm=_normed)
         if out is not None:
             return out
@@ -87,6 +89,12 @@ def _hopper_gated(card: DeviceTraits) -> ModuleType | None:
 def _hopper_few_bits(card: DeviceTraits) -> ModuleType | None:
     """Returns the products of 4-bit weights on Hopper cards, if this is one."""
     return importlib.import_module("quire.ops.triton.hopper_gemm") if card.gluon else None
+
+
+@functools.cache
+def _hopper_narrow(card: DeviceTraits) -> ModuleType | None:
+    """Returns the products of few rows with 16-bit weights on Hopper cards, if this is one."""
+    return importlib.import_module("quire.ops.triton.hopper_narrow") if card.gluon else None
 
 
 def loads(weight: Weight) -> bool:

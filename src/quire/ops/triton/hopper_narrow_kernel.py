@@ -1,0 +1,268 @@
+"""The kernel of `hopper_narrow.py`: few rows of x times weights of 16 bits by TMA and wgmma, whose
+left operand the weights are.
+
+A tile is 64 weight rows by BN rows of x. One warp copies weights and inputs by TMA to a ring in
+shared memory, ahead of the warpgroup that multiplies.
+
+Programs share all tiles' inputs evenly: each has a run of chunks, which may begin and end within a
+tile. The sums of a tile's programs meet in a workspace, and the last to arrive adds them in order.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from quire.ops.triton.hopper_common import sums_layout
+
+ROWS = gl.constexpr(64)
+"""Weight rows of a tile."""
+INPUTS = gl.constexpr(64)
+"""Inputs of a chunk: 128 bytes, the width of the swizzle."""
+
+
+@gluon.jit
+def _begin(program, total, programs):
+    """Returns where a program's run begins."""
+    return program * total // programs
+
+
+@gluon.jit
+def _owner(position, total, programs):
+    """Returns the program whose run has a position."""
+    return ((position + 1) * programs - 1) // total
+
+
+@gluon.jit
+def _wait_for_predecessor():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _ask_weights(desc, bar, tiles, stage, position, chunks, m_tiles):
+    row = position // chunks // m_tiles * ROWS
+    k = position % chunks * INPUTS
+    tma.async_copy_global_to_shared(desc, [row, k], bar.index(stage), tiles.index(stage))
+
+
+@gluon.jit
+def _ask_inputs(desc, bar, tiles, stage, position, chunks, m_tiles, BN: gl.constexpr):
+    row = position // chunks % m_tiles * BN
+    k = position % chunks * INPUTS
+    tma.async_copy_global_to_shared(desc, [row, k], bar.index(stage), tiles.index(stage))
+
+
+@gluon.jit
+def _produce(
+    x_desc, w_desc, x_tiles, w_tiles, full, empty, M, m_tiles, chunks, total,
+    BN: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Copies what the program's chunks take, as soon as there is room."""
+    X_BYTES: gl.constexpr = BN * INPUTS * 2
+    BYTES: gl.constexpr = X_BYTES + ROWS * INPUTS * 2
+    programs = gl.num_programs(0)
+    begin = _begin(gl.program_id(0), total, programs)
+    end = _begin(gl.program_id(0) + 1, total, programs)
+    # Weights do not depend on the predecessor.
+    first = gl.minimum(end, begin + STAGES)
+    if PDL:
+        # Rows behind the last are zeros: this only brings the descriptor to the multiprocessor.
+        warm = full.index(STAGES)
+        mbarrier.expect(warm, X_BYTES)
+        tma.async_copy_global_to_shared(x_desc, [M, 0], warm, x_tiles.index(0))
+    for i in range(begin, first):
+        mbarrier.expect(full.index(i - begin), BYTES)
+        _ask_weights(w_desc, full, w_tiles, i - begin, i, chunks, m_tiles)
+    if PDL:
+        mbarrier.wait(full.index(STAGES), 0)
+        _wait_for_predecessor()
+    for i in range(begin, first):
+        _ask_inputs(x_desc, full, x_tiles, i - begin, i, chunks, m_tiles, BN)
+    for i in range(first, end):
+        stage = (i - begin) % STAGES
+        mbarrier.wait(empty.index(stage), ((i - begin) // STAGES + 1) & 1)
+        mbarrier.expect(full.index(stage), BYTES)
+        _ask_weights(w_desc, full, w_tiles, stage, i, chunks, m_tiles)
+        _ask_inputs(x_desc, full, x_tiles, stage, i, chunks, m_tiles, BN)
+
+
+@gluon.jit
+def _flat(sums, BN: gl.constexpr):
+    """Returns sums [ROWS, BN] as [ROWS * BN / 4, 4], in which a thread has whole rows: it stores
+    and loads 16 bytes at a time."""
+    x = gl.reshape(sums, [ROWS // 16, 2, 8, BN // 8, 4, 2])
+    return gl.reshape(gl.permute(x, (3, 0, 2, 4, 1, 5)), [ROWS * BN // 4, 4])
+
+
+@gluon.jit
+def _square(flat, BN: gl.constexpr):
+    """Undoes `_flat`."""
+    x = gl.permute(gl.reshape(flat, [BN // 8, ROWS // 16, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(gl.reshape(x, [ROWS, BN]), sums_layout(BN), assert_trivial=True)
+
+
+@gluon.jit
+def _at(ptr, program, behind, layout: gl.constexpr, SIZE: gl.constexpr):
+    """Returns where a program's sums of a tile go: of its first, or of that behind it."""
+    slot = 2 * program + behind
+    rows = gl.arange(0, SIZE // 4, layout=gl.SliceLayout(1, layout))
+    cols = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))
+    return ptr + slot.to(gl.int64) * SIZE + (rows[:, None] * 4 + cols[None, :])
+
+
+@gluon.jit
+def _meet(
+    sums, tile, chunks, total, parts_ptr, counters_ptr, BN: gl.constexpr
+):  # fmt: skip
+    """Returns the sums of all of a tile's programs, and whether this is the last one to come: the
+    others' are not whole."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    first = _owner(tile * chunks, total, programs)
+    count = _owner((tile + 1) * chunks - 1, total, programs) - first + 1
+    whole = count == 1
+    if count > 1:
+        SIZE: gl.constexpr = ROWS * BN
+        flat = _flat(sums, BN)
+        layout: gl.constexpr = flat.type.layout
+        behind = (_begin(program, total, programs) // chunks != tile).to(gl.int32)
+        gl.store(_at(parts_ptr, program, behind, layout, SIZE), flat)
+        gl.thread_barrier()  # all are written before the one atomic that says so
+        counter_ptr = counters_ptr + first
+        whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
+        if whole:
+            behind = (_begin(first, total, programs) // chunks != tile).to(gl.int32)
+            # Reads past L1, which does not see what other programs wrote. As many at a time as
+            # registers hold: a load takes longer than all sums.
+            flat = gl.load(_at(parts_ptr, first, behind, layout, SIZE), cache_modifier=".cg")
+            FOUR: gl.constexpr = BN <= 64
+            for other in range(first + 1, first + count, 4 if FOUR else 1):
+                at = _at(parts_ptr, other, 0, layout, SIZE)
+                STEP: gl.constexpr = 2 * SIZE
+                last = first + count
+                a = gl.load(at, cache_modifier=".cg")
+                if FOUR:
+                    b = gl.load(at + STEP, mask=other + 1 < last, other=0.0, cache_modifier=".cg")
+                    c = gl.load(
+                        at + 2 * STEP, mask=other + 2 < last, other=0.0, cache_modifier=".cg"
+                    )
+                    d = gl.load(
+                        at + 3 * STEP, mask=other + 3 < last, other=0.0, cache_modifier=".cg"
+                    )
+                    flat = flat + a + b + c + d
+                else:
+                    flat += a
+            gl.store(counter_ptr, 0)
+        sums = _square(flat, BN)
+    return sums, whole
+
+
+@gluon.jit
+def _residual(nt, mt, M, N, res_ptr, stride_rm, BN: gl.constexpr):
+    layout: gl.constexpr = sums_layout(BN)
+    cols = nt * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    ms = mt * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+    mask = (cols < N)[:, None] & (ms < M)[None, :]
+    return gl.load(res_ptr + (ms[None, :] * stride_rm + cols[:, None]), mask=mask, other=0.0)
+
+
+@gluon.jit
+def _finish(
+    y, added, nt, mt, M, N, bias_ptr, y_ptr, stride_ym, BN: gl.constexpr, BIAS: gl.constexpr
+):  # fmt: skip
+    """Ends a tile of sums and stores it: bias and residual."""
+    layout: gl.constexpr = sums_layout(BN)
+    cols = nt * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    if BIAS:
+        y = y + gl.load(bias_ptr + gl.minimum(cols, N - 1)).to(gl.float32)[:, None]
+    y = y + added.to(gl.float32)
+    ms = mt * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+    mask = (cols < N)[:, None] & (ms < M)[None, :]
+    # M is few: offsets fit 32 bits.
+    at = y_ptr + (ms[None, :] * stride_ym + cols[:, None])
+    gl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _consume(
+    x_tiles, w_tiles, full, empty, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr,
+    M, N, m_tiles, chunks, total, stride_rm, stride_ym,
+    BN: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Multiplies the program's chunks."""
+    begin = _begin(gl.program_id(0), total, gl.num_programs(0))
+    end = _begin(gl.program_id(0) + 1, total, gl.num_programs(0))
+    if PDL:
+        _wait_for_predecessor()
+    position = begin
+    while position < end:
+        tile = position // chunks
+        nt = tile // m_tiles
+        mt = tile % m_tiles
+        until = gl.minimum(end, (tile + 1) * chunks)
+        acc = gl.zeros([ROWS, BN], gl.float32, sums_layout(BN))
+        for i in range(position - begin, until - begin):
+            stage = i % STAGES
+            mbarrier.wait(full.index(stage), i // STAGES & 1)
+            w = w_tiles.index(stage)
+            x = x_tiles.index(stage).permute((1, 0))
+            acc = warpgroup_mma(w, x, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(
+                empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > position - begin
+            )
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((until - begin - 1) % STAGES), count=1)
+        # Asked for before the sums of others are.
+        added = _residual(nt, mt, M, N, res_ptr, stride_rm, BN)
+        sums, whole = _meet(acc, tile, chunks, total, parts_ptr, counters_ptr, BN)
+        if whole:
+            _finish(sums, added, nt, mt, M, N, bias_ptr, y_ptr, stride_ym, BN, BIAS)
+        position = until
+
+
+SIZES = ["M", "N", "m_tiles", "chunks", "total", "stride_rm", "stride_ym"]
+"""One compilation for all of them."""
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def narrow_kernel(
+    x_desc, w_desc, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr,
+    M, N, m_tiles, chunks, total, stride_rm, stride_ym,
+    BN: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Computes y [M, N] of x [M, K], w [N, K] and a residual. A tile is ROWS weight rows by BN rows
+    of x. total: chunks of all tiles. Each chunk in flight is a stage."""
+    dtype: gl.constexpr = x_desc.dtype
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    x_tiles = gl.allocate_shared_memory(dtype, [STAGES, BN, INPUTS], layout)
+    w_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, INPUTS], layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    mbarrier.init(full.index(STAGES), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    if PDL:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+    work = (
+        x_tiles, w_tiles, full, empty, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr,
+        M, N, m_tiles, chunks, total, stride_rm, stride_ym,
+    )  # fmt: skip
+    copies = (x_desc, w_desc, x_tiles, w_tiles, full, empty, M, m_tiles, chunks, total)
+    multiplying: gl.constexpr = (BN, STAGES, BIAS, PDL)
+    copying: gl.constexpr = (BN, STAGES, PDL)
+    # What the copying warp does not need of the registers goes to the others.
+    gl.warp_specialize([(_consume, work + multiplying), (_produce, copies + copying)], [1], [24])
