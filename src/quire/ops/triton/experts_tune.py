@@ -7,6 +7,7 @@ as replays of a CUDA graph that walks over several layers, so that weights come 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -142,12 +143,15 @@ class ExpertsTimer:
     def us(self, plan: ExpertsPlan, tokens: int) -> float:
         """Returns the µs that a layer takes; infinite for a plan that fails."""
         try:
-            stream = torch.cuda.Stream(self._device)
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            return graph_us(self.calls(plan, tokens), _US_GUESS, stream)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            return graph_us(self.calls(plan, tokens), _US_GUESS, self._stream)
         except Exception as error:  # whatever a compiler or driver makes of a bad tile
             logger.debug("%s for %d tokens: %s: %s", plan, tokens, type(error).__name__, error)
             return math.inf
+
+    @functools.cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)
 
     def _inputs_of(self, tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Returns x, ids and weights of random routes, for each layer."""
@@ -187,7 +191,8 @@ def _compile(wanted: Sequence[tuple[ExpertsTimer, ExpertsShape]]) -> None:
     with compiling(os.cpu_count() or 1):
         for timer, shape in wanted:
             for plan in all_plans(shape):
-                timer.calls(plan, shape.tokens)[0]()
+                with contextlib.suppress(Exception):  # it fails again when it is timed
+                    timer.calls(plan, shape.tokens)[0]()
 
 
 def tune(layers: Sequence[TunedLayer], most: int, known: Entries) -> tuple[Entries, set[str]]:
@@ -221,4 +226,6 @@ def tune(layers: Sequence[TunedLayer], most: int, known: Entries) -> tuple[Entri
         "experts: %d of %d ranges of tokens measured; compiled for %.1f s, measured for %.1f s",
         len(found), len(wanted), compiled - began, time.perf_counter() - compiled,
     )  # fmt: skip
+    # What was captured has gone with its graphs.
+    torch.cuda.empty_cache()
     return found, keys
