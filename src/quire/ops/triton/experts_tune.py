@@ -35,7 +35,8 @@ SECONDS = 8.0
 """The time after which ranges that are left keep their rules. Compiling is not counted."""
 _LAYERS = 8
 """Layers that a timing walks over."""
-_US_GUESS = 100.0
+_FEW = 8
+"""Tokens up to which a layer takes some 10 µs, and above which some 100."""
 
 # Other tiles of a product, beside those that rules choose for some range. Few: each compiles.
 _DIRECT_UPS = (MmaTile(1, 0, 2, 4, early=True), MmaTile(1, 0, 4, 1), MmaTile(1, 0, 4, 2))
@@ -144,7 +145,8 @@ class ExpertsTimer:
         """Returns the µs that a layer takes; infinite for a plan that fails."""
         try:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            return graph_us(self.calls(plan, tokens), _US_GUESS, self._stream)
+            guess = 10.0 if tokens <= _FEW else 100.0
+            return graph_us(self.calls(plan, tokens), guess, self._stream)
         except Exception as error:  # whatever a compiler or driver makes of a bad tile
             logger.debug("%s for %d tokens: %s: %s", plan, tokens, type(error).__name__, error)
             return math.inf
