@@ -18,6 +18,7 @@ from quire.ops.triton import gemm
 from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs, shape_of
 from quire.ops.triton.gemm_table import GemmTable, heuristic, key_of
 from quire.ops.triton.gemm_tune import Tuner
+from quire.ops.triton.graph_time import graph_us
 from quire.ops.triton.launch import options, traits
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
@@ -61,8 +62,8 @@ def iterations_for(tuner: Tuner, us: float) -> int:
     """Spin iterations that make the small kernel take `us` in a chain of its kind."""
     a = torch.ones(4096, dtype=torch.bfloat16, device=tuner.device)
     pdl = traits(tuner.device).pdl
-    low = tuner.time_graph([lambda: spin(a, a, 16, pdl)] * 100, 3.0)
-    high = tuner.time_graph([lambda: spin(a, a, 2016, pdl)] * 100, 3.0)
+    low = graph_us([lambda: spin(a, a, 16, pdl)] * 100, 3.0, tuner.stream)
+    high = graph_us([lambda: spin(a, a, 2016, pdl)] * 100, 3.0, tuner.stream)
     return max(1, round(16 + (us - low) * 2000 / (high - low)))
 
 
@@ -129,7 +130,7 @@ class Step:
         calls = self.calls(change, pdl, spins)
         self.h.normal_(0.0, 1.0)
         torch.cuda.synchronize()
-        return self.tuner.time_graph(calls, 5.0) * len(calls)
+        return graph_us(calls, 5.0, self.tuner.stream) * len(calls)
 
 
 VARIANTS: dict[str, tuple[Callable[[GemmPlan], GemmPlan], bool]] = {

@@ -35,6 +35,7 @@ from quire.ops.experts import (
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
 from quire.ops.triton.experts import experts_mlp, run_experts, shape_of
+from quire.ops.triton.experts_gate import add_gated
 from quire.ops.triton.experts_plan import ExpertsPlan, ExpertsShape, Tile, plan_for
 from quire.ops.triton.experts_route import RoutePlan, route, sort_by_expert
 from quire.ops.weight import Weight, WeightFormat
@@ -230,6 +231,24 @@ def test_the_gated_gelu() -> None:
     gate, up = x.chunk(2, 1)
     expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
     torch.testing.assert_close(twins.swiglu(x, GELU_TANH), expected)
+
+
+def test_weights_that_are_asked_for_before_their_units() -> None:
+    # All tiles of the inputs, some of them and none.
+    for down in (Tile(1, 16, 32, 1), Tile(1, 16, 64, 1), Tile(1, 32, 64, 1)):
+        check(replace(GEMV, up=Tile(1, 16, 64), down=down), None, torch.bfloat16, 2, width=96)
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (3, 1100)])
+def test_the_gate_of_the_shared_expert(tokens: int, hidden: int) -> None:
+    x, y, residual = (noise(tokens, hidden, seed=seed).bfloat16() for seed in range(3))
+    weight = (noise(1, hidden, seed=3) * hidden**-0.5).bfloat16()
+    for more in (None, residual):
+        wide = None if more is None else more.double()
+        expected = twins.add_gated(y.double(), x.double(), weight.double(), wide)
+        torch.testing.assert_close(
+            add_gated(y, x, weight, more).double(), expected, rtol=1e-2, atol=1e-2
+        )
 
 
 QUICK = ("uint4-g32-zeros", "float8_e4m3fn", "e2m1")

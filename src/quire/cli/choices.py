@@ -73,12 +73,35 @@ def _kernels(config: EngineConfig) -> dict[str, str]:
     major, minor = card.capability
     pdl = "on" if card.pdl else "off: " + ("disabled" if major >= 9 else "needs sm_90")
     bf16 = "tensor cores" if card.bf16 else "computed in fp32: tensor cores take it from sm_80 on"
-    return {
+    choices = {
         "kernels": f"Triton for sm_{major}{minor}, {card.num_sms} multiprocessors",
         "dependent launch": pdl,
         "bfloat16": bf16,
         "linear layers": _linear_layers(config),
     }
+    experts = _expert_tiles(config)
+    return choices if experts is None else {**choices, "experts": experts}
+
+
+def _expert_tiles(config: EngineConfig) -> str | None:
+    """Returns where the tiles of the model's experts come from; None: it has none."""
+    import torch
+
+    from quire.layers.dense_and_experts import DenseAndExpertsSpec
+    from quire.layers.experts import ExpertsSpec
+    from quire.models import load_config, spec_from_config
+    from quire.ops.triton.experts_table import cache_path, read
+
+    ffns = [layer.ffn for layer in spec_from_config(load_config(config.model_path)).layers]
+    if not any(isinstance(ffn, ExpertsSpec | DenseAndExpertsSpec) for ffn in ffns):
+        return None
+    if config.args.deterministic:
+        return "one tile for any number of tokens: deterministic"
+    if config.eager:
+        return "tiles by rules: others are measured only for CUDA graphs"
+    card = torch.cuda.get_device_name(torch.device(config.device))
+    known = len(read(card))
+    return f"tiles measured by a model's first start on {card}: {known} in {cache_path(card)}"
 
 
 def _shapes(

@@ -24,15 +24,19 @@ from quire.layers.linear import Linear, Output
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
 from quire.layers.residual import Residual
+from quire.ops.beside import beside
 from quire.ops.experts import SILU, ExpertCopies, Routed, Routing, Swiglu
 from quire.ops.reference import experts as twins
 from quire.ops.reference.smooth import sigmoid
 
 _route = ops.op(twins.route)
 _experts_mlp = ops.op(twins.experts_mlp)
+_add_gated = ops.op(twins.add_gated)
 
 _ROUTER_PARTS = 8
 """Parts of the inputs whose logits a kernel adds up, at most."""
+_BESIDE_TOKENS = 256
+"""Tokens up to which the shared expert runs beside the others: more fill a GPU by themselves."""
 _UNIT = 16
 """Hidden units that ranks do not cut, unless that leaves one without any."""
 
@@ -160,16 +164,17 @@ class Experts(nn.Module):
         """Returns x + experts(norm(x)), [T, hidden], or without x if that is to stay apart."""
         stream = x.total()
         onto = None if x.apart else stream
-        routed = self.router(stream, norm, batch.query_start[-1:])
+        routed: Routed = self.router(stream, norm, batch.query_start[-1:])
+        up, down, act = self.up.weights, self.down.weights, self.spec.act
+        alone, fixed = self.group.world == 1, ops.current_policy().deterministic
+        if self.shared is not None and alone and not fixed and len(stream) <= _BESIDE_TOKENS:
+            sum_of_shared = beside(self.shared, routed.x, onto)
+            return Residual(_experts_mlp(*routed, up, down, act, sum_of_shared))
         if self.shared is not None:
             onto = self.shared(routed.x, onto)
-        if ops.current_policy().deterministic:
+        if fixed:
             return Residual(self.fixed_sum(routed, onto))
-        alone = self.group.world == 1
-        out = _experts_mlp(
-            routed.x, routed.ids, routed.weights, self.up.weights, self.down.weights, self.spec.act,
-            onto if alone else None,
-        )  # fmt: skip
+        out = _experts_mlp(*routed, up, down, act, onto if alone else None)
         return Residual(out if alone else self.group.all_reduce(out, onto, self.name))
 
     def fixed_sum(self, routed: Routed, residual: Tensor | None) -> Tensor:
@@ -209,9 +214,7 @@ class SharedExpert(nn.Module):
         if self.gate is None and residual is not None:
             return self.down.add(inner, Residual(residual)).total()
         out: Tensor = self.down(inner)
-        if self.gate is not None:
-            out = out.mul_(self.gate(x))
-        return out if residual is None else out.add_(residual)
+        return out if self.gate is None else self.gate(out, x, residual)
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""
@@ -225,11 +228,13 @@ class SharedGate(nn.Module):
         super().__init__()
         self.weight = build.empty(1, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, 1]."""
-        if ops.current_policy().deterministic:
-            return sigmoid(ops.linear(x, ops.Weight.plain(self.weight)).float()).to(x.dtype)
-        return nn.functional.linear(x, self.weight).sigmoid()
+    def forward(self, y: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Returns y * gate(x), + residual if there is one, [T, hidden]; may overwrite y."""
+        if not ops.current_policy().deterministic:
+            return _add_gated(y, x, self.weight, residual)
+        gate = sigmoid(ops.linear(x, ops.Weight.plain(self.weight)).float())
+        y = y.mul_(gate.to(x.dtype))
+        return y if residual is None else y.add_(residual)
 
     def slices(self) -> Iterator[ParameterSlice]:
         yield ParameterSlice.of("weight", self.weight.data)

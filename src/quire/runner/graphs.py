@@ -160,7 +160,12 @@ class Graphs:
     def capture_steps(
         self, program: StepProgram, hooks: Sequence[Hook], progress: Progress | None = None
     ) -> int:
-        """Captures all bodies, heads and hooks' own programs. Returns the tokens of a full step."""
+        """Captures all bodies, heads and hooks' own programs, with the fastest tiles. Returns the
+        tokens of a full step."""
+        # Buckets are asked for without a GPU, too.
+        from quire.runner.expert_tiles import choose_tiles
+
+        choose_tiles(program.model, self._limits.tokens)
         if program.model.group.world > 1:
             from quire.runner.halves import choose_halves
 

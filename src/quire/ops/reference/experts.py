@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.arguments import RmsScale
+from quire.ops.beside import PendingTensor, joined
 from quire.ops.experts import ExpertCopies, ExpertWeights, Routed, Routing, Swiglu
 from quire.ops.reference.dense import linear, rms_norm
 
@@ -96,10 +97,10 @@ def experts_mlp(
     up: ExpertWeights,
     down: ExpertWeights,
     act: Swiglu,
-    residual: Tensor | None = None,
+    residual: Tensor | PendingTensor | None = None,
 ) -> Tensor:
     """Returns the sum of weights * down(act(up(x))) over each token's experts, in their order,
-    + residual, [T, hidden].
+    + residual, [T, hidden]. A pending one is waited for as late as can be.
 
     x, ids, weights: see `Routed`. up: gates [width], then ups. The ids are read on the host.
     """
@@ -117,4 +118,11 @@ def experts_mlp(
     total = torch.zeros(tokens, down.outputs, dtype=wide, device=x.device)
     for each, weight in zip(out.unbind(1), weights.unbind(1), strict=True):
         total += each.to(wide) * weight.unsqueeze(1)
-    return (total if residual is None else total + residual).to(x.dtype)
+    onto = joined(residual)
+    return (total if onto is None else total + onto).to(x.dtype)
+
+
+def add_gated(y: Tensor, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Returns y * sigmoid(x @ weight [1, hidden]ᵀ) + residual, [T, hidden]; may overwrite y."""
+    y.mul_(torch.nn.functional.linear(x, weight).sigmoid())
+    return y if residual is None else y.add_(residual)

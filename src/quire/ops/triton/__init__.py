@@ -8,6 +8,7 @@ from quire.ops.triton.attention import attention_schedule, paged_attention
 from quire.ops.triton.drafts import begin_drafts, keep_drafts
 from quire.ops.triton.embedding import embedding
 from quire.ops.triton.experts import expert_segments, experts_mlp
+from quire.ops.triton.experts_gate import add_gated
 from quire.ops.triton.experts_route import route
 from quire.ops.triton.gate import wait_for_flag
 from quire.ops.triton.gated_delta_net import (
@@ -39,6 +40,7 @@ __all__ = [
     "adapted_linear",
     "adapter_rows",
     "add_adapters",
+    "add_gated",
     "add_pairs",
     "adjust",
     "attention_schedule",

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.ops.beside import PendingTensor, joined
 from quire.ops.experts import ExpertWeights, Swiglu, expands
 from quire.ops.reference.segments import columns
 from quire.ops.triton.experts_kernels import (
@@ -34,13 +35,16 @@ from quire.ops.triton.experts_plan import (
     RingTile,
     Tile,
     bits_of,
-    plan_for,
 )
 from quire.ops.triton.experts_route import Sorted, sort_by_expert
+from quire.ops.triton.experts_table import chosen_plan
 from quire.ops.triton.launch import launch, options, traits
 from quire.ops.triton.quantized_tiles import Operands, dequantize
 from quire.ops.triton.round_inputs import round_inputs
 from quire.ops.weight import Weight
+
+_EARLY_BITS = 64 * 32
+"""Bits of a thread's registers that may hold weights before the units are there."""
 
 
 def experts_mlp(
@@ -50,10 +54,10 @@ def experts_mlp(
     up: ExpertWeights,
     down: ExpertWeights,
     act: Swiglu,
-    residual: Tensor | None = None,
+    residual: Tensor | PendingTensor | None = None,
 ) -> Tensor:
     """See `reference.experts.experts_mlp`. Nothing is read on the host."""
-    plan = plan_for(shape_of(x, ids, up, down))
+    plan = chosen_plan(shape_of(x, ids, up, down))
     return run_experts(plan, x, ids, weights, up, down, act, residual)
 
 
@@ -63,7 +67,7 @@ def shape_of(x: Tensor, ids: Tensor, up: ExpertWeights, down: ExpertWeights) -> 
         len(x), up.total, ids.shape[1], x.shape[1], down.weight.inputs, x.dtype,
         bits_of(up.weight.format), takes_mma(x, up, down),
         expands(up.weight.format, ids.numel(), up.total), up.weight.dtype.is_floating_point,
-        takes_ring(x, up, down), traits(x.device).shared_memory,
+        takes_ring(x, up, down), traits(x.device).shared_memory, up.weight.format.key,
     )  # fmt: skip
 
 
@@ -90,7 +94,7 @@ def takes_ring(x: Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
 
 def run_experts(
     plan: ExpertsPlan, x: Tensor, ids: Tensor, weights: Tensor, up: ExpertWeights,
-    down: ExpertWeights, act: Swiglu, residual: Tensor | None = None,
+    down: ExpertWeights, act: Swiglu, residual: Tensor | PendingTensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Runs a layer's experts by a plan, see `experts_mlp`.
 
@@ -111,9 +115,9 @@ def run_experts(
         _rows_of_each(plan.up, x, ids, weights, up, act, inner)
         inner = _rounded(inner, down.weight)
         if isinstance(plan.down, MmaTile):
-            mma_sum(plan.down, inner, ids, weights, down, residual, out)
+            mma_sum(plan.down, inner, ids, weights, down, joined(residual), out)
         elif isinstance(plan.down, Tile):
-            _down_gemv(plan.down, inner, ids, weights, down, residual, out)
+            _down_gemv(plan.down, inner, ids, weights, down, joined(residual), out)
         return out
     order = sort_by_expert(ids, up.experts, plan.up.bm)
     if plan.expand:
@@ -125,7 +129,7 @@ def run_experts(
     if plan.expand:
         down = _expanded(down, x.dtype)
     _rows(plan.down, inner, ids, order, weights, down, None, parts, 1)
-    _combine(parts, ids, residual, out)
+    _combine(parts, ids, joined(residual), out)
     return out
 
 
@@ -252,8 +256,16 @@ def _down_gemv(
         n, k, own.values.stride(0), own.scales.stride(0),
         0 if residual is None else residual.stride(0), out.stride(0),
         TOP_K=top_k, KP=triton.next_power_of_2(top_k), HAS_BIAS=down.bias is not None,
-        HAS_RES=residual is not None, PDL=pdl, **options(pdl, **_formats(own, k, tile)),
+        HAS_RES=residual is not None, EARLY=_early_tiles(tile, k, top_k, down.weight),
+        PDL=pdl, **options(pdl, **_formats(own, k, tile)),
     )  # fmt: skip
+
+
+def _early_tiles(tile: Tile, inputs: int, top_k: int, weight: Weight) -> int:
+    """Returns the tiles of the inputs for which threads have registers before they can be
+    multiplied."""
+    bits = tile.bn * tile.bk * top_k * bits_of(weight.format)
+    return min(triton.cdiv(inputs, tile.bk), _EARLY_BITS // (bits // (32 * tile.warps)))
 
 
 def _grouped(

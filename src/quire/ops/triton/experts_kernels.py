@@ -1,5 +1,8 @@
 """Products of tokens and their experts: a GEMV for few tokens, tiles of sorted tokens for many."""
 
+# Tuples that grow in a loop unrolled at compile time have no single type.
+# mypy: disable-error-code="assignment, var-annotated"
+
 from __future__ import annotations
 
 import triton
@@ -27,20 +30,20 @@ def swiglu(
 
 
 @triton.jit
-def _tile(
-    w_ptrs, s_ptrs, z_ptrs, k0, K, R: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr,
+def _loaded(
+    w_ptr, s_ptr, z_ptr, rows, k0, K, stride_wn, stride_sn, BK: tl.constexpr, EVEN_K: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Returns weights of inputs [k0, k0 + BK), fp32 [R, BK], without the scales of outputs; 4-bit
-    floats 1 / LIFT as large."""
-    w = load_tile(w_ptrs, k0, K, BK, BITS, EVEN_K)
+    """Returns stored weights of rows and inputs [k0, k0 + BK), and the scales and zeros of their
+    groups."""
+    w = load_tile(w_ptr + rows[:, None] * stride_wn, k0, K, BK, BITS, EVEN_K)
     s = 1.0
     z = 0.0
     if GROUP > 0:
-        s = load_groups(s_ptrs, k0, K, BK, GROUP, EVEN_K)
+        s = load_groups(s_ptr + rows[:, None] * stride_sn, k0, K, BK, GROUP, EVEN_K)
     if HAS_ZEROS:
-        z = load_groups(z_ptrs, k0, K, BK, GROUP, EVEN_K)
-    return widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS, E2M1)
+        z = load_groups(z_ptr + rows[:, None] * stride_sn, k0, K, BK, GROUP, EVEN_K)
+    return w, s, z
 
 
 @triton.jit
@@ -61,13 +64,15 @@ def up_gemv_kernel(
         return
     rows = expert.to(tl.int64) * 2 * N + tile_rows(pid, N, BN, True)
     ks = tl.arange(0, BK)
-    w_ptrs = w_ptr + rows[:, None] * stride_wn
-    s_ptrs = s_ptr + rows[:, None] * stride_sn
-    z_ptrs = z_ptr + rows[:, None] * stride_sn
     x_row = x_ptr + (a // TOP_K).to(tl.int64) * stride_xm
     acc = tl.zeros([R, BK], tl.float32)
     for k0 in range(0, K, BK):
-        w = _tile(w_ptrs, s_ptrs, z_ptrs, k0, K, R, BK, EVEN_K, BITS, GROUP, HAS_ZEROS, E2M1)
+        w, s, z = _loaded(
+            w_ptr, s_ptr, z_ptr, rows, k0, K, stride_wn, stride_sn, BK, EVEN_K, BITS, GROUP,
+            HAS_ZEROS,
+        )  # fmt: skip
+        # 4-bit floats are 1 / LIFT as large.
+        w = widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS, E2M1)
         x = load_k(x_row + k0 + ks, k0 + ks, K, EVEN_K).to(tl.float32)
         acc += w * x[None, :]
     y = tl.sum(acc, 1)
@@ -84,56 +89,87 @@ def up_gemv_kernel(
 
 
 @triton.jit
+def _part(
+    w, s, z, x_ptr, ids_ptr, weights_ptr, s_ptr, k, t, some, outputs, N, K, stride_sn, j,
+    TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_SCALES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr,
+):  # fmt: skip
+    """Returns the weighted products [BN, BK] of loaded weights and units k of a token's expert j.
+    What it reads again would take registers from weights."""
+    expert = tl.load(ids_ptr + j)
+    share = tl.load(weights_ptr + j)
+    mask = k < tl.where(expert >= 0, K, 0)
+    x = tl.load(x_ptr + (t * TOP_K + j) * K + k, mask=mask, other=0.0)
+    part = widen(w, s, z, BN, BK, BITS, GROUP, HAS_ZEROS, E2M1)
+    part *= (x.to(tl.float32) * share)[None, :]
+    if HAS_SCALES:
+        rows = tl.where(expert >= 0, expert, some).to(tl.int64) * N + outputs
+        part *= tl.load(s_ptr + rows * stride_sn).to(tl.float32)[:, None]
+    return part
+
+
+@triton.jit
 def down_gemv_kernel(
     x_ptr, ids_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, res_ptr, y_ptr, N, K, stride_wn,
     stride_sn, stride_rm, stride_ym,
     TOP_K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes y [T, N], the weighted sum over a token's experts of their outputs from units
-    x [T * k, K], + residual. Grid: tiles of outputs, tokens."""
-    if PDL:
-        wait_for_predecessor(False)
+    x [T * k, K], + residual. Grid: tiles of outputs, tokens. EARLY: tiles of K whose weights, of
+    all experts, are asked for while the units are computed. The router, which is older, says which.
+    """
     pid, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
     cols = pid * BN + tl.arange(0, BN)
     mask = cols < N
     outputs = tl.minimum(cols, N - 1)
     ks = tl.arange(0, BK)
     all_k = tl.arange(0, KP)
-    # Where a token has fewer experts, one that it has is read again, and counts for nothing.
-    some = tl.max(tl.load(ids_ptr + t * TOP_K + all_k, mask=all_k < TOP_K, other=-1), 0)
-    total = tl.zeros([BN], tl.float32)
-    if some >= 0:
-        acc = tl.zeros([BN, BK], tl.float32)
-        for k0 in range(0, K, BK):
-            for j in tl.static_range(TOP_K):
-                expert = tl.load(ids_ptr + t * TOP_K + j)
-                share = tl.load(weights_ptr + t * TOP_K + j)
-                own = expert >= 0
-                rows = tl.where(own, expert, some).to(tl.int64) * N + outputs
-                w = _tile(
-                    w_ptr + rows[:, None] * stride_wn, s_ptr + rows[:, None] * stride_sn,
-                    z_ptr + rows[:, None] * stride_sn, k0, K, BN, BK, EVEN_K, BITS, GROUP,
-                    HAS_ZEROS, E2M1,
-                )  # fmt: skip
-                k = k0 + ks
-                mask_k = k < tl.where(own, K, 0)
-                x = tl.load(x_ptr + (t * TOP_K + j) * K + k, mask=mask_k, other=0.0)
-                part = w * (x.to(tl.float32) * share)[None, :]
-                if HAS_SCALES:
-                    part *= tl.load(s_ptr + rows * stride_sn).to(tl.float32)[:, None]
-                acc += part
-        total = tl.sum(acc, 1)
-        if E2M1:
-            total *= LIFT
-        if HAS_BIAS:
-            for j in tl.static_range(TOP_K):
-                expert = tl.load(ids_ptr + t * TOP_K + j)
-                share = tl.load(weights_ptr + t * TOP_K + j)
-                rows = tl.maximum(expert, 0) * N + outputs
-                total += tl.load(bias_ptr + rows).to(tl.float32) * tl.where(expert >= 0, share, 0.0)
+    ids_ptr += t * TOP_K
+    weights_ptr += t * TOP_K
+    # Where a token has fewer experts, one that it has, or the first of all, is read again, and
+    # counts for nothing.
+    some = tl.maximum(tl.max(tl.load(ids_ptr + all_k, mask=all_k < TOP_K, other=-1), 0), 0)
+    held = ()
+    for index in tl.static_range(EARLY * TOP_K):
+        expert = tl.load(ids_ptr + index % TOP_K)
+        rows = tl.where(expert >= 0, expert, some).to(tl.int64) * N + outputs
+        held = held + (
+            _loaded(w_ptr, s_ptr, z_ptr, rows, index // TOP_K * BK, K, stride_wn, stride_sn, BK,
+                    EVEN_K, BITS, GROUP, HAS_ZEROS),
+        )  # fmt: skip
+    if PDL:
+        wait_for_predecessor(False)
+    acc = tl.zeros([BN, BK], tl.float32)
+    for index in tl.static_range(EARLY * TOP_K):
+        w, s, z = held[index]
+        acc += _part(
+            w, s, z, x_ptr, ids_ptr, weights_ptr, s_ptr, index // TOP_K * BK + ks, t, some, outputs,
+            N, K, stride_sn, index % TOP_K, TOP_K, BN, BK, HAS_SCALES, BITS, GROUP, HAS_ZEROS, E2M1,
+        )  # fmt: skip
+    for k0 in range(EARLY * BK, K, BK):
+        for j in tl.static_range(TOP_K):
+            expert = tl.load(ids_ptr + j)
+            rows = tl.where(expert >= 0, expert, some).to(tl.int64) * N + outputs
+            w, s, z = _loaded(
+                w_ptr, s_ptr, z_ptr, rows, k0, K, stride_wn, stride_sn, BK, EVEN_K, BITS, GROUP,
+                HAS_ZEROS,
+            )  # fmt: skip
+            acc += _part(
+                w, s, z, x_ptr, ids_ptr, weights_ptr, s_ptr, k0 + ks, t, some, outputs, N, K,
+                stride_sn, j, TOP_K, BN, BK, HAS_SCALES, BITS, GROUP, HAS_ZEROS, E2M1,
+            )  # fmt: skip
+    total = tl.sum(acc, 1)
+    if E2M1:
+        total *= LIFT
+    if HAS_BIAS:
+        for j in tl.static_range(TOP_K):
+            expert = tl.load(ids_ptr + j)
+            share = tl.load(weights_ptr + j)
+            rows = tl.maximum(expert, 0) * N + outputs
+            total += tl.load(bias_ptr + rows).to(tl.float32) * tl.where(expert >= 0, share, 0.0)
     if HAS_RES:
         total += tl.load(res_ptr + t * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + t * stride_ym + cols, total.to(y_ptr.dtype.element_ty), mask=mask)

@@ -76,7 +76,8 @@ class ExpertsShape(NamedTuple):
     """The shape that a choice depends on. experts: of all ranks. dtype: of x. bits: of a stored
     weight. mma: whether `experts_mma` takes the weights, on this card. expand: see `expands`.
     floats: weights are stored as floats. ring: whether `hopper_experts` takes the weights, or what
-    they become, on this card. shared: bytes of shared memory that a program may use."""
+    they become, on this card. shared: bytes of shared memory that a program may use. format: the
+    key of the weights' format, "" where only rules choose."""
 
     tokens: int
     experts: int
@@ -90,6 +91,7 @@ class ExpertsShape(NamedTuple):
     floats: bool = False
     ring: bool = False
     shared: int = 227 << 10
+    format: str = ""
 
     @property
     def mean(self) -> float:
@@ -118,7 +120,7 @@ batch."""
 
 @functools.lru_cache(maxsize=4096)
 def plan_for(shape: ExpertsShape) -> ExpertsPlan:
-    """Returns the plan of a shape."""
+    """Returns the plan of a shape by rules."""
     found = _mma_plan(shape) if shape.mma else None
     if found is not None:
         return found

@@ -12,8 +12,6 @@ import importlib.resources
 import itertools
 import json
 import math
-import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from quire.ops.triton.gemm_plan import (
     norms_late,
 )
 from quire.ops.triton.launch import DeviceTraits
+from quire.ops.triton.table_file import slug, table_path, write_whole
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows a table knows; one between two takes the plan of the larger."""
@@ -75,24 +74,15 @@ class GemmTable:
         return cls(str(data["card"]), str(data["triton"]), entries)
 
 
-def _slug(card: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
-
-
 def cache_path(card: str) -> Path:
     """Returns the path of this user's table for a card and this Triton."""
-    root = os.environ.get("QUIRE_CACHE_DIR")
-    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
-    return base.expanduser() / "gemm" / f"{_slug(card)}-triton{triton.__version__}.json"
+    return table_path("gemm", card)
 
 
 def store(table: GemmTable) -> Path:
     """Write a table to the user's cache directory, whole or not at all."""
     path = cache_path(table.card)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(table.dumps())
-    draft.replace(path)
+    write_whole(path, table.dumps())
     table_for.cache_clear()
     return path
 
@@ -101,7 +91,7 @@ def store(table: GemmTable) -> Path:
 def table_for(card: str) -> GemmTable:
     """The shipped table of a card, overlaid with the user's own; empty if there is neither."""
     table = GemmTable(card)
-    shipped = importlib.resources.files("quire.ops.triton") / "gemm_tables" / f"{_slug(card)}.json"
+    shipped = importlib.resources.files("quire.ops.triton") / "gemm_tables" / f"{slug(card)}.json"
     for source in (shipped, cache_path(card)):
         try:
             table.entries.update(GemmTable.loads(source.read_text()).entries)

@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,6 +35,7 @@ from quire.ops.triton.gemm_plan import (
     norms_late,
 )
 from quire.ops.triton.gemm_table import GemmTable, bucket, key_of
+from quire.ops.triton.graph_time import graph_us
 from quire.ops.triton.launch import compiling, traits
 from quire.ops.triton.quantized_tiles import dequantize
 from quire.ops.triton.skinny_gemm import Workspace
@@ -266,32 +267,6 @@ class Tuner:
                 for variant in (plan, *refinements(plan, shape, norms=True)):
                     yield self.launch(shape, variant)
 
-    def time_graph(self, calls: Sequence[Callable[[], object]], us_guess: float) -> float:
-        """µs per call of a graph of `calls`, replayed for about a millisecond, best of three."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream):
-            for call in calls:  # compile, load, let cuBLAS take its workspace before the capture
-                call()
-            self.stream.synchronize()
-            graph.capture_begin()
-            try:
-                for call in calls:
-                    call()
-            finally:
-                graph.capture_end()
-            graph.replay()
-            repeats = max(2, round(1000.0 / (us_guess * len(calls))))
-            best = math.inf
-            for _ in range(3):
-                start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-                start.record()
-                for _ in range(repeats):
-                    graph.replay()
-                end.record()
-                end.synchronize()
-                best = min(best, start.elapsed_time(end) * 1e3 / repeats)
-        return best / len(calls)
-
     def reference(self, shape: Shape) -> Tensor:
         """The layer with copy 0 of its weight, in float64."""
         args = self.layer(shape)
@@ -318,7 +293,7 @@ class Tuner:
             layers = [self.layer(shape, copy) for copy in range(self.copies(shape))]
             calls = [lambda args=args: self.call(args, plan, out) for args in layers]
             guess = shape.weight_bytes / 3.5e6 + 3.0
-            return Measured(plan, self.time_graph(calls, guess))
+            return Measured(plan, graph_us(calls, guess, self.stream))
         except Exception as error:  # whatever a compiler or driver makes of a bad tile
             return Measured(plan, math.inf, f"{type(error).__name__}: {str(error)[:120]}")
 

@@ -1,0 +1,51 @@
+"""Work beside other work: branches of a captured step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class PendingTensor:
+    """A tensor that a second stream computes. result: may be read behind `joined` alone. held: what
+    its kernels read, kept until then."""
+
+    def __init__(self, result: Tensor, done: torch.cuda.Event, held: Any) -> None:
+        self._result = result
+        self._done = done
+        self._held = held
+
+    def joined(self) -> Tensor:
+        """Returns the tensor; what is launched from now on runs behind it. Called once."""
+        torch.cuda.current_stream(self._result.device).wait_event(self._done)
+        self._held = None
+        return self._result
+
+
+@functools.cache
+def _side(index: int | None) -> torch.cuda.Stream:
+    # Its kernels are few and small: they go first where a multiprocessor comes free.
+    return torch.cuda.Stream(index, priority=-1)  # type: ignore[no-untyped-call]
+
+
+def beside(work: Callable[..., Tensor], *args: Any) -> Tensor | PendingTensor:
+    """Returns work(*args), the first of which is a tensor. While a GPU's step is captured, its
+    kernels form a branch: they run beside those that are launched between this call and `joined`.
+    Otherwise launches take longer than kernels, and it is all done at once."""
+    x = args[0]
+    if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return work(*args)
+    side = _side(x.device.index)
+    side.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(side):
+        result = work(*args)
+    return PendingTensor(result, side.record_event(), args)
+
+
+def joined(x: Tensor | PendingTensor | None) -> Tensor | None:
+    """Returns a tensor, of a branch where its work has ended."""
+    return x.joined() if isinstance(x, PendingTensor) else x

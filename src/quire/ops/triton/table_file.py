@@ -1,0 +1,35 @@
+"""Files of what was measured on a card, in the user's cache directory."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import triton
+
+
+def slug(card: str) -> str:
+    """Returns the name of a card as part of a file's name, e.g. "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+
+
+def table_path(kind: str, card: str, *more: str) -> Path:
+    """Returns the path of this user's table of a kind for a card, this Triton, and what else it
+    depends on."""
+    root = os.environ.get("QUIRE_CACHE_DIR")
+    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
+    name = "-".join([slug(card), f"triton{triton.__version__}", *more])
+    return base.expanduser() / kind / f"{name}.json"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all.
+
+    Raises:
+        OSError: its folder cannot be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(text)
+    draft.replace(path)

@@ -1,0 +1,38 @@
+"""Tiles of a model's experts, measured at the start of an engine on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from quire import ops
+from quire.layers.experts import Experts
+from quire.models import Decoder
+from quire.ops.triton import experts_table
+from quire.ops.triton.experts_tune import TunedLayer, known_or_measured
+from quire.parallel.torch_group import TorchGroup
+
+
+def choose_tiles(model: Decoder, most: int) -> None:
+    """Chooses tiles for the model's experts in steps of up to `most` tokens: those that the cache
+    directory knows, and measures the others, which takes seconds. The first rank decides for all.
+    Under a deterministic policy tiles are fixed, and nothing is done."""
+    layers = [tuned(module) for module in model.modules() if isinstance(module, Experts)]
+    if not layers or ops.current_policy().deterministic:
+        return
+    group = model.group
+    told: list[Any] = [None]
+    if group.rank == 0:
+        told = [experts_table.dumps(known_or_measured(layers, most))]
+    if isinstance(group, TorchGroup):
+        dist.broadcast_object_list(told, group=group.handle, device=model.device, group_src=0)
+    experts_table.use(experts_table.loads(told[0]))
+
+
+def tuned(layer: Experts) -> TunedLayer:
+    """Returns what is measured of a layer."""
+    return TunedLayer(
+        layer.up.weights, layer.down.weights, layer.spec.act, layer.spec.routing.top_k,
+        layer.router.local[0], layer.router.weight.dtype,
+    )  # fmt: skip
