@@ -9,6 +9,7 @@ kernel and without. Prints a table last.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -20,13 +21,13 @@ from torch import Tensor
 
 from quire.ops.arguments import RmsScale
 from quire.ops.triton import gemm
-from quire.ops.triton import linear as linear_module
 from quire.ops.triton.gemm_plan import LinearArgs
 from quire.ops.triton.hopper_narrow import product, takes
 from quire.ops.triton.norm import rms_norm
 from quire.ops.weight import Weight
 
 DEVICE = torch.device("cuda", 0)
+linear_module = importlib.import_module("quire.ops.triton.linear")
 DTYPE = torch.bfloat16
 ROWS = (32, 24, 17)
 Call = Callable[[], object]

@@ -22,7 +22,7 @@ _INPUTS = 64
 _STAGES = 9
 """Chunks in flight: as many as leave room for a second program on a multiprocessor."""
 _REGISTERS = 128
-"""Registers of a thread, for the same reason."""
+"""The most of a thread, for the same reason."""
 _MOST_PARTS = 5
 """Programs that share a tile at most: one has to add all their sums."""
 FEWEST, MOST = 17, 32
