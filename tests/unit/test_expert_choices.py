@@ -1,4 +1,4 @@
-"""Tests of what `quire info` says of experts' tiles."""
+"""Checks what `quire info` says of experts' tiles."""
 
 from __future__ import annotations
 

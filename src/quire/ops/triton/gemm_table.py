@@ -11,7 +11,6 @@ import functools
 import importlib.resources
 import itertools
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,12 +134,14 @@ def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
     chunks = shape.k // inputs
     # Programs that do not fit at once take turns: few warps of few registers leave room for more.
     wide = triton.cdiv(shape.n, outputs) > 4 * sms
-    most = 4 if wide or bits == 4 else 8
-    turns = triton.cdiv(chunks, most)
+    warps = 4 if wide or bits == 4 else 8
+    turns = triton.cdiv(chunks, warps)
     # A short row is under way as a whole.
     stages = turns if turns <= 8 and not (wide and bits == 8) else 2
-    ways = itertools.product((most, most // 2, 1), dict.fromkeys((stages, 2, 1)))
-    warps, stages = next(way for way in ways if chunks % math.prod(way) == 0)
+    if chunks % (warps * stages):
+        # A long turn in which chunks are missing costs less than many short ones.
+        warps = 16 if bits == 8 and chunks > 64 else warps
+        stages = min(8, max(1, chunks // warps))
     return GemmPlan(
         "mma", bm=8, bn=outputs, bk=inputs, warps=warps, stages=stages,
         norm="separate" if shape.norm else "none",
