@@ -34,7 +34,7 @@ def test_version_ping_and_load(server: Server) -> None:
         answer = httpx.request(method, f"{server.url}/ping")
         assert (answer.status_code, answer.content) == (200, b"")
     load = httpx.get(f"{server.url}/load").json()
-    assert set(load) == {"server_load", "running", "waiting", "kv_tokens"}
+    assert set(load) == {"server_load", "running", "waiting", "kv_tokens", "checkpoint"}
     assert load["server_load"] == load["running"] + load["waiting"]
 
 

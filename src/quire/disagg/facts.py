@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from quire.config import EngineConfig
-from quire.models import resolve_model_path
 from quire.plan import KVGroup
 from quire.version import __version__
 
@@ -103,6 +102,9 @@ def draft_digest(config: EngineConfig) -> str:
     method, format = given.get("method", "auto"), given.get("quantization")
     if name is None:
         return f"{method}"
+    # Imports torch, which the API process does without.
+    from quire.models import resolve_model_path
+
     return f"{method} {_digest(resolve_model_path(name, None), args.load_format, format)}"
 
 
