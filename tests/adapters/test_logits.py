@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("peft")
 
@@ -24,9 +23,8 @@ from quire.models import (
 )
 from quire.ops.rows import StepRows
 from quire.parallel import ProcessGroup, SingleGroup
-from quire.parallel.torch_group import TorchGroup
-from tests import fork_server
 from tests.adapters.peft_adapters import logits, make_adapter
+from tests.gloo_ranks import on_ranks
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.slow import slow
@@ -186,14 +184,6 @@ def ranked_logits(
     ]
 
 
-def _rank(rank: int, folders: list[tuple[Path, list[Path]]], rendezvous: str, out: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
-    out.put((rank, ranked_logits(folders, TorchGroup())))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def test_two_ranks(tmp_path: Path) -> None:
     """Fewer KV heads than ranks, biases, and stacked projections."""
     folders = []
@@ -202,19 +192,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         model = make(tmp_path / case / "model", case)
         models.append(model)
         folders.append((tmp_path / case / "model", adapters_of(model, tmp_path / case)))
-    context = fork_server.context()
-    out = context.Queue()
-    rendezvous = f"file://{tmp_path / 'rendezvous'}"
-    ranks = [
-        context.Process(target=_rank, args=(rank, folders, rendezvous, out), daemon=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    found = dict(out.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
+    found = on_ranks(ranked_logits, folders, tmp_path)
     assert found[0] == found[1]
     for (_, paths), model, texts in zip(folders, models, found[0], strict=True):
         for text, slot, got in zip(TEXTS, SLOTS, texts, strict=True):

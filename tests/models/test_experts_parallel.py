@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from quire.balance.balanced_experts import ENOUGH, BalancedExperts
 from quire.balance.placement import imbalance
@@ -24,9 +23,8 @@ from quire.models import (
     spec_from_config,
 )
 from quire.parallel import ProcessGroup, SingleGroup
-from quire.parallel.torch_group import TorchGroup
 from quire.runner import ModelRunner
-from tests import fork_server
+from tests.gloo_ranks import on_ranks
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.models.quantized_checkpoints import make_quantized
@@ -82,14 +80,6 @@ def rearrange_copies(model: Decoder) -> None:
         assert layer.stats.most_work > ENOUGH * layer.stats.mean_work
 
 
-def _rank(rank: int, world: int, folders: list[Path], rendezvous: str, out: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
-    out.put((rank, all_tokens(folders, TorchGroup())))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     folders = [tmp_path / case for case in CASES + QUANTIZED]
     for folder in folders:
@@ -99,19 +89,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
             make(folder, folder.name)
     expected = all_tokens(folders, SingleGroup())
 
-    context = fork_server.context()
-    out = context.Queue()
-    rendezvous = f"file://{tmp_path / 'rendezvous'}"
-    ranks = [
-        context.Process(target=_rank, args=(rank, 2, folders, rendezvous, out), daemon=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    found = dict(out.get(timeout=90) for _ in ranks)
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
+    found = on_ranks(all_tokens, folders, tmp_path)
     for name, tokens in expected.items():
         assert found[0][name] == found[1][name] == tokens, name
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from quire.models import (
@@ -20,8 +19,7 @@ from quire.models import (
 )
 from quire.ops import Policy, use_policy
 from quire.parallel import ProcessGroup, SingleGroup
-from quire.parallel.torch_group import TorchGroup
-from tests import fork_server
+from tests.gloo_ranks import on_ranks
 from tests.models.harness import Harness, Row
 
 _QWEN3: dict[str, Any] = {
@@ -121,13 +119,8 @@ def all_logits(root: Path, group: ProcessGroup) -> list[list[Tensor]]:
     return [logits_of(root / name, form, dtype, group) for name, form, dtype in CASES]
 
 
-def _rank(rank: int, world: int, root: Path, rendezvous: str, out: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
-    found = all_logits(root, TorchGroup())
-    out.put((rank, [[logits.numpy() for logits in case] for case in found]))
-    dist.barrier()
-    dist.destroy_process_group()
+def _arrays(root: Path, group: ProcessGroup) -> list[Any]:
+    return [[logits.numpy() for logits in case] for case in all_logits(root, group)]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -142,19 +135,7 @@ def test_ranks_have_the_bits_of_one(tmp_path: Path, world: int) -> None:
             assert together.isfinite().all()
             assert together.std() > 1e-3
 
-    context = fork_server.context()
-    out = context.Queue()
-    rendezvous = f"file://{tmp_path / 'rendezvous'}"
-    ranks = [
-        context.Process(target=_rank, args=(rank, world, tmp_path, rendezvous, out), daemon=True)
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    found = dict(out.get(timeout=60) for _ in ranks)
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
+    found = on_ranks(_arrays, tmp_path, tmp_path, world)
     for rank in range(world):
         for case, own, whole in zip(CASES, found[rank], expected, strict=True):
             for part, logits in zip(own, whole, strict=True):

@@ -15,9 +15,10 @@ from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models import build_model, load_config, load_weights, spec_from_config
 from quire.models.halves import first_half, split_batch
 from quire.ops import Policy, use_policy
+from quire.parallel import ProcessGroup
 from quire.parallel.halves import HalvesGroup
 from quire.parallel.torch_group import TorchGroup
-from tests import fork_server
+from tests.gloo_ranks import on_ranks
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.slow import some
@@ -54,10 +55,9 @@ def logits_of(folder: Path, group: TorchGroup, deterministic: bool) -> list[Tens
         return [logits for rows in steps for logits in harness.step(rows)]
 
 
-def _rank(rank: int, folders: list[Path], rendezvous: str, out: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
-    device, plain = torch.device("cpu"), TorchGroup()
+def _far(folders: list[Path], plain: ProcessGroup) -> tuple[list[Any], list[int]]:
+    """Returns how far the logits of halves are from those of whole steps, and the turns taken."""
+    device = torch.device("cpu")
     far, turns = [], []
     for index, folder in enumerate(folders):
         halves = CountingGroup(plain, 2, device)
@@ -69,29 +69,15 @@ def _rank(rank: int, folders: list[Path], rendezvous: str, out: Any) -> None:
             off = max(float((a - b).abs().max()) for a, b in pairs)
             far.append((folder.name, deterministic, off, float(whole[0].std())))
         turns.append(halves.turns)
-    out.put((rank, far, turns))
-    dist.barrier()
-    dist.destroy_process_group()
+    return far, turns
 
 
 def test_halves_give_the_logits_of_whole_steps(tmp_path: Path) -> None:
     folders = [tmp_path / case for case in some(CASES)]
     for folder in folders:
         make(folder, folder.name)
-    context = fork_server.context()
-    out = context.Queue()
-    rendezvous = f"file://{tmp_path / 'rendezvous'}"
-    ranks = [
-        context.Process(target=_rank, args=(rank, folders, rendezvous, out), daemon=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    found = [out.get(timeout=120) for _ in ranks]
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
-    for _, far, turns in found:
+    found = on_ranks(_far, folders, tmp_path)
+    for far, turns in found:
         # Three steps of layers, each of two parts, for two halves.
         assert all(count % (3 * 2 * 2) == 0 and count for count in turns)
         for case, deterministic, off, spread in far:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from quire.errors import ConfigError
 from quire.models import build_model, load_config, load_weights, spec_from_config
 from quire.models.kv_scales import head_scales
 from quire.parallel import ProcessGroup, SingleGroup
-from quire.parallel.torch_group import TorchGroup
 from quire.sharding import ShardSpec
-from tests import fork_server
+from tests.gloo_ranks import on_ranks
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.slow import some
@@ -54,34 +51,14 @@ def all_tokens(folders: list[Path], group: ProcessGroup) -> list[list[list[int]]
     return found
 
 
-def _rank(rank: int, world: int, folders: list[Path], rendezvous: str, out: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
-    out.put((rank, all_tokens(folders, TorchGroup())))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     folders = [tmp_path / case for case in (*CASES, *some(FURTHER))]
     for folder in folders:
         make(folder, folder.name)
     expected = all_tokens(folders, SingleGroup())
 
-    context = fork_server.context()
-    out = context.Queue()
-    rendezvous = f"file://{tmp_path / 'rendezvous'}"
-    ranks = [
-        context.Process(target=_rank, args=(rank, 2, folders, rendezvous, out), daemon=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    found = dict(out.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
-    assert found == {0: expected, 1: expected}
+    found = on_ranks(all_tokens, folders, tmp_path)
+    assert found == [expected, expected]
 
 
 class Ranked(SingleGroup):

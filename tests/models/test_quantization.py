@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,9 +29,8 @@ from quire.models import (
 from quire.ops import Weight, WeightFormat
 from quire.ops.reference.quantized import dequantize
 from quire.parallel import ProcessGroup, SingleGroup
-from quire.parallel.torch_group import TorchGroup
 from quire.quantization import Quantization, Scheme, StoredTensor, Unquantized, quantization_of
-from tests import fork_server
+from tests.gloo_ranks import on_ranks
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 
@@ -198,14 +196,6 @@ def tokens_of(folders: list[Path], group: ProcessGroup) -> list[list[list[int]]]
     return [Harness(model).generate(PROMPTS, 16, chunk=5) for model in models]
 
 
-def _rank(rank: int, folders: list[Path], rendezvous: str, out: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
-    out.put((rank, tokens_of(folders, TorchGroup())))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def test_two_ranks_round_as_one_does(tmp_path: Path) -> None:
     """Row-parallel layers take each output's scale from all inputs, not from a rank's share."""
     folders = [tmp_path / case for case in ("qwen3-tied-bias", "gpt2")]
@@ -221,20 +211,8 @@ def test_two_ranks_round_as_one_does(tmp_path: Path) -> None:
             own_q = own.layers[1].attention.qkv
             assert torch.equal(own_q.weight.scales[: own_q.sizes[0]], q.scales.chunk(2)[rank])
     expected = tokens_of(folders, SingleGroup())
-    context = fork_server.context()
-    out = context.Queue()
-    rendezvous = f"file://{tmp_path / 'rendezvous'}"
-    ranks = [
-        context.Process(target=_rank, args=(rank, folders, rendezvous, out), daemon=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    found = dict(out.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
-    assert found == {0: expected, 1: expected}
+    found = on_ranks(tokens_of, folders, tmp_path)
+    assert found == [expected, expected]
 
 
 def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:

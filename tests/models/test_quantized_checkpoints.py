@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,8 +26,7 @@ from quire.models import (
 )
 from quire.ops.reference.quantized import dequantize
 from quire.parallel import ProcessGroup
-from quire.parallel.torch_group import TorchGroup
-from tests import fork_server
+from tests.gloo_ranks import on_ranks
 from tests.models.harness import Harness
 from tests.models.quantized_checkpoints import CASES, make_quantized
 from tests.models.test_parallel import Ranked
@@ -128,31 +126,15 @@ def test_each_rank_holds_its_part_of_the_whole(case: str, world: int, tmp_path: 
             np.testing.assert_allclose(own.numpy(), expected, rtol=1e-6, atol=1e-9)
 
 
-def _rank(rank: int, folders: list[Path], rendezvous: str, out: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
-    out.put((rank, [logits(loaded(folder, TorchGroup())).tolist() for folder in folders]))
-    dist.barrier()
-    dist.destroy_process_group()
+def _logits_of_all(folders: list[Path], group: ProcessGroup) -> list[Any]:
+    return [logits(loaded(folder, group)).tolist() for folder in folders]
 
 
 def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
     folders = [tmp_path / case for case in CASES]
     for folder in folders:
         make_quantized(folder, folder.name)
-    context = fork_server.context()
-    out = context.Queue()
-    rendezvous = f"file://{tmp_path / 'rendezvous'}"
-    ranks = [
-        context.Process(target=_rank, args=(rank, folders, rendezvous, out), daemon=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    found = dict(out.get(timeout=240) for _ in ranks)
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
+    found = on_ranks(_logits_of_all, folders, tmp_path)
     assert found[0] == found[1]
     for folder, given in zip(folders, found[0], strict=True):
         expected = logits(loaded(folder))

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
@@ -21,9 +20,8 @@ from quire.models.prepack import prepack_layer
 from quire.models.stages import build_stage, stage_layers
 from quire.ops.reference.quantized import dequantize
 from quire.parallel import ProcessGroup, SingleGroup
-from quire.parallel.torch_group import TorchGroup
 from quire.quantization import quantization_of
-from tests import fork_server
+from tests.gloo_ranks import on_ranks
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.models.quantized_checkpoints import make_quantized
@@ -130,14 +128,6 @@ def _tokens(folders: list[Path], group: ProcessGroup) -> list[Any]:
     return [Harness(model).generate([PROMPT, [11]], 12, chunk=5) for model in models]
 
 
-def _rank(rank: int, folders: list[Path], rendezvous: str, out: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
-    out.put((rank, _tokens(folders, TorchGroup())))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def test_two_ranks_share_the_head(tmp_path: Path) -> None:
     folders = [tmp_path / case for case in ("qwen3", "gpt2")]
     for folder in folders:
@@ -153,20 +143,8 @@ def test_two_ranks_share_the_head(tmp_path: Path) -> None:
             assert torch.equal(own.scales[: mine.outputs], whole.scales[rank * rows :][:rows])
             assert not own.scales[mine.outputs :].any()
     expected = _tokens(folders, Share(0, 1))
-    context = fork_server.context()
-    out = context.Queue()
-    rendezvous = f"file://{tmp_path / 'rendezvous'}"
-    ranks = [
-        context.Process(target=_rank, args=(rank, folders, rendezvous, out), daemon=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    found = dict(out.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
-    assert found == {0: expected, 1: expected}
+    found = on_ranks(_tokens, folders, tmp_path)
+    assert found == [expected, expected]
 
 
 def test_what_is_no_format_of_a_head_is_refused(tmp_path: Path) -> None:
