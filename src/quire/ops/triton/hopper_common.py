@@ -11,11 +11,23 @@ def sums_layout(columns: int) -> gl.NVMMADistributedLayout:
 
 
 @gluon.jit
-def wait_and_release():
-    """Waits for the kernel before, then lets the next one start; see `launch.py`."""
+def wait_for_predecessor():
+    """Waits for the kernel before; see `launch.py`."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def release_successor():
+    """Lets the next kernel start."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def wait_and_release():
+    """Waits for the kernel before, then lets the next one start."""
+    wait_for_predecessor()
+    release_successor()

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.ops.triton.hopper_common import sums_layout
+from quire.ops.triton.hopper_common import release_successor, sums_layout, wait_for_predecessor
 
 ROWS = gl.constexpr(64)
 """Weight rows of a product of a warpgroup."""
@@ -130,13 +130,6 @@ def _ask_inputs(desc, bar, tiles, stage, position, chunks, m_tiles, BN: gl.const
 
 
 @gluon.jit
-def _wait_for_predecessor():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _produce(
     x_desc, w_desc, x_tiles, w_tiles, full, empty, m_tiles, chunks, total,
     CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GLU: gl.constexpr,
@@ -153,7 +146,7 @@ def _produce(
         mbarrier.expect(full.index(i - begin), BYTES)
         _ask_weights(w_desc, full, w_tiles, i - begin, i, chunks, m_tiles, CONSUMERS, GLU)
     if PDL:
-        _wait_for_predecessor()
+        wait_for_predecessor()
     for i in range(begin, first):
         _ask_inputs(x_desc, full, x_tiles, i - begin, i, chunks, m_tiles, BN)
     for i in range(first, end):
@@ -329,7 +322,7 @@ def _consume(
     begin = _begin(gl.program_id(0), total, gl.num_programs(0))
     end = _begin(gl.program_id(0) + 1, total, gl.num_programs(0))
     if PDL:
-        _wait_for_predecessor()
+        wait_for_predecessor()
     position = begin
     while position < end:
         tile = position // chunks
@@ -413,10 +406,7 @@ def multiply_chunks(
     fence_async_shared()
     gl.thread_barrier()
     if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-            pack=1,
-        )  # fmt: skip
+        release_successor()
     work = (
         x_tiles, w_shares, full, empty,
         (scale_ptr, zero_ptr, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr),

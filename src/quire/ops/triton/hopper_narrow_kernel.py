@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.ops.triton.hopper_common import sums_layout
+from quire.ops.triton.hopper_common import release_successor, sums_layout, wait_for_predecessor
 
 ROWS = gl.constexpr(64)
 """Weight rows of a tile."""
@@ -36,13 +36,6 @@ def _begin(program, total, programs):
 def _owner(position, total, programs):
     """Returns the program whose run has a position."""
     return ((position + 1) * programs - 1) // total
-
-
-@gluon.jit
-def _wait_for_predecessor():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -82,7 +75,7 @@ def _produce(
         _ask_weights(w_desc, full, w_tiles, i - begin, i, chunks, m_tiles)
     if PDL:
         mbarrier.wait(full.index(STAGES), 0)
-        _wait_for_predecessor()
+        wait_for_predecessor()
     for i in range(begin, first):
         _ask_inputs(x_desc, full, x_tiles, i - begin, i, chunks, m_tiles, BN)
     for i in range(first, end):
@@ -142,23 +135,15 @@ def _meet(
             # Reads past L1, which does not see what other programs wrote. As many at a time as
             # registers hold: a load takes longer than all sums.
             flat = gl.load(_at(parts_ptr, first, behind, layout, SIZE), cache_modifier=".cg")
-            FOUR: gl.constexpr = BN <= 64
-            for other in range(first + 1, first + count, 4 if FOUR else 1):
+            STEP: gl.constexpr = 2 * SIZE
+            last = first + count
+            for other in range(first + 1, last, 4):
                 at = _at(parts_ptr, other, 0, layout, SIZE)
-                STEP: gl.constexpr = 2 * SIZE
-                last = first + count
                 a = gl.load(at, cache_modifier=".cg")
-                if FOUR:
-                    b = gl.load(at + STEP, mask=other + 1 < last, other=0.0, cache_modifier=".cg")
-                    c = gl.load(
-                        at + 2 * STEP, mask=other + 2 < last, other=0.0, cache_modifier=".cg"
-                    )
-                    d = gl.load(
-                        at + 3 * STEP, mask=other + 3 < last, other=0.0, cache_modifier=".cg"
-                    )
-                    flat = flat + a + b + c + d
-                else:
-                    flat += a
+                b = gl.load(at + STEP, mask=other + 1 < last, other=0.0, cache_modifier=".cg")
+                c = gl.load(at + 2 * STEP, mask=other + 2 < last, other=0.0, cache_modifier=".cg")
+                d = gl.load(at + 3 * STEP, mask=other + 3 < last, other=0.0, cache_modifier=".cg")
+                flat = flat + a + b + c + d
             gl.store(counter_ptr, 0)
         sums = _square(flat, BN)
     return sums, whole
@@ -200,7 +185,7 @@ def _consume(
     begin = _begin(gl.program_id(0), total, gl.num_programs(0))
     end = _begin(gl.program_id(0) + 1, total, gl.num_programs(0))
     if PDL:
-        _wait_for_predecessor()
+        wait_for_predecessor()
     position = begin
     while position < end:
         tile = position // chunks
@@ -253,10 +238,7 @@ def narrow_kernel(
     fence_async_shared()
     gl.thread_barrier()
     if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-            pack=1,
-        )  # fmt: skip
+        release_successor()
     work = (
         x_tiles, w_tiles, full, empty, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr,
         M, N, m_tiles, chunks, total, stride_rm, stride_ym,
