@@ -190,7 +190,7 @@ class EngineArgs:
         self._check_tiers()
         for name in self.disable:
             _one_of("disable", name, OPTIMIZATIONS)
-        for part in ("int8" if self.quantization is None else self.quantization).split(","):
+        for part in () if self.quantization is None else self.quantization.split(","):
             _one_of("quantization", part, QUANTIZATIONS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
 

@@ -75,7 +75,7 @@ def test_candidates_are_few_and_serve_the_shape(shape: ExpertsShape) -> None:
 
 def test_each_product_gets_its_fastest_tile() -> None:
     shape = next(shape for shape in SHAPES if shape.tokens == 1 and shape.format == "uint4-g128")
-    up, down = experts_tune.other_ups(plan_for(shape))[-1].up, MmaTile(1, 0, 8, 2)
+    up, down = experts_tune.other_tiles(plan_for(shape), "up")[-1].up, MmaTile(1, 0, 8, 2)
     asked = []
 
     def us(plan: ExpertsPlan) -> float:

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,16 +38,24 @@ _LAYERS = 8
 _FEW = 8
 """Tokens up to which a layer takes some 10 µs, and above which some 100."""
 
-# Other tiles of a product, beside those that rules choose for some range. Few: each compiles.
-_DIRECT_UPS = (MmaTile(1, 0, 2, 4, early=True), MmaTile(1, 0, 4, 1), MmaTile(1, 0, 4, 2))
-_SUMS = (MmaTile(1, 0, 8, 3), MmaTile(1, 0, 8, 2), MmaTile(1, 0, 16, 3))
 _SORTED = (
     MmaTile(2, 1, 1, 1, early=True),
     MmaTile(1, 1, 2, 1, early=True),
     MmaTile(2, 1, 2, 1, early=True),
 )
-_GEMV_UPS = (Tile(1, 4, 512, 4, 3), Tile(1, 8, 512, 4, 3), Tile(1, 16, 256, 4, 3))
-_GEMV_DOWNS = (Tile(1, 4, 256, 4), Tile(1, 4, 512, 4), Tile(1, 4, 1024, 4))
+_OTHERS: dict[tuple[str, str, type], tuple[Tile | MmaTile, ...]] = {
+    ("gemv", "up", MmaTile): (
+        MmaTile(1, 0, 2, 4, early=True),
+        MmaTile(1, 0, 4, 1),
+        MmaTile(1, 0, 4, 2),
+    ),
+    ("gemv", "down", MmaTile): (MmaTile(1, 0, 8, 3), MmaTile(1, 0, 8, 2), MmaTile(1, 0, 16, 3)),
+    ("gemv", "up", Tile): (Tile(1, 4, 512, 4, 3), Tile(1, 8, 512, 4, 3), Tile(1, 16, 256, 4, 3)),
+    ("gemv", "down", Tile): (Tile(1, 4, 256, 4), Tile(1, 4, 512, 4), Tile(1, 4, 1024, 4)),
+    ("grouped", "up", MmaTile): _SORTED,
+    ("grouped", "down", MmaTile): _SORTED,
+}
+"""Tiles by kernel and product, beside those that rules choose for a range. Few: each compiles."""
 
 
 class TunedLayer(NamedTuple):
@@ -70,32 +78,22 @@ def whole_plans(shape: ExpertsShape) -> list[ExpertsPlan]:
     return list(dict.fromkeys(plan for plan in plans if plan.expand == shape.expand))
 
 
-def other_ups(plan: ExpertsPlan) -> list[ExpertsPlan]:
-    """Returns a plan with other tiles of its first product."""
-    tiles: Sequence[Tile | MmaTile] = ()
-    if isinstance(plan.up, MmaTile):
-        tiles = _DIRECT_UPS if plan.kernel == "gemv" else _SORTED
-    elif plan.kernel == "gemv":
-        tiles = _GEMV_UPS
-    return [replace(plan, up=tile) for tile in tiles if tile != plan.up]
-
-
-def other_downs(plan: ExpertsPlan) -> list[ExpertsPlan]:
-    """Returns a plan with other tiles of its second product."""
-    tiles: Sequence[Tile | MmaTile] = ()
-    if isinstance(plan.down, MmaTile):
-        tiles = _SUMS if plan.kernel == "gemv" else _SORTED
-    elif plan.kernel == "gemv":
-        tiles = _GEMV_DOWNS
-    return [replace(plan, down=tile) for tile in tiles if tile != plan.down]
+def other_tiles(plan: ExpertsPlan, product: Literal["up", "down"]) -> list[ExpertsPlan]:
+    """Returns a plan with other tiles of one of its products."""
+    own = getattr(plan, product)
+    tiles = _OTHERS.get((plan.kernel, product, type(own)), ())
+    others = [tile for tile in tiles if tile != own]
+    if product == "up":
+        return [replace(plan, up=tile) for tile in others]
+    return [replace(plan, down=tile) for tile in others]
 
 
 def all_plans(shape: ExpertsShape) -> Iterator[ExpertsPlan]:
     """Yields every plan that `best_plan` may time, up to the tile of the other product."""
     for plan in whole_plans(shape):
         yield plan
-        yield from other_ups(plan)
-        yield from other_downs(plan)
+        yield from other_tiles(plan, "up")
+        yield from other_tiles(plan, "down")
 
 
 def best_plan(shape: ExpertsShape, us_of: Callable[[ExpertsPlan], float]) -> ExpertsPlan:
@@ -112,8 +110,8 @@ def best_plan(shape: ExpertsShape, us_of: Callable[[ExpertsPlan], float]) -> Exp
 
     first, *beside = whole_plans(shape)
     best = faster(first, beside)
-    best = faster(best, other_ups(best))
-    return faster(best, other_downs(best))
+    best = faster(best, other_tiles(best, "up"))
+    return faster(best, other_tiles(best, "down"))
 
 
 class ExpertsTimer:

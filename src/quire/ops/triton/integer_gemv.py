@@ -25,7 +25,13 @@ from quire.ops.triton.activation import activate
 from quire.ops.triton.gemm_common import gdc_launch_dependents, wait_for_predecessor
 from quire.ops.triton.gemm_plan import CHUNK_WORDS, GemmPlan, Launch, LinearArgs
 from quire.ops.triton.launch import options
-from quire.ops.triton.mma_gemv import keep_order, load_words
+from quire.ops.triton.mma_gemv import (
+    keep_order,
+    load_residual,
+    load_words,
+    store_outputs,
+    times,
+)
 from quire.ops.triton.quantized_tiles import Operands
 
 CHUNK: tl.constexpr = tl.constexpr(CHUNK_WORDS)
@@ -76,13 +82,6 @@ def _larger(a, b):
         "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True,
         pack=1,
     )  # fmt: skip
-
-
-@triton.jit
-def _products(a, b):
-    return tl.inline_asm_elementwise(
-        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
 
 
 @triton.jit
@@ -242,8 +241,8 @@ def _keep_inputs(
                 squares += _low(four[each]) * _low(four[each])
                 squares += _high(four[each]) * _high(four[each])
             four = (
-                _products(four[0], gains[0]), _products(four[1], gains[1]),
-                _products(four[2], gains[2]), _products(four[3], gains[3]),
+                times(four[0], gains[0]), times(four[1], gains[1]),
+                times(four[2], gains[2]), times(four[3], gains[3]),
             )  # fmt: skip
         pairs = pairs + (four[0], four[1], four[2], four[3])
     largest = _larger(pairs[0], pairs[1])
@@ -352,14 +351,8 @@ def _add_chunk(
 
 
 @triton.jit
-def _of_warps(shared, thread, x, WARPS: tl.constexpr):
-    """Puts x of each thread into shared memory; `_sum_of_warps` adds them up."""
-    _keep_float(shared + thread * 4, x)
-
-
-@triton.jit
 def _sum_of_warps(shared, thread, WARPS: tl.constexpr):
-    """Returns sums over warps, to all of them."""
+    """Returns sums over warps of what their threads keep there, to all of them."""
     total = _kept_float(shared + thread % 32 * 4)
     for warp in tl.static_range(1, WARPS):
         total += _kept_float(shared + warp * 128 + thread % 32 * 4)
@@ -373,21 +366,6 @@ def _sum_of_lanes(x):
         bits = x.to(tl.int32, bitcast=True)
         x += _other(bits, 1 << step).to(tl.float32, bitcast=True)
     return x
-
-
-@triton.jit
-def _residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr):
-    value = 0.0
-    if HAS_RES:
-        mask = (m < M) & (cols < N)
-        value = tl.load(res_ptr + m * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
-    return value
-
-
-@triton.jit
-def _store(y, y_ptr, stride_ym, m, cols, M, N):
-    mask = (m < M) & (cols < N)
-    tl.store(y_ptr + m * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -473,7 +451,7 @@ def integer_gemv_kernel(
             )  # fmt: skip
     if NORM:
         squares = _sum_of_lanes(squares)
-        _of_warps(sums_at + WARPS * 512, thread, squares, WARPS)
+        _keep_float(sums_at + WARPS * 512 + thread * 4, squares)
     keep_order(thread)
     digits = shared + begin * ROWS * 256 + tl.minimum(eighth, 2 * ROWS - 1) * 64 + quarter * 16
     about = notes + (begin * ROWS + tl.minimum(quarter, ROWS - 1)) * 8
@@ -487,8 +465,8 @@ def integer_gemv_kernel(
         if HAS_BIAS:
             b0 = tl.load(bias_ptr + low1).to(tl.float32)
             b1 = tl.load(bias_ptr + high1).to(tl.float32)
-        r0 = _residual(res_ptr, stride_rm, m, cols, mine, N, HAS_RES)
-        r1 = _residual(res_ptr, stride_rm, m, cols + 8, mine, N, HAS_RES and not GLU)
+        r0 = load_residual(res_ptr, stride_rm, m, cols, mine, N, HAS_RES)
+        r1 = load_residual(res_ptr, stride_rm, m, cols + 8, mine, N, HAS_RES and not GLU)
         follow = tile + programs
         low, high = _rows(follow, eighth, N, GLU)
         more = (follow < TILES).to(tl.int32)
@@ -526,8 +504,8 @@ def integer_gemv_kernel(
         inverse = 1.0
         if WARPS > 1 or NORM:
             at0 = sums_at + parity * WARPS * 256
-            _of_warps(at0, thread, y0, WARPS)
-            _of_warps(at0 + WARPS * 128, thread, y1, WARPS)
+            _keep_float(at0 + thread * 4, y0)
+            _keep_float(at0 + WARPS * 128 + thread * 4, y1)
             tl.debug_barrier()
             y0 = _sum_of_warps(at0, thread, WARPS)
             y1 = _sum_of_warps(at0 + WARPS * 128, thread, WARPS)
@@ -538,13 +516,13 @@ def integer_gemv_kernel(
         y0 = y0 * inverse + b0
         y1 = y1 * inverse + b1
         if APART:
-            _store(y0, y_ptr, stride_ym, m, cols, mine, N)
-            _store(y1, y_ptr + N, stride_ym, m, cols, mine, N)
+            store_outputs(y0, y_ptr, stride_ym, m, cols, mine, N)
+            store_outputs(y1, y_ptr + N, stride_ym, m, cols, mine, N)
         elif GLU:
-            _store(activate(y0, ACT) * y1 + r0, y_ptr, stride_ym, m, cols, mine, N)
+            store_outputs(activate(y0, ACT) * y1 + r0, y_ptr, stride_ym, m, cols, mine, N)
         else:
-            _store(activate(y0, ACT) + r0, y_ptr, stride_ym, m, cols, mine, N)
-            _store(activate(y1, ACT) + r1, y_ptr, stride_ym, m, cols + 8, mine, N)
+            store_outputs(activate(y0, ACT) + r0, y_ptr, stride_ym, m, cols, mine, N)
+            store_outputs(activate(y1, ACT) + r1, y_ptr, stride_ym, m, cols + 8, mine, N)
         tile = follow
 
 

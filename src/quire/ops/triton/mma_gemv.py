@@ -115,7 +115,7 @@ def load_inputs(pointers):
 
 
 @triton.jit
-def _times(pairs, weights):
+def times(pairs, weights):
     """Returns products of pairs of bf16 numbers."""
     return tl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, weights], dtype=tl.int32, is_pure=True,
@@ -160,10 +160,10 @@ def _inputs(x_ptrs, g_ptrs, at, NORM: tl.constexpr):
     p0, p1, p2, p3 = load_inputs(x_ptrs + at)
     if NORM:
         g0, g1, g2, g3 = load_inputs(g_ptrs + at)
-        p0 = _times(p0, g0)
-        p1 = _times(p1, g1)
-        p2 = _times(p2, g2)
-        p3 = _times(p3, g3)
+        p0 = times(p0, g0)
+        p1 = times(p1, g1)
+        p2 = times(p2, g2)
+        p3 = times(p3, g3)
     return p0, p1, p2, p3
 
 
@@ -252,7 +252,8 @@ def _add_chunk(
 
 
 @triton.jit
-def _residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr):
+def load_residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr):
+    """Returns each thread's element of a residual in fp32, 0 where it has none."""
     value = 0.0
     if HAS_RES:
         mask = (m < M) & (cols < N)
@@ -261,7 +262,8 @@ def _residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr):
 
 
 @triton.jit
-def _store(y, y_ptr, stride_ym, m, cols, M, N):
+def store_outputs(y, y_ptr, stride_ym, m, cols, M, N):
+    """Stores each thread's output, where it has one."""
     mask = (m < M) & (cols < N)
     tl.store(y_ptr + m * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -321,10 +323,10 @@ def mma_gemv_kernel(
         b1 = tl.load(bias_ptr + high1).to(tl.float32)
     if PDL:
         wait_for_predecessor(EAGER)
-    r0 = _residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES)
-    r1 = _residual(res_ptr, stride_rm, m + 1, cols, M, N, HAS_RES)
-    r2 = _residual(res_ptr, stride_rm, m, cols + 8, M, N, HAS_RES and not GLU)
-    r3 = _residual(res_ptr, stride_rm, m + 1, cols + 8, M, N, HAS_RES and not GLU)
+    r0 = load_residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES)
+    r1 = load_residual(res_ptr, stride_rm, m + 1, cols, M, N, HAS_RES)
+    r2 = load_residual(res_ptr, stride_rm, m, cols + 8, M, N, HAS_RES and not GLU)
+    r3 = load_residual(res_ptr, stride_rm, m + 1, cols + 8, M, N, HAS_RES and not GLU)
     inverse = 1.0
     if NORM:
         inverse = _inverse_rms(x16_ptr, K, eps, 32 * WARPS)
@@ -367,18 +369,18 @@ def mma_gemv_kernel(
     y2 = y2 * s1 + b1
     y3 = y3 * s1 + b1
     if APART:
-        _store(y0, y_ptr, stride_ym, m, cols, M, N)
-        _store(y1, y_ptr, stride_ym, m + 1, cols, M, N)
-        _store(y2, y_ptr + N, stride_ym, m, cols, M, N)
-        _store(y3, y_ptr + N, stride_ym, m + 1, cols, M, N)
+        store_outputs(y0, y_ptr, stride_ym, m, cols, M, N)
+        store_outputs(y1, y_ptr, stride_ym, m + 1, cols, M, N)
+        store_outputs(y2, y_ptr + N, stride_ym, m, cols, M, N)
+        store_outputs(y3, y_ptr + N, stride_ym, m + 1, cols, M, N)
     elif GLU:
-        _store(activate(y0, ACT) * y2 + r0, y_ptr, stride_ym, m, cols, M, N)
-        _store(activate(y1, ACT) * y3 + r1, y_ptr, stride_ym, m + 1, cols, M, N)
+        store_outputs(activate(y0, ACT) * y2 + r0, y_ptr, stride_ym, m, cols, M, N)
+        store_outputs(activate(y1, ACT) * y3 + r1, y_ptr, stride_ym, m + 1, cols, M, N)
     else:
-        _store(activate(y0, ACT) + r0, y_ptr, stride_ym, m, cols, M, N)
-        _store(activate(y1, ACT) + r1, y_ptr, stride_ym, m + 1, cols, M, N)
-        _store(activate(y2, ACT) + r2, y_ptr, stride_ym, m, cols + 8, M, N)
-        _store(activate(y3, ACT) + r3, y_ptr, stride_ym, m + 1, cols + 8, M, N)
+        store_outputs(activate(y0, ACT) + r0, y_ptr, stride_ym, m, cols, M, N)
+        store_outputs(activate(y1, ACT) + r1, y_ptr, stride_ym, m + 1, cols, M, N)
+        store_outputs(activate(y2, ACT) + r2, y_ptr, stride_ym, m, cols + 8, M, N)
+        store_outputs(activate(y3, ACT) + r3, y_ptr, stride_ym, m + 1, cols + 8, M, N)
 
 
 def mma_gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Launch:
