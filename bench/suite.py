@@ -2,6 +2,7 @@
 
     python bench/suite.py --seconds 540                   # three models on a GPU, random weights
     python bench/suite.py --only qwen3-8b --part grid     # a part of it
+    python bench/suite.py bench/configs/llama-2-7b --part users --users 4 64
     python bench/suite.py --small --device cpu            # the embedded model, in a moment
     python bench/suite.py --report bench/results/h200_suite.jsonl     # CSV, Markdown, PNG anew
 
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,7 @@ def start_part(
         sys.executable, __file__, *([folder] if folder else ()), "--worker", part,
         "--device", options.device, "--seconds", str(seconds), "--records", str(records),
         *(["--small"] if options.small else ()),
+        *(["--users", *map(str, options.users)] if options.users else ()),
     ]  # fmt: skip
     # A group of its own, so that its server ends with it.
     process = subprocess.Popen(command, start_new_session=True)
@@ -345,6 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=540.0, help="for all parts together")
     parser.add_argument("--only", metavar="MODEL", help="models whose folder has this in its name")
     parser.add_argument("--part", choices=PARTS, action="append", help="default: both")
+    parser.add_argument("--users", type=int, nargs="+", help="at once, one number after the other")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="a folder")
     parser.add_argument("--small", action="store_true", help="few points, of the embedded model")
     parser.add_argument("--report", type=Path, metavar="FILE", help="only show these records")
@@ -352,6 +355,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--records", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     sizes = SMALL if options.small else Sizes()
+    if options.users:
+        sizes = replace(sizes, users=tuple(options.users))
     if options.report is not None:
         report(options.report)
         return 0

@@ -103,7 +103,7 @@ def calls_of_ours(batch: Batch) -> list[Callable[[], Tensor]]:
     # A step makes the schedule once for all its layers.
     made = batch.schedule(tuning) if DEVICE == "cuda" else {}
     layers = range(len(batch.caches))
-    return [functools.partial(batch.run, layer, tuning, **made) for layer in layers]
+    return [functools.partial(batch.run, layer, tuning, scratch=made) for layer in layers]
 
 
 def difference(got: Tensor, want: Tensor) -> float:
