@@ -25,6 +25,7 @@ from quire.ops.triton.gemm_plan import (
     counts,
     multiplies,
     norms_late,
+    stored_bits,
 )
 from quire.ops.triton.launch import DeviceTraits
 from quire.ops.triton.table_file import slug, table_path, write_whole
@@ -129,7 +130,7 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
 
 
 def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
-    bits = shape.format.bits if shape.format and shape.format.bits else 8
+    bits = stored_bits(shape.format)
     inputs, outputs = chunk_inputs(bits), 8 if shape.gated else 16
     chunks = shape.k // inputs
     # Programs that do not fit at once take turns: few warps of few registers leave room for more.
@@ -190,7 +191,8 @@ def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
         plan = _integer_plan(shape, traits.num_sms)
         if plan is not None:
             return plan
-    if multiplies(shape) and traits.capability >= (8, 0):
+    plain = shape.format is None
+    if multiplies(shape) and traits.capability >= (8, 0) and (shape.m > 1 or not plain):
         return _mma_plan(shape, traits.num_sms)
     slow = shape.dtype == (torch.float32 if traits.bf16 else torch.bfloat16)
     # A GEMV of long rows has no registers for three of x.

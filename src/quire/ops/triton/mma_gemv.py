@@ -1,4 +1,5 @@
-"""One to eight rows times a weight of 8 or 4 bits: tensor cores multiply what registers unpack.
+"""One to eight rows times a weight of 8 or 4 bits, two to eight times one of 16: tensor cores
+multiply what registers unpack.
 
 A product of so few rows is a read of the weight. But to widen 37 values of 4 bits a clock to fp32,
 and to multiply each by each row, takes more instructions than a multiprocessor issues. So pairs of
@@ -9,7 +10,8 @@ which a sum runs over inputs is free, so nothing is shuffled, and only the sums 
 go through shared memory.
 
 A program's warps share K in turns of 64 bytes of a row. What a warp reads first is asked for before
-the predecessor has ended. A group's scale is applied to the group's sum, which is fp32.
+the predecessor has ended. A group's scale is applied to the group's sum, which is fp32. For a norm
+before weights of 16 bits, each row's squares are summed from the same inputs on the way.
 """
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
@@ -30,6 +32,7 @@ from quire.ops.triton.gemm_plan import (
     Launch,
     LinearArgs,
     chunk_inputs,
+    stored_bits,
 )
 from quire.ops.triton.launch import options
 from quire.ops.triton.mma_unpack import (
@@ -42,6 +45,7 @@ from quire.ops.triton.mma_unpack import (
 )
 from quire.ops.triton.quantized_tiles import Operands
 
+_PAIRS = "{$4, $5, $6, $7}, {$8, $9}"
 _SUMS = ", {{${0}, ${1}, ${2}, ${3}}};"
 CHUNK: tl.constexpr = tl.constexpr(CHUNK_WORDS)
 
@@ -79,6 +83,10 @@ def _eight_bits(dtype: torch.dtype, unpack: str, count: int) -> str:
 INSTRUCTIONS = {
     **{(torch.uint8, dtype): _four_bits(dtype) for dtype in TYPES},
     **{key: _eight_bits(key[1], *own) for key, own in EIGHT_BITS.items()},
+    **{
+        (dtype, dtype): MULTIPLY.format(t=name) + _PAIRS + _SUMS.format(10, 11, 12, 13)
+        for dtype, name in TYPES.items()
+    },
 }
 """Instructions that unpack and multiply, by the dtypes of stored values and of x."""
 
@@ -152,6 +160,66 @@ def _multiply8(ASM: tl.constexpr, low, high, x0, x1, sums):
         [low, high, x0, x1, sums[0], sums[1], sums[2], sums[3]],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def _multiply16(ASM: tl.constexpr, low0, high0, low1, high1, x0, x1, sums):
+    """Returns sums plus the products of two pairs of each of two rows and of inputs."""
+    return tl.inline_asm_elementwise(
+        ASM, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        [low0, high0, low1, high1, x0, x1, sums[0], sums[1], sums[2], sums[3]],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_squares(squares, pair, FP16: tl.constexpr):
+    """Returns squares plus those of a pair of each thread."""
+    if FP16:
+        low = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        low = (pair << 16).to(tl.float32, bitcast=True)
+        high = (pair & -65536).to(tl.float32, bitcast=True)
+    return squares + low * low + high * high
+
+
+@triton.jit
+def _add_plain(
+    sums, squares, chunk, x_ptrs, g_ptrs, inside, ASM: tl.constexpr, FP16: tl.constexpr,
+    EVEN: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Returns sums plus the products of a chunk of 16 bits, and squares plus its inputs'."""
+    low, high, _, _ = chunk
+    p0, p1, p2, p3 = load_inputs(x_ptrs)
+    if not EVEN:
+        p0 = tl.where(inside, p0, 0)
+        p1 = tl.where(inside, p1, 0)
+        p2 = tl.where(inside, p2, 0)
+        p3 = tl.where(inside, p3, 0)
+    if NORM:
+        squares = _add_squares(squares, p0, FP16)
+        squares = _add_squares(squares, p1, FP16)
+        squares = _add_squares(squares, p2, FP16)
+        squares = _add_squares(squares, p3, FP16)
+        g0, g1, g2, g3 = load_inputs(g_ptrs)
+        p0 = times(p0, g0)
+        p1 = times(p1, g1)
+        p2 = times(p2, g2)
+        p3 = times(p3, g3)
+    sums = _multiply16(ASM, low[0], high[0], low[1], high[1], p0, p1, sums)
+    sums = _multiply16(ASM, low[2], high[2], low[3], high[3], p2, p3, sums)
+    return sums, squares
+
+
+@triton.jit
+def _inverse_of_rows(squares, m, K, eps, WARPS: tl.constexpr):
+    """Returns 1 / RMS of each lane's row m. squares: of each thread's inputs, of the row that is an
+    eighth of its warp."""
+    of_rows = tl.sum(tl.sum(tl.reshape(squares, [WARPS, 8, 4]), 0), 1)
+    mine = tl.arange(0, 8)[:, None] == m[None, :]
+    total = tl.sum(tl.where(mine, of_rows[:, None], 0.0), 0)
+    return tl.rsqrt(total / K + eps)
 
 
 @triton.jit
@@ -299,7 +367,7 @@ def mma_gemv_kernel(
     low_ptrs = w_ptr + low.to(tl.int64) * stride_wn + turn * CHUNK + quarter * 4
     high_ptrs = w_ptr + high.to(tl.int64) * stride_wn + turn * CHUNK + quarter * 4
     STEP: tl.constexpr = WARPS * COUNT * CHUNK
-    PAIRS: tl.constexpr = 4 if BITS == 4 else 2  # of inputs, in a word
+    PAIRS: tl.constexpr = 16 // BITS  # of inputs, in a word
     chunks = _load_chunks(
         low_ptrs, high_ptrs, w_scale_ptr + low * stride_sn, w_scale_ptr + high * stride_sn,
         w_zero_ptr + low * stride_sn, w_zero_ptr + high * stride_sn, 0, turn, W, WARPS, COUNT,
@@ -313,7 +381,7 @@ def mma_gemv_kernel(
     high1 = low1 + N if GLU else tl.minimum(cols + 8, N - 1)
     s0 = 1.0
     s1 = 1.0
-    if PER_GROUP == 0:
+    if PER_GROUP == 0 and BITS < 16:
         s0 = tl.load(w_scale_ptr + low1 * stride_sn).to(tl.float32)
         s1 = tl.load(w_scale_ptr + high1 * stride_sn).to(tl.float32)
     b0 = 0.0
@@ -328,13 +396,14 @@ def mma_gemv_kernel(
     r2 = load_residual(res_ptr, stride_rm, m, cols + 8, M, N, HAS_RES and not GLU)
     r3 = load_residual(res_ptr, stride_rm, m + 1, cols + 8, M, N, HAS_RES and not GLU)
     inverse = 1.0
-    if NORM:
+    if NORM and BITS < 16:
         inverse = _inverse_rms(x16_ptr, K, eps, 32 * WARPS)
     # Columns of the product that x has no rows for repeat its last row, and are not stored.
     own = (turn * CHUNK + quarter * 4) * PAIRS
     x_ptrs = x_ptr + tl.minimum(eighth, M - 1) * stride_xm + own
     none = tl.zeros([32 * WARPS], tl.float32)
     sums = (none, none, none, none)
+    squares = none
     for first in range(0, STEP if SINGLE else W, STEP):
         current = chunks
         if not SINGLE:
@@ -350,10 +419,16 @@ def mma_gemv_kernel(
             inside = at + turn * CHUNK < W
             if not EVEN:
                 at = tl.minimum(at, W - (turn + 1) * CHUNK)
-            sums = _add_chunk(
-                sums, current[index], x_ptrs + at * PAIRS, g_ptr + own + at * PAIRS, inside,
-                WARPS, BITS, ASM, FP16, PER_GROUP > 0, HAS_ZEROS, EVEN, NORM,
-            )  # fmt: skip
+            if BITS == 16:
+                sums, squares = _add_plain(
+                    sums, squares, current[index], x_ptrs + at, g_ptr + own + at, inside, ASM,
+                    FP16, EVEN, NORM,
+                )  # fmt: skip
+            else:
+                sums = _add_chunk(
+                    sums, current[index], x_ptrs + at * PAIRS, g_ptr + own + at * PAIRS, inside,
+                    WARPS, BITS, ASM, FP16, PER_GROUP > 0, HAS_ZEROS, EVEN, NORM,
+                )  # fmt: skip
     y0, y1, y2, y3 = sums
     if WARPS > 1:
         total = tl.join(tl.join(y0, y1), tl.join(y2, y3))
@@ -362,6 +437,13 @@ def mma_gemv_kernel(
         y0, y1 = tl.split(y02)
         y2, y3 = tl.split(y13)
     if NORM:
+        if BITS == 16:
+            even = _inverse_of_rows(squares, m, K, eps, WARPS)
+            odd = _inverse_of_rows(squares, m + 1, K, eps, WARPS)
+            y0 *= even
+            y1 *= odd
+            y2 *= even
+            y3 *= odd
         s0 *= inverse
         s1 *= inverse
     y0 = y0 * s0 + b0
@@ -388,8 +470,7 @@ def mma_gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Lau
     too."""
     x, own, res, norm, n = args.x, Operands(args.weight), args.residual, args.norm, args.n
     words, pairs = own.values.view(torch.int32), x.view(torch.int32)
-    count = words.shape[1]
-    bits = own.bits or 8
+    count, bits = words.shape[1], stored_bits(args.weight.format)
     step = plan.warps * plan.stages * CHUNK_WORDS
     operands = (
         pairs, x, pairs if norm is None else norm.weight.view(torch.int32), words, own.scales,
