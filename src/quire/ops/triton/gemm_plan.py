@@ -21,7 +21,9 @@ PLAIN = ("gelu", "gelu_tanh")
 CHUNK_WORDS = 16
 """Words of 32 bits of a weight row that a warp of `mma_gemv` takes at a time."""
 MMA_ROWS = 8
-"""The most rows of x that `mma_gemv` takes."""
+"""The most rows of x that `mma_gemv` takes with weights of few bits."""
+MMA_PLAIN_ROWS = 16
+"""The most with weights of 16 bits."""
 
 INTEGER_ROWS = 4
 """The most rows of x that `integer_gemv` takes."""
@@ -174,7 +176,8 @@ def chunk_inputs(bits: int) -> int:
 def multiplies(shape: Shape) -> bool:
     """Whether `mma_gemv` takes a shape, on cards that have its instruction."""
     form, inputs = shape.format, chunk_inputs(stored_bits(shape.format))
-    if shape.m > MMA_ROWS or not shape.aligned or shape.k % inputs:
+    most = MMA_PLAIN_ROWS if form is None else MMA_ROWS
+    if shape.m > most or not shape.aligned or shape.k % inputs:
         return False
     if shape.dtype not in (torch.bfloat16, torch.float16):
         return False

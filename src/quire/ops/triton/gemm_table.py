@@ -144,7 +144,7 @@ def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
         warps = 16 if bits == 8 and chunks > 64 else warps
         stages = min(8, max(1, chunks // warps))
     return GemmPlan(
-        "mma", bm=8, bn=outputs, bk=inputs, warps=warps, stages=stages,
+        "mma", bm=8 if shape.m <= 8 else 16, bn=outputs, bk=inputs, warps=warps, stages=stages,
         norm="separate" if shape.norm else "none",
     )  # fmt: skip
 

@@ -137,8 +137,8 @@ def _mma_candidates(shape: Shape) -> Iterator[GemmPlan]:
             continue
         if chunks % (warps * under_way) == 0:
             yield GemmPlan(
-                "mma", bm=8, bn=8 if shape.gated else 16, bk=inputs, warps=warps, stages=under_way,
-                norm="separate" if shape.norm else "none",
+                "mma", bm=8 if shape.m <= 8 else 16, bn=8 if shape.gated else 16, bk=inputs,
+                warps=warps, stages=under_way, norm="separate" if shape.norm else "none",
             )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""One to eight rows times a weight of 8 or 4 bits, two to eight times one of 16: tensor cores
+"""One to eight rows times a weight of 8 or 4 bits, or up to 16 times one of 16: tensor cores
 multiply what registers unpack.
 
 A product of so few rows is a read of the weight. But to widen 37 values of 4 bits a clock to fp32,
@@ -336,6 +336,50 @@ def store_outputs(y, y_ptr, stride_ym, m, cols, M, N):
     tl.store(y_ptr + m * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _load_residuals(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr, GLU: tl.constexpr):
+    """Returns each lane's elements of a residual, of rows m and m + 1 and two outputs."""
+    r0 = load_residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES)
+    r1 = load_residual(res_ptr, stride_rm, m + 1, cols, M, N, HAS_RES)
+    r2 = load_residual(res_ptr, stride_rm, m, cols + 8, M, N, HAS_RES and not GLU)
+    r3 = load_residual(res_ptr, stride_rm, m + 1, cols + 8, M, N, HAS_RES and not GLU)
+    return r0, r1, r2, r3
+
+
+@triton.jit
+def _finish_rows(
+    sums, even, odd, s0, s1, b0, b1, residuals, y_ptr, stride_ym, m, cols, M, N,
+    WARPS: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """Stores rows m and m + 1 of each lane: the warps' sums, times 1 / RMS of the row and scales of
+    the outputs, biases, activation and residual."""
+    y0, y1, y2, y3 = sums
+    if WARPS > 1:
+        total = tl.join(tl.join(y0, y1), tl.join(y2, y3))
+        total = tl.sum(tl.reshape(total, [WARPS, 32, 2, 2]), 0)
+        y02, y13 = tl.split(total)
+        y0, y1 = tl.split(y02)
+        y2, y3 = tl.split(y13)
+    y0 = y0 * (s0 * even) + b0
+    y1 = y1 * (s0 * odd) + b0
+    y2 = y2 * (s1 * even) + b1
+    y3 = y3 * (s1 * odd) + b1
+    r0, r1, r2, r3 = residuals
+    if APART:
+        store_outputs(y0, y_ptr, stride_ym, m, cols, M, N)
+        store_outputs(y1, y_ptr, stride_ym, m + 1, cols, M, N)
+        store_outputs(y2, y_ptr + N, stride_ym, m, cols, M, N)
+        store_outputs(y3, y_ptr + N, stride_ym, m + 1, cols, M, N)
+    elif GLU:
+        store_outputs(activate(y0, ACT) * y2 + r0, y_ptr, stride_ym, m, cols, M, N)
+        store_outputs(activate(y1, ACT) * y3 + r1, y_ptr, stride_ym, m + 1, cols, M, N)
+    else:
+        store_outputs(activate(y0, ACT) + r0, y_ptr, stride_ym, m, cols, M, N)
+        store_outputs(activate(y1, ACT) + r1, y_ptr, stride_ym, m + 1, cols, M, N)
+        store_outputs(activate(y2, ACT) + r2, y_ptr, stride_ym, m, cols + 8, M, N)
+        store_outputs(activate(y3, ACT) + r3, y_ptr, stride_ym, m + 1, cols + 8, M, N)
+
+
 @triton.jit(do_not_specialize=["M"])
 def mma_gemv_kernel(
     x_ptr, x16_ptr, g_ptr, w_ptr, w_scale_ptr, w_zero_ptr, bias_ptr, res_ptr, y_ptr, M, N, W, K,
@@ -344,12 +388,13 @@ def mma_gemv_kernel(
     BITS: tl.constexpr, ASM: tl.constexpr, FP16: tl.constexpr, PER_GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RES: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K] and w [N, W words] (gated: [2 N, W]), 16 weight rows a program.
 
     x_ptr: int32 pairs, stride_xm in them. COUNT: chunks that a warp has under way. SINGLE: these
     are all. EVEN: none is missing. PER_GROUP: chunks of a group; 0: each output has one scale.
+    BLOCKS: of 8 rows of x; with BITS below 16 there is one.
     """
     if PDL and EAGER:
         gdc_launch_dependents()
@@ -391,19 +436,25 @@ def mma_gemv_kernel(
         b1 = tl.load(bias_ptr + high1).to(tl.float32)
     if PDL:
         wait_for_predecessor(EAGER)
-    r0 = load_residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES)
-    r1 = load_residual(res_ptr, stride_rm, m + 1, cols, M, N, HAS_RES)
-    r2 = load_residual(res_ptr, stride_rm, m, cols + 8, M, N, HAS_RES and not GLU)
-    r3 = load_residual(res_ptr, stride_rm, m + 1, cols + 8, M, N, HAS_RES and not GLU)
+    residuals = ()
+    for block in tl.static_range(BLOCKS):
+        own_m = m + 8 * block
+        residuals = residuals + (_load_residuals(
+            res_ptr, stride_rm, own_m, cols, M, N, HAS_RES, GLU
+        ),)  # fmt: skip
     inverse = 1.0
     if NORM and BITS < 16:
         inverse = _inverse_rms(x16_ptr, K, eps, 32 * WARPS)
     # Columns of the product that x has no rows for repeat its last row, and are not stored.
     own = (turn * CHUNK + quarter * 4) * PAIRS
-    x_ptrs = x_ptr + tl.minimum(eighth, M - 1) * stride_xm + own
     none = tl.zeros([32 * WARPS], tl.float32)
-    sums = (none, none, none, none)
-    squares = none
+    x_ptrs = ()
+    sums = ()
+    squares = ()
+    for block in tl.static_range(BLOCKS):
+        x_ptrs = x_ptrs + (x_ptr + tl.minimum(eighth + 8 * block, M - 1) * stride_xm + own,)
+        sums = sums + ((none, none, none, none),)
+        squares = squares + (none,)
     for first in range(0, STEP if SINGLE else W, STEP):
         current = chunks
         if not SINGLE:
@@ -420,49 +471,34 @@ def mma_gemv_kernel(
             if not EVEN:
                 at = tl.minimum(at, W - (turn + 1) * CHUNK)
             if BITS == 16:
-                sums, squares = _add_plain(
-                    sums, squares, current[index], x_ptrs + at, g_ptr + own + at, inside, ASM,
-                    FP16, EVEN, NORM,
-                )  # fmt: skip
+                new_sums = ()
+                new_squares = ()
+                for block in tl.static_range(BLOCKS):
+                    new, square = _add_plain(
+                        sums[block], squares[block], current[index], x_ptrs[block] + at,
+                        g_ptr + own + at, inside, ASM, FP16, EVEN, NORM,
+                    )  # fmt: skip
+                    new_sums = new_sums + (new,)
+                    new_squares = new_squares + (square,)
+                sums = new_sums
+                squares = new_squares
             else:
-                sums = _add_chunk(
-                    sums, current[index], x_ptrs + at * PAIRS, g_ptr + own + at * PAIRS, inside,
-                    WARPS, BITS, ASM, FP16, PER_GROUP > 0, HAS_ZEROS, EVEN, NORM,
+                new = _add_chunk(
+                    sums[0], current[index], x_ptrs[0] + at * PAIRS, g_ptr + own + at * PAIRS,
+                    inside, WARPS, BITS, ASM, FP16, PER_GROUP > 0, HAS_ZEROS, EVEN, NORM,
                 )  # fmt: skip
-    y0, y1, y2, y3 = sums
-    if WARPS > 1:
-        total = tl.join(tl.join(y0, y1), tl.join(y2, y3))
-        total = tl.sum(tl.reshape(total, [WARPS, 32, 2, 2]), 0)
-        y02, y13 = tl.split(total)
-        y0, y1 = tl.split(y02)
-        y2, y3 = tl.split(y13)
-    if NORM:
-        if BITS == 16:
-            even = _inverse_of_rows(squares, m, K, eps, WARPS)
-            odd = _inverse_of_rows(squares, m + 1, K, eps, WARPS)
-            y0 *= even
-            y1 *= odd
-            y2 *= even
-            y3 *= odd
-        s0 *= inverse
-        s1 *= inverse
-    y0 = y0 * s0 + b0
-    y1 = y1 * s0 + b0
-    y2 = y2 * s1 + b1
-    y3 = y3 * s1 + b1
-    if APART:
-        store_outputs(y0, y_ptr, stride_ym, m, cols, M, N)
-        store_outputs(y1, y_ptr, stride_ym, m + 1, cols, M, N)
-        store_outputs(y2, y_ptr + N, stride_ym, m, cols, M, N)
-        store_outputs(y3, y_ptr + N, stride_ym, m + 1, cols, M, N)
-    elif GLU:
-        store_outputs(activate(y0, ACT) * y2 + r0, y_ptr, stride_ym, m, cols, M, N)
-        store_outputs(activate(y1, ACT) * y3 + r1, y_ptr, stride_ym, m + 1, cols, M, N)
-    else:
-        store_outputs(activate(y0, ACT) + r0, y_ptr, stride_ym, m, cols, M, N)
-        store_outputs(activate(y1, ACT) + r1, y_ptr, stride_ym, m + 1, cols, M, N)
-        store_outputs(activate(y2, ACT) + r2, y_ptr, stride_ym, m, cols + 8, M, N)
-        store_outputs(activate(y3, ACT) + r3, y_ptr, stride_ym, m + 1, cols + 8, M, N)
+                sums = (new,)
+    for block in tl.static_range(BLOCKS):
+        own_m = m + 8 * block
+        even = inverse
+        odd = inverse
+        if NORM and BITS == 16:
+            even = _inverse_of_rows(squares[block], m, K, eps, WARPS)
+            odd = _inverse_of_rows(squares[block], m + 1, K, eps, WARPS)
+        _finish_rows(
+            sums[block], even, odd, s0, s1, b0, b1, residuals[block], y_ptr, stride_ym, own_m,
+            cols, M, N, WARPS, GLU, ACT, APART,
+        )  # fmt: skip
 
 
 def mma_gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Launch:
@@ -484,7 +520,7 @@ def mma_gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Lau
         PER_GROUP=own.group // chunk_inputs(bits), HAS_ZEROS=own.has_zeros, GLU=args.gated,
         ACT=args.act_name, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
         APART=args.apart, PDL=pdl, EAGER=plan.eager, NORM=norm is not None,
-        num_warps=plan.warps, num_stages=1,
+        BLOCKS=max(1, plan.bm // 8), num_warps=plan.warps, num_stages=1,
     )  # fmt: skip
     rows = 8 if args.gated else 16
     return Launch(mma_gemv_kernel, (triton.cdiv(n, rows),), operands, named)
