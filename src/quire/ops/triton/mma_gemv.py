@@ -15,7 +15,7 @@ before weights of 16 bits, each row's squares are summed from the same inputs on
 """
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, misc"
 
 from __future__ import annotations
 
