@@ -18,6 +18,7 @@ import torch
 import triton
 
 from quire.ops.triton.gemm_plan import (
+    MMA_ROWS,
     TORCH,
     GemmPlan,
     Shape,
@@ -129,6 +130,23 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
     )  # fmt: skip
 
 
+_MMA_BYTES = 48 << 20
+"""Bytes of a weight of 16 bits up to which few rows go to `mma_gemv`, whose programs each read all
+of x: with more, or with longer rows, tiles that share x are faster."""
+
+
+def _plain_mma_plan(shape: Shape) -> GemmPlan:
+    inputs, outputs = chunk_inputs(16), 8 if shape.gated else 16
+    chunks = triton.cdiv(shape.k, inputs)
+    # A short row is under way as a whole, by as few warps as hold it.
+    warps = 4 if chunks <= 32 else 8 if chunks <= 64 else 16
+    stages = triton.cdiv(chunks, warps) if chunks <= 96 else 2
+    return GemmPlan(
+        "mma", bm=8, bn=outputs, bk=inputs, warps=warps, stages=stages,
+        norm=("late" if norms_late(shape) else "separate") if shape.norm else "none",
+    )  # fmt: skip
+
+
 def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
     bits = stored_bits(shape.format)
     inputs, outputs = chunk_inputs(bits), 8 if shape.gated else 16
@@ -144,7 +162,7 @@ def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
         warps = 16 if bits == 8 and chunks > 64 else warps
         stages = min(8, max(1, chunks // warps))
     return GemmPlan(
-        "mma", bm=8 if shape.m <= 8 else 16, bn=outputs, bk=inputs, warps=warps, stages=stages,
+        "mma", bm=8, bn=outputs, bk=inputs, warps=warps, stages=stages,
         norm="separate" if shape.norm else "none",
     )  # fmt: skip
 
@@ -191,9 +209,12 @@ def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
         plan = _integer_plan(shape, traits.num_sms)
         if plan is not None:
             return plan
-    plain = shape.format is None
-    if multiplies(shape) and traits.capability >= (8, 0) and (shape.m > 1 or not plain):
-        return _mma_plan(shape, traits.num_sms)
+    if multiplies(shape) and traits.capability >= (8, 0):
+        if shape.format is not None:
+            return _mma_plan(shape, traits.num_sms)
+        small = shape.k <= _GEMV_INPUTS and shape.weight_bytes <= _MMA_BYTES
+        if 1 < shape.m <= MMA_ROWS and small:
+            return _plain_mma_plan(shape)
     slow = shape.dtype == (torch.float32 if traits.bf16 else torch.bfloat16)
     # A GEMV of long rows has no registers for three of x.
     if shape.m <= (2 if shape.k > _GEMV_INPUTS and not (slow or _unpacks(shape)) else 4):
