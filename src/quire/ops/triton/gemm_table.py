@@ -130,9 +130,9 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
     )  # fmt: skip
 
 
-_MMA_BYTES = 48 << 20
-"""Bytes of a weight of 16 bits up to which few rows go to `mma_gemv`, whose programs each read all
-of x: with more, or with longer rows, tiles that share x are faster."""
+_MMA_BYTES, _MMA_INPUT_BYTES = 48 << 20, 24 << 10
+"""Bytes of a weight of 16 bits and of x up to which few rows go to `mma_gemv`. Each of its programs
+reads all of x, for which L1 has little room beside kernels that need shared memory."""
 
 
 def _plain_mma_plan(shape: Shape) -> GemmPlan:
@@ -212,8 +212,8 @@ def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
     if multiplies(shape) and traits.capability >= (8, 0):
         if shape.format is not None:
             return _mma_plan(shape, traits.num_sms)
-        small = shape.k <= _GEMV_INPUTS and shape.weight_bytes <= _MMA_BYTES
-        if 1 < shape.m <= MMA_ROWS and small:
+        few_inputs = 2 * shape.m * shape.k <= _MMA_INPUT_BYTES
+        if 1 < shape.m <= MMA_ROWS and few_inputs and shape.weight_bytes <= _MMA_BYTES:
             return _plain_mma_plan(shape)
     slow = shape.dtype == (torch.float32 if traits.bf16 else torch.bfloat16)
     # A GEMV of long rows has no registers for three of x.

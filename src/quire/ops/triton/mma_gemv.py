@@ -191,8 +191,19 @@ def _add_plain(
 ):  # fmt: skip
     """Returns sums plus the products of a chunk of 16 bits, and squares plus its inputs'."""
     low, high, _, _ = chunk
+    w0, w1, w2, w3 = low
+    v0, v1, v2, v3 = high
     p0, p1, p2, p3 = load_inputs(x_ptrs)
     if not EVEN:
+        # What was not loaded may be no number.
+        w0 = tl.where(inside, w0, 0)
+        w1 = tl.where(inside, w1, 0)
+        w2 = tl.where(inside, w2, 0)
+        w3 = tl.where(inside, w3, 0)
+        v0 = tl.where(inside, v0, 0)
+        v1 = tl.where(inside, v1, 0)
+        v2 = tl.where(inside, v2, 0)
+        v3 = tl.where(inside, v3, 0)
         p0 = tl.where(inside, p0, 0)
         p1 = tl.where(inside, p1, 0)
         p2 = tl.where(inside, p2, 0)
@@ -207,8 +218,8 @@ def _add_plain(
         p1 = times(p1, g1)
         p2 = times(p2, g2)
         p3 = times(p3, g3)
-    sums = _multiply16(ASM, low[0], high[0], low[1], high[1], p0, p1, sums)
-    sums = _multiply16(ASM, low[2], high[2], low[3], high[3], p2, p3, sums)
+    sums = _multiply16(ASM, w0, v0, w1, v1, p0, p1, sums)
+    sums = _multiply16(ASM, w2, v2, w3, v3, p2, p3, sums)
     return sums, squares
 
 
