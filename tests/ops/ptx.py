@@ -124,8 +124,8 @@ class _Threads:
             addresses = self.read(names[1][0])
             for index, out in enumerate(names[0]):
                 own = (addresses + np.uint64(4 * index)).astype(np.uint64)
-                # What is not loaded stays, or may be anything.
-                other = self.registers.get(out, np.full(self.size, 0xDEADBEEF, np.uint32))
+                # What is not loaded stays, or may be anything, such as floats that are no numbers.
+                other = self.registers.get(out, np.full(self.size, 0x7FC17FC1, np.uint32))
                 self.registers[out] = interpreter._interpreter.load(
                     own, wanted, other, np.dtype(np.uint32)
                 )

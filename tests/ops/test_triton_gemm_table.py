@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from quire.ops.triton.gemm_plan import TORCH, GemmPlan, Shape
+from quire.ops.triton.gemm_plan import TORCH, GemmPlan, Shape, multiplies
 from quire.ops.triton.gemm_table import (
     GemmTable,
     bucket,
@@ -124,6 +124,10 @@ def _check(plan: GemmPlan, shape: Shape) -> None:
     if plan.kernel == "gemv":
         assert shape.m <= plan.bm <= 4
         assert rows * plan.bk // (32 * plan.warps) <= 256  # fp32 sums a thread keeps
+    elif plan.kernel == "mma":
+        assert multiplies(shape)
+        assert rows == 16
+        assert 8 * plan.stages <= 64  # registers of words under way
     else:
         assert rows >= 16
         assert plan.bm >= 16

@@ -126,6 +126,7 @@ def prepare(
     if plan.kernel in ("mma", "integer"):
         shape, integer = shape_of(args), plan.kernel == "integer"
         takes = counts(shape) if integer else multiplies(shape)
+        takes = takes and shape.m <= plan.bm
         if not (takes and (args.norm is None or fuses_norm(args, plan))):
             raise ConfigError("a plan for tensor cores got what they do not take", "plan")
         return (integer_gemv if integer else mma_gemv)(args, out, plan, pdl=pdl)

@@ -21,7 +21,9 @@ PLAIN = ("gelu", "gelu_tanh")
 CHUNK_WORDS = 16
 """Words of 32 bits of a weight row that a warp of `mma_gemv` takes at a time."""
 MMA_ROWS = 8
-"""The most rows of x that `mma_gemv` takes."""
+"""The most rows of x that `mma_gemv` takes with weights of few bits."""
+MMA_PLAIN_ROWS = 16
+"""The most with weights of 16 bits."""
 
 INTEGER_ROWS = 4
 """The most rows of x that `integer_gemv` takes."""
@@ -76,8 +78,8 @@ class LinearArgs:
 class GemmPlan:
     """One way to run a linear layer.
 
-    kernel: "gemv", "mma" (a GEMV on tensor cores, for few bits), "integer" (one in integers, for 4
-        bits), "skinny", or "torch" (cuBLAS with the rest as kernels of its own).
+    kernel: "gemv", "mma" (a GEMV on tensor cores, for few bits or rows), "integer" (one in
+        integers, for 4 bits), "skinny", or "torch" (cuBLAS, the rest as kernels of its own).
     bm, bn, bk: tile in rows of x, outputs, and K; gated tiles read 2 bn weight rows. bm is the
         padded M of a GEMV. "mma" and "integer" have tiles of their own.
     stages: tiles under way; of "mma" and "integer", chunks that each of their `warps` has under
@@ -130,7 +132,7 @@ TORCH = GemmPlan("torch", norm="separate")
 
 class Shape(NamedTuple):
     """The shape that a choice depends on. m: rows of x; n: outputs; k: inputs; dtype: of x; format:
-    of a weight with scales, None where it is stored in `dtype`; aligned: rows of x and of such a
+    of a weight with scales, None where it is stored in `dtype`; aligned: rows of x and of the
     weight begin at multiples of 16 bytes."""
 
     m: int
@@ -150,16 +152,20 @@ class Shape(NamedTuple):
 
 def shape_of(args: LinearArgs) -> Shape:
     x, weight = args.x, args.weight
-    plain = weight.scales is None
     return Shape(
         x.shape[0], args.n, args.k, x.dtype, args.norm is not None, args.gated,
-        None if plain else replace(weight.format, inputs="none"),
-        plain or (_aligned(x) and _aligned(weight.values)),
+        None if weight.scales is None else replace(weight.format, inputs="none"),
+        _aligned(x) and _aligned(weight.values),
     )  # fmt: skip
 
 
 def _aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
+def stored_bits(form: WeightFormat | None) -> int:
+    """Returns the bits of a value of a weight that `mma_gemv` takes; None: as x is stored."""
+    return 16 if form is None or form.scales is None else form.bits or 8
 
 
 def chunk_inputs(bits: int) -> int:
@@ -169,15 +175,17 @@ def chunk_inputs(bits: int) -> int:
 
 def multiplies(shape: Shape) -> bool:
     """Whether `mma_gemv` takes a shape, on cards that have its instruction."""
-    form = shape.format
-    if form is None or shape.m > MMA_ROWS or not shape.aligned or form.code != "integer":
+    form, inputs = shape.format, chunk_inputs(stored_bits(shape.format))
+    most = MMA_PLAIN_ROWS if form is None else MMA_ROWS
+    if shape.m > most or not shape.aligned or shape.k % inputs:
         return False
-    if shape.dtype not in (torch.bfloat16, torch.float16) or form.ordered:
+    if shape.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if form.bits not in (0, 4) or (form.zeros and not (form.bits and form.group)):
+    if form is None:
+        return True
+    if form.code != "integer" or form.ordered or form.bits not in (0, 4):
         return False
-    inputs = chunk_inputs(form.bits or 8)
-    return shape.k % inputs == 0 and form.group % inputs == 0
+    return form.group % inputs == 0 and not (form.zeros and not (form.bits and form.group))
 
 
 def counts(shape: Shape) -> bool:
@@ -193,9 +201,9 @@ def counts(shape: Shape) -> bool:
 
 
 def norms_late(shape: Shape) -> bool:
-    """Whether `mma_gemv` applies a norm. Each program reads all of x for it; and an unscaled x *
-    weight may exceed fp16."""
-    return shape.m == 1 and shape.dtype == torch.bfloat16
+    """Whether `mma_gemv` applies a norm. With few bits each program reads all of x once more for
+    it; and an unscaled x * weight may exceed fp16."""
+    return shape.dtype == torch.bfloat16 and (shape.m == 1 or shape.format is None)
 
 
 def streams(weight: Weight) -> bool:

@@ -18,6 +18,7 @@ import torch
 import triton
 
 from quire.ops.triton.gemm_plan import (
+    MMA_ROWS,
     TORCH,
     GemmPlan,
     Shape,
@@ -25,6 +26,7 @@ from quire.ops.triton.gemm_plan import (
     counts,
     multiplies,
     norms_late,
+    stored_bits,
 )
 from quire.ops.triton.launch import DeviceTraits
 from quire.ops.triton.table_file import slug, table_path, write_whole
@@ -128,8 +130,25 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
     )  # fmt: skip
 
 
+_MMA_BYTES, _MMA_INPUT_BYTES = 48 << 20, 24 << 10
+"""Bytes of a weight of 16 bits and of x up to which few rows go to `mma_gemv`. Each of its programs
+reads all of x, for which L1 has little room beside kernels that need shared memory."""
+
+
+def _plain_mma_plan(shape: Shape) -> GemmPlan:
+    inputs, outputs = chunk_inputs(16), 8 if shape.gated else 16
+    chunks = triton.cdiv(shape.k, inputs)
+    # A short row is under way as a whole, by as few warps as hold it.
+    warps = 4 if chunks <= 32 else 8 if chunks <= 64 else 16
+    stages = triton.cdiv(chunks, warps) if chunks <= 96 else 2
+    return GemmPlan(
+        "mma", bm=8, bn=outputs, bk=inputs, warps=warps, stages=stages,
+        norm=("late" if norms_late(shape) else "separate") if shape.norm else "none",
+    )  # fmt: skip
+
+
 def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
-    bits = shape.format.bits if shape.format and shape.format.bits else 8
+    bits = stored_bits(shape.format)
     inputs, outputs = chunk_inputs(bits), 8 if shape.gated else 16
     chunks = shape.k // inputs
     # Programs that do not fit at once take turns: few warps of few registers leave room for more.
@@ -191,7 +210,11 @@ def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
         if plan is not None:
             return plan
     if multiplies(shape) and traits.capability >= (8, 0):
-        return _mma_plan(shape, traits.num_sms)
+        if shape.format is not None:
+            return _mma_plan(shape, traits.num_sms)
+        few_inputs = 2 * shape.m * shape.k <= _MMA_INPUT_BYTES
+        if 1 < shape.m <= MMA_ROWS and few_inputs and shape.weight_bytes <= _MMA_BYTES:
+            return _plain_mma_plan(shape)
     slow = shape.dtype == (torch.float32 if traits.bf16 else torch.bfloat16)
     # A GEMV of long rows has no registers for three of x.
     if shape.m <= (2 if shape.k > _GEMV_INPUTS and not (slow or _unpacks(shape)) else 4):

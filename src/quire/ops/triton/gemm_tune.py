@@ -33,6 +33,7 @@ from quire.ops.triton.gemm_plan import (
     counts,
     multiplies,
     norms_late,
+    stored_bits,
 )
 from quire.ops.triton.gemm_table import GemmTable, bucket, key_of
 from quire.ops.triton.graph_time import graph_us
@@ -129,13 +130,15 @@ def _skinny_candidates(shape: Shape, sms: int) -> Iterator[GemmPlan]:
 
 
 def _mma_candidates(shape: Shape) -> Iterator[GemmPlan]:
-    inputs = chunk_inputs(shape.format.bits if shape.format and shape.format.bits else 8)
+    inputs = chunk_inputs(stored_bits(shape.format))
     chunks = shape.k // inputs
-    for warps, under_way in itertools.product((2, 4, 8, 16), (1, 2, 3, 4, 6, 8)):
+    for warps, under_way in itertools.product((2, 4, 8, 16), (1, 2, 3, 4, 5, 6, 7, 8)):
+        if shape.format is None and not 16 <= warps * under_way <= 128:
+            continue
         if chunks % (warps * under_way) == 0:
             yield GemmPlan(
-                "mma", bm=8, bn=8 if shape.gated else 16, bk=inputs, warps=warps, stages=under_way,
-                norm="separate" if shape.norm else "none",
+                "mma", bm=8 if shape.m <= 8 else 16, bn=8 if shape.gated else 16, bk=inputs,
+                warps=warps, stages=under_way, norm="separate" if shape.norm else "none",
             )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""One to eight rows times a weight of 8 or 4 bits: tensor cores multiply what registers unpack.
+"""One to eight rows times a weight of 8 or 4 bits, or up to 16 times one of 16: tensor cores
+multiply what registers unpack.
 
 A product of so few rows is a read of the weight. But to widen 37 values of 4 bits a clock to fp32,
 and to multiply each by each row, takes more instructions than a multiprocessor issues. So pairs of
@@ -9,11 +10,12 @@ which a sum runs over inputs is free, so nothing is shuffled, and only the sums 
 go through shared memory.
 
 A program's warps share K in turns of 64 bytes of a row. What a warp reads first is asked for before
-the predecessor has ended. A group's scale is applied to the group's sum, which is fp32.
+the predecessor has ended. A group's scale is applied to the group's sum, which is fp32. For a norm
+before weights of 16 bits, each row's squares are summed from the same inputs on the way.
 """
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, misc"
 
 from __future__ import annotations
 
@@ -30,6 +32,7 @@ from quire.ops.triton.gemm_plan import (
     Launch,
     LinearArgs,
     chunk_inputs,
+    stored_bits,
 )
 from quire.ops.triton.launch import options
 from quire.ops.triton.mma_unpack import (
@@ -42,6 +45,7 @@ from quire.ops.triton.mma_unpack import (
 )
 from quire.ops.triton.quantized_tiles import Operands
 
+_PAIRS = "{$4, $5, $6, $7}, {$8, $9}"
 _SUMS = ", {{${0}, ${1}, ${2}, ${3}}};"
 CHUNK: tl.constexpr = tl.constexpr(CHUNK_WORDS)
 
@@ -79,6 +83,10 @@ def _eight_bits(dtype: torch.dtype, unpack: str, count: int) -> str:
 INSTRUCTIONS = {
     **{(torch.uint8, dtype): _four_bits(dtype) for dtype in TYPES},
     **{key: _eight_bits(key[1], *own) for key, own in EIGHT_BITS.items()},
+    **{
+        (dtype, dtype): MULTIPLY.format(t=name) + _PAIRS + _SUMS.format(10, 11, 12, 13)
+        for dtype, name in TYPES.items()
+    },
 }
 """Instructions that unpack and multiply, by the dtypes of stored values and of x."""
 
@@ -152,6 +160,77 @@ def _multiply8(ASM: tl.constexpr, low, high, x0, x1, sums):
         [low, high, x0, x1, sums[0], sums[1], sums[2], sums[3]],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def _multiply16(ASM: tl.constexpr, low0, high0, low1, high1, x0, x1, sums):
+    """Returns sums plus the products of two pairs of each of two rows and of inputs."""
+    return tl.inline_asm_elementwise(
+        ASM, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        [low0, high0, low1, high1, x0, x1, sums[0], sums[1], sums[2], sums[3]],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_squares(squares, pair, FP16: tl.constexpr):
+    """Returns squares plus those of a pair of each thread."""
+    if FP16:
+        low = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        low = (pair << 16).to(tl.float32, bitcast=True)
+        high = (pair & -65536).to(tl.float32, bitcast=True)
+    return squares + low * low + high * high
+
+
+@triton.jit
+def _add_plain(
+    sums, squares, chunk, x_ptrs, g_ptrs, inside, ASM: tl.constexpr, FP16: tl.constexpr,
+    EVEN: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Returns sums plus the products of a chunk of 16 bits, and squares plus its inputs'."""
+    low, high, _, _ = chunk
+    w0, w1, w2, w3 = low
+    v0, v1, v2, v3 = high
+    p0, p1, p2, p3 = load_inputs(x_ptrs)
+    if not EVEN:
+        # What was not loaded may be no number.
+        w0 = tl.where(inside, w0, 0)
+        w1 = tl.where(inside, w1, 0)
+        w2 = tl.where(inside, w2, 0)
+        w3 = tl.where(inside, w3, 0)
+        v0 = tl.where(inside, v0, 0)
+        v1 = tl.where(inside, v1, 0)
+        v2 = tl.where(inside, v2, 0)
+        v3 = tl.where(inside, v3, 0)
+        p0 = tl.where(inside, p0, 0)
+        p1 = tl.where(inside, p1, 0)
+        p2 = tl.where(inside, p2, 0)
+        p3 = tl.where(inside, p3, 0)
+    if NORM:
+        squares = _add_squares(squares, p0, FP16)
+        squares = _add_squares(squares, p1, FP16)
+        squares = _add_squares(squares, p2, FP16)
+        squares = _add_squares(squares, p3, FP16)
+        g0, g1, g2, g3 = load_inputs(g_ptrs)
+        p0 = times(p0, g0)
+        p1 = times(p1, g1)
+        p2 = times(p2, g2)
+        p3 = times(p3, g3)
+    sums = _multiply16(ASM, w0, v0, w1, v1, p0, p1, sums)
+    sums = _multiply16(ASM, w2, v2, w3, v3, p2, p3, sums)
+    return sums, squares
+
+
+@triton.jit
+def _inverse_of_rows(squares, m, K, eps, WARPS: tl.constexpr):
+    """Returns 1 / RMS of each lane's row m. squares: of each thread's inputs, of the row that is an
+    eighth of its warp."""
+    of_rows = tl.sum(tl.sum(tl.reshape(squares, [WARPS, 8, 4]), 0), 1)
+    mine = tl.arange(0, 8)[:, None] == m[None, :]
+    total = tl.sum(tl.where(mine, of_rows[:, None], 0.0), 0)
+    return tl.rsqrt(total / K + eps)
 
 
 @triton.jit
@@ -268,6 +347,50 @@ def store_outputs(y, y_ptr, stride_ym, m, cols, M, N):
     tl.store(y_ptr + m * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _load_residuals(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr, GLU: tl.constexpr):
+    """Returns each lane's elements of a residual, of rows m and m + 1 and two outputs."""
+    r0 = load_residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES)
+    r1 = load_residual(res_ptr, stride_rm, m + 1, cols, M, N, HAS_RES)
+    r2 = load_residual(res_ptr, stride_rm, m, cols + 8, M, N, HAS_RES and not GLU)
+    r3 = load_residual(res_ptr, stride_rm, m + 1, cols + 8, M, N, HAS_RES and not GLU)
+    return r0, r1, r2, r3
+
+
+@triton.jit
+def _finish_rows(
+    sums, even, odd, s0, s1, b0, b1, residuals, y_ptr, stride_ym, m, cols, M, N,
+    WARPS: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """Stores rows m and m + 1 of each lane: the warps' sums, times 1 / RMS of the row and scales of
+    the outputs, biases, activation and residual."""
+    y0, y1, y2, y3 = sums
+    if WARPS > 1:
+        total = tl.join(tl.join(y0, y1), tl.join(y2, y3))
+        total = tl.sum(tl.reshape(total, [WARPS, 32, 2, 2]), 0)
+        y02, y13 = tl.split(total)
+        y0, y1 = tl.split(y02)
+        y2, y3 = tl.split(y13)
+    y0 = y0 * (s0 * even) + b0
+    y1 = y1 * (s0 * odd) + b0
+    y2 = y2 * (s1 * even) + b1
+    y3 = y3 * (s1 * odd) + b1
+    r0, r1, r2, r3 = residuals
+    if APART:
+        store_outputs(y0, y_ptr, stride_ym, m, cols, M, N)
+        store_outputs(y1, y_ptr, stride_ym, m + 1, cols, M, N)
+        store_outputs(y2, y_ptr + N, stride_ym, m, cols, M, N)
+        store_outputs(y3, y_ptr + N, stride_ym, m + 1, cols, M, N)
+    elif GLU:
+        store_outputs(activate(y0, ACT) * y2 + r0, y_ptr, stride_ym, m, cols, M, N)
+        store_outputs(activate(y1, ACT) * y3 + r1, y_ptr, stride_ym, m + 1, cols, M, N)
+    else:
+        store_outputs(activate(y0, ACT) + r0, y_ptr, stride_ym, m, cols, M, N)
+        store_outputs(activate(y1, ACT) + r1, y_ptr, stride_ym, m + 1, cols, M, N)
+        store_outputs(activate(y2, ACT) + r2, y_ptr, stride_ym, m, cols + 8, M, N)
+        store_outputs(activate(y3, ACT) + r3, y_ptr, stride_ym, m + 1, cols + 8, M, N)
+
+
 @triton.jit(do_not_specialize=["M"])
 def mma_gemv_kernel(
     x_ptr, x16_ptr, g_ptr, w_ptr, w_scale_ptr, w_zero_ptr, bias_ptr, res_ptr, y_ptr, M, N, W, K,
@@ -276,12 +399,13 @@ def mma_gemv_kernel(
     BITS: tl.constexpr, ASM: tl.constexpr, FP16: tl.constexpr, PER_GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RES: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K] and w [N, W words] (gated: [2 N, W]), 16 weight rows a program.
 
     x_ptr: int32 pairs, stride_xm in them. COUNT: chunks that a warp has under way. SINGLE: these
     are all. EVEN: none is missing. PER_GROUP: chunks of a group; 0: each output has one scale.
+    BLOCKS: of 8 rows of x; with BITS below 16 there is one.
     """
     if PDL and EAGER:
         gdc_launch_dependents()
@@ -299,7 +423,7 @@ def mma_gemv_kernel(
     low_ptrs = w_ptr + low.to(tl.int64) * stride_wn + turn * CHUNK + quarter * 4
     high_ptrs = w_ptr + high.to(tl.int64) * stride_wn + turn * CHUNK + quarter * 4
     STEP: tl.constexpr = WARPS * COUNT * CHUNK
-    PAIRS: tl.constexpr = 4 if BITS == 4 else 2  # of inputs, in a word
+    PAIRS: tl.constexpr = 16 // BITS  # of inputs, in a word
     chunks = _load_chunks(
         low_ptrs, high_ptrs, w_scale_ptr + low * stride_sn, w_scale_ptr + high * stride_sn,
         w_zero_ptr + low * stride_sn, w_zero_ptr + high * stride_sn, 0, turn, W, WARPS, COUNT,
@@ -313,7 +437,7 @@ def mma_gemv_kernel(
     high1 = low1 + N if GLU else tl.minimum(cols + 8, N - 1)
     s0 = 1.0
     s1 = 1.0
-    if PER_GROUP == 0:
+    if PER_GROUP == 0 and BITS < 16:
         s0 = tl.load(w_scale_ptr + low1 * stride_sn).to(tl.float32)
         s1 = tl.load(w_scale_ptr + high1 * stride_sn).to(tl.float32)
     b0 = 0.0
@@ -323,18 +447,25 @@ def mma_gemv_kernel(
         b1 = tl.load(bias_ptr + high1).to(tl.float32)
     if PDL:
         wait_for_predecessor(EAGER)
-    r0 = load_residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES)
-    r1 = load_residual(res_ptr, stride_rm, m + 1, cols, M, N, HAS_RES)
-    r2 = load_residual(res_ptr, stride_rm, m, cols + 8, M, N, HAS_RES and not GLU)
-    r3 = load_residual(res_ptr, stride_rm, m + 1, cols + 8, M, N, HAS_RES and not GLU)
+    residuals = ()
+    for block in tl.static_range(BLOCKS):
+        own_m = m + 8 * block
+        residuals = residuals + (_load_residuals(
+            res_ptr, stride_rm, own_m, cols, M, N, HAS_RES, GLU
+        ),)  # fmt: skip
     inverse = 1.0
-    if NORM:
+    if NORM and BITS < 16:
         inverse = _inverse_rms(x16_ptr, K, eps, 32 * WARPS)
     # Columns of the product that x has no rows for repeat its last row, and are not stored.
     own = (turn * CHUNK + quarter * 4) * PAIRS
-    x_ptrs = x_ptr + tl.minimum(eighth, M - 1) * stride_xm + own
     none = tl.zeros([32 * WARPS], tl.float32)
-    sums = (none, none, none, none)
+    x_ptrs = ()
+    sums = ()
+    squares = ()
+    for block in tl.static_range(BLOCKS):
+        x_ptrs = x_ptrs + (x_ptr + tl.minimum(eighth + 8 * block, M - 1) * stride_xm + own,)
+        sums = sums + ((none, none, none, none),)
+        squares = squares + (none,)
     for first in range(0, STEP if SINGLE else W, STEP):
         current = chunks
         if not SINGLE:
@@ -350,37 +481,35 @@ def mma_gemv_kernel(
             inside = at + turn * CHUNK < W
             if not EVEN:
                 at = tl.minimum(at, W - (turn + 1) * CHUNK)
-            sums = _add_chunk(
-                sums, current[index], x_ptrs + at * PAIRS, g_ptr + own + at * PAIRS, inside,
-                WARPS, BITS, ASM, FP16, PER_GROUP > 0, HAS_ZEROS, EVEN, NORM,
-            )  # fmt: skip
-    y0, y1, y2, y3 = sums
-    if WARPS > 1:
-        total = tl.join(tl.join(y0, y1), tl.join(y2, y3))
-        total = tl.sum(tl.reshape(total, [WARPS, 32, 2, 2]), 0)
-        y02, y13 = tl.split(total)
-        y0, y1 = tl.split(y02)
-        y2, y3 = tl.split(y13)
-    if NORM:
-        s0 *= inverse
-        s1 *= inverse
-    y0 = y0 * s0 + b0
-    y1 = y1 * s0 + b0
-    y2 = y2 * s1 + b1
-    y3 = y3 * s1 + b1
-    if APART:
-        store_outputs(y0, y_ptr, stride_ym, m, cols, M, N)
-        store_outputs(y1, y_ptr, stride_ym, m + 1, cols, M, N)
-        store_outputs(y2, y_ptr + N, stride_ym, m, cols, M, N)
-        store_outputs(y3, y_ptr + N, stride_ym, m + 1, cols, M, N)
-    elif GLU:
-        store_outputs(activate(y0, ACT) * y2 + r0, y_ptr, stride_ym, m, cols, M, N)
-        store_outputs(activate(y1, ACT) * y3 + r1, y_ptr, stride_ym, m + 1, cols, M, N)
-    else:
-        store_outputs(activate(y0, ACT) + r0, y_ptr, stride_ym, m, cols, M, N)
-        store_outputs(activate(y1, ACT) + r1, y_ptr, stride_ym, m + 1, cols, M, N)
-        store_outputs(activate(y2, ACT) + r2, y_ptr, stride_ym, m, cols + 8, M, N)
-        store_outputs(activate(y3, ACT) + r3, y_ptr, stride_ym, m + 1, cols + 8, M, N)
+            if BITS == 16:
+                new_sums = ()
+                new_squares = ()
+                for block in tl.static_range(BLOCKS):
+                    new, square = _add_plain(
+                        sums[block], squares[block], current[index], x_ptrs[block] + at,
+                        g_ptr + own + at, inside, ASM, FP16, EVEN, NORM,
+                    )  # fmt: skip
+                    new_sums = new_sums + (new,)
+                    new_squares = new_squares + (square,)
+                sums = new_sums
+                squares = new_squares
+            else:
+                new = _add_chunk(
+                    sums[0], current[index], x_ptrs[0] + at * PAIRS, g_ptr + own + at * PAIRS,
+                    inside, WARPS, BITS, ASM, FP16, PER_GROUP > 0, HAS_ZEROS, EVEN, NORM,
+                )  # fmt: skip
+                sums = (new,)
+    for block in tl.static_range(BLOCKS):
+        own_m = m + 8 * block
+        even = inverse
+        odd = inverse
+        if NORM and BITS == 16:
+            even = _inverse_of_rows(squares[block], m, K, eps, WARPS)
+            odd = _inverse_of_rows(squares[block], m + 1, K, eps, WARPS)
+        _finish_rows(
+            sums[block], even, odd, s0, s1, b0, b1, residuals[block], y_ptr, stride_ym, own_m,
+            cols, M, N, WARPS, GLU, ACT, APART,
+        )  # fmt: skip
 
 
 def mma_gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Launch:
@@ -388,8 +517,7 @@ def mma_gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Lau
     too."""
     x, own, res, norm, n = args.x, Operands(args.weight), args.residual, args.norm, args.n
     words, pairs = own.values.view(torch.int32), x.view(torch.int32)
-    count = words.shape[1]
-    bits = own.bits or 8
+    count, bits = words.shape[1], stored_bits(args.weight.format)
     step = plan.warps * plan.stages * CHUNK_WORDS
     operands = (
         pairs, x, pairs if norm is None else norm.weight.view(torch.int32), words, own.scales,
@@ -403,7 +531,7 @@ def mma_gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Lau
         PER_GROUP=own.group // chunk_inputs(bits), HAS_ZEROS=own.has_zeros, GLU=args.gated,
         ACT=args.act_name, HAS_BIAS=args.bias is not None, HAS_RES=res is not None,
         APART=args.apart, PDL=pdl, EAGER=plan.eager, NORM=norm is not None,
-        num_warps=plan.warps, num_stages=1,
+        BLOCKS=max(1, plan.bm // 8), num_warps=plan.warps, num_stages=1,
     )  # fmt: skip
     rows = 8 if args.gated else 16
     return Launch(mma_gemv_kernel, (triton.cdiv(n, rows),), operands, named)
