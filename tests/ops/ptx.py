@@ -67,14 +67,14 @@ def _multiply(a: list[Words], b: list[Words], c: list[Words], kind: str) -> list
     return sums
 
 
-def _multiply_bytes(a: list[Words], b: list[Words], c: list[Words]) -> list[Words]:
-    """m16n8k32 of unsigned bytes, A, and signed bytes, B."""
+def _multiply_bytes(a: list[Words], b: list[Words], c: list[Words], kind: Any) -> list[Words]:
+    """m16n8k32 of bytes of a kind, A, and signed bytes, B."""
     warps = len(c[0]) // 32
     left = np.zeros((warps, 16, 32), np.int64)
     for register, own in enumerate(a):
         rows = slice(8 * (register % 2), 8 * (register % 2) + 8)
         columns = slice(16 * (register // 2), 16 * (register // 2) + 16)
-        left[:, rows, columns] = own.view(np.uint8).reshape(warps, 8, 16)
+        left[:, rows, columns] = own.view(kind).reshape(warps, 8, 16)
     right = np.zeros((warps, 32, 8), np.int64)
     for register, own in enumerate(b):
         inputs = slice(16 * register, 16 * register + 16)
@@ -142,10 +142,17 @@ class _Threads:
         elif op.startswith("shfl.sync.bfly"):
             other = np.arange(self.size) ^ self.read(names[2][0])
             self.registers[names[0][0]] = self.read(names[1][0])[other]
+        elif op.startswith("shfl.sync.idx"):
+            assert (self.read(names[3][0]) == 0x1C1F).all(), "only groups of four are emulated"
+            other = np.arange(self.size) // 4 * 4 + self.read(names[2][0])
+            self.registers[names[0][0]] = self.read(names[1][0])[other]
         elif op.startswith("mma.sync"):
-            kind = op.split(".")[-2]
+            left, kind = op.split(".")[-3:-1]
             a, b, c = ([self.read(name) for name in own] for own in names[1:])
-            sums = _multiply_bytes(a, b, c) if kind == "s8" else _multiply(a, b, c, kind)
+            if kind == "s8":
+                sums = _multiply_bytes(a, b, c, np.int8 if left == "s8" else np.uint8)
+            else:
+                sums = _multiply(a, b, c, kind)
             for out, value in zip(names[0], sums, strict=True):
                 self.registers[out] = value
         elif op == "setp.ne.s32":
