@@ -427,15 +427,14 @@ def _scale_and_zero(
     HAS_ZEROS: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
     """Returns the scale, fp32, and the zero, int32, of one of four groups of a row."""
+    shift: tl.constexpr = 16 * (INDEX % 2) if QUADS else 0
     zero = 8
     if QUADS:
         pair = scales[ROW][INDEX // 2]
-        shift: tl.constexpr = 16 * (INDEX % 2)
         if HAS_ZEROS:
             zero = (zeros[ROW] >> (8 * INDEX)) & 0xFF
     else:
         pair = scales[ROW].to(tl.int32) & 0xFFFF
-        shift: tl.constexpr = 0
         if HAS_ZEROS:
             pair |= zeros[ROW].to(tl.int32) << 16
         pair = _of_quarter(pair, INDEX)
