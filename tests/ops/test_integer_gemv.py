@@ -106,16 +106,19 @@ def test_it_is_chosen_for_one_row() -> None:
     """Warps have all chunks of a row in as few segments as registers and shared memory allow."""
     card = DeviceTraits((9, 0), 132, 1 << 17, pdl=True, bf16=True)
     for form, inputs, warps, count, segments in (
-        (ZEROS, 512, 1, 4, 1), (ZEROS, 3072, 2, 12, 1), (ZEROS, 12288, 8, 12, 1),
+        (ZEROS, 512, 1, 4, 1), (ZEROS, 3072, 4, 6, 1), (ZEROS, 12288, 16, 6, 1),
         (ZEROS, 5120, 8, 5, 1), (ZEROS, 8960, 8, 9, 1), (ZEROS, 25600, 8, 13, 2),
-        (BYTES, 4096, 8, 4, 1), (BYTES, 12288, 16, 3, 2),
+        (BYTES, 4096, 8, 4, 1),
     ):  # fmt: skip
         shape = Shape(1, 4096, inputs, torch.bfloat16, True, False, form)
         plan = heuristic(shape, card)
         assert (plan.kernel, plan.norm) == ("integer", "late")
         assert (plan.warps, plan.stages, integer_segments(inputs, plan)) == (warps, count, segments)
     shape = Shape(1, 4096, 4096, torch.bfloat16, format=ZEROS)
-    for other in (shape._replace(m=2), shape._replace(dtype=torch.float16)):
+    for other in (
+        shape._replace(m=2), shape._replace(dtype=torch.float16),
+        shape._replace(k=12288, format=BYTES),
+    ):  # fmt: skip
         assert heuristic(other, card).kernel == "mma"
     assert heuristic(shape, replace(card, capability=(8, 0))).kernel == "mma"
     # A key does not tell the dtype of scales.

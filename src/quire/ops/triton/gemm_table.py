@@ -153,22 +153,24 @@ def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
 
 def _integer_plan(shape: Shape, sms: int) -> GemmPlan | None:
     """Returns a plan of one row in integers: in as few segments as registers allow, with as few
-    chunks missing as possible. None where nothing fits."""
+    chunks missing as possible, else some six to a warp. None where another kernel is faster."""
     chunks, outputs = shape.k // INTEGER_INPUTS, 8 if shape.gated else 16
     tiles = triton.cdiv(shape.n, outputs)
-    for segments in (1, 2, 3, 4):
+    bits = shape.format.bits if shape.format else 0
+    # Segments cost more than the unpacking of 8 bits that they save.
+    for segments in (1, 2, 3, 4) if bits == 4 else (1,):
         shares = []
         for order, warps in enumerate((4, 8, 2, 16, 1)):
             count = triton.cdiv(chunks, warps * segments)
             resident = integer_resident(shape, warps, count)
             if resident:
-                # Scales of four chunks are loaded at once; else many warps hide more.
-                alone = count % 4 != 0
                 missing = warps * segments * count - chunks
-                shares.append((missing, alone, -warps if alone else order, warps, count, resident))
+                shares.append((missing, abs(count - 6), order, warps, count, resident))
         for _, _, _, warps, count, resident in sorted(shares):
-            # Programs that do not all fit at once take several tiles, each read during the last.
-            turns = segments > 1 or resident == 1 or tiles > 4 * sms
+            # Programs that do not all fit at once take several tiles, each read during the last:
+            # not so of long rows of bytes, of which a program has enough under way.
+            turns = tiles > 4 * sms and (bits == 4 or chunks < 32)
+            turns = turns or segments > 1 or (bits == 4 and resident == 1)
             plan = GemmPlan(
                 "integer", bm=4, bn=outputs, bk=INTEGER_INPUTS, warps=warps, stages=count,
                 programs=min(3, resident) * sms if turns else 0,
