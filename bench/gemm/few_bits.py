@@ -5,7 +5,9 @@
 Each plan is held against float64 and timed in a graph of all layers' weights. The fastest few of
 each product are then tried in a step of all layers, with rotary embedding, attention at a context
 of 256 and the head in bf16, and the fastest of these are printed as entries of the card's table.
---store: also puts them into the user's table. --warm 0/4: compiles a share of the plans and ends.
+--head int8: the head in 8 bits, its plans tried too. --kernel integer: only plans of that kernel,
+and those of the table. --store: also puts what is fastest into the user's table. --warm 0/4:
+compiles a share of the plans and ends.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from quire.ops import RmsScale
 from quire.ops.triton import gemm
-from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs, shape_of
+from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs, norms_late, shape_of
 from quire.ops.triton.gemm_table import GemmTable, key_of, plan_for, store, table_for
 from quire.ops.triton.gemm_tune import candidates, refinements
 from quire.ops.triton.launch import compiling, traits
@@ -76,8 +78,11 @@ def draw(form: WeightFormat, outputs: int, inputs: int) -> Weight:
 class Step:
     """Weights and buffers of a decode step of one sequence."""
 
-    def __init__(self, model: Model, form: WeightFormat, layers: int) -> None:
+    def __init__(
+        self, model: Model, form: WeightFormat, layers: int, head: WeightFormat | None = None
+    ) -> None:
         self.model, self.form = model, form
+        self.names = (*PRODUCTS, "head") if head else PRODUCTS
         self.weights = [
             {name: draw(form, n, k) for name, (n, k) in model.projections.items()}
             for _ in range(layers)
@@ -86,7 +91,10 @@ class Step:
         def values(*shape: int) -> Tensor:
             return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE)
 
-        self.head = Weight.plain(values(model.vocab, model.hidden).mul_(0.02))
+        if head is None:
+            self.head = Weight.plain(values(model.vocab, model.hidden).mul_(0.02))
+        else:
+            self.head = draw(head, model.vocab, model.hidden)
         self.norm = RmsScale(values(model.hidden).abs(), 1e-6)
         self.bias = values(model.qkv_width) if model.bias else None
         self.h, self.h1 = values(1, model.hidden), values(1, model.hidden)
@@ -94,7 +102,10 @@ class Step:
         self.attention = values(1, model.heads * model.head_dim)
         self.wide = values(1, model.intermediate)
         self.logits = values(1, model.vocab)
-        self.outputs = {"qkv": self.qkv, "o": self.h1, "gate_up": self.wide, "down": self.h}
+        self.outputs = {
+            "qkv": self.qkv, "o": self.h1, "gate_up": self.wide, "down": self.h,
+            "head": self.logits,
+        }  # fmt: skip
         self.batch = Batch.make([(1, CONTEXT)], model.heads, model.kv_heads, model.head_dim, layers)
         self.angles = torch.rand(CONTEXT, model.head_dim, device=DEVICE)
         self.positions = torch.tensor([CONTEXT - 1], device=DEVICE)
@@ -102,12 +113,13 @@ class Step:
         self.gain = values(model.head_dim) if model.qk_norm else None
         self.schedule = self.batch.schedule(AttentionTuning())
         self.card = torch.cuda.get_device_name()
-        self.head_plan = self.known(LinearArgs(self.h, self.head))
 
     def known(self, args: LinearArgs) -> GemmPlan:
         return plan_for(shape_of(args), self.card, traits(DEVICE))
 
     def args(self, layer: int, name: str) -> LinearArgs:
+        if name == "head":
+            return LinearArgs(self.h, self.head)
         weight = self.weights[layer][name]
         if name == "qkv":
             return LinearArgs(self.h, weight, self.bias, norm=self.norm)
@@ -121,8 +133,12 @@ class Step:
         run(self.args(layer, name), plan, self.outputs[name])
 
     def products(self, name: str, plan: GemmPlan) -> None:
-        for layer in range(len(self.weights)):
+        for layer in range(self.count(name)):
             self.product(layer, name, plan)
+
+    def count(self, name: str) -> int:
+        """Products of a name in a step."""
+        return 1 if name == "head" else len(self.weights)
 
     def run(self, plans: Plans) -> None:
         model, rows = self.model, self.batch
@@ -137,7 +153,7 @@ class Step:
             self.attention = rows.run(layer, AttentionTuning(), scratch=self.schedule).view(1, -1)
             for name in ("o", "gate_up", "down"):
                 self.product(layer, name, plans[name])
-        gemm.run(LinearArgs(self.h, self.head), self.head_plan, out=self.logits)
+        self.product(0, "head", plans.get("head") or self.known(self.args(0, "head")))
 
 
 def run(args: LinearArgs, plan: GemmPlan, out: Tensor) -> None:
@@ -184,33 +200,36 @@ def graph_us(work: Callable[[], None], replays: int = 4, rounds: int = 3) -> flo
     return best
 
 
-def plans_of(args: LinearArgs) -> list[GemmPlan]:
-    """Returns plans of the tensor-core GEMV."""
+def plans_of(args: LinearArgs, kernel: str) -> list[GemmPlan]:
+    """Returns plans of the GEMV on tensor cores, or of one of its two kernels."""
     shape = shape_of(args)
     plans = [
         plan
         for plan in candidates(shape, traits(DEVICE).num_sms)
-        if plan.kernel in ("mma", "integer")
+        if plan.kernel in ((kernel,) if kernel else ("mma", "integer"))
     ]
-    return plans + [other for plan in plans for other in refinements(plan, shape, norms=True)]
+    refined = [other for plan in plans for other in refinements(plan, shape, norms=True)]
+    # In integers, a norm costs a kernel nothing that would be worth another kernel.
+    late = shape.norm and norms_late(shape)
+    return [plan for plan in plans if not (late and plan.kernel == "integer")] + refined
 
 
 def label(plan: GemmPlan) -> str:
     return f"{plan.kernel} w{plan.warps} s{plan.stages} p{plan.programs} {plan.norm}"
 
 
-def choose(step: Step, until: float) -> Plans:
+def choose(step: Step, kernel: str, until: float) -> Plans:
     """Returns the fastest plans of a step's products."""
-    best = {name: step.known(step.args(0, name)) for name in PRODUCTS}
+    best = {name: step.known(step.args(0, name)) for name in step.names}
     print(f"plans of the table: {graph_us(lambda: step.run(best)):.0f} us a step", flush=True)
     ranked: dict[str, list[tuple[float, GemmPlan]]] = {}
-    for name in PRODUCTS:
+    for name in step.names:
         args = step.args(0, name)
         residual = None if args.residual is None else torch.randn_like(args.residual)
         args = replace(args, x=torch.randn_like(args.x), residual=residual)
         want, out = expected(args), torch.empty_like(step.outputs[name])
         found = []
-        for plan in dict.fromkeys((best[name], *plans_of(args))):
+        for plan in dict.fromkeys((best[name], *plans_of(args, kernel))):
             try:
                 out.fill_(math.nan)
                 run(args, plan, out)
@@ -219,17 +238,19 @@ def choose(step: Step, until: float) -> Plans:
                     print("WRONG", name, label(plan), error)
                     continue
                 work = functools.partial(step.products, name, plan)
-                found.append((graph_us(work) / len(step.weights), plan))
+                found.append((graph_us(work) / step.count(name), plan))
             except Exception as problem:
                 print("FAILED", name, label(plan), type(problem).__name__, str(problem)[:150])
         ranked[name] = found = sorted(found, key=lambda pair: pair[0])
-        floor = step.form.weight_bytes(*step.model.projections[name]) / BANDWIDTH
+        floor = shape_of(args).weight_bytes / BANDWIDTH
         share = 100 * floor / found[0][0]
         told = "; ".join(f"{us:.1f} {label(plan)}" for us, plan in found[:5])
         print(f"  {name:8} floor {floor:.1f} us, {share:.0f} %: {told}", flush=True)
     best = {name: found[0][1] for name, found in ranked.items()}
     fastest = graph_us(lambda: step.run(best))
     print(f"each as it is fastest alone: {fastest:.0f} us a step", flush=True)
+    # The head's are taken as they are alone: in graphs that follow each other, what is best leaves
+    # room for the next step's first kernel, behind which samplers come in truth.
     for name in PRODUCTS:
         for _, plan in ranked[name][1:7]:
             trial = {**best, name: plan}
@@ -248,6 +269,8 @@ def main() -> None:
     parser.add_argument("formats", nargs="+", choices=FORMATS)
     parser.add_argument("--model", default="Qwen3-8B")
     parser.add_argument("--ranks", type=int, default=1, help="that share each layer")
+    parser.add_argument("--head", choices=[name for name in FORMATS if name == "int8"])
+    parser.add_argument("--kernel", choices=["mma", "integer"], default="")
     parser.add_argument("--seconds", type=float, default=20.0, help="limit for each format")
     parser.add_argument("--store", action="store_true")
     parser.add_argument("--warm", default="", metavar="SHARE/OF")
@@ -256,24 +279,29 @@ def main() -> None:
     model = part_of(model, options.ranks)
     torch.manual_seed(0)
     card = torch.cuda.get_device_name()
+    head = FORMATS[options.head] if options.head else None
     for name in options.formats:
         began = time.monotonic()
         if options.warm:
             share, of = map(int, options.warm.split("/"))
-            step = Step(model, FORMATS[name], 1)
+            step = Step(model, FORMATS[name], 1, head)
             with compiling(4):
-                work = [(part, plan) for part in PRODUCTS for plan in plans_of(step.args(0, part))]
+                work = [
+                    (part, plan)
+                    for part in step.names
+                    for plan in plans_of(step.args(0, part), options.kernel)
+                ]
                 for part, plan in work[share::of]:
                     args = step.args(0, part)
                     args = replace(args, norm=None) if plan.norm == "separate" else args
                     gemm.prepare(args, plan, step.outputs[part]).run()
             if share == 0:
-                step.run({part: step.known(step.args(0, part)) for part in PRODUCTS})
+                step.run({part: step.known(step.args(0, part)) for part in step.names})
                 torch.cuda.synchronize()
             continue
         print(f"{model.name} {name}")
-        step = Step(model, FORMATS[name], model.layers)
-        best = choose(step, began + options.seconds)
+        step = Step(model, FORMATS[name], model.layers, head)
+        best = choose(step, options.kernel, began + options.seconds)
         entries = {key_of(shape_of(step.args(0, part))): plan for part, plan in best.items()}
         for key, plan in entries.items():
             print(f"  {json.dumps(key)}: {json.dumps(plan.as_json())},")

@@ -67,14 +67,14 @@ def _multiply(a: list[Words], b: list[Words], c: list[Words], kind: str) -> list
     return sums
 
 
-def _multiply_bytes(a: list[Words], b: list[Words], c: list[Words]) -> list[Words]:
-    """m16n8k32 of unsigned bytes, A, and signed bytes, B."""
+def _multiply_bytes(a: list[Words], b: list[Words], c: list[Words], kind: Any) -> list[Words]:
+    """m16n8k32 of bytes of a kind, A, and signed bytes, B."""
     warps = len(c[0]) // 32
     left = np.zeros((warps, 16, 32), np.int64)
     for register, own in enumerate(a):
         rows = slice(8 * (register % 2), 8 * (register % 2) + 8)
         columns = slice(16 * (register // 2), 16 * (register // 2) + 16)
-        left[:, rows, columns] = own.view(np.uint8).reshape(warps, 8, 16)
+        left[:, rows, columns] = own.view(kind).reshape(warps, 8, 16)
     right = np.zeros((warps, 32, 8), np.int64)
     for register, own in enumerate(b):
         inputs = slice(16 * register, 16 * register + 16)
@@ -86,6 +86,13 @@ def _multiply_bytes(a: list[Words], b: list[Words], c: list[Words]) -> list[Word
         .view(np.uint32)
         for at, own in enumerate(c)
     ]
+
+
+def _product(op: str, a: list[Words], b: list[Words], c: list[Words]) -> list[Words]:
+    left, right = op.split(".")[-3:-1]
+    if right == "s8":
+        return _multiply_bytes(a, b, c, np.int8 if left == "s8" else np.uint8)
+    return _multiply(a, b, c, right)
 
 
 class _Shared:
@@ -116,6 +123,14 @@ class _Threads:
         value = self.registers[name]
         return value if value.itemsize == 8 else np.ascontiguousarray(value).view(np.uint32)
 
+    def _other_threads(self, op: str, lane: Words, groups: Words) -> NDArray[np.int64]:
+        threads = np.arange(self.size)
+        if ".bfly." in op:
+            return threads ^ lane
+        assert ".idx." in op, "not emulated"
+        assert (groups == 0x1C1F).all(), "others than fours are not emulated"
+        return threads // 4 * 4 + lane
+
     def run(self, guard: str, op: str, names: list[list[str]]) -> None:
         wanted = self.registers[guard] if guard else np.ones(self.size, bool)
         if op == "bar.warp.sync":
@@ -139,14 +154,12 @@ class _Threads:
             for index, name in enumerate(names[1]):
                 places = self.read(names[0][0])[wanted] // 4 + index
                 _Shared.words[places] = self.read(name)[wanted]
-        elif op.startswith("shfl.sync.bfly"):
-            other = np.arange(self.size) ^ self.read(names[2][0])
+        elif op.startswith("shfl.sync"):
+            other = self._other_threads(op, *(self.read(own[0]) for own in names[2:4]))
             self.registers[names[0][0]] = self.read(names[1][0])[other]
         elif op.startswith("mma.sync"):
-            kind = op.split(".")[-2]
             a, b, c = ([self.read(name) for name in own] for own in names[1:])
-            sums = _multiply_bytes(a, b, c) if kind == "s8" else _multiply(a, b, c, kind)
-            for out, value in zip(names[0], sums, strict=True):
+            for out, value in zip(names[0], _product(op, a, b, c), strict=True):
                 self.registers[out] = value
         elif op == "setp.ne.s32":
             self.registers[names[0][0]] = self.read(names[1][0]) != self.read(names[2][0])

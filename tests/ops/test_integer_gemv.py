@@ -1,4 +1,4 @@
-"""Products of few rows and 4-bit weights in integers, against float64."""
+"""Products of few rows and weights of 4 or 8 bits in integers, against float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from quire.errors import ConfigError
 from quire.ops.arguments import RmsScale
 from quire.ops.reference.quantized import dequantize
 from quire.ops.triton import gemm
-from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs, Shape, counts
+from quire.ops.triton.gemm_plan import (
+    GemmPlan,
+    LinearArgs,
+    Shape,
+    counts,
+    integer_segments,
+)
 from quire.ops.triton.gemm_table import heuristic, plan_for
 from quire.ops.triton.launch import DeviceTraits
 from quire.ops.weight import Weight, WeightFormat
@@ -23,19 +29,26 @@ if not torch.cuda.is_available():
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLAIN = WeightFormat(torch.uint8, bits=4, scales=torch.bfloat16, group=128)
 ZEROS = WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=128, zeros=True)
+BYTES = WeightFormat(torch.int8, scales=torch.float32)
 # Rows of x, outputs, inputs, warps, chunks of each, programs.
 WHOLE = 1, 40, 1024, 2, 4, 0
 TURNS = 1, 40, 1024, 1, 8, 2
 CUT = 3, 20, 2560, 2, 12, 1
 FOUR = 4, 33, 1536, 4, 4, 0
+# Groups not in fours: one chunk is missing; two rows in three segments, two of whose are.
+NINE = 1, 40, 1152, 2, 5, 0
+SEGMENTS = 2, 40, 2048, 2, 3, 1
+# Of 8 bits: all at once, and three rows in two segments, one chunk missing.
+SHORT = 1, 24, 512, 2, 2, 1
+LONG = 3, 20, 1920, 4, 2, 1
 Case = tuple[int, int, int, int, int, int]
 
 
 def drawn(form: WeightFormat, outputs: int, inputs: int) -> Weight:
     weight = Weight.empty(form, outputs, inputs, DEVICE)
-    weight.values.random_(0, 256)
+    weight.values.view(torch.uint8).random_(0, 256)
     assert weight.scales is not None
-    weight.scales.uniform_(0.005, 0.015)
+    weight.scales.uniform_(0.005, 0.015).div_(1 if form.bits else 16)
     if weight.zeros is not None:
         weight.zeros.random_(0, 17)
     return weight
@@ -48,6 +61,10 @@ def drawn(form: WeightFormat, outputs: int, inputs: int) -> Weight:
         (TURNS, PLAIN, "silu_and_mul", True),
         (CUT, PLAIN, "silu_and_mul", False),
         (FOUR, ZEROS, None, False),
+        (NINE, ZEROS, "silu_and_mul", True),
+        (SEGMENTS, PLAIN, None, False),
+        (SHORT, BYTES, "silu_and_mul", True),
+        (LONG, BYTES, None, False),
     ],
 )
 def test_products(case: Case, form: WeightFormat, act: str | None, norm: bool) -> None:
@@ -72,8 +89,9 @@ def test_products(case: Case, form: WeightFormat, act: str | None, norm: bool) -
     found = gemm.run(args, plan).double()
     wide = x.double()
     if scale is not None:
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + scale.eps)
-        wide = wide * scale.weight.double()
+        # x times the norm's weights is rounded before the sum of squares is known.
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + scale.eps)
+        wide = (x * scale.weight).double() * inverse
     y = wide @ dequantize(weight, torch.float64).T + bias.double()
     if act:
         gate, up = y.chunk(2, -1)
@@ -85,16 +103,22 @@ def test_products(case: Case, form: WeightFormat, act: str | None, norm: bool) -
 
 
 def test_it_is_chosen_for_one_row() -> None:
-    """All of a row is under way at once, or another kernel is chosen."""
+    """Warps have all chunks of a row in as few segments as registers and shared memory allow."""
     card = DeviceTraits((9, 0), 132, 1 << 17, pdl=True, bf16=True)
-    for inputs, even in ((512, True), (3072, True), (12288, True), (5120, False), (25600, False)):
-        shape = Shape(1, 4096, inputs, torch.bfloat16, True, False, ZEROS)
+    for form, inputs, warps, count, segments in (
+        (ZEROS, 512, 1, 4, 1), (ZEROS, 3072, 4, 6, 1), (ZEROS, 12288, 16, 6, 1),
+        (ZEROS, 5120, 8, 5, 1), (ZEROS, 8960, 8, 9, 1), (ZEROS, 25600, 8, 13, 2),
+        (BYTES, 4096, 8, 4, 1),
+    ):  # fmt: skip
+        shape = Shape(1, 4096, inputs, torch.bfloat16, True, False, form)
         plan = heuristic(shape, card)
-        assert (plan.kernel == "integer") == even
-        assert not even or plan.warps * plan.stages * 128 == inputs
-        assert not even or plan.norm == "late"
+        assert (plan.kernel, plan.norm) == ("integer", "late")
+        assert (plan.warps, plan.stages, integer_segments(inputs, plan)) == (warps, count, segments)
     shape = Shape(1, 4096, 4096, torch.bfloat16, format=ZEROS)
-    for other in (shape._replace(m=2), shape._replace(dtype=torch.float16)):
+    for other in (
+        shape._replace(m=2), shape._replace(dtype=torch.float16),
+        shape._replace(k=12288, format=BYTES),
+    ):  # fmt: skip
         assert heuristic(other, card).kernel == "mma"
     assert heuristic(shape, replace(card, capability=(8, 0))).kernel == "mma"
     # A key does not tell the dtype of scales.
@@ -108,10 +132,13 @@ def test_what_it_takes() -> None:
     assert counts(shape)
     assert counts(shape._replace(m=4))
     assert counts(shape._replace(k=12288))
+    assert counts(shape._replace(k=4096 + 128))
+    assert counts(shape._replace(format=BYTES))
     for other in (
-        shape._replace(m=5), shape._replace(dtype=torch.float16), shape._replace(k=4096 + 128),
-        shape._replace(m=2, k=12288), shape._replace(format=replace(ZEROS, group=64)),
-        shape._replace(format=WeightFormat(torch.int8, scales=torch.float32)),
+        shape._replace(m=5), shape._replace(dtype=torch.float16), shape._replace(k=4096 + 64),
+        shape._replace(format=replace(ZEROS, group=64)),
+        shape._replace(format=replace(BYTES, group=128)),
+        shape._replace(format=replace(BYTES, values=torch.float8_e4m3fn)),
         shape._replace(aligned=False),
     ):  # fmt: skip
         assert not counts(other)

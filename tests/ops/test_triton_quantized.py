@@ -171,8 +171,7 @@ def test_rules_of_thumb_for_few_bits() -> None:
         for n, k, gated in ((4096, 4096, False), (12288, 4096, True), (256, 128, False)):
             shape = Shape(m, n, k, torch.bfloat16, True, gated, format)
             plan = heuristic(shape, H200)
-            integer = m == 1 and k == 4096
-            assert plan.kernel == ("integer" if integer else "mma" if m <= 8 else "skinny")
+            assert plan.kernel == ("integer" if m == 1 else "mma" if m <= 8 else "skinny")
             assert plan.kernel != "skinny" or plan.bm <= 128
             # Rows that begin anywhere are not for tensor cores.
             plan = heuristic(shape._replace(aligned=False), H200)

@@ -18,12 +18,14 @@ from quire.errors import ConfigError
 from quire.ops.arguments import RmsScale
 from quire.ops.triton.gemm_plan import (
     GATED,
+    INTEGER_BYTES,
     PLAIN,
     GemmPlan,
     Launch,
     LinearArgs,
     Shape,
     counts,
+    integer_bytes,
     multiplies,
     norms_late,
     shape_of,
@@ -125,8 +127,9 @@ def prepare(
     pdl = traits(x.device).pdl if pdl is None else pdl
     if plan.kernel in ("mma", "integer"):
         shape, integer = shape_of(args), plan.kernel == "integer"
-        takes = counts(shape) if integer else multiplies(shape)
-        takes = takes and shape.m <= plan.bm
+        takes = multiplies(shape) and shape.m <= plan.bm
+        if integer:
+            takes = counts(shape) and integer_bytes(shape, plan) <= INTEGER_BYTES
         if not (takes and (args.norm is None or fuses_norm(args, plan))):
             raise ConfigError("a plan for tensor cores got what they do not take", "plan")
         return (integer_gemv if integer else mma_gemv)(args, out, plan, pdl=pdl)

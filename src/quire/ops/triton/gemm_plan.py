@@ -27,8 +27,10 @@ MMA_PLAIN_ROWS = 16
 
 INTEGER_ROWS = 4
 """The most rows of x that `integer_gemv` takes."""
-INTEGER_BYTES = 40 << 10
-"""Bytes of shared memory that it has for them."""
+INTEGER_INPUTS = 128
+"""Inputs whose largest its integers are relative to."""
+INTEGER_BYTES = 48 << 10
+"""Bytes of shared memory that a program of it has."""
 
 NormMode = Literal["none", "exact", "late", "separate"]
 
@@ -193,11 +195,34 @@ def counts(shape: Shape) -> bool:
     form = shape.format
     if form is None or not multiplies(shape) or shape.dtype != torch.bfloat16:
         return False
-    if form.bits != 4 or form.group != 128 or form.scales not in (torch.float16, torch.bfloat16):
-        return False
-    if shape.m > INTEGER_ROWS or shape.k % 512 != 0:
-        return False
-    return 2 * shape.k * triton.next_power_of_2(shape.m) <= INTEGER_BYTES
+    if form.bits == 4:
+        fits = form.group == INTEGER_INPUTS and form.scales in (torch.float16, torch.bfloat16)
+    else:
+        fits = form.values == torch.int8 and not form.group
+    return fits and shape.m <= INTEGER_ROWS and shape.k % INTEGER_INPUTS == 0
+
+
+def integer_segments(k: int, plan: GemmPlan) -> int:
+    """Returns the parts of K inputs that a program of "integer" takes one after the other."""
+    return triton.cdiv(k, plan.warps * plan.stages * INTEGER_INPUTS)
+
+
+def integer_resident(shape: Shape, warps: int, count: int) -> int:
+    """Returns the programs of "integer" that fit into a multiprocessor at once by the registers
+    that `count` chunks of each warp take, 0 where a thread has no room for them."""
+    held = count * (8 if shape.format and shape.format.bits == 4 else 16)
+    return 0 if held > (64 if warps == 16 else 104) else 65536 // (32 * warps * (held + 64))
+
+
+def integer_bytes(shape: Shape, plan: GemmPlan) -> int:
+    """Returns the bytes of shared memory of a program of "integer": bytes of inputs, sums of warps
+    and, between segments, of tiles."""
+    rows = triton.next_power_of_2(shape.m)
+    size = plan.warps * (plan.stages * rows * 264 + 640)
+    if integer_segments(shape.k, plan) > 1:
+        tiles = triton.cdiv(shape.n, 8 if shape.gated else 16)
+        size += triton.cdiv(tiles, plan.programs or tiles) * plan.warps * 256
+    return size
 
 
 def norms_late(shape: Shape) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +17,16 @@ import torch
 import triton
 
 from quire.ops.triton.gemm_plan import (
+    INTEGER_BYTES,
+    INTEGER_INPUTS,
     MMA_ROWS,
     TORCH,
     GemmPlan,
     Shape,
     chunk_inputs,
     counts,
+    integer_bytes,
+    integer_resident,
     multiplies,
     norms_late,
     stored_bits,
@@ -168,18 +171,32 @@ def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
 
 
 def _integer_plan(shape: Shape, sms: int) -> GemmPlan | None:
-    """Returns a plan of one row in integers, None where warps cannot share all chunks evenly."""
-    inputs, outputs = chunk_inputs(4), 8 if shape.gated else 16
+    """Returns a plan of one row in integers: in as few segments as registers allow, with as few
+    chunks missing as possible, else some six to a warp. None where another kernel is faster."""
+    chunks, outputs = shape.k // INTEGER_INPUTS, 8 if shape.gated else 16
     tiles = triton.cdiv(shape.n, outputs)
-    for warps, chunks in itertools.product((4, 8, 2, 16, 1), (4, 8, 12)):
-        if warps * chunks * inputs == shape.k:
-            # Programs that do not all fit at once take several tiles, each read during the last.
-            fit = 1 if warps * chunks > 64 else 3
-            return GemmPlan(
-                "integer", bm=4, bn=outputs, bk=inputs, warps=warps, stages=chunks,
-                programs=fit * sms if fit == 1 or tiles > 4 * sms else 0,
+    bits = shape.format.bits if shape.format else 0
+    # Segments cost more than the unpacking of 8 bits that they save.
+    for segments in (1, 2, 3, 4) if bits == 4 else (1,):
+        shares = []
+        for order, warps in enumerate((4, 8, 2, 16, 1)):
+            count = triton.cdiv(chunks, warps * segments)
+            resident = integer_resident(shape, warps, count)
+            if resident:
+                missing = warps * segments * count - chunks
+                shares.append((missing, abs(count - 6), order, warps, count, resident))
+        for _, _, _, warps, count, resident in sorted(shares):
+            # Programs that do not all fit at once take several tiles, each read during the last:
+            # not so of long rows of bytes, of which a program has enough under way.
+            turns = tiles > 4 * sms and (bits == 4 or chunks < 32)
+            turns = turns or segments > 1 or (bits == 4 and resident == 1)
+            plan = GemmPlan(
+                "integer", bm=4, bn=outputs, bk=INTEGER_INPUTS, warps=warps, stages=count,
+                programs=min(3, resident) * sms if turns else 0,
                 norm=("late" if norms_late(shape) else "separate") if shape.norm else "none",
             )  # fmt: skip
+            if integer_bytes(shape, plan) <= INTEGER_BYTES:
+                return plan
     return None
 
 
@@ -272,7 +289,7 @@ def rows_plan(shape: Shape, card: DeviceTraits) -> GemmPlan:
 def _takes(plan: GemmPlan, shape: Shape) -> bool:
     """Whether a plan's kernel takes a shape, of which its key does not tell all."""
     if plan.kernel == "integer":
-        return counts(shape)
+        return counts(shape) and integer_bytes(shape, plan) <= INTEGER_BYTES
     return plan.kernel != "mma" or shape.aligned
 
 

@@ -23,6 +23,8 @@ from quire.ops.arguments import RmsScale
 from quire.ops.reference.quantized import LARGEST
 from quire.ops.triton import activation, gemm, norm
 from quire.ops.triton.gemm_plan import (
+    INTEGER_BYTES,
+    INTEGER_INPUTS,
     TORCH,
     GemmPlan,
     Launch,
@@ -31,6 +33,8 @@ from quire.ops.triton.gemm_plan import (
     Shape,
     chunk_inputs,
     counts,
+    integer_bytes,
+    integer_resident,
     multiplies,
     norms_late,
     stored_bits,
@@ -143,19 +147,29 @@ def _mma_candidates(shape: Shape) -> Iterator[GemmPlan]:
 
 
 def _integer_candidates(shape: Shape, sms: int) -> Iterator[GemmPlan]:
-    inputs = chunk_inputs(4)
-    tiles = triton.cdiv(shape.n, 8 if shape.gated else 16)
-    for warps, under_way in itertools.product((1, 2, 4, 8, 16), (4, 8, 12)):
-        chunks = shape.k // inputs
-        if warps * under_way != chunks:
+    """Plans whose warps have words of a row in registers, and share its chunks almost evenly; in
+    several segments only of rows that registers do not hold."""
+    chunks, outputs = shape.k // INTEGER_INPUTS, 8 if shape.gated else 16
+    tiles, fewest = triton.cdiv(shape.n, outputs), 0
+    for segments, warps in itertools.product((1, 2, 3, 4, 5), (1, 2, 4, 8, 16)):
+        count = triton.cdiv(chunks, warps * segments)
+        missing = warps * segments * count - chunks
+        resident = integer_resident(shape, warps, count)
+        if 6 * missing > chunks or not resident or fewest == 1 < segments:
             continue
-        for programs in (0, *(sms * each for each in (1, 2, 3, 4))):
+        fewest = fewest or segments
+        counts_of = [0]
+        for programs in (sms * each for each in range(1, min(4, resident) + 1)):
             if programs < tiles:
-                yield GemmPlan(
-                    "integer", bm=4, bn=8 if shape.gated else 16, bk=inputs, warps=warps,
-                    stages=under_way, programs=programs,
-                    norm="separate" if shape.norm else "none",
-                )  # fmt: skip
+                turns = triton.cdiv(tiles, programs)
+                counts_of += [programs] + [triton.cdiv(tiles, turns)] * (turns < 5)
+        for programs in dict.fromkeys(counts_of):
+            plan = GemmPlan(
+                "integer", bm=4, bn=outputs, bk=INTEGER_INPUTS, warps=warps, stages=count,
+                programs=programs, norm="separate" if shape.norm else "none",
+            )  # fmt: skip
+            if integer_bytes(shape, plan) <= INTEGER_BYTES:
+                yield plan
 
 
 def candidates(shape: Shape, sms: int) -> list[GemmPlan]:
