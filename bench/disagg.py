@@ -5,13 +5,17 @@
     python bench/disagg.py --results bench/results --only ipc      # setups with that name
     python bench/disagg.py --only ipc-async --part handover        # one part of one setup
     python bench/disagg.py --results bench/results --table         # of what was measured so far
+    python bench/disagg.py --only ipc-async --part flood --trace /tmp/trace    # causes, by steps
     python bench/disagg.py --try                                   # a CPU, the embedded model
 
 Weights are random, prompts are random token ids. Each setup is started by itself, with GPUs of its
 own by CUDA_VISIBLE_DEVICES, and has these parts:
 
 flood     streams decode, at first alone (`rest_itl_…`), then while clients send one long prompt
-          after the other, each new; the times between a stream's tokens (ITL)
+          after the other, each new; the times between a stream's tokens (ITL). Contexts grow
+          meanwhile, and steps with them: `…_steady` are ratios to the median of the times within
+          a quarter of a second. With --trace the engine's own steps say what made some of them
+          longer (`disagg_trace.py`)
 handover  prompts that come one at a time: the time to the first token here and at the server that
           computes them, what their KV takes beyond the computing, and the rate at which it travels
 loads     requests in a closed loop, of long prompts and of long answers: throughput, TTFT, ITL
@@ -45,6 +49,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from disagg_trace import causes
 from gpu_table import card_name, slug
 from quire.bench.online.client import Answer
 from quire.bench.online.drive import drive, processes_for
@@ -62,10 +67,15 @@ HERE = Path(__file__).resolve().parent
 NAME = "bench"
 _START_SECONDS = 120.0
 _STOP_SECONDS = 10.0
+_AFTER = 2.5
+"""Seconds behind a flood for which the streams that are traced go on alone."""
+_TRACE_SECONDS = 1.5
+"""Seconds until a trace is in its file."""
 _SERVING = re.compile(r"^Serving \S+ at ")
 _SHOWN = (
-    "itl_mean_ms", "itl_p50_ms", "itl_p99_ms", "itl_p99_to_p50", "rest_itl_p50_ms",
-    "rest_itl_p99_ms", "flood_s", "flood_p50_ms", "output_tok_s", "request_s", "ttft_p50_ms",
+    "itl_mean_ms", "itl_p50_ms", "itl_p99_ms", "itl_p99_to_p50", "itl_p99_to_p50_steady",
+    "rest_itl_p50_ms", "rest_itl_p99_ms", "rest_itl_p99_to_p50_steady", "step_p99_to_p50_steady",
+    "step_over_line_p50_ms", "step_over_line_p99_ms", "step_host_p99_ms", "flood_s", "flood_p50_ms", "output_tok_s", "request_s", "ttft_p50_ms",
     "ttft_p99_ms", "computed_ms", "handover_ms", "handover_server_ms", "ask_ms", "layer_ms",
     "megabytes", "link_ms", "remote", "failed",
 )  # fmt: skip
@@ -159,10 +169,12 @@ def setups(small: bool) -> list[Setup]:
 
 @dataclass
 class Servers:
-    """Running servers. url: where requests go. writer: of the one that computes prompts, or ""."""
+    """Running servers. url: where requests go. writer: of the one that computes prompts, or "".
+    trace: the folder of the first one's trace, None for none."""
 
     url: str = ""
     writer: str = ""
+    trace: Path | None = None
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     said: list[list[str]] = field(default_factory=list)
 
@@ -216,19 +228,21 @@ def _listen(process: subprocess.Popen[str], said: list[str], ready: threading.Ev
 
 @contextlib.contextmanager
 def running(
-    setup: Setup, model: Sequence[str], sizes: Sizes, gpus: bool, hidden: bool
+    setup: Setup, model: Sequence[str], sizes: Sizes, gpus: bool, hidden: bool, trace: Path | None
 ) -> Iterator[Servers]:
-    """Yields the servers of a setup, ready. hidden: neither role sees the other one's GPU."""
+    """Yields the servers of a setup, ready. hidden: neither role sees the other one's GPU. trace: a
+    folder for the trace of the one that decodes."""
     flags = [
         *model, "--served-model-name", NAME, "--skip-tokenizer-init", "--max-model-len",
         str(sizes.length), "--log-level", "warning",
     ]  # fmt: skip
-    servers = Servers()
+    servers = Servers(trace=trace)
+    traced = [] if trace is None else ["--trace-dir", str(trace)]
     try:
         if not setup.transport:
             several = ["--data-parallel-size", str(setup.gpus)] if setup.gpus > 1 else []
             numbers = ",".join(map(str, range(setup.gpus)))
-            servers.url = servers.start([*flags, *several], numbers if gpus else None)
+            servers.url = servers.start([*flags, *several, *traced], numbers if gpus else None)
         else:
             way = ["--transport", setup.transport, "--kv-transfer", setup.mode]
             # Each takes the first that it sees.
@@ -236,7 +250,7 @@ def running(
             writer = [*flags, "--role", "prefill", *way]
             servers.writer = servers.start(writer, visible[0] if gpus else None)
             asks = ["--peer", servers.writer, "--remote-prefill-tokens", str(sizes.remote)]
-            reader = [*flags, "--role", "decode", *way, *asks]
+            reader = [*flags, "--role", "decode", *way, *asks, *traced]
             servers.url = servers.start(reader, visible[1] if gpus else None)
         servers.await_ready(_START_SECONDS)
         yield servers
@@ -329,7 +343,8 @@ def flood(servers: Servers, sizes: Sizes) -> dict[str, float]:
     ask(servers.url, prompts(3, sizes.flood_prompt, 2, 7), 1, 60.0)  # the first ones connect
     before = counters(servers.url)
     found: list[list[Answer]] = []
-    seconds = sizes.ramp + sizes.rest + sizes.flood + 1.0
+    after = _AFTER if servers.trace is not None else 0.0
+    seconds = sizes.ramp + sizes.rest + sizes.flood + after + 1.0
     asks = prompts(sizes.streams, sizes.stream_prompt, sizes.stream_tokens, 1)
 
     def streams() -> None:
@@ -346,6 +361,7 @@ def flood(servers: Servers, sizes: Sizes) -> dict[str, float]:
     time.sleep(sizes.flood)
     ended = time.perf_counter()
     prompts_sent.end()
+    alone = time.perf_counter()
     thread.join()
     (answers,) = found
     if late := sum(not len(each.times) or each.times[0] > begun for each in answers):
@@ -360,22 +376,33 @@ def flood(servers: Servers, sizes: Sizes) -> dict[str, float]:
     metrics["failed"] = prompts_sent.failed
     if servers.writer:
         metrics["remote"] = _grown(servers.url, before, "quire_kv_blocks_received_total")
+    if servers.trace is not None:
+        time.sleep(_TRACE_SECONDS)
+        rests = (begun, flooded), (alone, begun + seconds - sizes.ramp - 1.0)
+        steps, table = causes(servers.trace, rests, (flooded, ended), sizes.streams)
+        metrics |= steps
+        print("\n".join(f"   {line}" for line in table), flush=True)
     return metrics
 
 
 def between(answers: Sequence[Answer], begin: float, end: float, name: str) -> dict[str, float]:
     """Returns the times between tokens, of those that came within a window."""
-    gaps = [np.diff(t[(t >= begin) & (t <= end)]) for t in (each.times for each in answers)]
-    found = 1e3 * np.concatenate(gaps)
+    inside = [t[(t >= begin) & (t <= end)] for t in (each.times for each in answers)]
+    found = 1e3 * np.concatenate([np.diff(t) for t in inside])
     if not len(found):
         return {}
     p50, p99 = (float(np.percentile(found, p)) for p in (50, 99))
+    at = np.concatenate([t[1:] for t in inside])
+    parts = [found[mask] for part in range(int(4 * (end - begin)) + 1)
+             if (mask := ((at - begin) * 4).astype(int) == part).any()]  # fmt: skip
+    steady = np.concatenate([part / np.median(part) for part in parts])
     return {
         f"{name}itl_mean_ms": float(found.mean()),
         f"{name}itl_p50_ms": p50,
         f"{name}itl_p99_ms": p99,
         f"{name}itl_max_ms": float(found.max()),
         f"{name}itl_p99_to_p50": p99 / p50,
+        f"{name}itl_p99_to_p50_steady": float(np.percentile(steady, 99)),
     }
 
 
@@ -491,6 +518,7 @@ class Bench:
     kept: Path | None
     end: float
     hidden: bool = False
+    trace: Path | None = None
     rates: dict[str, float] = field(default_factory=dict)
     records: list[BenchRecord] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
@@ -499,7 +527,10 @@ class Bench:
         """Starts a setup and measures its parts; what goes wrong is told and not raised."""
         begun = time.monotonic()
         try:
-            with running(setup, self.flags, self.sizes, self.gpus, self.hidden) as servers:
+            trace = None if self.trace is None else self.trace / f"{setup.name}-{time.time_ns()}"
+            with running(
+                setup, self.flags, self.sizes, self.gpus, self.hidden, trace
+            ) as servers:
                 print(f"== {setup.name}: ready in {time.monotonic() - begun:.0f} s", flush=True)
                 for name, part in self._parts(setup):
                     if not self._guarded(f"{setup.name} {name}", servers, part):
@@ -595,6 +626,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the setups, and end")
     parser.add_argument("--hidden", action="store_true", help="a role sees its own GPU only")
     parser.add_argument("--flags", default="", help="more flags of every server")
+    parser.add_argument("--trace", type=Path, help="a folder for traces of the flood's steps")
+    parser.add_argument("--flood-prompt", type=int, help="tokens of a flooding prompt")
+    parser.add_argument("--length", type=int, help="--max-model-len of the servers")
     given = parser.parse_args()
     sizes, model, flags = BIG, given.model, given.flags.split()
     small = model == "qwen2.5-1.5b"
@@ -606,6 +640,10 @@ def main() -> int:
         flags = [str(HERE / "configs" / model), "--load-format", "dummy", *flags]
     if small:
         sizes = replace(sizes, layers=28)
+    if given.flood_prompt:
+        sizes = replace(sizes, flood_prompt=given.flood_prompt)
+    if given.length:
+        sizes = replace(sizes, length=given.length)
     if given.only:
         chosen = [each for each in chosen if any(part in each.name for part in given.only)]
     if given.part:
@@ -632,6 +670,7 @@ def main() -> int:
         kept,
         time.monotonic() + given.seconds,
         given.hidden,
+        given.trace,
     )
     if bench.gpus:
         bench.rates = link()

@@ -2,10 +2,12 @@
 
 The engine's model is measured at the first replica, before the run. Both get the same trace of
 conversations. The records are ratios, simulated over real, and of the real runs each policy's times
-over those of round-robin. The replicas share this machine's cores, which the model knows nothing
-of: so the trace keeps less than one core busy, and other work on the machine shows in the ratios.
+over those of round-robin. Replicas that share cores slow each other down, which the model knows
+nothing of: `--cores` gives each so many of its own, beside those of the router and the clients.
+Without, the trace has to keep less than one core busy. Other work on the machine shows in either.
 
     python bench/simulate_vs_real.py --requests 300 --rate 3
+    python bench/simulate_vs_real.py --requests 480 --rate 8 --cores 3      # 16 cores
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -20,6 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +90,26 @@ def router(urls: list[str], policy: str):
         process.wait()
 
 
+@contextlib.contextmanager
+def bound(cores: set[int]):
+    """Has processes that start meanwhile run on these cores only; none: on all."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or own)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def shares(replicas: int, cores: int) -> list[set[int]]:
+    """Returns the cores of each replica, and those that are left; empty sets without `cores`."""
+    own = sorted(os.sched_getaffinity(0))
+    if cores and len(own) <= replicas * cores:
+        raise SystemExit(f"{replicas} replicas of {cores} cores leave none of {len(own)}")
+    parts = [set(own[i * cores : (i + 1) * cores]) for i in range(replicas)]
+    return [*parts, set(own[replicas * cores :]) if cores else set()]
+
+
 def real(urls: list[str], policy: str, trace: WorkloadTrace) -> dict[str, float]:
     """Returns percentiles of a real run. All caches are empty before it."""
     for url in urls:
@@ -117,6 +141,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--rate", type=float, default=3.0, help="requests per second")
     parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--cores", type=int, default=0, help="of each replica; 0: all share all")
     parser.add_argument("--policies", nargs="+", default=["prefix", "round-robin"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -125,10 +150,16 @@ def main() -> None:
         lines = conversations(args.requests, args.rate, seed=1)
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         trace = read_trace(path)
-        urls = [stack.enter_context(launched(FLAGS))[0] for _ in range(args.replicas)]
-        for url in urls[1:]:
-            calibrate(url, key=None, model=None)  # the first steps of an engine are slow
-        model: EngineModel = calibrate(urls[0], key=None, model=None)
+        *parts, rest = shares(args.replicas, args.cores)
+        urls = []
+        for part in parts:
+            with bound(part):
+                urls.append(stack.enter_context(launched(FLAGS))[0])
+        stack.enter_context(bound(rest))
+        # The first steps of an engine are slow. Replicas that share cores are measured in turn.
+        with ThreadPoolExecutor(len(urls) if args.cores else 1) as pool:
+            measured = list(pool.map(lambda url: calibrate(url, key=None, model=None), urls[::-1]))
+        model: EngineModel = measured[-1]
         print(encode(model).decode())
         records, runs = [], dict[str, dict[str, float]]()
         for policy in args.policies:
@@ -139,7 +170,12 @@ def main() -> None:
                 print(f"{policy:>12} {name:>12} {measured[name]:9.4f} real", end=" ")
                 print(f"{getattr(found, name):9.4f} simulated")
             ratios = {name: getattr(found, name) / measured[name] for name in measured}
-            settings = {"policy": policy, "requests": args.requests, "rate": args.rate}
+            settings = {
+                "policy": policy,
+                "requests": args.requests,
+                "rate": args.rate,
+                "cores": args.cores,
+            }
             records.append(make_record("simulate-vs-real", ratios, settings=settings))
         turns = runs.pop("round-robin", None)
         for policy, measured in runs.items() if turns is not None else ():

@@ -24,6 +24,7 @@ from tests.routing.fake_replica import serving
 from tests.server.chaos import Plan, run_chaos
 from tests.server.server_process import MODEL, WAIT, Server, start_server
 from tests.server.test_faults import child
+from tests.server.test_otel import PARENT, TRACE, Collector, attributes
 
 STORY = "One day, a little fox went into the woods to look for berries and to see the owl. " * 5
 KEY = "secret"
@@ -36,10 +37,22 @@ def start_reader(writer: Server, *flags: str) -> Server:
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[Server, Server]]:
+def collector() -> Iterator[Collector]:
+    """Takes the writer's spans."""
+    found = Collector()
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def servers(collector: Collector) -> Iterator[tuple[Server, Server]]:
     """A writer, which wants a key and computes prompts in several steps, and a reader."""
     steps = ("--max-num-batched-tokens", "64", "--kv-transfer", "async")
-    writer = start_server("--role", "prefill", "--api-key", KEY, *steps, *LEASE)
+    writer = start_server(
+        *("--role", "prefill", "--api-key", KEY, "--otlp-endpoint", collector.url, *steps, *LEASE),
+        variables={"OTEL_BSP_SCHEDULE_DELAY": "50"},
+    )
     reader = start_reader(writer)
     yield writer, reader
     for server in (reader, writer):
@@ -110,6 +123,43 @@ def test_prompts_come_from_the_peer(servers: tuple[Server, Server]) -> None:
     assert ask(reader, "Once upon a time")
     ask(reader, prompt)
     assert fetches(reader) == before + 1
+
+
+def test_a_trace_spans_the_handover(servers: tuple[Server, Server], collector: Collector) -> None:
+    writer, reader = servers
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    assert ask(reader, f"traced {STORY}", extra_headers=headers)
+
+    def spans() -> list[Any]:
+        found = collector.named("POST /kv/prefill")
+        return [span for span in found if span.trace_id.hex() == TRACE]
+
+    reader.wait_for(lambda: bool(spans()), "the span of the grant")
+    (request,) = spans()
+    assert request.parent_span_id.hex() == PARENT
+    assert attributes(request)["quire.handover.outcome"] == "done"
+    parts = [span for span in collector.spans if span.parent_span_id == request.span_id]
+    assert [span.name for span in parts] == ["prefill", "handover"]
+    prefill, handover = parts
+    times = [request.start_time_unix_nano, prefill.start_time_unix_nano]
+    times += [prefill.end_time_unix_nano, handover.end_time_unix_nano]
+    assert times == sorted(times)
+    assert prefill.end_time_unix_nano == handover.start_time_unix_nano
+    assert handover.end_time_unix_nano <= request.end_time_unix_nano
+
+
+def test_a_trace_tells_of_a_refusal(
+    servers: tuple[Server, Server], collector: Collector
+) -> None:
+    writer, reader = servers
+    asked = {"tokens": [1] * 16, "first": 0, "reader": "r", "epoch": "another"}
+    assert post(writer, "/kv/prefill", asked)[0] == 409
+
+    def statuses() -> list[int]:
+        found = collector.named("POST /kv/prefill")
+        return [attributes(span)["http.response.status_code"] for span in found]
+
+    reader.wait_for(lambda: 409 in statuses(), "the span of a refusal")
 
 
 def test_who_does_not_match_is_told_both_sides_values(servers: tuple[Server, Server]) -> None:

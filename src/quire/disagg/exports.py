@@ -29,6 +29,7 @@ import itertools
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -44,6 +45,7 @@ from quire.disagg.layer_batches import LayerBatches
 from quire.disagg.messages import (
     Accepted,
     BlockBatch,
+    ClosedGrant,
     End,
     Grant,
     MemoryHandle,
@@ -63,6 +65,8 @@ _log = logging.getLogger(__name__)
 
 _FIRST_ID = 1 << 40
 """Ids of transfers are unlike those of other features."""
+_MOST_CLOSED = 1024
+"""Closed grants that are remembered for who asks for them."""
 
 Status = tuple[int, str]
 
@@ -189,6 +193,7 @@ class Exports:
         self._by_name: dict[str, Export] = {}
         self._by_link: dict[ReaderLink, Export] = {}
         self._failures: list[Failure] = []
+        self._closed: deque[ClosedGrant] = deque(maxlen=_MOST_CLOSED)
 
     def attach(self, blocks: BlockManager) -> None:
         self._blocks = blocks
@@ -233,6 +238,12 @@ class Exports:
         export = self._by_name[name]
         export.finished = True
         self._close(export, "refused")
+
+    def take_closed(self) -> list[ClosedGrant]:
+        """Returns the grants that were closed since the last call."""
+        closed = list(self._closed)
+        self._closed.clear()
+        return closed
 
     def admit(self, request: Request) -> None:
         """Takes note of the request of a grant; others are not its business."""
@@ -553,6 +564,8 @@ class Exports:
 
     def _close(self, export: Export, outcome: str) -> None:
         export.closed = True
+        seconds = self._clock() - export.granted
+        self._closed.append(ClosedGrant(export.grant.name, outcome, export.computed, seconds))
         self._stats.grants[outcome] = self._stats.grants.get(outcome, 0) + 1
         if export.link is not None:
             export.link.close()

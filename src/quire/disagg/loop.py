@@ -77,7 +77,8 @@ class DisaggLoop(LoopFeature):
     """Opens what the settings ask for, and answers peers.
 
     Messages (`on_control`): `handshake` with facts gives a `Welcome`; `grant` with a
-    `PromptRequest` gives a `Grant`, whose request the caller adds; `revoke` undoes that.
+    `PromptRequest` gives a `Grant`, whose request the caller adds; `revoke` undoes that;
+    `closed_grants` gives those that ended since it was asked last.
     `set_peers` replaces the peers; `choose_peer` says, before a request is added, which of them
     computes its prompt, "" for none; `handover` gives the line of `HandoverTime`.
     """
@@ -217,6 +218,8 @@ class DisaggLoop(LoopFeature):
                 return self._grant(exports, asked)
             case {"op": "revoke", "name": name}:
                 exports.revoke(name)
+            case {"op": "closed_grants"}:
+                return exports.take_closed()
         return None
 
     def _grant(self, exports: Exports, asked: PromptRequest) -> Grant:

@@ -40,6 +40,16 @@ class Grant(msgspec.Struct, frozen=True):
     port: int
 
 
+class ClosedGrant(msgspec.Struct, frozen=True):
+    """The end of a grant by `name`. outcome: see `OUTCOMES`. computed: seconds until the prompt was
+    computed, 0 where it was not. seconds: until the end."""
+
+    name: str
+    outcome: str
+    computed: float
+    seconds: float
+
+
 class Welcome(msgspec.Struct, frozen=True):
     """Answers a handshake: the engine's facts, its epoch, and where its blocks are for a transport
     that reads them there; see `Transfer.source`."""

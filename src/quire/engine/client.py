@@ -11,7 +11,7 @@ from typing import TypeVar
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
 from quire.disagg.facts import KVFacts
-from quire.disagg.messages import Grant, PromptRequest, Welcome
+from quire.disagg.messages import ClosedGrant, Grant, PromptRequest, Welcome
 from quire.engine.beam_search import BeamSearch, BeamSearchSequence
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
@@ -427,16 +427,37 @@ class EngineClient:
         reply: PeerReply = await engine.ask(lambda call: ShakeHands(call, facts))
         return _wanted(reply, reply.welcome)
 
-    async def grant(self, asked: PromptRequest, *, tenant: str, share: float) -> Grant:
-        """Has a prompt computed for another engine, which then fetches its KV.
+    async def grant(
+        self,
+        asked: PromptRequest,
+        *,
+        tenant: str,
+        share: float,
+        on_end: Callable[[ClosedGrant | None], None] | None = None,
+    ) -> Grant:
+        """Has a prompt computed for another engine, which then fetches its KV. on_end: called once,
+        when the grant ends; with None where the engine is gone.
 
         Raises:
             PeerMismatchError: the engine is not the one that was meant.
             RequestError, OverloadedError, EngineDeadError: as `generate`.
         """
         engine = self._replicas.first_alive
-        reply: PeerReply = await engine.ask(lambda call: GrantPrompt(call, asked, tenant, share))
-        return _wanted(reply, reply.grant)
+        ended, end = (None, None) if on_end is None else engine.expect()
+        try:
+            reply: PeerReply = await engine.ask(
+                lambda call: GrantPrompt(call, asked, tenant, share, ended)
+            )
+            granted = _wanted(reply, reply.grant)
+        except BaseException:
+            if end is not None:
+                end.cancel()
+            raise
+        if on_end is not None and end is not None:
+            end.add_done_callback(
+                lambda done: on_end(None if done.cancelled() or done.exception() else done.result())
+            )
+        return granted
 
     async def set_peers(self, peers: list[str]) -> list[str]:
         """Says which servers compute prompts for the engines here; returns their addresses.

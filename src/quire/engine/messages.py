@@ -12,7 +12,7 @@ from quire import errors
 from quire.arrays import Float32, Int32, decode_array, encode_array
 from quire.config import EngineArgs, EngineConfig
 from quire.disagg.facts import KVFacts
-from quire.disagg.messages import Grant, PromptRequest, Welcome
+from quire.disagg.messages import ClosedGrant, Grant, PromptRequest, Welcome
 from quire.engine.snapshot import Snapshot
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, QuireError, RequestError
@@ -136,12 +136,14 @@ class ShakeHands(msgspec.Struct, tag=True):
 
 class GrantPrompt(msgspec.Struct, tag=True):
     """Has a prompt computed for another engine; answered by `PeerAnswer`. tenant, share: see
-    `Request`."""
+    `Request`. ended: a further call, answered by `GrantEnded` where there was a grant; None: who
+    asks need not know."""
 
     call: int
     asked: PromptRequest
     tenant: str = ""
     share: float = 1.0
+    ended: int | None = None
 
 
 class SetPeers(msgspec.Struct, tag=True):
@@ -275,6 +277,13 @@ class PeerAnswer(msgspec.Struct, tag=True):
     reply: PeerReply
 
 
+class GrantEnded(msgspec.Struct, tag=True):
+    """Tells of the end of a grant: the handover of its prompt, or what came between."""
+
+    call: int
+    closed: ClosedGrant
+
+
 class AdapterNames(msgspec.Struct, tag=True):
     """Tells all clients which adapters there are."""
 
@@ -287,7 +296,8 @@ class Pong(msgspec.Struct, tag=True):
 
 FromEngine = (
     Loading | Ready | Failed | RequestRefused | StepOutputs | StatsReply | SnapshotReply
-    | PrefixCacheReset | AdaptersChanged | AdapterNames | PeerAnswer | EventsReply | Pong
+    | PrefixCacheReset | AdaptersChanged | AdapterNames | PeerAnswer | GrantEnded | EventsReply
+    | Pong
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)

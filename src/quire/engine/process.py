@@ -35,6 +35,7 @@ from quire.engine.messages import (
     GetEvents,
     GetSnapshot,
     GetStats,
+    GrantEnded,
     GrantPrompt,
     Hello,
     Loading,
@@ -111,6 +112,8 @@ class EngineProcess:
         self._clients = Clients()
         self._changes: list[tuple[Client, int, Future[None]]] = []
         """Clients that wait for a change of adapters, with their calls."""
+        self._grants: dict[str, tuple[Client, int]] = {}
+        """Clients that wait for the end of a grant, with their calls, by its name."""
 
     def run(self) -> None:
         try:
@@ -275,7 +278,7 @@ class EngineProcess:
                 case ShakeHands():
                     reply = self._shake_hands(message.facts)
                 case GrantPrompt():
-                    reply = self._grant(message)
+                    reply = self._grant(client, message)
                 case SetPeers():
                     reply = self._set_peers(message.peers)
         except (RequestError, OverloadedError, PeerMismatchError) as error:
@@ -294,7 +297,7 @@ class EngineProcess:
             raise RequestError("this server asks no others for prompts (role)", code="wrong_role")
         return PeerReply(peers=known)
 
-    def _grant(self, message: GrantPrompt) -> PeerReply:
+    def _grant(self, client: Client, message: GrantPrompt) -> PeerReply:
         """Adds a request whose blocks, not its tokens, are wanted."""
         grant: Grant | None = self.core.control({"op": "grant", "asked": message.asked})
         if grant is None:
@@ -313,6 +316,8 @@ class EngineProcess:
         except (RequestError, OverloadedError):
             self.core.control({"op": "revoke", "name": grant.name})
             raise
+        if message.ended is not None:
+            self._grants[grant.name] = client, message.ended
         return PeerReply(grant=grant)
 
     def _change_adapters(self, client: Client, message: ChangeAdapters) -> None:
@@ -340,6 +345,13 @@ class EngineProcess:
             failure = None if error is None else Failure.of(error)
             self._send(client, AdaptersChanged(call, failure))
 
+    def _tell_of_grants(self) -> None:
+        """Answers who waits for the end of a grant that is over."""
+        for closed in self.core.control({"op": "closed_grants"}):
+            client, call = self._grants.pop(closed.name, (None, 0))
+            if client is not None:
+                self._send(client, GrantEnded(call, closed))
+
     # -- out -----------------------------------------------------------------------------------
 
     def _step(self) -> None:
@@ -348,6 +360,8 @@ class EngineProcess:
             self._events.step_ended()
         if self._changes:
             self._answer_changes()
+        if self._grants:
+            self._tell_of_grants()
         for request, error in self.core.take_failures():
             completion = self.completions.end(request)
             if completion is None:

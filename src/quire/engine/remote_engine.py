@@ -17,6 +17,7 @@ from quire.engine.messages import (
     EventsReply,
     Failed,
     FromEngine,
+    GrantEnded,
     Hello,
     Loading,
     PeerAnswer,
@@ -167,6 +168,14 @@ class RemoteEngine:
         finally:
             self._calls.pop(call, None)
 
+    def expect(self) -> tuple[int, asyncio.Future[Any]]:
+        """Returns a call that will be answered beside the answer to a question, and its answer,
+        which is EngineDeadError if the engine is gone before."""
+        call = next(self._call_ids)
+        answer = self._calls[call] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda _: self._calls.pop(call, None))
+        return call, answer
+
     def _dispatch(self, message: FromEngine) -> None:
         match message:
             case StepOutputs():
@@ -182,6 +191,7 @@ class RemoteEngine:
                 | AdaptersChanged(call, found)
                 | PeerAnswer(call, found)
                 | EventsReply(call, found)
+                | GrantEnded(call, found)
             ):
                 answer = self._calls.get(call)
                 if answer is not None and not answer.done():
@@ -230,6 +240,6 @@ class RemoteEngine:
     def _fail_all(self, error: QuireError) -> None:
         self.alive = False
         self.streams.fail_all(error)
-        for answer in self._calls.values():
+        for answer in list(self._calls.values()):
             if not answer.done():
                 answer.set_exception(error)

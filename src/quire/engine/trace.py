@@ -79,6 +79,9 @@ class StepTrace:
         step, rows, tokens = plan.step_id, plan.num_rows, plan.num_tokens
         self._launches.append(_StepLaunch(step, planned, rows, tokens))
         args = {"step": step, "requests": rows, "tokens": tokens, "admitted": len(admitted)}
+        for move in plan.transfers:
+            name = f"blocks_{move.direction}"
+            args[name] = args.get(name, 0) + len(move.blocks)
         self._span("plan", ENGINE, HOST, begun, planned, args)
         self._span("submit", ENGINE, HOST, planned, now, {"step": step})
         if plan.frees or self._scheduler.num_running < len(self._tracks):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -12,13 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.disagg.facts import KVFacts
-from quire.disagg.messages import PromptRequest
+from quire.disagg.messages import ClosedGrant, PromptRequest
 from quire.server.errors import ApiError
-from quire.server.middleware.request_context import context_of
+from quire.server.middleware.request_context import RequestContext, context_of
 from quire.server.request_body import read_body
 from quire.server.sse import json_response
 from quire.server.state import state_of
 from quire.server.strict_model import StrictModel
+from quire.server.telemetry.request_trace import Handover, RequestTrace
 
 _TIMEOUT = 5.0
 """Seconds that the engine gets to answer."""
@@ -63,14 +66,38 @@ async def handshake(request: Request) -> Response:
 
 
 async def prefill(request: Request) -> Response:
-    """Takes a prompt, and answers with a grant before it is computed."""
+    """Takes a prompt, and answers with a grant before it is computed. A trace of the request goes
+    on until the reader has taken the prompt's KV, or the grant ended otherwise."""
     state = state_of(request)
     body = await read_body(request, PrefillBody, state.args.max_body_bytes)
     state.check_ready()
-    key = context_of(request).key
-    asked = PromptRequest(**body.model_dump())
-    granted = state.client.grant(asked, tenant=key.name, share=key.share)
-    return json_response(await _in_time(granted))
+    context = context_of(request)
+    asked, key = PromptRequest(**body.model_dump()), context.key
+    on_end = None
+    if (trace := context.trace) is not None:
+        context.hold()
+        on_end = functools.partial(_note_handover, context, trace, len(asked.tokens))
+    granted = state.client.grant(asked, tenant=key.name, share=key.share, on_end=on_end)
+    try:
+        return json_response(await _in_time(granted))
+    except BaseException:
+        if trace is not None:
+            context.release()
+        raise
+
+
+def _note_handover(
+    context: RequestContext, trace: RequestTrace, tokens: int, closed: ClosedGrant | None
+) -> None:
+    """Notes the end of a grant in its request's trace, which is over then."""
+    now = time.perf_counter()
+    if closed is None:
+        trace.handover = Handover(context.began, now, tokens, "dead")
+    else:
+        begin = max(context.began, now - closed.seconds)
+        computed = begin + closed.computed if closed.computed else None
+        trace.handover = Handover(begin, now, tokens, closed.outcome, computed)
+    context.release()
 
 
 async def _in_time(answer: Awaitable[Answer]) -> Answer:

@@ -132,7 +132,8 @@ def calibrate(url: str, *, key: str | None, model: str | None) -> EngineModel:
     prompts = [
         PromptSample(length, float(np.median([a.times[0] - a.sent for a in answers])))
         for length in lengths
-        for answers in (ask([length] * _REPEATS, 1, 1),)
+        # With a second token: an engine may tell of the first when the next step is launched.
+        for answers in (ask([length] * _REPEATS, 2, 1),)
     ]
     steps = [
         StepSample(streams, streams * (length + _OUTPUT // 2), _between(answers))

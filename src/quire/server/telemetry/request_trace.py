@@ -27,6 +27,23 @@ class PromptPhases:
 
 
 @dataclass(slots=True)
+class Handover:
+    """A prompt that was computed for another engine.
+
+    Attributes:
+        start, end: moments of `time.perf_counter`. computed: the one at which the prompt was, None
+            where it was not.
+        outcome: how the grant ended.
+    """
+
+    start: float
+    end: float
+    tokens: int
+    outcome: str
+    computed: float | None = None
+
+
+@dataclass(slots=True)
 class RequestTrace:
     """The content of one HTTP request's spans.
 
@@ -34,9 +51,11 @@ class RequestTrace:
         operation: the GenAI conventions' name of the route.
         parent: OpenTelemetry's context from the request's `traceparent`.
         scope: the request's ASGI scope.
+        handover: of the prompt, to the engine that asked for it.
     """
 
     operation: str
     parent: Any
     scope: Scope
     prompts: list[PromptPhases] = field(default_factory=list)
+    handover: Handover | None = None

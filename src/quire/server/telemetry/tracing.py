@@ -13,7 +13,7 @@ from starlette.types import Scope
 from quire import __version__
 from quire.server.args import check_endpoint
 from quire.server.middleware.request_context import RequestContext
-from quire.server.telemetry.request_trace import PromptPhases, RequestTrace
+from quire.server.telemetry.request_trace import Handover, PromptPhases, RequestTrace
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -111,7 +111,8 @@ class Tracing:
             start_time=clock.at(context.began),
             attributes=self._attributes(trace, context, route),
         )
-        if context.status >= 500 or context.end in ("error", "timeout"):
+        failed = trace.handover is not None and trace.handover.outcome != "done"
+        if context.status >= 500 or context.end in ("error", "timeout") or failed:
             request.set_status(Status(StatusCode.ERROR))
         inside = set_span_in_context(request)
         for number, phases in enumerate(trace.prompts):
@@ -122,6 +123,10 @@ class Tracing:
                     start_time=clock.at(start),
                     attributes={"quire.prompt": number, **attributes},
                 ).end(clock.at(end))
+        for name, start, end in _handover_spans(trace.handover):
+            self._tracer.start_span(name, context=inside, start_time=clock.at(start)).end(
+                clock.at(end)
+            )
         request.end(clock.at(now))
 
     def _attributes(
@@ -144,6 +149,9 @@ class Tracing:
             attributes["http.response.status_code"] = context.status
         if context.end is not None:
             attributes["gen_ai.response.finish_reasons"] = [context.end]
+        if trace.handover is not None:
+            attributes["gen_ai.usage.input_tokens"] = trace.handover.tokens
+            attributes["quire.handover.outcome"] = trace.handover.outcome
         if context.first_token is not None:
             attributes["quire.time_to_first_token"] = context.first_token
         if context.status >= 400:
@@ -181,3 +189,15 @@ def _spans(phases: PromptPhases) -> list[tuple[str, float, float, dict[str, int]
         wrote = {"gen_ai.usage.output_tokens": phases.output_tokens}
         spans.append(("decode", first, phases.end, wrote))
     return spans
+
+
+def _handover_spans(handover: Handover | None) -> list[tuple[str, float, float]]:
+    """Returns the spans of a prompt for another engine: name, start, end."""
+    if handover is None:
+        return []
+    if handover.computed is None:
+        return [("prefill", handover.start, handover.end)]
+    return [
+        ("prefill", handover.start, handover.computed),
+        ("handover", handover.computed, handover.end),
+    ]
