@@ -75,7 +75,8 @@ _SERVING = re.compile(r"^Serving \S+ at ")
 _SHOWN = (
     "itl_mean_ms", "itl_p50_ms", "itl_p99_ms", "itl_p99_to_p50", "itl_p99_to_p50_steady",
     "rest_itl_p50_ms", "rest_itl_p99_ms", "rest_itl_p99_to_p50_steady", "step_p99_to_p50_steady",
-    "step_over_line_p50_ms", "step_over_line_p99_ms", "step_host_p99_ms", "flood_s", "flood_p50_ms", "output_tok_s", "request_s", "ttft_p50_ms",
+    "step_over_line_p50_ms", "step_over_line_p99_ms", "step_host_p99_ms", "flood_s",
+    "flood_p50_ms", "output_tok_s", "request_s", "ttft_p50_ms",
     "ttft_p99_ms", "computed_ms", "handover_ms", "handover_server_ms", "ask_ms", "layer_ms",
     "megabytes", "link_ms", "remote", "failed",
 )  # fmt: skip
@@ -528,9 +529,7 @@ class Bench:
         begun = time.monotonic()
         try:
             trace = None if self.trace is None else self.trace / f"{setup.name}-{time.time_ns()}"
-            with running(
-                setup, self.flags, self.sizes, self.gpus, self.hidden, trace
-            ) as servers:
+            with running(setup, self.flags, self.sizes, self.gpus, self.hidden, trace) as servers:
                 print(f"== {setup.name}: ready in {time.monotonic() - begun:.0f} s", flush=True)
                 for name, part in self._parts(setup):
                     if not self._guarded(f"{setup.name} {name}", servers, part):

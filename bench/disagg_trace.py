@@ -8,6 +8,7 @@ it, and the time for which the device waited for the host.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def read_steps(folder: Path) -> list[Step]:
                 busy[number] = busy.get(number, 0.0) + event["dur"]
     steps: list[Step] = []
     numbers = sorted(devices.keys() & plans.keys())
-    for before, number in zip(numbers, numbers[1:], strict=False):
+    for before, number in itertools.pairwise(numbers):
         device = devices[number]
         turn = plans[number][0] - plans[before][0]
         steps.append(

@@ -22,7 +22,7 @@ class FakeReplica:
     """A server of one model. status: of answers to requests. parts: of their bodies; all but the
     first wait for `gate`. stored: ids of answers that it has. peers: as it was told last.
     events: to be sent. report: of each prompt. nonsense: its answer to the router's questions.
-    headers: of its answers."""
+    headers: of its answers. answers_late: how many more looks it lets wait."""
 
     name: str = "fake"
     checkpoint: str = "a"
@@ -38,6 +38,7 @@ class FakeReplica:
     report: bytes = b""
     nonsense: bytes | None = None
     headers: tuple[tuple[bytes, bytes], ...] = ()
+    answers_late: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     server: Any = None
     url: str = ""
@@ -50,6 +51,9 @@ class FakeReplica:
             body += message.get("body", b"")
             more = message.get("more_body", False)
         if path == "/ready":
+            if self.answers_late:
+                self.answers_late -= 1
+                await asyncio.sleep(0.5)
             await _answer(send, 200 if self.ready else 503, b"")
         elif self.nonsense is not None and path in (
             "/v1/models",

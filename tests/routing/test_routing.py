@@ -128,7 +128,7 @@ def test_a_lost_replica_is_passed_over_until_it_is_back() -> None:
                 assert (await setup.ask()).status_code == 200
             assert len(second.seen) == 4
             await setup.until(lambda: sum(r.well for r in setup.fleet) == 1)
-            second.ready = False
+            second.die()
             await setup.until(lambda: not any(r.well for r in setup.fleet))
             answer = await setup.ask()
             assert answer.status_code == 503
@@ -136,9 +136,50 @@ def test_a_lost_replica_is_passed_over_until_it_is_back() -> None:
             assert "retry-after" in answer.headers
             assert (await setup.http.get("/ready")).status_code == 503
             assert (await setup.http.get("/health")).status_code == 200
-            second.ready = True
-            await setup.until(lambda: any(r.well for r in setup.fleet))
+
+    run(main)
+
+
+def test_who_is_not_ready_is_asked_where_there_is_nobody_else() -> None:
+    async def main() -> None:
+        first, second = FakeReplica(), FakeReplica()
+        async with routed(first, second) as setup:
+            for replica in (first, second):
+                replica.gate.set()
+            first.ready = False
+            await setup.until(lambda: sum(r.well for r in setup.fleet) == 1)
+            for _ in range(4):
+                assert (await setup.ask()).status_code == 200
+            assert not first.seen
+            second.ready = False
+            await setup.until(lambda: not any(r.well for r in setup.fleet))
+            assert (await setup.http.get("/ready")).status_code == 503
             assert (await setup.ask()).status_code == 200
+            first.status = second.status = 503  # as a server does that stops, sleeps, is dead
+            answer = await setup.ask()
+            assert (answer.status_code, answer.content) == (503, b"refused")
+            first.ready, first.status = True, 200
+            await setup.until(lambda: any(r.well for r in setup.fleet))
+            assert (await setup.http.get("/ready")).status_code == 200
+            assert (await setup.ask()).status_code == 200
+
+    run(main)
+
+
+def test_a_busy_replica_is_not_lost_by_one_late_answer() -> None:
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.gate.set()
+        async with routed(replica, check_timeout=0.1) as setup:
+            (known,) = setup.fleet
+            replica.answers_late = 1
+            await setup.until(lambda: known.health == "slow")
+            assert (await setup.http.get("/ready")).status_code == 200
+            assert (await setup.ask()).status_code == 200
+            await setup.until(lambda: known.well)
+            replica.answers_late = 1000
+            await setup.until(lambda: known.health == "lost")
+            assert (await setup.ask()).status_code == 503
 
     run(main)
 

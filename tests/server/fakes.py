@@ -44,7 +44,7 @@ class FakeClient:
     encode: bool = False
     alive: bool = True
     end: str = ""
-    responsive: bool = True
+    silence: float = 0.0
     asleep: bool = False
     tokenizer: Any = None
     adapters: tuple[str, ...] = ()

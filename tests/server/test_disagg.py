@@ -126,7 +126,7 @@ def test_prompts_come_from_the_peer(servers: tuple[Server, Server]) -> None:
 
 
 def test_a_trace_spans_the_handover(servers: tuple[Server, Server], collector: Collector) -> None:
-    writer, reader = servers
+    _, reader = servers
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
     assert ask(reader, f"traced {STORY}", extra_headers=headers)
 
@@ -148,9 +148,7 @@ def test_a_trace_spans_the_handover(servers: tuple[Server, Server], collector: C
     assert handover.end_time_unix_nano <= request.end_time_unix_nano
 
 
-def test_a_trace_tells_of_a_refusal(
-    servers: tuple[Server, Server], collector: Collector
-) -> None:
+def test_a_trace_tells_of_a_refusal(servers: tuple[Server, Server], collector: Collector) -> None:
     writer, reader = servers
     asked = {"tokens": [1] * 16, "first": 0, "reader": "r", "epoch": "another"}
     assert post(writer, "/kv/prefill", asked)[0] == 409

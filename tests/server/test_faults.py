@@ -97,7 +97,7 @@ def test_a_killed_engine_is_started_again(launch: Callable[..., Server]) -> None
 
 
 def test_a_stopped_engine_is_not_ready(launch: Callable[..., Server]) -> None:
-    server = launch()
+    server = launch("--stuck-timeout", "2")
     engine = child(server, "quire.engine.process")
     assert status(server, "/ready") == 200
     os.kill(engine, signal.SIGSTOP)

@@ -49,8 +49,8 @@ _FIRST_ID = 1 << 41
 @dataclass(frozen=True, slots=True)
 class PullOrder:
     """A prompt that a thread is to bring: tokens, int32 [whole blocks], of which `first` blocks are
-    here; those behind the prompt's own only fill the last block. name: for the log. peer: the one to ask, and no other; None: any. traceparent: of its
-    trace, "" for none."""
+    here; those behind the prompt's own only fill the last block. name: for the log. peer: the one
+    to ask, and no other; None: any. traceparent: of its trace, "" for none."""
 
     name: str
     tokens: Int32

@@ -156,9 +156,9 @@ class EngineClient:
         self.asleep = False
 
     @property
-    def responsive(self) -> bool:
-        """Whether the engine's loop has turned lately."""
-        return self._replicas.responsive
+    def silence(self) -> float:
+        """Seconds for which the engine's loop has not answered."""
+        return self._replicas.silence
 
     @property
     def host(self) -> EngineHost | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 
 from quire.engine.framing import FrameDecoder, framed
@@ -14,7 +13,7 @@ from quire.errors import EngineDeadError
 _RECONNECT_SECONDS = 0.05
 _PING_SECONDS = 0.5
 _SILENCE_SECONDS = 2.0
-"""Seconds without an answer after which the engine's loop counts as stuck."""
+"""Seconds without an answer after which other engines are chosen first."""
 
 
 class Link(asyncio.Protocol):
@@ -80,10 +79,14 @@ class Link(asyncio.Protocol):
 
 
 class Heartbeat:
-    """Pings the engine's loop twice a second, and notes its answers."""
+    """Pings the engine's loop twice a second, and notes its answers.
+
+    Silence is counted in pings without an answer: while this process has no turn itself, the
+    engine's answers wait, and it is not silent.
+    """
 
     def __init__(self) -> None:
-        self._heard = time.monotonic()
+        self._unanswered = 0
         self._task: asyncio.Task[None] | None = None
 
     def start(self, link: Link) -> None:
@@ -94,14 +97,20 @@ class Heartbeat:
         while True:
             with contextlib.suppress(EngineDeadError):
                 link.send(Ping())
+            self._unanswered += 1
             await asyncio.sleep(_PING_SECONDS)
 
     def heard(self) -> None:
-        self._heard = time.monotonic()
+        self._unanswered = 0
+
+    @property
+    def silence(self) -> float:
+        """For how many seconds the loop has not answered."""
+        return max(0, self._unanswered - 1) * _PING_SECONDS
 
     @property
     def recent(self) -> bool:
-        return time.monotonic() - self._heard < _SILENCE_SECONDS
+        return self.silence < _SILENCE_SECONDS
 
     def stop(self) -> None:
         if self._task is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,11 @@ class RemoteEngine:
     def _ask_to_stop(self) -> None:
         with contextlib.suppress(EngineDeadError):
             self._link.send(Shutdown())
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which the engine's loop has not answered; infinite where it is not alive."""
+        return self._heartbeat.silence if self.alive else math.inf
 
     @property
     def responsive(self) -> bool:

@@ -79,9 +79,9 @@ class Replicas:
         return "; ".join(engine.end for engine in self.engines if engine.end)
 
     @property
-    def responsive(self) -> bool:
-        """Whether the loop of one of them has turned lately."""
-        return any(engine.responsive for engine in self.engines)
+    def silence(self) -> float:
+        """Seconds for which no engine's loop has answered."""
+        return min(engine.silence for engine in self.engines)
 
     def check_alive(self) -> None:
         """Raises EngineDeadError where none is alive."""

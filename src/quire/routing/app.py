@@ -89,7 +89,7 @@ class RouterApp:
         if path == "/health" and method in ("GET", "HEAD"):
             await _answer(send, 200, b"")
         elif path == "/ready" and method in ("GET", "HEAD"):
-            if not any(replica.able for replica in self.fleet):
+            if not any(r.reachable and r.health != "refusing" for r in self.fleet):
                 raise ApiError(503, "No replica is ready.", code="no_replica", retry_after=1.0)
             await _answer(send, 200, b"")
         elif path == "/metrics" and method == "GET":

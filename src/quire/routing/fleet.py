@@ -13,9 +13,9 @@ from quire.errors import QuireError
 from quire.routing.choice import Chooser, Policy, RouteChoice
 from quire.routing.prefixes import Block
 from quire.routing.prompts import Prompt
-from quire.routing.questions import QuestionRefusedError, Questions
+from quire.routing.questions import LateError, NotReadyError, QuestionRefusedError, Questions
 from quire.routing.replica import Model, RoutedReplica, model_names
-from quire.routing.replica_state import Role
+from quire.routing.replica_state import ReplicaState, Role
 from quire.routing.upstream import ReplicaLostError, Upstream
 
 logger = logging.getLogger("quire.routing")
@@ -98,6 +98,8 @@ class Fleet:
         visitor = RoutedReplica(-1, Upstream(url, self.settings.connect_timeout))
         try:
             await self._questions.look(visitor)
+        except (NotReadyError, LateError) as error:
+            raise ReplicaLostError(str(error)) from None
         finally:
             visitor.upstream.close()
         model = self.model
@@ -105,7 +107,8 @@ class Fleet:
             theirs, ours = (model_names(each) for each in (visitor.model, model))
             raise OtherModelError(f"{visitor.name} serves {theirs}, this router {ours}")
         replica = self.join(url, role)
-        replica.well, replica.model = True, visitor.model
+        replica.model = visitor.model
+        replica.found_well()
         for other in list(self) if swap else ():
             if other is not replica:
                 self.dismiss(other.name)
@@ -140,6 +143,10 @@ class Fleet:
                 await self._name_peers(replica)
             except ReplicaLostError as error:
                 replica.lost(error)
+            except NotReadyError as error:
+                replica.refuses(error)
+            except LateError as error:
+                replica.late(error)
             except Exception:
                 logger.exception("cannot look at %s", replica.name)
             else:
@@ -147,10 +154,8 @@ class Fleet:
                     serves = model_names(replica.model)
                     logger.error("%s serves %s now: it leaves", replica.name, serves)
                     replica.leaving = True
-                elif not replica.well:
-                    logger.info("replica %s is ready", replica.name)
-                    replica.since = time.time()
-                    replica.well = True
+                else:
+                    replica.found_well()
             await asyncio.sleep(self.settings.check_seconds)
         for task in replica.tasks:
             if task is not asyncio.current_task():
@@ -186,7 +191,7 @@ class Fleet:
         """Takes in a replica's events as long as it is there."""
         while True:
             pause = self.settings.check_seconds
-            if replica.well:
+            if replica.health != "lost":
                 try:
                     await self._questions.follow(replica)
                 except QuestionRefusedError as error:
@@ -205,9 +210,13 @@ class Fleet:
     def place(
         self, prompt: Prompt, tried: Collection[RoutedReplica] = ()
     ) -> tuple[RoutedReplica, RouteChoice] | None:
-        """Chooses replicas for a request, by the policy: the one that answers; None if none is able
-        that was not tried."""
-        able = {r.number: r.state for r in self if r.able and r not in tried}
+        """Chooses replicas for a request, by the policy: the one that answers; None if none is left
+        that was not tried. Where none is able, those that were slow, or else not ready, when they
+        were last asked, are asked all the same: they know best, and there is nobody else."""
+        left = [r for r in self if r.reachable and r not in tried]
+        able: dict[int, ReplicaState] = {}
+        for health in ("ready", "slow", "refusing"):
+            able = able or {r.number: r.state for r in left if r.health == health}
         if not able:
             return None
         choice = self.chooser.choose(prompt, able)

@@ -157,7 +157,7 @@ class Proxy:
         if not _FILED.fullmatch(path):
             return self._fleet.place(prompt, tried)
         home = self._fleet.home()
-        if home is None or home in tried or not home.well:
+        if home is None or home in tried or not home.reachable:
             return None
         return home, RouteChoice(home.number, (Placement(home.state, home.number, 0),))
 
@@ -165,7 +165,10 @@ class Proxy:
         """Whether a further replica could take a request."""
         if _FILED.fullmatch(path):
             return False
-        return any(replica.able and replica not in tried for replica in self._fleet)
+        return any(
+            replica.reachable and replica.health != "refusing" and replica not in tried
+            for replica in self._fleet
+        )
 
     def _headers(
         self,

@@ -37,6 +37,14 @@ class QuestionRefusedError(Exception):
     """A replica answered with another status than 200, or what is no answer to the question."""
 
 
+class NotReadyError(Exception):
+    """A replica answers, and takes no requests now."""
+
+
+class LateError(Exception):
+    """A replica did not answer in time."""
+
+
 Form = TypeVar("Form")
 
 
@@ -49,8 +57,7 @@ def _decode(target: str, data: bytes | bytearray, form: type[Form]) -> Form:
 
 
 class Questions:
-    """Asks replicas. key: sent along. timeout: seconds until a replica that does not answer is
-    taken for lost."""
+    """Asks replicas. key: sent along. timeout: seconds that an answer may take."""
 
     def __init__(self, key: str | None, timeout: float) -> None:
         self._headers: Headers = [(b"content-type", b"application/json")]
@@ -59,10 +66,14 @@ class Questions:
         self._timeout = timeout
 
     async def look(self, replica: RoutedReplica) -> None:
-        """Asks whether it is ready, for its load, and once for its model. Raises
-        ReplicaLostError."""
+        """Asks whether it is ready, for its load, and once for its model.
+
+        Raises:
+            NotReadyError, LateError
+            ReplicaLostError: it cannot be reached, or is no such server.
+        """
         try:
-            await self._ask(replica, b"/ready")
+            await self._ask_ready(replica)
             load = _decode("/load", await self._ask(replica, b"/load"), _ReplicaLoad)
             if replica.model is None or not replica.well:
                 models = _decode("/v1/models", await self._ask(replica, b"/v1/models"), _Models)
@@ -83,7 +94,7 @@ class Questions:
         """Tells a replica who computes prompts for it; returns how it calls these.
 
         Raises:
-            ReplicaLostError: it does not answer.
+            ReplicaLostError, LateError: it does not answer.
             QuestionRefusedError: it does not ask others, or the key is no admin's.
         """
         body = msgspec.json.encode(_Peers(list(urls)))
@@ -92,7 +103,24 @@ class Questions:
             raise QuestionRefusedError(f"/kv/peers names {len(names)} of {len(urls)} peers")
         return names
 
+    async def _ask_ready(self, replica: RoutedReplica) -> None:
+        status, _ = await self._answer(replica, b"/ready")
+        if status == 503:
+            raise NotReadyError("/ready answered 503")
+        if status != 200:
+            raise QuestionRefusedError(f"/ready answered {status}")
+
     async def _ask(self, replica: RoutedReplica, target: bytes, body: bytes | None = None) -> bytes:
+        status, found = await self._answer(replica, target, body)
+        if status == 503:  # its engine has not answered in time
+            raise LateError(f"{target.decode()} answered 503")
+        if status != 200:
+            raise QuestionRefusedError(f"{target.decode()} answered {status}")
+        return found
+
+    async def _answer(
+        self, replica: RoutedReplica, target: bytes, body: bytes | None = None
+    ) -> tuple[int, bytes]:
         method = "GET" if body is None else "PUT"
         try:
             async with asyncio.timeout(self._timeout):
@@ -102,10 +130,8 @@ class Questions:
                 finally:
                     answer.close()
         except TimeoutError:
-            raise ReplicaLostError(f"no answer to {target.decode()}") from None
-        if answer.status != 200:
-            raise QuestionRefusedError(f"{target.decode()} answered {answer.status}")
-        return found
+            raise LateError(f"no answer to {target.decode()}") from None
+        return answer.status, found
 
     async def follow(self, replica: RoutedReplica) -> None:
         """Takes in the events of a replica until they end.

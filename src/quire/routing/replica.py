@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import Literal
 
 import msgspec
 
@@ -24,6 +25,12 @@ class ModelEntry(msgspec.Struct, frozen=True):
 
 
 Model = frozenset[ModelEntry]
+Health = Literal["ready", "slow", "refusing", "lost"]
+"""What a replica's last answer was: ready; none in time, which has just begun; not ready; none, or
+of something else."""
+
+_MOST_LATE = 3
+"""Looks in a row without an answer in time with which a replica is lost."""
 
 
 class RoutedReplica:
@@ -31,7 +38,7 @@ class RoutedReplica:
 
     Attributes:
         name: of the replica, its address without the scheme.
-        well: whether it was ready when it was last asked.
+        health: as it was last looked at.
         leaving: it gets no further requests.
         state: what the router knows of it.
         model: what it serves, None until it is known.
@@ -42,7 +49,7 @@ class RoutedReplica:
         self.number = number
         self.upstream = upstream
         self.name = upstream.url.partition("//")[2]
-        self.well = False
+        self.health: Health = "lost"
         self.leaving = False
         self.state = ReplicaState(role)
         self.requests = self.failures = 0
@@ -50,21 +57,54 @@ class RoutedReplica:
         self.told_peers: tuple[str, ...] | None = None
         self.since = time.time()
         self.tasks: list[asyncio.Task[None]] = []
+        self._late = 0
 
     @property
     def role(self) -> Role:
         return self.state.role
 
     @property
+    def well(self) -> bool:
+        return self.health == "ready"
+
+    @property
     def able(self) -> bool:
         return self.well and not self.leaving
+
+    @property
+    def reachable(self) -> bool:
+        """Whether requests may be sent to it where no replica is able."""
+        return self.health != "lost" and not self.leaving
+
+    def found_well(self) -> None:
+        """Takes note that it is ready."""
+        if not self.well:
+            logger.info("replica %s is ready", self.name)
+            self.since = time.time()
+        self.health, self._late = "ready", 0
+
+    def refuses(self, why: object) -> None:
+        """Takes note that it answers, and takes no requests now. It keeps what it holds."""
+        if self.health != "refusing":
+            logger.warning("replica %s is not ready: %s", self.name, why)
+        # One that never was ready may serve anything.
+        self.health = "lost" if self.model is None else "refusing"
+
+    def late(self, why: object) -> None:
+        """Takes note that an answer did not come in time, as on a machine that is very busy."""
+        self._late += 1
+        if self.health == "lost" or self._late >= _MOST_LATE:
+            self.lost(why)
+        elif self.health != "slow":
+            logger.warning("replica %s is slow: %s", self.name, why)
+            self.health = "slow"
 
     def lost(self, why: object) -> None:
         """Takes note that it does not answer: what it held is gone."""
         self.failures += 1
-        if self.well:
+        if self.health != "lost":
             logger.warning("replica %s is lost: %s", self.name, why)
-        self.well = False
+        self.health = "lost"
         self.told_peers = None
         self.state.forget()
         self.upstream.close()

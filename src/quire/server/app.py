@@ -233,8 +233,8 @@ async def health(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """Answers 200 while requests are taken.
 
-    Answers 503 when the engine is gone, its loop has not turned for two seconds, or the server is
-    stopping.
+    Answers 503 when the engine is gone, its loop has not turned for `stuck_timeout`, or the server
+    is stopping. A queue, however long, is no reason.
     """
     state_of(request).check_ready()
     return json_response({"status": "ready"})

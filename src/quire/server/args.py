@@ -186,6 +186,11 @@ class ServerArgs(ApiArgs):
     drain_timeout: float = _setting(
         30.0, "Seconds that running requests get to finish when the server is told to stop."
     )
+    stuck_timeout: float = _setting(
+        20.0,
+        "Seconds without a turn of the engine's loop, as in a long step, after which /ready "
+        "answers 503.",
+    )
     engine_restarts: int = _setting(
         3,
         "How often to start the engine again when it dies, with growing pauses, before giving up; "
@@ -247,7 +252,8 @@ class ServerArgs(ApiArgs):
                 f"response_store_size must be >= 0, got {self.response_store_size}",
                 "response_store_size",
             )
-        self._positive("drain_timeout", "response_store_mb", "response_store_hours")
+        self._positive("drain_timeout", "stuck_timeout")
+        self._positive("response_store_mb", "response_store_hours")
         self._positive("batch_dir_gb", "batch_file_mb", "batch_days")
         for name, least, most in (
             ("engine_restarts", 0, 1000),

@@ -143,11 +143,11 @@ class ServerState:
             raise engine_dead(self.client.end)
 
     def check_ready(self) -> None:
-        """Raises ApiError, 503, unless requests would be answered now."""
+        """Raises ApiError, 503, unless requests are taken. However many wait, they are."""
         self.check_alive()
         if self.draining:
             raise stopping()
-        if not self.client.responsive:
+        if self.client.silence > self.args.stuck_timeout:
             raise ApiError(503, "The engine does not respond.", code="engine_stuck")
 
     def stop_generations(self) -> None:
