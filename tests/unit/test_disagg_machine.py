@@ -396,8 +396,8 @@ class DisaggMachine(RuleBasedStateMachine):
         grant = exports.grant(*wanted, layers=self.seen)
         try:
             self.writer.add(f"{grant.name}/0", order.tokens.tolist(), 1)
-        except RequestError:
-            exports.revoke(grant.name)
+        except RequestError as error:
+            exports.revoke(grant.name, "refused", str(error))
             self.finish(pull, "refused")
         else:
             pull.grant = grant

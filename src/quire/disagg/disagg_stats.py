@@ -22,7 +22,8 @@ class DisaggStats(msgspec.Struct):
     handover_seconds: of prompts that came from peers, beyond those in which they were computed.
     ask_seconds: until the peers of these had agreed.
     remote_tokens: prompt tokens whose KV came from peers. local: requests whose prompt a peer was
-    to compute and that computed it themselves. peers_up: peers that can be asked now.
+    to compute and that computed it themselves. readers_refused: that did not match, or showed no
+    grant of theirs. peers_up: peers that can be asked now.
     """
 
     grants_open: int = 0
@@ -38,4 +39,5 @@ class DisaggStats(msgspec.Struct):
     ask_seconds: float = 0.0
     remote_tokens: int = 0
     local: int = 0
+    readers_refused: int = 0
     peers_up: int = 0

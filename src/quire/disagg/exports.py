@@ -99,9 +99,11 @@ class Heard:
 
 @dataclass(slots=True)
 class Stopped:
-    """The end of a connection: nothing reads memory for it any more."""
+    """The end of a connection: nothing reads memory for it any more. broken: by what was no valid
+    message."""
 
     link: ReaderLink
+    broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +235,11 @@ class Exports:
         self._by_name[grant.name] = export
         return grant
 
-    def revoke(self, name: str) -> None:
+    def revoke(self, name: str, outcome: str, reason: str) -> None:
         """Forgets a grant whose request was refused."""
         export = self._by_name[name]
         export.finished = True
-        self._close(export, "refused")
+        self._close(export, outcome, reason)
 
     def take_closed(self) -> list[ClosedGrant]:
         """Returns the grants that were closed since the last call."""
@@ -260,12 +262,14 @@ class Exports:
         if export.closed:
             self._forget_ended(export)
             return
-        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        computed = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if computed:
             export.held = self._loader.hold((0, export.salt), export.tokens)
         now = self._clock()
         export.computed, export.deadline = now - export.granted, now + self._lease
         if export.held is None:
-            self._refuse(export, (503, "the prompt's blocks could not be kept"), "aborted")
+            outcome = "overloaded" if computed else "aborted"
+            self._refuse(export, (503, "the prompt's blocks could not be kept"), outcome)
             return
         export.settled = all(group.grows for group in self._blocks.groups)
         self._keep_sent(export)
@@ -284,10 +288,10 @@ class Exports:
                 self._taken(export, export.sent.pop(number))
             case Heard(link, _):
                 link.close()  # not a message that comes now
-            case Stopped(link):
+            case Stopped(link, broken):
                 self._by_link.pop(link, None)
                 if export is not None:
-                    self._stopped(export)
+                    self._stopped(export, broken)
 
     def meet(self, link: ReaderLink, grant: Grant) -> None:
         """Tells a reader that shows its grant, before the loop hears of it, which blocks the step
@@ -312,6 +316,7 @@ class Exports:
         if export is None or refusal is not None:
             status, reason = refusal or (410, "the grant has expired")
             _log.warning("a reader was refused (%d): %s", status, reason)
+            self._stats.readers_refused += 1
             link.send(Refused(status, reason))
             link.close()
             return
@@ -340,14 +345,15 @@ class Exports:
     def _heard(self, export: Export) -> None:
         export.deadline = self._clock() + self._lease
 
-    def _stopped(self, export: Export) -> None:
+    def _stopped(self, export: Export, broken: bool) -> None:
         """Frees what a connection's threads held."""
         export.link = None
         for leaving in export.sent.values():
             self._slots.give(leaving.batch.group, leaving.batch.slots or [])
         export.sent.clear()
         if not export.closed:
-            self._close(export, "dead")
+            outcome = "broken" if broken else "dead"
+            self._close(export, outcome, "the reader's connection ended")
         self._forget_ended(export)
 
     def check(self) -> Sequence[Failure]:
@@ -557,13 +563,14 @@ class Exports:
         return self._memory is None and leaving.turn is not None
 
     def _refuse(self, export: Export, status: Status, outcome: str) -> None:
-        _log.warning("a grant ended (%d): %s", *status)
         if export.link is not None:
             export.link.send(Refused(*status))
-        self._close(export, outcome)
+        self._close(export, outcome, f"{status[0]}: {status[1]}")
 
-    def _close(self, export: Export, outcome: str) -> None:
+    def _close(self, export: Export, outcome: str, reason: str = "") -> None:
         export.closed = True
+        if outcome != "done":
+            _log.warning("a grant ended (%s): %s", outcome, reason)
         seconds = self._clock() - export.granted
         self._closed.append(ClosedGrant(export.grant.name, outcome, export.computed, seconds))
         self._stats.grants[outcome] = self._stats.grants.get(outcome, 0) + 1
@@ -588,4 +595,4 @@ class Exports:
         """Closes all grants."""
         for export in list(self._by_name.values()):
             if not export.closed:
-                self._close(export, "aborted")
+                self._close(export, "aborted", "the engine ends")

@@ -57,6 +57,7 @@ class ReaderConnection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds)
         self._reader = threading.Thread(target=self._read, daemon=True, name="kv-reader")
         self._writer = threading.Thread(target=self._write, daemon=True, name="kv-writer")
+        self._broken = False
         self._reader.start()
         self._writer.start()
 
@@ -97,7 +98,8 @@ class ReaderConnection:
                         self._end_if_taken()
                 self._tell(Heard(self, message))
         except (OSError, BrokenMessageError) as error:
-            if isinstance(error, BrokenMessageError):
+            self._broken = isinstance(error, BrokenMessageError)
+            if self._broken:
                 _log.warning("a reader sent no valid message: %s", error)
         self._channel.end()
         self._out.put(None)
@@ -111,7 +113,7 @@ class ReaderConnection:
         self._channel.end()
         self._reader.join()
         self._channel.close()
-        self._tell(Stopped(self))
+        self._tell(Stopped(self, self._broken))
 
     def _send(self, message: Message) -> None:
         if not isinstance(message, BlockBatch) or self._shared or self._view is None:

@@ -212,12 +212,13 @@ class DisaggLoop(LoopFeature):
             case {"op": "handshake", "facts": facts}:
                 if found := differences(self._facts, facts):
                     _log.error("a reader does not match: %s", "; ".join(found))
+                    self._stats.readers_refused += 1
                     raise PeerMismatchError("the engines do not match: " + "; ".join(found))
                 return Welcome(self._facts, exports.epoch, self._memory)
             case {"op": "grant", "asked": asked}:
                 return self._grant(exports, asked)
-            case {"op": "revoke", "name": name}:
-                exports.revoke(name)
+            case {"op": "revoke", "name": name, "outcome": outcome, "reason": reason}:
+                exports.revoke(name, outcome, reason)
             case {"op": "closed_grants"}:
                 return exports.take_closed()
         return None

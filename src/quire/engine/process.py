@@ -313,8 +313,10 @@ class EngineProcess:
                 tenant=message.tenant,
                 share=message.share,
             )
-        except (RequestError, OverloadedError):
-            self.core.control({"op": "revoke", "name": grant.name})
+        except (RequestError, OverloadedError) as error:
+            outcome = "overloaded" if isinstance(error, OverloadedError) else "refused"
+            revoked = {"op": "revoke", "name": grant.name, "outcome": outcome, "reason": str(error)}
+            self.core.control(revoked)
             raise
         if message.ended is not None:
             self._grants[grant.name] = client, message.ended

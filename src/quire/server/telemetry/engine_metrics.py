@@ -82,6 +82,10 @@ _PEER_COUNTERS = {
         "kv_fetches_local",
         "Requests whose prompts a peer was to compute, and that computed them themselves.",
     ),
+    "readers_refused": (
+        "kv_readers_refused",
+        "Other engines that did not match, or showed no grant of theirs.",
+    ),
 }
 """Maps fields of `DisaggStats`, which exists where an engine has peers, likewise."""
 
