@@ -1,4 +1,4 @@
-"""What makes the steps of those who decode longer, from the trace of their engine (`--trace-dir`).
+"""The causes of longer steps of those who decode, from their engine's trace (`--trace-dir`).
 
 A step of the streams alone grows with their contexts, which a line through the times at rest tells:
 before the flood, and behind it. What steps under the flood take beyond that line is due to it. A

@@ -62,6 +62,10 @@ _COMMON: dict[str, Any] = {
     "torch_dtype": "float32",
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
+    "full": {
+        **_COMMON, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+        "rope_theta": 10000.0,
+    },
     "window": {
         **_COMMON, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
         "rope_theta": 10000.0, "use_sliding_window": True, "sliding_window": 40,
@@ -75,7 +79,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }  # fmt: skip
-"""Tiny models: of full and sliding-window layers, and of full layers and recurrent states."""
+"""Tiny models: of full layers, of which a prompt's last block comes in part, of full and
+sliding-window layers, and of full layers and recurrent states."""
 
 WAYS = {"tcp": ("shared memory", "connections"), "ipc": ("layers", "steps")}
 """By transport, what the first and the second server that decodes read."""

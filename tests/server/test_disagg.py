@@ -304,7 +304,7 @@ def test_a_reader_that_dies_leaves_nothing(servers: tuple[Server, Server]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["window", "state"])
+@pytest.mark.parametrize("model", ["full", "window", "state"])
 def test_chaos(tmp_path: Path, model: str) -> None:
     """Servers are killed and clients leave at random. No answer is wrong, and nothing is left."""
     chaos = run_chaos(Plan(150, model=model, jobs=40, each=10, round=75), tmp_path)

@@ -26,8 +26,8 @@ class ModelEntry(msgspec.Struct, frozen=True):
 
 Model = frozenset[ModelEntry]
 Health = Literal["ready", "slow", "refusing", "lost"]
-"""What a replica's last answer was: ready; none in time, which has just begun; not ready; none, or
-of something else."""
+"""A replica's last answer: that it is ready; none in time, since a short while; that it is not
+ready; none at all, or one of something else."""
 
 _MOST_LATE = 3
 """Looks in a row without an answer in time with which a replica is lost."""
