@@ -210,6 +210,8 @@ def decode_contexts(case: str) -> list[int]:
     if case == "tail":  # what is left of nano
         draw = random.Random(2)
         return [draw.randint(900, 2000) for _ in range(64)]
+    if case == "one long":
+        return [1024] * 64 + [8192]
     known = {"b1": [384], "long": [8192], "b8": [8000] * 8, "b16": [8192] * 16, "b64": [640] * 64}
     return known[case]
 
@@ -232,7 +234,7 @@ def time_decode(shape: Shape, case: str, sweep: bool) -> Row:
     trial("default", auto)
     trial("prefetch", replace(auto, prefetch=True))
     trial("no PDL", replace(auto, pdl=False))
-    for programs in (0, 264):
+    for programs in (0, 264, 528):
         trial(f"programs {programs}", replace(auto, programs=programs))
     for parts in (8, 16, 64) if case in ("b1", "b8", "long") else ():
         trial(f"parts {parts}", replace(auto, most_parts=parts))

@@ -42,8 +42,8 @@ def check_all() -> Iterator[tuple[str, Callable[[], float]]]:
 def timings(quick: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
     """The most telling first: time may run out."""
     for shape in MODELS:
-        for case in ("b1", "b64", "nano", "tail", "b16", "long"):
-            sweep = not quick and case != "nano"
+        for case in ("b1", "b64", "nano", "one long", "tail", "b16", "long"):
+            sweep = not quick and case not in ("nano", "one long")
             yield (
                 f"attention decode {shape.name} {case}",
                 lambda shape=shape, case=case, sweep=sweep: attention_cases.time_decode(

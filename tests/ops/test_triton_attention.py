@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops import KVLayer
+from quire.ops import KVFormat, KVLayer
 from quire.ops.triton.attention import (
     AttentionTuning,
     Tiles,
+    _more_programs,
     attention_schedule,
     paged_attention,
 )
 from quire.ops.triton.attention_schedule import schedule, schedule_long
+from quire.ops.triton.launch import INTERPRETED
 from tests.slow import slow
 
 SMALL = AttentionTuning(decode=Tiles(16, 16, 2, 2), prefill=Tiles(32, 16, 4, 2), programs=16)
@@ -153,6 +155,24 @@ def test_blocks_before_the_window_may_be_gone(kernel_device: str) -> None:
         gone = max(total - length - window + 1, 0) // block_size
         case.table[row, :gone] = -1
     assert torch.equal(case.run(window=window), want)
+
+
+@pytest.mark.parametrize("rows", [50, 64, 80, 132])
+def test_one_long_row_among_many_is_cut(kernel_device: str, rows: int) -> None:
+    """The others stay whole, as they fill the card by themselves."""
+    card, kv_heads = replace(INTERPRETED, num_sms=132), 8
+    programs = _more_programs(rows * kv_heads, KVFormat(torch.bfloat16), card)
+    for long, least in ((1000, 1), (8192, 4)):
+        lengths = [1000] * (rows - 1) + [long]
+        query_start = torch.arange(rows + 1).int().to(kernel_device)
+        made = schedule(
+            query_start, torch.tensor(lengths).int().to(kernel_device), kv_heads=kv_heads,
+            programs=programs, longest=1, tiles=Tiles(16, 64, 4, 3), min_tiles=1, most_parts=32,
+            window=None, pdl=False,
+        )  # fmt: skip
+        *others, last = made.rows[1].tolist()
+        assert set(others) == {1}
+        assert last == 1 if long == 1000 else last >= least
 
 
 def test_soft_cap(kernel_device: str) -> None:

@@ -37,7 +37,10 @@ from quire.ops.triton.launch import DeviceTraits, launch, options, traits
 
 _LOG2E = math.log2(math.e)
 _FILLED = 3
-"""Programs per multiprocessor from which on short rows are not cut into parts."""
+"""Programs per multiprocessor from which on rows fill the card by themselves."""
+_CROWDED = 8
+"""Programs per multiprocessor from which on short rows are not cut into parts: one long row ends
+among waves of others."""
 _ONE_WAVE = 5
 """Programs per multiprocessor that run at once, with one KV tile in flight each."""
 _THREE_AT_ONCE = 168
@@ -154,10 +157,7 @@ def attention_schedule(
     )
     programs = tuning.programs
     if programs is None:
-        # Rows that fill the card by themselves are only sorted.
-        # A program gets through 8-bit tiles no faster than through others of twice the bytes.
-        each = 2 if kv_format.scales == "none" else 4
-        programs = 0 if rows * kv_heads > _FILLED * card.num_sms else each * card.num_sms
+        programs = _more_programs(rows * kv_heads, kv_format, card)
     pdl = card.pdl if tuning.pdl is None else tuning.pdl
     short = schedule(
         query_start,
@@ -191,6 +191,19 @@ def attention_schedule(
         pdl=pdl,
     )
     return replace(short, long=long)
+
+
+def _more_programs(programs: int, kv_format: KVFormat, card: DeviceTraits) -> int:
+    """Programs that short rows' KV is spread over besides those of the rows alone."""
+    # A program gets through 8-bit tiles no faster than through others of twice the bytes.
+    each = 2 if kv_format.scales == "none" else 4
+    if programs <= _FILLED * card.num_sms:
+        return each * card.num_sms
+    if programs > _CROWDED * card.num_sms:
+        return 0
+    # Rows that fill the card stay whole, but for those of more than half again the mean: all would
+    # wait for one of a long context.
+    return min(2 * each * card.num_sms, programs * 2 // 3)
 
 
 def _spread(programs: int, tiles: Tiles, card: DeviceTraits, tuning: AttentionTuning) -> int:
