@@ -72,8 +72,9 @@ def test_a_step_takes_what_the_model_says() -> None:
 
 
 def test_prompts_attend_to_what_stands_before_them() -> None:
-    """Also to what was held, and that of each step to what earlier steps computed."""
-    model = msgspec.structs.replace(MODEL, prompt_pair_seconds=1e-6)
+    """Also to what was held, and that of each step to what earlier steps computed. It counts once:
+    the context is of rows that generate."""
+    model = msgspec.structs.replace(MODEL, prompt_pair_seconds=1e-6, context_token_seconds=1.0)
     node = SimulatedNode(model, 16)
     first = SimulatedRequest(0.0, 150, 1, tuple(b"%d" % n for n in range(9)))
     node.add(first, 0.0)

@@ -20,6 +20,10 @@ Float64 = np.ndarray[Any, np.dtype[np.float64]]
 
 _LENGTHS = (1.0, 0.5, 0.25, 0.125)
 """Lengths of prompts, as shares of the longest."""
+_HELD = (0.25, 0.0625)
+"""Beginnings of prompts that are held, likewise."""
+_RESTS = (32, 128)
+"""Tokens of prompts behind such beginnings: small steps take more for each token."""
 _LONGEST = 4096
 _REPEATS = 5
 _STREAMS = (1, 4, 8, 16)
@@ -54,10 +58,11 @@ class StepSample(msgspec.Struct, frozen=True):
 
 
 class PromptSample(msgspec.Struct, frozen=True):
-    """Seconds until the first token of a prompt that is alone."""
+    """Seconds until the first token of a prompt that is alone. held: tokens that the cache has."""
 
     tokens: int
     seconds: float
+    held: int = 0
 
 
 def fit(
@@ -69,8 +74,11 @@ def fit(
     times = np.array([step.seconds for step in steps])
     base, row, context = _least_squares(rows, times, times)
     # A long prompt takes several steps.
-    parts = np.array([-(-prompt.tokens // limits.max_tokens) for prompt in prompts])
-    lengths = np.array([[1.0, each.tokens, pairs_of(0, each.tokens)] for each in prompts])
+    rests = [each.tokens - each.held for each in prompts]
+    parts = np.array([-(-rest // limits.max_tokens) for rest in rests])
+    lengths = np.array(
+        [[1.0, rest, pairs_of(each.held, rest)] for each, rest in zip(prompts, rests, strict=True)]
+    )
     times = np.array([prompt.seconds for prompt in prompts])
     start, token, pair = _least_squares(lengths, times - base * parts, times)
     return msgspec.structs.replace(
@@ -115,8 +123,13 @@ def calibrate(url: str, *, key: str | None, model: str | None) -> EngineModel:
     )
     top, draw = server.top(name), random.Random(0)
 
-    def ask(prompts: Sequence[int], output: int, streams: int) -> list[Answer]:
-        asks = [Ask([draw.randrange(top) for _ in range(length)], output) for length in prompts]
+    def tokens_of(length: int) -> list[int]:
+        return [draw.randrange(top) for _ in range(length)]
+
+    def ask(
+        prompts: Sequence[int], output: int, streams: int, held: Sequence[int] = ()
+    ) -> list[Answer]:
+        asks = [Ask([*held, *tokens_of(length - len(held))], output) for length in prompts]
         sampling = {"temperature": 0.0, "ignore_eos": True}
         bodies = [body(each, name, "completions", sampling) for each in asks]
         target = f"{server.base_url}/v1/completions"
@@ -135,6 +148,14 @@ def calibrate(url: str, *, key: str | None, model: str | None) -> EngineModel:
         # With a second token: an engine may tell of the first when the next step is launched.
         for answers in (ask([length] * _REPEATS, 2, 1),)
     ]
+    for share in _HELD:
+        held = tokens_of(int(longest * share))
+        ask([len(held) + 1], 2, 1, held)
+        for rest in _RESTS:
+            answers = ask([len(held) + rest] * _REPEATS, 2, 1, held)
+            seconds = float(np.median([a.times[0] - a.sent for a in answers]))
+            cached = min(answer.cached_tokens for answer in answers)
+            prompts.append(PromptSample(len(held) + rest, seconds, cached))
     steps = [
         StepSample(streams, streams * (length + _OUTPUT // 2), _between(answers))
         for length in (_SHORT, longest // 2)

@@ -170,8 +170,9 @@ class SimulatedNode:
         self._context += step.count * len(self.generating)
         for request, tokens in step.prompts:
             request.to_compute -= tokens
-            self._context += tokens
             if not request.to_compute:
+                # Before, what it attends to counts by its pairs.
+                self._context += request.prompt
                 self.prefilling.remove(request)
                 request.first, request.left = step.end, request.output - 1
                 if request.left:
@@ -203,7 +204,6 @@ class SimulatedNode:
             self._waiting_tokens -= request.prompt
             request.cached = min(held * self._size, request.prompt - 1)
             request.to_compute = request.prompt - request.cached
-            self._context += request.cached
             self.cache.use(request.blocks, own)
             self.prefilling.append(request)
 
