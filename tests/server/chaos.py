@@ -79,8 +79,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }  # fmt: skip
-"""Tiny models: of full layers, of which a prompt's last block comes in part, of full and
-sliding-window layers, and of full layers and recurrent states."""
+"""Tiny models: of full layers, of full and sliding-window layers, and of full layers and recurrent
+states."""
 
 WAYS = {"tcp": ("shared memory", "connections"), "ipc": ("layers", "steps")}
 """By transport, what the first and the second server that decodes read."""

@@ -210,14 +210,7 @@ class Engine:
                 clock=lambda: now[0],
             )
         else:
-            self.fetches = Fetches(
-                self.puller,
-                self.slots,
-                sizes,
-                self.stats,
-                least=SIZE,
-                model_groups=1 if kind == "drafts" else None,
-            )
+            self.fetches = Fetches(self.puller, self.slots, sizes, self.stats, least=SIZE)
         config = SchedulerConfig(
             max_num_seqs=4, max_num_batched_tokens=9, max_model_len=64, steps_in_flight=2
         )
@@ -513,25 +506,9 @@ def test_everything_goes_well() -> None:
             stats = machine.reader.stats
             assert (stats.local, stats.fetches) == (0, {"done": 3})
             assert machine.writer.stats.grants == {"done": 3}
-            # A last block in part comes too, where all groups keep every position.
-            assert stats.remote_tokens == (39 if kind == "full" else 36) + 20 + 32
+            assert stats.remote_tokens == 36 + 20 + 32
             hits = machine.reader.scheduler.stats().prefix_hit_tokens
             assert hits == stats.remote_tokens
-
-
-@pytest.mark.parametrize("length", [33, 34, 36, 63])
-def test_a_request_whose_prompt_has_come_has_one_token_left(length: int) -> None:
-    """So it decodes with the others, in a step like theirs. The last prompt is as long as any: with
-    its last block filled it would be too long for the peer."""
-    machine = DisaggMachine()
-    machine.begin("full", "direct layers", 0)
-    rows: list[int] = []
-    submit = machine.reader.executor.submit
-    machine.reader.executor.submit = lambda plan: (rows.extend(plan.q_len.tolist()), submit(plan))  # type: ignore[assignment,func-returns-value]
-    machine.ask(0, length, 1)
-    machine.teardown()
-    assert machine.fetched == 1
-    assert rows == ([1] if length < 63 else [3])
 
 
 def test_a_request_does_not_wait_for_a_read_that_does_not_end() -> None:

@@ -155,7 +155,6 @@ class DisaggLoop(LoopFeature):
                 pool.sizes,
                 self._stats,
                 least=capacity.full_step if least is None else least,
-                model_groups=own,
             )
         return DisaggFeature(self._exports, self._fetches)
 

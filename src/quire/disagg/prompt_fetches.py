@@ -6,10 +6,6 @@ between engines, and transfers of plans copy them to the booked ones. When all h
 the prefix tree, and the request starts as one that hits. Whatever goes wrong, it computes its
 prompt itself.
 
-A peer is asked for whole blocks. Where a group keeps every position, the last may be one that the
-prompt fills in part, with some token behind its tokens: KV does not depend on what comes later. The
-request then has one token left to compute, and joins those that decode as one of them.
-
 The peer never writes this engine's memory: bytes are read from the connection, or from the peer's
 memory, by this engine's thread. So booked blocks are given up once no copy of this engine to them
 is under way, and slots once the thread or the copy that fills them has ended.
@@ -27,8 +23,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
-
-import numpy as np
 
 from quire.arrays import Int32, int32
 from quire.cache import BlockManager
@@ -49,8 +43,8 @@ _FIRST_ID = 1 << 41
 @dataclass(frozen=True, slots=True)
 class PullOrder:
     """A prompt that a thread is to bring: tokens, int32 [whole blocks], of which `first` blocks are
-    here; those behind the prompt's own only fill the last block. name: for the log. peer: the one
-    to ask, and no other; None: any. traceparent: of its trace, "" for none."""
+    here. name: for the log. peer: the one to ask, and no other; None: any. traceparent: of its
+    trace, "" for none."""
 
     name: str
     tokens: Int32
@@ -144,9 +138,7 @@ class Fetch:
 class Fetches:
     """All fetches of an engine. Belongs to the engine's loop.
 
-    sizes: bytes of a block, by group. least: the fewest tokens to ask a peer for. model_groups: KV
-    groups of the model, before those of what drafts, which may need the token behind each; None:
-    all.
+    sizes: bytes of a block, by group. least: the fewest tokens to ask a peer for.
     """
 
     def __init__(
@@ -157,14 +149,12 @@ class Fetches:
         stats: DisaggStats,
         *,
         least: int,
-        model_groups: int | None = None,
     ) -> None:
         self._puller = puller
         self._slots = slots
         self._sizes = sizes
         self._stats = stats
         self._least = least
-        self._model_groups = model_groups
         self._ids = itertools.count(_FIRST_ID)
         self._by_pull: dict[Pull, Fetch] = {}
         self._by_request: dict[str, Fetch | None] = {}
@@ -177,11 +167,6 @@ class Fetches:
         self._blocks = blocks
         self._loader = PrefixLoader(blocks)
         self._wake = wake
-        groups = blocks.groups
-        self._in_part = self._model_groups in (None, len(groups)) and all(
-            group.sparse is None for group in groups
-        )
-        self._room = groups[0].table.shape[1] * blocks.block_size
 
     def __len__(self) -> int:
         return len(self._by_pull)
@@ -207,16 +192,11 @@ class Fetches:
         match = self._blocks.match(request.namespace, tokens, whole, whole_only=True)
         if whole - match.length < least or not self._puller.up:
             return False
-        padding = (whole - limit) % size
-        # The peer draws a token behind all of them.
-        if not self._in_part or limit + padding >= self._room:
-            limit, padding = whole, 0
-        prefix = tokens[:limit].copy()
+        prefix = tokens[:whole].copy()
         loading = self._loader.begin(request.namespace, match, prefix, request.known)
         if loading is None:
             return False  # it would find no room to start, either; it is asked about again
-        asked = np.pad(prefix, (0, padding), mode="edge")
-        order = PullOrder(name, asked, match.whole, request.cache_salt, peer, traceparent)
+        order = PullOrder(name, prefix, match.whole, request.cache_salt, peer, traceparent)
         fetch = Fetch(name, loading, self._puller.start(order), [set() for _ in loading.blocks])
         self._by_pull[fetch.pull] = fetch
         self._by_request[name] = fetch
