@@ -165,7 +165,22 @@ class _Threads:
             self.registers[names[0][0]] = self.read(names[1][0]) != self.read(names[2][0])
         else:
             values = [self.read(own[0]) for own in names[1:]]
-            self.registers[names[0][0]] = _OPS[op](values)
+            value = _OPS[op](values)
+            parts = [value] if len(names[0]) == 1 else [value & 0xFFFF, value >> 16]
+            self.registers.update(zip(names[0], parts, strict=True))
+
+
+def _narrow(values: list[Words]) -> Words:
+    """Two fp32 numbers as bytes of 8-bit floats, the first of them in the high one."""
+    numbers = np.stack([values[1], values[0]], -1).view(np.float32)
+    bytes_ = torch.from_numpy(numbers.copy()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return bytes_.view(torch.int16).numpy().view(np.uint16)[..., 0].astype(np.uint32)
+
+
+def _widened(values: list[Words]) -> Words:
+    """Bytes of two 8-bit floats as fp16 numbers."""
+    halves = torch.from_numpy(values[0].astype(np.uint16).view(np.int16)[..., None].copy())
+    return _words(halves.view(torch.float8_e4m3fn).double().numpy(), "f16")
 
 
 def _halves(kind: str, own: Callable[..., Any]) -> Callable[[list[Words]], Words]:
@@ -182,6 +197,8 @@ _OPS: dict[str, Callable[[list[Words]], Words]] = {
     "xor.b32": lambda v: v[0] ^ v[1],
     "prmt.b32": lambda v: _permute(v[0], v[1], int(v[2][0])),
     "sub.f32": lambda v: (v[0].view(np.float32) - v[1].view(np.float32)).view(np.uint32),
+    "cvt.rn.satfinite.e4m3x2.f32": _narrow,
+    "cvt.rn.f16x2.e4m3x2": _widened,
     "max.NaN.xorsign.abs.bf16x2": lambda v: _words(
         np.maximum(*(np.abs(floats(value, "bf16")) for value in v)), "bf16"
     ),

@@ -46,7 +46,7 @@ class EightBitTile(NamedTuple):
 @triton.jit
 def eight_bit_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr, M, N,
-    K, stride_xm, stride_xsm, stride_wn, stride_wsn, stride_rm, stride_ym, share,
+    K, stride_xm, stride_xsm, stride_xsg, stride_wn, stride_wsn, stride_rm, stride_ym, share,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, SPLIT: tl.constexpr,
     EVEN_K: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, GROUP: tl.constexpr,
     INTEGERS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, PDL: tl.constexpr,
@@ -87,7 +87,8 @@ def eight_bit_kernel(
         if GROUP > 0:
             part = tl.dot(x, tl.trans(w), out_dtype=SUM).to(tl.float32)
             group = k0 // GROUP
-            acc += part * tl.load(x_scales + group)[:, None] * tl.load(w_scales + group)[None, :]
+            part *= tl.load(x_scales + group * stride_xsg)[:, None]
+            acc += part * tl.load(w_scales + group)[None, :]
         else:
             acc = tl.dot(x, tl.trans(w), acc, out_dtype=SUM)
     last = True
@@ -185,7 +186,7 @@ def eight_bit_gemm(
         q, scales, weight.values, weight.scales, q if args.bias is None else args.bias,
         q if res is None else res, out, parts, default_workspace(q.device).counters, rows, n, k,
         q.stride(0),
-        scales.stride(0) if len(scales) > 1 else 0, weight.values.stride(0),
+        scales.stride(0) if len(scales) > 1 else 0, scales.stride(1), weight.values.stride(0),
         weight.scales.stride(0), 0 if res is None else res.stride(0), out.stride(0),
         share, BM=tile.bm, BN=tile.bn, BK=tile.bk, BAND=_BAND, SPLIT=splits > 1,
         EVEN_K=k % tile.bk == 0, GLU=args.gated, ACT=args.act_name, GROUP=group,

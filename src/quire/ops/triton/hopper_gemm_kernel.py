@@ -75,7 +75,7 @@ def _owner(position, total, programs):
 
 
 @gluon.jit
-def _begin(program, total, programs):
+def begin_of(program, total, programs):
     """Returns where a program's run begins."""
     return (program.to(gl.int64) * total // programs).to(gl.int32)
 
@@ -87,7 +87,7 @@ def _first_row(nt, CONSUMERS: gl.constexpr, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _stored(rows, N, GLU: gl.constexpr):
+def stored_rows(rows, N, GLU: gl.constexpr):
     """Returns where rows of tiles are stored; rows behind the last stand for it."""
     if GLU:
         rows = gl.minimum(rows // 16 * 8 + rows % 8, N - 1) + rows // 8 % 2 * N
@@ -99,7 +99,7 @@ def _stored(rows, N, GLU: gl.constexpr):
 @gluon.jit
 def _weight_rows(row, N, GLU: gl.constexpr):
     rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _words_layout()))
-    return _stored(rows, N, GLU)
+    return stored_rows(rows, N, GLU)
 
 
 @gluon.jit
@@ -138,8 +138,8 @@ def _produce(
     """Copies what the program's chunks take, as soon as there is room."""
     BYTES: gl.constexpr = BN * INPUTS * 2 + CONSUMERS * ROWS * WORDS * 4
     programs = gl.num_programs(0)
-    begin = _begin(gl.program_id(0), total, programs)
-    end = _begin(gl.program_id(0) + 1, total, programs)
+    begin = begin_of(gl.program_id(0), total, programs)
+    end = begin_of(gl.program_id(0) + 1, total, programs)
     # Weights do not depend on the predecessor.
     first = gl.minimum(end, begin + STAGES)
     for i in range(begin, first):
@@ -178,7 +178,7 @@ def _load_sums(ptr, slot, wanted, BN: gl.constexpr):
 
 
 @gluon.jit
-def _meet(
+def meet(
     sums, tile, chunks, total, parts_ptr, counters_ptr, CONSUMERS: gl.constexpr, BN: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
@@ -190,13 +190,13 @@ def _meet(
     count = _owner((tile + 1) * chunks - 1, total, programs) - first + 1
     whole = count == 1
     if count > 1:
-        behind = _begin(program, total, programs) // chunks != tile
+        behind = begin_of(program, total, programs) // chunks != tile
         gl.store(_at(parts_ptr, _slot(program, behind, CONSUMERS, WHICH), BN), sums)
         gl.thread_barrier()  # all are written before the one atomic that says so
         counter_ptr = counters_ptr + first * CONSUMERS + WHICH
         whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
         if whole:
-            behind = _begin(first, total, programs) // chunks != tile
+            behind = begin_of(first, total, programs) // chunks != tile
             # Where registers suffice, two at a time: a load takes longer than all sums.
             PAIRS: gl.constexpr = CONSUMERS == 2 or BN <= 32
             sums = _load_sums(parts_ptr, _slot(first, behind, CONSUMERS, WHICH), True, BN)
@@ -213,7 +213,7 @@ def _meet(
 
 
 @gluon.jit
-def _activate(x, ACT: gl.constexpr):
+def activate(x, ACT: gl.constexpr):
     """See `activation.activate`."""
     if ACT == "silu":
         x = x / (1.0 + gl.exp(-x))
@@ -231,7 +231,7 @@ def _ended(
 ):  # fmt: skip
     """Returns sums of weight rows from `row` on with scales of outputs and biases."""
     rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums_layout(BN)))
-    rows = _stored(rows, N, GLU)
+    rows = stored_rows(rows, N, GLU)
     if SCALED:
         sums = sums * gl.load(out_scale_ptr + rows).to(gl.float32)[:, None]
     if BIAS:
@@ -240,7 +240,7 @@ def _ended(
 
 
 @gluon.jit
-def _halves(sums, BN: gl.constexpr):
+def halves(sums, BN: gl.constexpr):
     """Returns the sums of gate rows and of up rows, [ROWS / 2, BN]."""
     x = gl.permute(gl.reshape(sums, [ROWS // 16, 2, 8, BN]), (0, 2, 3, 1))
     gate, up = gl.split(x)
@@ -274,15 +274,15 @@ def _finish(
     row = _first_row(nt, CONSUMERS, WHICH)
     y = _ended(sums, row, N, scale_ptr, bias_ptr, SCALED, BIAS, GLU, BN)
     if GLU:
-        gate, up = _halves(y, BN)
+        gate, up = halves(y, BN)
         if APART:
             _store(gate, row // 2, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, False)
             _store(up, row // 2, N, mt, M, y_ptr + N, stride_ym, res_ptr, stride_rm, False)
         else:
-            z = _activate(gate, ACT) * up
+            z = activate(gate, ACT) * up
             _store(z, row // 2, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES)
     else:
-        z = _activate(y, ACT)
+        z = activate(y, ACT)
         _store(z, row, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES)
 
 
@@ -319,8 +319,8 @@ def _consume(
     scales = (scale_ptr, zero_ptr, strides[0])
     _, N, m_tiles, chunks, total = sizes
     dtype: gl.constexpr = x_tiles.dtype
-    begin = _begin(gl.program_id(0), total, gl.num_programs(0))
-    end = _begin(gl.program_id(0) + 1, total, gl.num_programs(0))
+    begin = begin_of(gl.program_id(0), total, gl.num_programs(0))
+    end = begin_of(gl.program_id(0) + 1, total, gl.num_programs(0))
     if PDL:
         wait_for_predecessor()
     position = begin
@@ -365,7 +365,7 @@ def _consume(
                 acc = warpgroup_mma(a, x, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(stage), count=1)
-        sums, whole = _meet(acc, tile, chunks, total, parts_ptr, counters_ptr, CONSUMERS, BN, WHICH)
+        sums, whole = meet(acc, tile, chunks, total, parts_ptr, counters_ptr, CONSUMERS, BN, WHICH)
         if whole:
             _finish(
                 sums, nt, tile % m_tiles, pointers, sizes, strides, CONSUMERS, BN, SCALED, GLU, ACT,

@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.ops.arguments import Activation, RmsScale
 from quire.ops.choose import current_policy
 from quire.ops.reference.quantized import dequantize as dequantize_any
+from quire.ops.triton import block_gemv
 from quire.ops.triton.activation import run as activate
 from quire.ops.triton.eight_bit_gemm import product, takes
 from quire.ops.triton.gemm import LinearArgs, run_fixed, small_linear
@@ -41,12 +42,16 @@ def linear(
     policy = current_policy()
     if weight.format.inputs != "none":
         if not policy.deterministic and takes(weight) and loads(weight):
+            args = LinearArgs(x, weight, bias, norm, residual, act)
+            if traits(x.device).capability >= (8, 9) and block_gemv.takes(args):
+                return block_gemv.product(args)
+            blocks = _hopper_blocks(traits(x.device)) if len(x) > MMA_ROWS else None
+            if blocks is not None and blocks.takes(args):
+                return blocks.product(args)
             # Few rows are bound by the weight's bytes, whatever they are multiplied in.
             if len(x) > _FEW_ROWS:
-                return product(LinearArgs(x, weight, bias, norm, residual, act))
-        if norm is not None:
-            x, norm = rms_norm(x, *norm), None
-        x = round_inputs(x, weight)
+                return product(args)
+        x, norm = round_inputs(x, weight, norm), None
     if weight.scales is not None and not loads(weight):
         weight = Weight.plain(dequantize_any(weight, x.dtype))
     if policy.deterministic:
@@ -89,6 +94,12 @@ def _hopper_gated(card: DeviceTraits) -> ModuleType | None:
 def _hopper_few_bits(card: DeviceTraits) -> ModuleType | None:
     """Returns the products of 4-bit weights on Hopper cards, if this is one."""
     return importlib.import_module("quire.ops.triton.hopper_gemm") if card.gluon else None
+
+
+@functools.cache
+def _hopper_blocks(card: DeviceTraits) -> ModuleType | None:
+    """Returns the products of 8-bit floats in groups on Hopper cards, if this is one."""
+    return importlib.import_module("quire.ops.triton.hopper_blocks") if card.gluon else None
 
 
 @functools.cache
