@@ -52,6 +52,14 @@ _GROUP = 128
 _MOST_BYTES = 40 << 10
 """Bytes of shared memory for the row."""
 
+_SHAPES = (
+    (8, 8), (8, 10), (8, 12), (8, 6), (8, 4), (16, 4), (4, 12), (4, 8), (4, 10), (4, 6), (4, 4),
+    (2, 8), (2, 6), (2, 4), (2, 2), (1, 4), (1, 2),
+)  # fmt: skip
+"""Warps of a program, and chunks that each has under way."""
+_MOST_PARTS = 6
+"""Times that many which a row may have."""
+
 _MULTIPLY = tl.constexpr("""{
 .reg .b16 h<4>;
 .reg .b32 a<2>, b<2>;
@@ -323,13 +331,11 @@ class BlockPlan(NamedTuple):
 
 
 def plans_of(args: LinearArgs) -> list[BlockPlan]:
-    """Returns plans in which warps share all chunks evenly, those of rules of thumb first."""
+    """Returns plans in which warps share all chunks evenly, that of rules of thumb first."""
     chunks, sms = args.k // (4 * CHUNK_WORDS), traits(args.x.device).num_sms
-    tiles = _tiles(args)
-    found = []
-    for warps, count in ((8, 8), (8, 10), (8, 12), (8, 6), (8, 4), (4, 8), (4, 6), (4, 4), (2, 4),
-                         (4, 2), (2, 2), (1, 2)):  # fmt: skip
-        if chunks % (warps * count) == 0:
+    tiles, found = _tiles(args), []
+    for warps, count in _SHAPES:
+        if chunks % (warps * count) == 0 and chunks <= _MOST_PARTS * warps * count:
             found += [BlockPlan(warps, count, fit * sms) for fit in (1, 2, 3) if fit * sms < tiles]
             found.append(BlockPlan(warps, count, 0))
     return found
@@ -348,6 +354,8 @@ def takes(args: LinearArgs) -> bool:
         return False
     gain = x if norm is None else norm.weight
     if gain is None or gain.dtype != torch.bfloat16:
+        return False
+    if not plans_of(args):
         return False
     starts = (x.data_ptr(), gain.data_ptr(), values.data_ptr(), values.stride(0))
     return scales.dtype == torch.float32 and all(start % 16 == 0 for start in starts)
