@@ -15,6 +15,7 @@ from quire.ops.triton import gemm
 from quire.ops.triton.gemm_plan import LinearArgs, multiplies, shape_of
 from quire.ops.triton.gemm_tune import candidates, refinements
 from quire.ops.triton.launch import traits
+from quire.ops.triton.round_inputs import quantize_inputs
 from quire.ops.weight import Weight, WeightFormat
 
 FORMATS = {
@@ -151,6 +152,50 @@ def test_products_by_wgmma(name: str, dtype: torch.dtype) -> None:
         assert float((first.double() - want).norm() / want.norm()) < limit, (rows, outputs)
         # The order of sums does not depend on who comes when.
         assert all(torch.equal(first, hopper_gemm.product(args)) for _ in range(5))
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and traits(DEVICE).gluon), reason="a kernel for Hopper cards"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_8_bit_floats_in_groups(dtype: torch.dtype) -> None:
+    """Rounded inputs times weights, by wgmma and, of one row, within the product."""
+    from quire.ops.triton import block_gemv, hopper_blocks
+
+    torch.manual_seed(0)
+    form = replace(FORMATS["fp8-g128"], inputs="group")
+    gain = torch.rand(1024, device=DEVICE, dtype=dtype) + 0.5
+    for rows, outputs, inputs, act, norm in (
+        (1, 520, 1024, "silu_and_mul", RmsScale(gain, 1e-6)),
+        (9, 520, 1024, None, RmsScale(gain, 1e-6)),
+        (64, 304, 1024, "silu_and_mul", RmsScale(gain, 1e-6)),
+        (77, 264, 4096, "gelu_tanh", None),
+        (300, 1000, 128, None, None),
+        (700, 12288, 640, "silu_and_mul", None),
+    ):
+        width = outputs * (2 if act == "silu_and_mul" else 1)
+        weight = draw(form, width, inputs)
+        args = LinearArgs(
+            x=torch.randn(rows, inputs, device=DEVICE, dtype=dtype),
+            weight=weight,
+            bias=torch.randn(width, device=DEVICE, dtype=dtype),
+            norm=norm,
+            residual=torch.randn(rows, outputs, device=DEVICE, dtype=dtype),
+            act=act,
+        )
+        kernel = block_gemv if rows == 1 else hopper_blocks
+        if rows == 1 and dtype == torch.float16:
+            assert not kernel.takes(args)
+            continue
+        assert kernel.takes(args)
+        q, scales = quantize_inputs(args.x, weight, norm)
+        x = q.double() * scales.double().repeat_interleave(128, 1)
+        want = expected(replace(args, x=x))
+        first = ops.linear(args.x, weight, args.bias, args.residual, norm, act)
+        limit = {torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
+        assert float((first.double() - want).norm() / want.norm()) < limit, (rows, outputs)
+        # The order of sums does not depend on who comes when.
+        assert all(torch.equal(first, kernel.product(args)) for _ in range(5))
 
 
 def test_rows_that_begin_anywhere_are_read_by_another_kernel() -> None:

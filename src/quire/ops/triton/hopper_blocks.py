@@ -64,7 +64,9 @@ def programs_for(tile: BlockTile, args: LinearArgs) -> int:
     """Returns the number of programs. Where each tile is shared by two or more, all tiles are cut
     alike: a program then has a share of one tile only."""
     most, tiles = traits(args.x.device).num_sms, _tiles(len(args.x), tile.bn, args)
-    return most // tiles * tiles if tile.shared and 2 * tiles <= most else min(most, tiles)
+    if not tile.shared:
+        return min(most, tiles)
+    return most // tiles * tiles if 2 * tiles <= most else most
 
 
 def _tiles(rows: int, bn: int, args: LinearArgs) -> int:
