@@ -41,12 +41,11 @@ from quire.ops.triton.integer_gemv import (
 )
 from quire.ops.triton.launch import options, traits
 from quire.ops.triton.mma_gemv import keep_order, load_residual, load_words, store_outputs
+from quire.ops.triton.round_inputs import quotient, scale_for
 
 CHUNK: tl.constexpr = tl.constexpr(CHUNK_WORDS)
 INPUTS: tl.constexpr = tl.constexpr(4 * CHUNK_WORDS)
 LARGEST: tl.constexpr = tl.constexpr(448.0)
-SMALLEST: tl.constexpr = tl.constexpr(2.0**-120)
-"""The least scale whose reciprocal is a number."""
 _GROUP = 128
 """Inputs that share a scale: two chunks."""
 _MOST_BYTES = 40 << 10
@@ -92,13 +91,6 @@ def _rounded(first, second):
     return tl.inline_asm_elementwise(
         _ROUND, "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1
     )
-
-
-@triton.jit
-def _quotient(x, scale, reciprocal):
-    """Returns x / scale, rounded as division rounds."""
-    y = x * reciprocal
-    return tl.fma(tl.fma(-y, scale, x), reciprocal, y)
 
 
 @triton.jit
@@ -152,13 +144,13 @@ def _keep_inputs(
     bits = tl.maximum(bits, _other(bits, 2))
     bits = tl.maximum(bits, _other(bits, 4))
     largest = bits.to(tl.float32, bitcast=True)
-    scale = tl.where(largest == 0, 1.0, tl.maximum(tl.div_rn(largest, LARGEST), SMALLEST))
+    scale = scale_for(largest, LARGEST)
     reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     kept = ()
     for each in tl.static_range(8):
         kept = kept + (
             _rounded(
-                _quotient(even[each], scale, reciprocal), _quotient(odd[each], scale, reciprocal)
+                quotient(even[each], scale, reciprocal), quotient(odd[each], scale, reciprocal)
             ),
         )  # fmt: skip
     _keep_four(address, wanted, kept[0], kept[1], kept[2], kept[3])

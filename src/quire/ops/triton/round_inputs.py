@@ -20,6 +20,24 @@ _MOST = 16384
 """The most of a program that norms a token."""
 
 
+SMALLEST: tl.constexpr = tl.constexpr(2.0**-120)
+"""The least scale that inputs are given: its reciprocal is a number."""
+
+
+@triton.jit
+def quotient(x, scale, reciprocal):
+    """Returns x / scale, rounded as division rounds, which takes three times as many
+    instructions."""
+    y = x * reciprocal
+    return tl.fma(tl.fma(-y, scale, x), reciprocal, y)
+
+
+@triton.jit
+def scale_for(largest, TOP: tl.constexpr):
+    """Returns the scale that makes TOP of the largest input, 1 if that is 0."""
+    return tl.where(largest == 0, 1.0, tl.maximum(tl.div_rn(largest, TOP), SMALLEST))
+
+
 @triton.jit
 def _round_kernel(
     x_ptr, scale_ptr, g_ptr, out_ptr, scales_ptr, K, first, groups, eps, stride_xm, stride_om,
@@ -50,10 +68,12 @@ def _round_kernel(
         scale = tl.full([GROUPS], 1.0, tl.float32) * tl.load(scale_ptr)
         if INTEGERS:
             low = -128.0
+        y = tl.div_rn(x, scale[:, None])
     else:
-        top = tl.max(tl.abs(x), 1)
-        scale = tl.where(top == 0, 1.0, tl.div_rn(top, TOP))
-    y = tl.minimum(tl.maximum(tl.div_rn(x, scale[:, None]), low), TOP)
+        scale = scale_for(tl.max(tl.abs(x), 1), TOP)
+        reciprocal = tl.div_rn(tl.full([GROUPS], 1.0, tl.float32), scale)
+        y = quotient(x, scale[:, None], reciprocal[:, None])
+    y = tl.minimum(tl.maximum(y, low), TOP)
     # Adding and taking away 1.5 * 2^23 leaves no fraction, and rounds halves to even.
     if INTEGERS:
         y = (y + 12582912.0) - 12582912.0
