@@ -86,6 +86,17 @@ def _run(chunks, total, SHARED: gl.constexpr):
 
 
 @gluon.jit
+def _span(position, end, chunks, m_tiles, n_tiles, SHARED: gl.constexpr):
+    """Returns of a position's tile the number among those of outputs and among those of rows of x,
+    where its chunks begin, and where those up to `end` end. Divisions take as long as a chunk's
+    products."""
+    place = position // chunks
+    nt, mt = _where(_tile(place, SHARED), m_tiles, n_tiles)
+    start = place * chunks
+    return nt, mt, start, gl.minimum(end, start + chunks)
+
+
+@gluon.jit
 def _ask_weights(
     desc, bar, tiles, stage, nt, k, GLU: gl.constexpr
 ):  # fmt: skip
@@ -121,22 +132,30 @@ def _produce(
     begin, end = _run(chunks, total, SHARED)
     # Weights do not depend on the predecessor.
     first = gl.minimum(end, begin + STAGES)
-    for i in range(begin, first):
-        nt, _ = _where(_tile(i // chunks, SHARED), m_tiles, n_tiles)
-        mbarrier.expect(full.index(i - begin), BYTES)
-        _ask_weights(w_desc, full, w_tiles, i - begin, nt, i % chunks * INPUTS, GLU)
+    position = begin
+    while position < first:
+        nt, _, start, until = _span(position, first, chunks, m_tiles, n_tiles, SHARED)
+        for i in range(position, until):
+            mbarrier.expect(full.index(i - begin), BYTES)
+            _ask_weights(w_desc, full, w_tiles, i - begin, nt, (i - start) * INPUTS, GLU)
+        position = until
     if PDL:
         wait_for_predecessor()
-    for i in range(begin, first):
-        _, mt = _where(_tile(i // chunks, SHARED), m_tiles, n_tiles)
-        _ask_inputs(x_desc, s_desc, full, x_tiles, s_tiles, i - begin, mt, i % chunks, BN)
-    for i in range(first, end):
-        nt, mt = _where(_tile(i // chunks, SHARED), m_tiles, n_tiles)
-        stage = (i - begin) % STAGES
-        mbarrier.wait(empty.index(stage), ((i - begin) // STAGES + 1) & 1)
-        mbarrier.expect(full.index(stage), BYTES)
-        _ask_weights(w_desc, full, w_tiles, stage, nt, i % chunks * INPUTS, GLU)
-        _ask_inputs(x_desc, s_desc, full, x_tiles, s_tiles, stage, mt, i % chunks, BN)
+    position = begin
+    while position < first:
+        _, mt, start, until = _span(position, first, chunks, m_tiles, n_tiles, SHARED)
+        for i in range(position, until):
+            _ask_inputs(x_desc, s_desc, full, x_tiles, s_tiles, i - begin, mt, i - start, BN)
+        position = until
+    while position < end:
+        nt, mt, start, until = _span(position, end, chunks, m_tiles, n_tiles, SHARED)
+        for i in range(position, until):
+            stage = (i - begin) % STAGES
+            mbarrier.wait(empty.index(stage), ((i - begin) // STAGES + 1) & 1)
+            mbarrier.expect(full.index(stage), BYTES)
+            _ask_weights(w_desc, full, w_tiles, stage, nt, (i - start) * INPUTS, GLU)
+            _ask_inputs(x_desc, s_desc, full, x_tiles, s_tiles, stage, mt, i - start, BN)
+        position = until
 
 
 @gluon.jit
@@ -219,10 +238,7 @@ def _consume(
         wait_for_predecessor()
     position = begin
     while position < end:
-        tile = _tile(position // chunks, SHARED)
-        nt, mt = _where(tile, m_tiles, n_tiles)
-        start = position // chunks * chunks
-        until = gl.minimum(end, start + chunks)
+        nt, mt, start, until = _span(position, end, chunks, m_tiles, n_tiles, SHARED)
         row = (nt * CONSUMERS + WHICH) * ROWS
         rows = stored_rows(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), N, GLU)
         scales = w_scale_ptr + rows * strides[0] - start
@@ -254,7 +270,7 @@ def _consume(
         if SHARED:
             sums = gl.convert_layout(sums, sums_layout(BN), assert_trivial=True)
             sums, whole = meet(
-                sums, tile, chunks, total, parts_ptr, counters_ptr, CONSUMERS, BN, WHICH
+                sums, start // chunks, chunks, total, parts_ptr, counters_ptr, CONSUMERS, BN, WHICH
             )
             if whole:
                 _finish(sums, row, mt, pointers, sizes, strides, GLU, ACT, BIAS, RES, BN)
