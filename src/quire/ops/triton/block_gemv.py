@@ -323,13 +323,18 @@ class BlockPlan(NamedTuple):
 
 
 def plans_of(args: LinearArgs) -> list[BlockPlan]:
-    """Returns plans in which warps share all chunks evenly, that of rules of thumb first."""
+    """Returns plans in which warps share all chunks evenly, that of a sweep over an 8B model's
+    layers first."""
     chunks, sms = args.k // (4 * CHUNK_WORDS), traits(args.x.device).num_sms
     tiles, found = _tiles(args), []
     for warps, count in _SHAPES:
         if chunks % (warps * count) == 0 and chunks <= _MOST_PARTS * warps * count:
-            found += [BlockPlan(warps, count, fit * sms) for fit in (1, 2, 3) if fit * sms < tiles]
-            found.append(BlockPlan(warps, count, 0))
+            fits = (1, 2, 3, 0)
+            if chunks == warps * count:
+                # Two such programs run on a multiprocessor.
+                fits = (0, 1, 2, 3) if tiles <= 2 * sms else fits
+                fits = (2, 1, 3, 0) if 2 * sms < tiles <= 4 * sms else fits
+            found += [BlockPlan(warps, count, fit * sms) for fit in fits if fit * sms < tiles]
     return found
 
 

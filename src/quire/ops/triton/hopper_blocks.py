@@ -23,7 +23,7 @@ _ROWS = 128
 """Weight rows of a tile."""
 _SHARED = 166 << 10
 """Bytes of shared memory for the ring; the outputs' way through it takes the rest."""
-_WHOLE = 4
+_BUSY = 0.7
 """Tiles of a multiprocessor from which on each program has whole ones."""
 
 
@@ -55,9 +55,14 @@ def takes(args: LinearArgs) -> bool:
 
 
 def tile_for(rows: int, args: LinearArgs) -> BlockTile:
-    """Returns the tile of a product of `rows` rows."""
-    bn = min(max(32, triton.next_power_of_2(rows)), 128)
-    return BlockTile(bn, _tiles(rows, bn, args) < _WHOLE * traits(args.x.device).num_sms)
+    """Returns the tile of a product of `rows` rows, by a sweep over an 8B model's layers: as large
+    as leaves few multiprocessors without one, else one that programs share."""
+    most = min(max(32, triton.next_power_of_2(rows)), 128)
+    enough = _BUSY * traits(args.x.device).num_sms
+    for bn in (most, max(32, most // 2)):
+        if _tiles(rows, bn, args) >= enough:
+            return BlockTile(bn, False)
+    return BlockTile(bn, True)
 
 
 def programs_for(tile: BlockTile, args: LinearArgs) -> int:

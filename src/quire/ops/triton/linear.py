@@ -45,8 +45,7 @@ def linear(
             args = LinearArgs(x, weight, bias, norm, residual, act)
             if traits(x.device).capability >= (8, 9) and block_gemv.takes(args):
                 return block_gemv.product(args)
-            blocks = _hopper_blocks(traits(x.device)) if len(x) > MMA_ROWS else None
-            if blocks is not None and blocks.takes(args):
+            if (blocks := _hopper_blocks(traits(x.device))) and blocks.takes(args):
                 return blocks.product(args)
             # Few rows are bound by the weight's bytes, whatever they are multiplied in.
             if len(x) > _FEW_ROWS:
