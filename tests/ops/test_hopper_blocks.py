@@ -80,7 +80,7 @@ def test_which_layers_are_taken() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts the interpreter's multiprocessors")
 def test_programs_are_as_many_as_there_is_work_for() -> None:
-    """Of 4 multiprocessors: one or two tiles are cut alike, from 3 on each program has whole
+    """There are 4 multiprocessors: one or two tiles are cut alike, from 3 on each program has whole
     ones."""
     assert tile_for(9, args_of(9, 128, 256)) == BlockTile(32, True)
     for rows, outputs, grid, tile in (
