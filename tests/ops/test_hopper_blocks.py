@@ -73,6 +73,7 @@ def test_which_layers_are_taken() -> None:
         replace(args, weight=empty(32, 384, replace(FORM, values=torch.int8))),
         replace(args, weight=empty(32, 320)),
         replace(args, weight=replace(args.weight, first=64)),
+        replace(args, act="silu_and_mul", apart=True),
         replace(args, weight=empty(24, 384), act="silu_and_mul"),
     ]
     assert not any(takes(each) for each in refused)

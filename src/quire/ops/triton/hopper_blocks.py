@@ -48,7 +48,7 @@ def takes(args: LinearArgs) -> bool:
         return False
     if form.zeros or form.ordered or weight.first or weight.inputs % INPUTS or scales is None:
         return False
-    if args.gated and weight.outputs % 16:
+    if args.apart or (args.gated and weight.outputs % 16):
         return False
     aligned = values.data_ptr() % 16 == 0 and values.stride(0) % 16 == 0
     return scales.dtype == torch.float32 and aligned
