@@ -42,12 +42,12 @@ def gated(
     made = Compiler(tokenizer.hub.to_str, tokenizer.vocab_size, EOS, config)
     compile = made._compiled_now
 
-    def compiling(params: StructuredOutputsParams) -> Any:
+    def compiling(key: bytes, params: StructuredOutputsParams) -> Any:
         (word,) = params.choice or ("",)
         compiled.append(word)
         if word == "slow":
             gate.wait(20)
-        return compile(params)
+        return compile(key, params)
 
     made.warm_up()
     assert made.tokenizer_vocab

@@ -45,6 +45,9 @@ class StubCompiler:
         done.set_result(AnyText())
         return done
 
+    def walk(self, params: StructuredOutputsParams) -> None:
+        return None
+
     def shutdown(self) -> None:
         pass
 
@@ -63,6 +66,9 @@ class Recorder:
         self.built.append(
             [(row.state.position, row.lines, list(row.drafts)) for row in rows if row.state]
         )
+
+    def settle(self, rows: Sequence[MaskRow]) -> None:
+        pass
 
 
 class Claims(Feature):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import threading
 import time
@@ -20,6 +21,9 @@ from quire.config import EngineConfig
 from quire.errors import CompilerBusyError, ConfigError, GrammarError
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.grammar import compilable
+from quire.structured.string_places import StringPlaces, string_places
+from quire.structured.string_tables import StringTables
+from quire.structured.string_walk import StringWalk
 from quire.tokenization import tokenizer_files
 
 K = TypeVar("K")
@@ -40,20 +44,23 @@ _CHAR = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [
     r"[\x20\x0A\x0D\x09]+",
     *(f"{_CHAR}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 16, 30)),
+    "[A-Za-z0-9]+",
     f"{_CHAR}+",
 ]
 """Tokens that are allowed or not together, in a mask built from a few parts: text within a string,
-by length. Without those of few characters, strings of a bounded length would cost a third more."""
+by length, and words, of which addresses consist. Without those of few characters, strings of a
+bounded length would cost a third more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompilerConfig:
     """timeout: seconds for one grammar, waiting included. cached: grammars to keep. threads: how
-    many are compiled at once."""
+    many are compiled at once. walks: whether `walk` is asked for."""
 
     timeout: float = 10.0
     cached: int = 128
     threads: int = max(2, min(8, (os.cpu_count() or 2) // 2))
+    walks: bool = False
 
 
 class Cache(Generic[K, V]):
@@ -119,6 +126,8 @@ class Compiler:
         self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="grammar")
         self._tokenizer: Future[LLTokenizer] | None = None
         self._compiled: Cache[bytes, Future[LLMatcher]] = Cache(self.config.cached)
+        self._places: Cache[bytes, StringPlaces] = Cache(self.config.cached)
+        self._tables: Future[StringTables] | None = None
         self._jobs: dict[bytes, _Compilation] = {}
         self._verdicts: Cache[bytes, tuple[GrammarError | None]] = Cache(_KEPT_VERDICTS)
 
@@ -127,6 +136,8 @@ class Compiler:
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._pool.submit(self._build_tokenizer)
+                if self.config.walks:
+                    self._tables = self._pool.submit(_string_tables, self._tokenizer)
 
     def _build_tokenizer(self) -> LLTokenizer:
         if not self.eos_token_ids:
@@ -250,7 +261,7 @@ class Compiler:
             job.began = time.monotonic()
         kept = False
         try:
-            matcher = self._compiled_now(params)
+            matcher = self._compiled_now(key, params)
             kept = True
             return matcher
         except GrammarError:
@@ -263,12 +274,11 @@ class Compiler:
                 if kept:
                     self._compiled.put(key, job.future)
 
-    def _compiled_now(self, params: StructuredOutputsParams) -> LLMatcher:
+    def _compiled_now(self, key: bytes, params: StructuredOutputsParams) -> LLMatcher:
         if self._tokenizer is None:
             raise GrammarError("the tokenizer was not loaded")
-        matcher = LLMatcher(
-            self._tokenizer.result(), compilable(params), log_level=0, limits=_LIMITS
-        )
+        grammar = compilable(params)
+        matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             # The first mask is the dearest, and copies share what was found for it.
             matcher.compute_bitmask()
@@ -276,17 +286,38 @@ class Compiler:
         if matcher.is_error() or warnings:
             reason = "; ".join(warnings) or matcher.get_error()
             raise GrammarError(f"The grammar cannot be enforced: {reason[:500]}")
+        if self.config.walks and params.json is not None:
+            places = string_places(json.loads(grammar)["grammars"][0]["json_schema"])
+            if places is not None:
+                with self._lock:
+                    self._places.put(key, places)
         return matcher
+
+    def walk(self, params: StructuredOutputsParams) -> StringWalk | None:
+        """Returns what follows the strings of a document of a compiled grammar, from its start;
+        None where no string is bounded by its length alone, and while tables are being made."""
+        with self._lock:
+            places, made = self._places.get(_key(params)), self._tables
+        if places is None or made is None or not made.done() or made.exception() is not None:
+            return None
+        tables = made.result()
+        return StringWalk(places, tables) if tables.usable else None
 
     def shutdown(self) -> None:
         """Does not wait for what is being compiled. Idempotent."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def build_compiler(config: EngineConfig, *, cached: int | None = None) -> Compiler:
+def _string_tables(tokenizer: Future[LLTokenizer]) -> StringTables:
+    return StringTables(tokenizer.result())
+
+
+def build_compiler(
+    config: EngineConfig, *, cached: int | None = None, walks: bool = False
+) -> Compiler:
     """Returns a compiler for the model's vocabulary, which begins with what all grammars share.
 
-    cached: grammars to keep, instead of the setting.
+    cached: grammars to keep, instead of the setting. walks: whether `Compiler.walk` is asked for.
 
     Raises:
         ConfigError: the engine has no tokenizer.
@@ -297,6 +328,7 @@ def build_compiler(config: EngineConfig, *, cached: int | None = None) -> Compil
     limits = CompilerConfig(
         timeout=config.args.structured_outputs_timeout,
         cached=cached or config.args.structured_outputs_cache,
+        walks=walks,
     )
     compiler = Compiler(
         lambda: tokenizer_files(folder)[0], config.vocab_size, config.eos_token_ids, limits

@@ -104,7 +104,7 @@ def open_grammars(config: EngineConfig) -> LoopFeature:
     """Returns the feature for an engine, which without a tokenizer has no grammars."""
     if config.tokenizer_path is None:
         return NoGrammars()
-    return GrammarFeature(build_compiler(config), config.scheduler.max_num_seqs)
+    return GrammarFeature(build_compiler(config, walks=True), config.scheduler.max_num_seqs)
 
 
 class GrammarFeature(Feature, LoopFeature):
@@ -167,13 +167,14 @@ class GrammarFeature(Feature, LoopFeature):
         if compiled is None:
             return None
         self._parked[request.request_id] = request, time.monotonic() + self._compiler.config.timeout
-        compiled.add_done_callback(partial(self._on_compiled, request.request_id, state))
+        compiled.add_done_callback(partial(self._on_compiled, request, state))
         return None
 
-    def _on_compiled(self, name: str, state: GrammarState, done: Future[LLMatcher]) -> None:
+    def _on_compiled(self, request: Request, state: GrammarState, done: Future[LLMatcher]) -> None:
         """Receives a compiled grammar, on any thread."""
+        name = request.request_id
         try:
-            state.begin(done.result())
+            state.begin(done.result(), self._compiler.walk(_grammar_of(request)))
             self._done.append((name, state, None))
         except GrammarError as error:
             self._done.append((name, state, error))
@@ -312,6 +313,7 @@ class GrammarFeature(Feature, LoopFeature):
         for gated, row in zip(step.rows, rows, strict=True):
             if row.state is not None and row.state.error is not None:
                 self._broken.append((gated, row.state.error))
+        self._masks.settle(rows)
 
     def _with_drafts(
         self, step: _GatedStep, rows: list[MaskRow], entered: threading.Event

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import (
+    consume_token_par,
     fill_next_token_bitmask,
     fill_next_token_bitmask_par,
     fill_next_token_bitmask_par_with_draft_tokens,
@@ -18,6 +19,7 @@ from llguidance.numpy import (
 
 from quire.arrays import Int32
 from quire.errors import GrammarError
+from quire.structured.string_walk import StringWalk
 from quire.token_rules import TokenRules
 
 _MOST_THREADS = 16
@@ -29,7 +31,9 @@ _FIRST = 16
 class GrammarState:
     """A request's progress in its grammar.
 
-    position: how many of the request's tokens, its prompt's included, the matcher has consumed.
+    position: how many of the request's tokens, its prompt's included, the matcher has consumed, or
+        has in `pending`.
+    pending: tokens that the matcher has yet to consume.
     matcher: None until it is compiled, or without a grammar.
     forbidden: tokens that may not come before `until` tokens are there, unless nothing else may:
         ends that the user wants ignored, for a while (`min_tokens`) or for good.
@@ -37,6 +41,7 @@ class GrammarState:
     last: the last generated tokens, as many as the rules look at.
     error: the grammar failed; the request must end.
     grammar: what the matcher is a copy of, shared with other requests. start: where it begins.
+    strings: follows the document's strings; None where that gives nothing.
     """
 
     position: int
@@ -48,10 +53,12 @@ class GrammarState:
     error: GrammarError | None = None
     grammar: LLMatcher | None = None
     start: int = 0
+    pending: list[int] = field(default_factory=list)
+    strings: StringWalk | None = None
 
-    def begin(self, grammar: LLMatcher) -> None:
+    def begin(self, grammar: LLMatcher, strings: StringWalk | None = None) -> None:
         """Takes the compiled grammar."""
-        self.start, self.grammar = self.position, grammar
+        self.start, self.grammar, self.strings = self.position, grammar, strings
         self.matcher = grammar.deep_copy()
 
     def again(self, text: Int32) -> LLMatcher | None:
@@ -63,8 +70,7 @@ class GrammarState:
         return self.matcher
 
     def advance(self, tokens: list[int]) -> None:
-        """Consumes the request's new tokens. Costs two microseconds a token: less than waking
-        another thread."""
+        """Takes the request's new tokens. The matcher has them before its next mask."""
         self.position += len(tokens)
         if self.rules is not None:
             # Behind a draft that leaves nothing to follow, the mask allows all.
@@ -72,9 +78,8 @@ class GrammarState:
                 self.error = self.error or _no_token()
             if self.rules.reach:
                 self.last = [*self.last, *tokens][-self.rules.reach :]
-        matcher = self.matcher
-        if tokens and matcher and self.error is None and not matcher.consume_tokens(tokens):
-            self.error = _failed(matcher)
+        if self.matcher is not None:
+            self.pending += tokens
 
 
 class MaskRow(NamedTuple):
@@ -92,6 +97,8 @@ _Known = tuple[MaskRow, GrammarState, int]
 """A row whose state is fine, and its line."""
 _Plain = tuple[LLMatcher, int]
 _Drafted = tuple[LLMatcher, int, list[int]]
+_Opened = tuple[LLMatcher, StringWalk, LLMatcher, int]
+"""A row in a string whose end is not known yet, a matcher at its end, and the row's line."""
 
 
 class MaskBuilder:
@@ -115,9 +122,11 @@ class MaskBuilder:
         that the grammar refuses or that ends it allow everything. entered: called when other
         threads may have the interpreter for a while.
         """
+        self._consume(rows)
         wide = -(-tokenizer_vocab // 32)
         room = masks if wide <= self._words else np.empty((len(masks), wide), dtype=np.int32)
         known, plain, drafted = list[_Known](), list[_Plain](), list[_Drafted]()
+        opened = list[_Opened]()
         line = 0
         for row in rows:
             state, lines = row.state, row.lines
@@ -127,26 +136,86 @@ class MaskBuilder:
                     drafts = _tokens(row.drafts, tokenizer_vocab) if row.drafts else None
                     if drafts:
                         drafted.append((matcher, line, drafts))
+                    elif state.strings is not None and state.strings.short:
+                        self._in_string(matcher, state.strings, line, room, opened)
                     else:
                         plain.append((matcher, line))
             else:
                 matcher = None
             if matcher is None or lines > 1:
                 # One call writes one mask: the others of a row, and those of no grammar, allow all.
-                room[line : line + lines] = -1
+                room[line + (matcher is not None) : line + lines] = -1
             line += lines
+        plain += [(end, line) for _, _, end, line in opened]
         entered()
         # llguidance refuses empty lists.
         if plain:
             fill_next_token_bitmask_par(self._executor, plain, room)
         if drafted:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, room)
+        self._open(opened, room)
         self._look_through(known, room, tokenizer_vocab)
         if room is not masks:
             masks[:] = room[:, : self._words]
         for row, state, line in known:
             if state.error is not None:
                 masks[line : line + row.lines] = -1
+
+    @staticmethod
+    def _in_string(
+        matcher: LLMatcher, strings: StringWalk, line: int, room: Int32, opened: list[_Opened]
+    ) -> None:
+        """Writes a mask in a string that is bounded by its length alone, or notes the string as
+        opened: its end has to be asked for."""
+        if strings.base is not None:
+            strings.tables.mask(strings.base, strings.left, room[line])
+        else:
+            end = strings.tables.at_end(matcher, strings.left)
+            opened.append((matcher, strings, end or matcher, line))
+
+    @staticmethod
+    def _open(opened: list[_Opened], room: Int32) -> None:
+        """Writes the first masks in strings, from those of their ends."""
+        for matcher, strings, _, line in opened:
+            strings.base = strings.tables.base(room[line], matcher, strings.left)
+            if strings.base is None:
+                fill_next_token_bitmask(matcher, room, line)
+            else:
+                strings.tables.mask(strings.base, strings.left, room[line])
+
+    def _consume(self, rows: Sequence[MaskRow]) -> None:
+        """Lets the matchers consume what is pending, those with one token beside each other."""
+        moving: list[tuple[LLMatcher, int]] = []
+        states: list[GrammarState] = []
+        for row in rows:
+            state = row.state
+            if state is None or not state.pending or state.error is not None:
+                continue
+            tokens, matcher = state.pending, state.matcher
+            state.pending = []
+            if matcher is None:
+                continue
+            if state.strings is not None:
+                state.strings.take(tokens)
+            if len(tokens) == 1:
+                moving.append((matcher, tokens[0]))
+                states.append(state)
+            elif not matcher.consume_tokens(tokens):
+                state.error = _failed(matcher)
+        if not moving:
+            return
+        for state, (matcher, _), held in zip(
+            states, moving, consume_token_par(self._executor, moving), strict=True
+        ):
+            if not held:
+                state.error = _failed(matcher)
+
+    @staticmethod
+    def settle(rows: Sequence[MaskRow]) -> None:
+        """Reads the rows' documents, which can wait until their masks are on their way."""
+        for row in rows:
+            if row.state is not None and row.state.strings is not None:
+                row.state.strings.settle()
 
     def _look_through(self, rows: list[_Known], masks: Int32, tokenizer_vocab: int) -> None:
         """Notes which states have failed, and applies what else holds for a request."""

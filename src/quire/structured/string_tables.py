@@ -1,0 +1,178 @@
+"""What a vocabulary's tokens are within a JSON string."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from quire.arrays import Int32, int32
+
+MOST = 64
+"""Characters, the rest of a string, up to which masks are put together from tables."""
+_NEVER = 2 * MOST
+_CONTENT = re.compile(rb'(?:[^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*')
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+_SPACE = rb"[ \t\r\n]*"
+_END = re.compile(
+    rb'"%s(?:[\]}]%s)*(?:[,:]%s(?:"%s(?:".*|\\)?|[{\[0-9tfn-].*)?)?'
+    % (_SPACE, _SPACE, _SPACE, _CONTENT.pattern),
+    re.DOTALL,
+)
+"""What may stand at the end of a string in JSON, and after it. It may take more, never less."""
+_STRUCTURE = b'"\\{}[],'
+_OTHERS = bytes(byte for byte in range(256) if byte not in _STRUCTURE)
+_PLAIN = bytes(byte for byte in range(0x20, 0x7F) if byte not in b'"\\')
+
+
+class _Ending(NamedTuple):
+    """Tokens that end a string in a way that is no token of its own. after: the way that is one,
+    and that this one begins with. shortest: the token with the fewest characters before the end,
+    and how many. tokens: all of them, a mask."""
+
+    after: int
+    shortest: int
+    before: int
+    tokens: Int32
+
+
+class StringTables:
+    """Tables of a vocabulary for strings that are bounded by their length alone.
+
+    Within such a string, at a whole character, a token may come if its characters, those before the
+    string's end if it holds that, are no more than are left, and if what follows the end may. What
+    may follow is the same at every place in the string, so masks are put together from tables:
+    4 MB of them for 152,000 tokens.
+
+    usable: whether the tokenizer can write a string at all.
+    words: of a mask.
+    characters: int16 by token, of one that goes from a whole character in a string to another; -1:
+        other tokens.
+    quiet: by token, 1 if it has no part in a document's structure.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        size = tokenizer.vocab_size
+        texts: list[bytes] = [tokenizer.decode_bytes([token]) for token in range(size)]
+        self._tokenizer, self._size = tokenizer, size
+        self.words = -(-size // 32)
+        self.characters = array("h", [-1]) * size
+        self.quiet = bytes(not text.translate(None, _OTHERS) for text in texts)
+        counts, inner = [_NEVER] * size, list[int]()
+        endings: dict[bytes, list[int]] = {}
+        for token, text in enumerate(texts):
+            if not text or tokenizer.is_special_token(token):
+                continue
+            content, cut, end = _read(text)
+            if content is None or (end and (cut or not _END.fullmatch(end))):
+                continue
+            counts[token] = min(content + cut, _NEVER)
+            if end:
+                endings.setdefault(end, []).append(token)
+                continue
+            inner.append(token)
+            if not cut:
+                self.characters[token] = content
+        self._inner = self._mask(inner)
+        fits = np.array(counts)
+        self._upto = [self._packed(fits <= left) for left in range(MOST + 1)]
+        self._sort(endings, counts, texts)
+        self._fillers = [tokenizer.tokenize_bytes(b"a" * left) for left in range(MOST + 1)]
+        self.usable = b'"' in endings and all(
+            tokenizer.decode_bytes(filler) == b"a" * left
+            for left, filler in enumerate(self._fillers)
+        )
+
+    def _sort(
+        self, endings: dict[bytes, list[int]], counts: Sequence[int], texts: list[bytes]
+    ) -> None:
+        """Keeps the ways in which a string can end: those that are tokens, and others."""
+        own = {texts[token]: token for tokens in endings.values() for token in tokens}
+        ways = [end for end in endings if end in own]
+        self._tokens = int32([own[end] for end in ways])
+        self._ending = [self._mask(endings[end]) for end in ways]
+        self._ends = self._mask([t for end in ways for t in endings[end] if texts[t] == end])
+        self._others = list[_Ending]()
+        for end in endings.keys() - own.keys():
+            begun = [i for i, way in enumerate(ways) if end.startswith(way)]
+            if begun:
+                after = max(begun, key=lambda i: len(ways[i]))
+                shortest = min(endings[end], key=counts.__getitem__)
+                tokens = self._mask(endings[end])
+                self._others.append(_Ending(after, shortest, counts[shortest], tokens))
+
+    def _mask(self, tokens: Sequence[int]) -> Int32:
+        allowed = np.zeros(self._size, dtype=bool)
+        allowed[tokens] = True
+        return self._packed(allowed)
+
+    def _packed(self, allowed: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Int32:
+        bits = np.packbits(allowed, bitorder="little")
+        return np.pad(bits, (0, 4 * self.words - len(bits))).view(np.int32)
+
+    def text(self, token: int) -> bytes:
+        """Returns a token's bytes."""
+        text: bytes = self._tokenizer.decode_bytes([token])
+        return text
+
+    def at_end(self, matcher: LLMatcher, left: int) -> LLMatcher | None:
+        """Returns a copy of a matcher, at which the string's `left` characters are used up; None
+        where that fails. Costs some microseconds."""
+        copy = matcher.deep_copy()
+        return copy if not left or copy.consume_tokens(self._fillers[left]) else None
+
+    def base(self, end: Int32, matcher: LLMatcher, left: int) -> Int32 | None:
+        """Returns what may come in the string whatever is left of it, int32 [words]; None where the
+        mask at its end allows what ends no string.
+
+        end: int32 [at least words], the mask of `at_end`. matcher: at a place in the string with
+        `left` characters left, which never become more.
+        """
+        if (end[: self.words] & ~self._ends).any():
+            return None
+        fits = end[self._tokens >> 5] >> (self._tokens & 31) & 1
+        base = self._inner.copy()
+        for way in np.flatnonzero(fits):
+            base |= self._ending[way]
+        for other in self._others:
+            near = fits[other.after] and other.before <= left
+            if near and matcher.validate_tokens([other.shortest]):
+                base |= other.tokens
+        return base
+
+    def mask(self, base: Int32, left: int, into: Int32) -> None:
+        """Writes the mask of a place with `left` characters left. into: int32 [at least words]."""
+        np.bitwise_and(base, self._upto[left], out=into[: self.words])
+        into[self.words :] = 0
+
+
+def _read(text: bytes) -> tuple[int | None, bool, bytes]:
+    """Reads what a token has of a string: its whole characters, or None if it cannot begin at one;
+    whether another character has begun, which must end in the next token; and the rest."""
+    if not text.translate(None, _PLAIN):
+        return len(text), False, b""
+    content = _CONTENT.match(text)
+    end = 0 if content is None else content.end()
+    found = whole_characters(text[:end])
+    if found is None:
+        return None, False, b""
+    count, cut = found
+    if text[end:] == b"\\":
+        return (None if cut else count), True, b""
+    return count, cut > 0, text[end:]
+
+
+def whole_characters(content: bytes) -> tuple[int, int] | None:
+    """Returns how many characters a string's content has, an escape being one, and how many bytes
+    of another at its end; None if it is no UTF-8."""
+    try:
+        text, used = codecs.utf_8_decode(content, "strict", False)
+    except UnicodeDecodeError:
+        return None
+    escapes = len(_ESCAPE.findall(text)) if b"\\" in content else 0
+    return len(text) - escapes, len(content) - used
