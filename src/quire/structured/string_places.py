@@ -25,6 +25,8 @@ _KNOWN = frozenset(
 _LABELS = frozenset({"$defs", "definitions", "$schema", "$id", "id", "$anchor", "x-guidance"})
 _MOST_FOLLOWED = 256
 """Schemas that are looked at for one place."""
+_MOST_KEPT = 4096
+"""Places whose schemas are kept."""
 _OPEN: dict[str, Json] = {}
 UNKNOWN: Nodes = (_ANY,)
 
@@ -39,7 +41,8 @@ class Length(NamedTuple):
 class StringPlaces:
     """The places of one schema, as `enforceable` has written it.
 
-    What is not understood is `_ANY`: a place that may hold it has no `length`. Not thread-safe.
+    What is not understood is `_ANY`: a place that may hold it has no `length`. `value` and `item`
+    belong to one thread.
 
     names: of all properties that the schema lists. prefix: the most items that it lists.
     """
@@ -86,6 +89,8 @@ class StringPlaces:
     def _child(self, parents: Nodes, slot: str | int | None) -> Nodes:
         key = parents, slot
         if key not in self._children:
+            if len(self._children) >= _MOST_KEPT:
+                self._children.clear()
             self._children[key] = self._nodes(list(self._held(parents, slot)))
         return self._children[key]
 

@@ -47,7 +47,7 @@ class StringTables:
     Within such a string, at a whole character, a token may come if its characters, those before the
     string's end if it holds that, are no more than are left, and if what follows the end may. What
     may follow is the same at every place in the string, so masks are put together from tables:
-    4 MB of them for 152,000 tokens.
+    3 MB of them for 152,000 tokens.
 
     usable: whether the tokenizer can write a string at all.
     words: of a mask.
