@@ -1,4 +1,4 @@
-"""Where a document's strings are bounded by their length, and by nothing else.
+"""Finds where a document's strings are bounded by their length, and by nothing else.
 
 Within such a string the schema allows the same whatever the text is, until its length is reached.
 """

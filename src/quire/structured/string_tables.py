@@ -1,4 +1,4 @@
-"""What a vocabulary's tokens are within a JSON string."""
+"""Tables of what a vocabulary's tokens are within a JSON string."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _END = re.compile(
     % (_SPACE, _SPACE, _SPACE, _CONTENT.pattern),
     re.DOTALL,
 )
-"""What may stand at the end of a string in JSON, and after it. It may take more, never less."""
+"""Matches all that may stand at the end of a string in JSON and after it, and more."""
 _STRUCTURE = b'"\\{}[],'
 _OTHERS = bytes(byte for byte in range(256) if byte not in _STRUCTURE)
 _PLAIN = bytes(byte for byte in range(0x20, 0x7F) if byte not in b'"\\')

@@ -1,4 +1,4 @@
-"""Where a request stands in its JSON document, as far as strings are concerned."""
+"""Follows where a request stands in its JSON document, as far as strings are concerned."""
 
 from __future__ import annotations
 
