@@ -152,3 +152,19 @@ def build_only(compiler: Compiler, tokens: tuple[int, ...]) -> Int32:
     mask = np.zeros(-(-compiler.vocab_size // 32) * 32, dtype=np.uint8)
     mask[list(tokens)] = 1
     return np.packbits(mask, bitorder="little").view(np.int32)
+
+
+def test_a_token_that_the_grammar_refuses_ends_its_request_alone(compiler: Compiler) -> None:
+    tokens, masks = step_by_step(compiler, 1)
+    wrong, right = state_of(compiler), state_of(compiler)
+    wrong.advance([some_token(~masks[0])])
+    right.advance(tokens)
+    found = build(compiler, MaskRow(wrong), MaskRow(right))
+    assert wrong.error is not None
+    assert right.error is None
+    assert (found[0] == -1).all()
+    assert (found[1] == masks[1]).all()
+    more = state_of(compiler)
+    more.advance([*tokens, some_token(~masks[1])])
+    build(compiler, MaskRow(more))
+    assert more.error is not None
