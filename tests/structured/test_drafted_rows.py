@@ -67,6 +67,9 @@ class Recorder:
             [(row.state.position, row.lines, list(row.drafts)) for row in rows if row.state]
         )
 
+    def consume(self, rows: Sequence[MaskRow]) -> None:
+        pass
+
     def settle(self, rows: Sequence[MaskRow]) -> None:
         pass
 

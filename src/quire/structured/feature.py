@@ -321,6 +321,7 @@ class GrammarFeature(Feature, LoopFeature):
         """Adds the drafts that rows verify, once they are made."""
         if all(row.lines == 1 for row in rows):
             return rows
+        self._masks.consume(rows)  # before drafts are waited for
         claims = self._executor.claimed(step.step_id, wait=False)
         if claims is None:
             entered.set()

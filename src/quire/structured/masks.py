@@ -77,7 +77,8 @@ class GrammarState:
                 self.error = self.error or _no_token()
             if self.rules.reach:
                 self.last = [*self.last, *tokens][-self.rules.reach :]
-        if self.matcher is not None:
+        # New ones come of a step whose masks were built, so nobody takes `pending` at this moment.
+        if self.matcher is not None and tokens:
             self.pending += tokens
 
 
@@ -121,7 +122,7 @@ class MaskBuilder:
         that the grammar refuses or that ends it allow everything. entered: called when other
         threads may have the interpreter for a while.
         """
-        self._consume(rows)
+        self.consume(rows)
         wide = -(-tokenizer_vocab // 32)
         room = masks if wide <= self._words else np.empty((len(masks), wide), dtype=np.int32)
         known, plain, drafted = list[_Known](), list[_Plain](), list[_Drafted]()
@@ -183,7 +184,7 @@ class MaskBuilder:
                 strings.tables.mask(strings.base, strings.left, room[line])
 
     @staticmethod
-    def _consume(rows: Sequence[MaskRow]) -> None:
+    def consume(rows: Sequence[MaskRow]) -> None:
         """Lets the matchers consume what is pending. Costs some microseconds a token: less than
         waking other threads."""
         for row in rows:
