@@ -127,6 +127,8 @@ class Compiler:
         self._tokenizer: Future[LLTokenizer] | None = None
         self._compiled: Cache[bytes, Future[LLMatcher]] = Cache(self.config.cached)
         self._places: Cache[bytes, StringPlaces] = Cache(self.config.cached)
+        # A thread of its own: it waits for the tokenizer, and grammars must not wait for it.
+        self._table_pool = ThreadPoolExecutor(1, thread_name_prefix="string tables")
         self._tables: Future[StringTables] | None = None
         self._jobs: dict[bytes, _Compilation] = {}
         self._verdicts: Cache[bytes, tuple[GrammarError | None]] = Cache(_KEPT_VERDICTS)
@@ -137,7 +139,7 @@ class Compiler:
             if self._tokenizer is None:
                 self._tokenizer = self._pool.submit(self._build_tokenizer)
                 if self.config.walks:
-                    self._tables = self._pool.submit(_string_tables, self._tokenizer)
+                    self._tables = self._table_pool.submit(_string_tables, self._tokenizer)
 
     def _build_tokenizer(self) -> LLTokenizer:
         if not self.eos_token_ids:
@@ -306,6 +308,7 @@ class Compiler:
     def shutdown(self) -> None:
         """Does not wait for what is being compiled. Idempotent."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._table_pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _string_tables(tokenizer: Future[LLTokenizer]) -> StringTables:
