@@ -34,7 +34,7 @@ from quire.ops.arguments import RmsScale
 from quire.ops.experts import SILU, ExpertCopies, ExpertWeights, Routing, Swiglu, expands
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton.experts import run_experts, takes_mma, takes_ring
+from quire.ops.triton.experts import run_experts, takes_integers, takes_mma, takes_ring
 from quire.ops.triton.experts_plan import (
     GEMV_TOKENS,
     ExpertsPlan,
@@ -160,15 +160,20 @@ def has_ring(layer: Layer) -> bool:
     return takes_ring(x, layer.up, layer.down)
 
 
-def plan_of(layer: Layer, tokens: int, *, mma: bool = True, ring: bool = True) -> ExpertsPlan:
-    """Returns the plan that is chosen, or that is without `experts_mma` or `hopper_experts`."""
+def plan_of(
+    layer: Layer, tokens: int, *, mma: bool = True, ring: bool = True, integers: bool = True
+) -> ExpertsPlan:
+    """Returns the plan that is chosen, or that is without `experts_mma`, `hopper_experts` or
+    `experts_integer`."""
     model = layer.model
+    x = torch.empty(1, model.hidden, dtype=torch.bfloat16, device=DEVICE)
+    integers = integers and takes_integers(x, layer.up, layer.down, model.top_k)
     return plan_for(
         ExpertsShape(
             tokens, model.experts, model.top_k, model.hidden, model.width, torch.bfloat16,
             bits_of(layer.up.weight.format), mma and has_mma(layer),
             expands(layer.up.weight.format, tokens * model.top_k, model.experts),
-            layer.up.weight.dtype.is_floating_point, ring and has_ring(layer),
+            layer.up.weight.dtype.is_floating_point, ring and has_ring(layer), counts=integers,
         )
     )  # fmt: skip
 
@@ -261,6 +266,8 @@ def check_layer(model: Model, name: str, tokens: int, plan: ExpertsPlan | None =
 
 def plans(layer: Layer, tokens: int, sweep: str) -> dict[str, ExpertsPlan]:
     found = {"default": plan_of(layer, tokens), "before": plan_of(layer, tokens, mma=False)}
+    if tokens <= GEMV_TOKENS:
+        found["before"] = plan_of(layer, tokens, integers=False)
     if has_ring(layer) and tokens > 256:
         found["before"] = plan_of(layer, tokens, ring=False)
     default, bits = found["default"], bits_of(layer.up.weight.format)
@@ -292,7 +299,7 @@ def gemv_plans(layer: Layer) -> dict[str, ExpertsPlan]:
     """Returns plans of few tokens: each product's tile beside the default of the other. Their times
     add up."""
     found = {}
-    chosen = plan_of(layer, GEMV_TOKENS, mma=False)
+    chosen = plan_of(layer, GEMV_TOKENS, mma=False, integers=False)
     for up in (Tile(1, 2, 2048, 4), Tile(1, 4, 512, 4, 3), Tile(1, 4, 1024, 4, 2),
                Tile(1, 4, 1024, 4, 3), Tile(1, 4, 2048, 8), Tile(1, 8, 512, 4, 3),
                Tile(1, 8, 512, 8), Tile(1, 16, 256, 4, 3)):  # fmt: skip

@@ -32,13 +32,15 @@ def _words(values: NDArray[np.float64], kind: str) -> Words:
     return rounded.view(torch.int16).numpy().view(np.uint32)[..., 0]
 
 
-def _permute(low: Words, high: Words, places: int) -> Words:
+def _permute(low: Words, high: Words, places: Words) -> Words:
+    """Bytes of a pair of words; a place with its fourth bit set has copies of a byte's first."""
     pair = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
     out = np.zeros_like(pair)
     for byte in range(4):
-        place = places >> (4 * byte) & 15
-        assert place < 8, "copies of signs are not emulated"
-        out |= (pair >> np.uint64(8 * place) & np.uint64(255)) << np.uint64(8 * byte)
+        place = places.astype(np.uint64) >> np.uint64(4 * byte) & np.uint64(15)
+        own = pair >> (np.uint64(8) * (place & np.uint64(7))) & np.uint64(255)
+        own = np.where(place > 7, np.where(own > 127, np.uint64(255), np.uint64(0)), own)
+        out |= own << np.uint64(8 * byte)
     return out.astype(np.uint32)
 
 
@@ -195,8 +197,11 @@ _OPS: dict[str, Callable[[list[Words]], Words]] = {
     "and.b32": lambda v: v[0] & v[1],
     "mul.lo.u32": lambda v: v[0] * v[1],
     "xor.b32": lambda v: v[0] ^ v[1],
-    "prmt.b32": lambda v: _permute(v[0], v[1], int(v[2][0])),
+    "prmt.b32": lambda v: _permute(v[0], v[1], v[2]),
     "sub.f32": lambda v: (v[0].view(np.float32) - v[1].view(np.float32)).view(np.uint32),
+    "cvt.rn.f16x2.f32": lambda v: _words(
+        np.stack([v[1].view(np.float32), v[0].view(np.float32)], -1), "f16"
+    ),
     "cvt.rn.satfinite.e4m3x2.f32": _narrow,
     "cvt.rn.f16x2.e4m3x2": _widened,
     "max.NaN.xorsign.abs.bf16x2": lambda v: _words(

@@ -23,6 +23,7 @@ from quire.ops.triton import experts_table, experts_tune
 from quire.ops.triton.experts_plan import (
     ExpertsPlan,
     ExpertsShape,
+    IntegerTile,
     MmaTile,
     RingTile,
     Tile,
@@ -39,13 +40,14 @@ INT4 = WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=32)
 SHAPES = [
     ExpertsShape(
         tokens, 128, 8, 2048, 768, torch.bfloat16, bits, mma, expand and tokens > 1536, False, ring,
-        format=name,
+        format=name, counts=counts,
     )
     for tokens in RANGES
-    for bits, mma, expand, ring, name in (
-        (16, False, False, True, "bfloat16"), (16, False, False, False, "bfloat16"),
-        (4, True, True, True, "e2m1-g32"), (4, True, False, False, "uint4-g128"),
-        (8, True, False, False, "int8"), (8, False, False, False, "float8_e4m3fn-g128"),
+    for bits, mma, expand, ring, name, counts in (
+        (16, False, False, True, "bfloat16", False), (16, False, False, False, "bfloat16", False),
+        (4, True, True, True, "e2m1-g32", True), (4, True, False, False, "uint4-g128", False),
+        (4, True, False, False, "uint4-g64", True), (8, True, False, False, "int8", True),
+        (8, False, False, False, "float8_e4m3fn-g128", True),
     )
 ]  # fmt: skip
 
@@ -66,6 +68,7 @@ def test_candidates_are_few_and_serve_the_shape(shape: ExpertsShape) -> None:
         assert plan.expand == shape.expand
         tiles = plan.up, plan.down
         assert shape.mma or not any(isinstance(tile, MmaTile) for tile in tiles)
+        assert shape.counts or not any(isinstance(tile, IntegerTile) for tile in tiles)
         assert isinstance(plan.up, RingTile) == isinstance(plan.down, RingTile)
         assert shape.ring or not isinstance(plan.up, RingTile)
         if plan.kernel == "grouped":

@@ -1,6 +1,7 @@
 """The feed-forward layers of experts on a GPU.
 
-Few tokens: two kernels behind the router, each of which reads the weights of chosen experts alone.
+Few tokens: two kernels behind the router, each of which reads the weights of chosen experts alone;
+those of `experts_integer` where they take the weights.
 More: assignments are sorted by expert on the device, then two products over blocks of tokens of one
 expert, then the sum over each token's experts, in fixed order. For many tokens, 4-bit floats are
 widened once instead of for each tile. On Hopper cards, products of 16 bits are then those of
@@ -19,6 +20,7 @@ from quire.errors import ConfigError
 from quire.ops.beside import PendingTensor, joined
 from quire.ops.experts import ExpertWeights, Swiglu, expands
 from quire.ops.reference.segments import columns
+from quire.ops.triton.experts_integer import counts, has_instructions, integer_product
 from quire.ops.triton.experts_kernels import (
     combine_kernel,
     down_gemv_kernel,
@@ -29,8 +31,10 @@ from quire.ops.triton.experts_mma import aligned, mma_rows, mma_sum, multiplies
 from quire.ops.triton.experts_plan import (
     FIXED_DOWN,
     FIXED_UP,
+    AnyTile,
     ExpertsPlan,
     ExpertsShape,
+    IntegerTile,
     MmaTile,
     RingTile,
     Tile,
@@ -45,6 +49,8 @@ from quire.ops.weight import Weight
 
 _EARLY_BITS = 64 * 32
 """Bits of a thread's registers that may hold weights before the units are there."""
+_EARLY_TOKENS = 2
+"""Tokens up to which they do. Of more, the registers of more programs are worth more."""
 
 
 def experts_mlp(
@@ -68,6 +74,7 @@ def shape_of(x: Tensor, ids: Tensor, up: ExpertWeights, down: ExpertWeights) -> 
         bits_of(up.weight.format), takes_mma(x, up, down),
         expands(up.weight.format, ids.numel(), up.total), up.weight.dtype.is_floating_point,
         takes_ring(x, up, down), traits(x.device).shared_memory, up.weight.format.key,
+        takes_integers(x, up, down, ids.shape[1]),
     )  # fmt: skip
 
 
@@ -76,6 +83,13 @@ def takes_mma(x: Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
     # Units have the dtype of x, and rows that begin at multiples of 16 bytes if their weights do.
     alike = up.weight.format == down.weight.format and down.weight.inputs % 8 == 0
     return alike and traits(x.device).bf16 and all(multiplies(own.weight, x) for own in (up, down))
+
+
+def takes_integers(x: Tensor, up: ExpertWeights, down: ExpertWeights, top_k: int) -> bool:
+    """Whether `experts_integer` takes a layer's weights and tokens like x, on this device."""
+    # Units have rows that begin at multiples of 16 bytes if their weights do.
+    taken = counts(up.weight, x, 1) and counts(down.weight, x, top_k)
+    return taken and has_instructions(up.weight.format, traits(x.device))
 
 
 def takes_ring(x: Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
@@ -105,6 +119,9 @@ def run_experts(
         _check(own.weight)
         if isinstance(tile, MmaTile) and not multiplies(own.weight, x):
             raise ConfigError("a plan for tensor cores got what they do not take", "plan")
+        summed = ids.shape[1] if own is down else 1
+        if isinstance(tile, IntegerTile) and not counts(own.weight, x, summed):
+            raise ConfigError("a plan for integers got what they do not take", "plan")
     tokens, top_k = ids.shape
     out = torch.empty(tokens, down.outputs, dtype=x.dtype, device=x.device)
     if not tokens:
@@ -114,7 +131,10 @@ def run_experts(
     if plan.kernel == "gemv":
         _rows_of_each(plan.up, x, ids, weights, up, act, inner)
         inner = _rounded(inner, down.weight)
-        if isinstance(plan.down, MmaTile):
+        if isinstance(plan.down, IntegerTile):
+            own_residual = joined(residual)
+            integer_product(plan.down, inner, ids, weights, down, None, own_residual, out)
+        elif isinstance(plan.down, MmaTile):
             mma_sum(plan.down, inner, ids, weights, down, joined(residual), out)
         elif isinstance(plan.down, Tile):
             _down_gemv(plan.down, inner, ids, weights, down, joined(residual), out)
@@ -203,19 +223,21 @@ def _acts(act: Swiglu | None) -> dict[str, float]:
 
 
 def _rows_of_each(
-    tile: Tile | MmaTile | RingTile, x: Tensor, ids: Tensor, weights: Tensor, up: ExpertWeights,
+    tile: AnyTile, x: Tensor, ids: Tensor, weights: Tensor, up: ExpertWeights,
     act: Swiglu,
     out: Tensor,
 ) -> None:  # fmt: skip
     """The units of each assignment by itself."""
-    if isinstance(tile, MmaTile):
+    if isinstance(tile, IntegerTile):
+        integer_product(tile, x, ids, weights, up, act, None, out)
+    elif isinstance(tile, MmaTile):
         mma_rows(tile, x, ids, None, weights, up, act, out, ids.shape[1])
     elif isinstance(tile, Tile):
         _up_gemv(tile, x, ids, up, act, out)
 
 
 def _rows(
-    tile: Tile | MmaTile | RingTile, x: Tensor, ids: Tensor, order: Sorted, weights: Tensor,
+    tile: AnyTile, x: Tensor, ids: Tensor, order: Sorted, weights: Tensor,
     linear: ExpertWeights, act: Swiglu | None, out: Tensor, rows_per_x: int,
 ) -> None:  # fmt: skip
     """One product over blocks of sorted tokens; with an activation gated, else weighted."""
@@ -227,7 +249,7 @@ def _rows(
         # The units are in the order of experts already.
         x = x if act is None else ring.gathered(x, order, rows_per_x)
         ring.ring_product(tile, x, order, weights, linear, act, out)
-    else:
+    elif isinstance(tile, Tile):
         _grouped(tile, x, order, weights, linear, act, out, rows_per_x)
 
 
@@ -256,14 +278,17 @@ def _down_gemv(
         n, k, own.values.stride(0), own.scales.stride(0),
         0 if residual is None else residual.stride(0), out.stride(0),
         TOP_K=top_k, KP=triton.next_power_of_2(top_k), HAS_BIAS=down.bias is not None,
-        HAS_RES=residual is not None, EARLY=_early_tiles(tile, k, top_k, down.weight),
+        HAS_RES=residual is not None, EARLY=_early_tiles(tile, k, ids, down.weight),
         PDL=pdl, **options(pdl, **_formats(own, k, tile)),
     )  # fmt: skip
 
 
-def _early_tiles(tile: Tile, inputs: int, top_k: int, weight: Weight) -> int:
+def _early_tiles(tile: Tile, inputs: int, ids: Tensor, weight: Weight) -> int:
     """Returns the tiles of the inputs for which threads have registers before they can be
     multiplied."""
+    tokens, top_k = ids.shape
+    if tokens > _EARLY_TOKENS:
+        return 0
     bits = tile.bn * tile.bk * top_k * bits_of(weight.format)
     return min(triton.cdiv(inputs, tile.bk), _EARLY_BITS // (bits // (32 * tile.warps)))
 

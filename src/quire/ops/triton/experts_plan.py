@@ -47,6 +47,20 @@ class MmaTile:
 
 
 @dataclass(frozen=True, slots=True)
+class IntegerTile:
+    """A tile of 8 units or 16 outputs of one token, see `experts_integer`. ahead: pieces of 256
+    inputs that each of its warps has under way."""
+
+    warps: int
+    ahead: int
+
+    @property
+    def bm(self) -> int:
+        """Returns the tokens of a tile."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
 class RingTile:
     """A tile of 128 tokens and 256 weight rows on a Hopper card, see `hopper_experts`. stages: of
     64 inputs that are under way."""
@@ -59,6 +73,9 @@ class RingTile:
         return 128
 
 
+AnyTile = Tile | MmaTile | IntegerTile | RingTile
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
     """One way to run a layer's experts. kernel: "gemv" for each token by itself, "grouped" for
@@ -67,8 +84,8 @@ class ExpertsPlan:
     first, all experts'."""
 
     kernel: Literal["gemv", "grouped"]
-    up: Tile | MmaTile | RingTile
-    down: Tile | MmaTile | RingTile
+    up: AnyTile
+    down: AnyTile
     expand: bool = False
 
 
@@ -77,7 +94,8 @@ class ExpertsShape(NamedTuple):
     weight. mma: whether `experts_mma` takes the weights, on this card. expand: see `expands`.
     floats: weights are stored as floats. ring: whether `hopper_experts` takes the weights, or what
     they become, on this card. shared: bytes of shared memory that a program may use. format: the
-    key of the weights' format, "" where only rules choose."""
+    key of the weights' format, "" where only rules choose. counts: whether `experts_integer` takes
+    the weights, on this card."""
 
     tokens: int
     experts: int
@@ -92,6 +110,7 @@ class ExpertsShape(NamedTuple):
     ring: bool = False
     shared: int = 227 << 10
     format: str = ""
+    counts: bool = False
 
     @property
     def mean(self) -> float:
@@ -104,6 +123,8 @@ def bits_of(format: WeightFormat) -> int:
     return format.bits or 8 * format.values.itemsize
 
 
+PIECE = 256
+"""Inputs that a warp of an `IntegerTile` asks for at once."""
 _SMALL_GRID = 128
 """Programs of which a card runs all at once, with 16 warps each."""
 _WHOLE_CARD = 1024
@@ -121,6 +142,8 @@ batch."""
 @functools.lru_cache(maxsize=4096)
 def plan_for(shape: ExpertsShape) -> ExpertsPlan:
     """Returns the plan of a shape by rules."""
+    if shape.counts and shape.tokens <= GEMV_TOKENS:
+        return ExpertsPlan("gemv", *_integer_tiles(shape))
     found = _mma_plan(shape) if shape.mma else None
     if found is not None:
         return found
@@ -156,6 +179,25 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
     else:
         up, down = Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)
     return ExpertsPlan("grouped", up, down, expand=shape.expand)
+
+
+def _integer_tiles(shape: ExpertsShape) -> tuple[IntegerTile, IntegerTile]:
+    """Tiles of both products, whose warps have all of their pieces under way if registers allow."""
+    up = -(-shape.hidden // PIECE)
+    most = 3 if shape.bits < 8 else 2
+    warps = min(16, 1 << ((up - 1) // most).bit_length())
+    # 8-bit floats need more registers beside their pieces.
+    ahead = 1 if shape.floats else min(most, -(-up // warps))
+    total = -(-shape.top_k * -(-shape.width // PIECE) // 8)
+    few = shape.tokens * -(-shape.hidden // 16) <= _SMALL_GRID
+    if shape.floats:
+        down = IntegerTile(16 if few else 8, 1)
+    elif shape.bits < 8 or few:
+        # Unless all can be under way, registers are worth more to other programs.
+        down = IntegerTile(8, total if total <= 3 else 1)
+    else:
+        down = IntegerTile(8, min(total, 2))
+    return IntegerTile(warps, ahead), down
 
 
 def _mma_plan(shape: ExpertsShape) -> ExpertsPlan | None:

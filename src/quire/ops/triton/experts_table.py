@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.ops.triton.experts_plan import (
+    AnyTile,
     ExpertsPlan,
     ExpertsShape,
+    IntegerTile,
     MmaTile,
     RingTile,
     Tile,
@@ -30,8 +32,8 @@ RANGES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 Entries = dict[str, ExpertsPlan]
 """Plans by `key_of` their shapes."""
 
-_KINDS: dict[str, type[Tile] | type[MmaTile] | type[RingTile]] = {
-    "loop": Tile, "mma": MmaTile, "ring": RingTile
+_KINDS: dict[str, type[AnyTile]] = {
+    "loop": Tile, "mma": MmaTile, "integer": IntegerTile, "ring": RingTile
 }  # fmt: skip
 _measured: Entries = {}
 
@@ -49,6 +51,7 @@ def key_of(shape: ExpertsShape) -> str:
     parts += [f"h{shape.hidden}", f"w{shape.width}", shape.format]
     parts += ["mma"] if shape.mma else []
     parts += ["ring"] if shape.ring else []
+    parts += ["integer"] if shape.counts else []
     parts += ["expand"] if shape.expand else []
     return "/".join(parts)
 
@@ -94,7 +97,7 @@ def _from_json(data: Any) -> ExpertsPlan:
     return ExpertsPlan(data["kernel"], up, down, bool(data["expand"]))
 
 
-def _tile(data: Any) -> Tile | MmaTile | RingTile:
+def _tile(data: Any) -> AnyTile:
     values = dict(data)
     tile = _KINDS[values.pop("kind")](**values)
     if not all(isinstance(value, int) for value in astuple(tile)):

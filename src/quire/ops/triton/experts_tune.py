@@ -22,7 +22,15 @@ from torch import Tensor
 
 from quire.ops.experts import ExpertWeights, Swiglu
 from quire.ops.triton.experts import run_experts, shape_of
-from quire.ops.triton.experts_plan import ExpertsPlan, ExpertsShape, MmaTile, Tile, plan_for
+from quire.ops.triton.experts_plan import (
+    AnyTile,
+    ExpertsPlan,
+    ExpertsShape,
+    IntegerTile,
+    MmaTile,
+    Tile,
+    plan_for,
+)
 from quire.ops.triton.experts_table import RANGES, Entries, key_of, read, store
 from quire.ops.triton.graph_time import graph_us
 from quire.ops.triton.launch import compiling
@@ -43,7 +51,19 @@ _SORTED = (
     MmaTile(1, 1, 2, 1, early=True),
     MmaTile(2, 1, 2, 1, early=True),
 )
-_OTHERS: dict[tuple[str, str, type], tuple[Tile | MmaTile, ...]] = {
+_OTHERS: dict[tuple[str, str, type], tuple[AnyTile, ...]] = {
+    ("gemv", "up", IntegerTile): (
+        IntegerTile(4, 1),
+        IntegerTile(4, 2),
+        IntegerTile(2, 4),
+        IntegerTile(2, 2),
+    ),
+    ("gemv", "down", IntegerTile): (
+        IntegerTile(8, 3),
+        IntegerTile(4, 6),
+        IntegerTile(16, 1),
+        IntegerTile(8, 1),
+    ),
     ("gemv", "up", MmaTile): (
         MmaTile(1, 0, 2, 4, early=True),
         MmaTile(1, 0, 4, 1),
@@ -71,10 +91,13 @@ class TunedLayer(NamedTuple):
 
 
 def whole_plans(shape: ExpertsShape) -> list[ExpertsPlan]:
-    """Returns the rules' plans for the range of a shape, first, and for the two on either side."""
+    """Returns the rules' plans for the range of a shape, first, for the two on either side,
+    and the one without `experts_integer`."""
     at = RANGES.index(shape.tokens)
     beside = [shape.tokens, *RANGES[max(0, at - 2) : at + 3]]
     plans = [plan_for(shape._replace(tokens=tokens)) for tokens in beside]
+    if shape.counts:
+        plans.append(plan_for(shape._replace(counts=False)))
     return list(dict.fromkeys(plan for plan in plans if plan.expand == shape.expand))
 
 
