@@ -16,10 +16,10 @@ from quire.ops.triton.gemm_table import (
     cache_path,
     fixed_plan,
     heuristic,
+    keep,
     key_of,
     plan_for,
     rows_plan,
-    store,
     table_for,
 )
 from quire.ops.triton.gemm_tune import candidates, refinements
@@ -52,7 +52,7 @@ def test_a_table_survives_the_disk() -> None:
     plan = GemmPlan("skinny", bm=16, bn=32, bk=64, stages=4, split_k=2, swap=True, norm="exact")
     table = GemmTable("Card X", entries={key_of(shape): plan, "other": TORCH})
     assert GemmTable.loads(table.dumps()).entries[key_of(shape)] == plan
-    path = store(table)
+    path = keep("Card X", table.entries)
     assert path == cache_path("Card X")
     assert plan_for(shape, "Card X", H200) == plan
     assert plan_for(shape._replace(m=4), "Card X", H200) == plan
