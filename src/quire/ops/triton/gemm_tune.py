@@ -57,6 +57,8 @@ TOLERANCE = 2e-2
 """Relative error of a bf16 result against float64."""
 GAIN = 0.98
 """The share of the rules' time that a plan may take to be preferred: less is noise."""
+_MOST_INPUTS = 1 << 16
+"""Inputs of a layer with a norm at most."""
 _REFERENCE_BYTES = 64 << 20
 """Bytes in float64 of the weight rows that are multiplied at a time for comparison."""
 
@@ -240,15 +242,21 @@ class Tuner:
         self.stream = torch.cuda.Stream(device)
         self.workspace = Workspace.on(device)
         self._pool = torch.empty(pool_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self._noise = torch.empty(512 * 16384, dtype=dtype, device=device)
+        turn(self._draw)
+        self._filled: dict[tuple[int, int, torch.dtype, float], Tensor] = {}
+
+    def _draw(self) -> None:
         self._pool.normal_(0.0, 0.03)
-        self._noise = torch.randn(512 * 16384, dtype=dtype, device=device)
+        self._noise.normal_()
+        self._gains = self._noise[-_MOST_INPUTS:].abs()
 
     def layer(self, shape: Shape, copy: int = 0) -> LinearArgs:
         """A layer of this shape with the pool's `copy`-th weight, and a residual if it has neither
         norm nor gate nor a vocabulary of outputs (as o and down projections do)."""
         weight = self._weight(shape, copy)
         x = self._noise[: shape.m * shape.k].view(shape.m, shape.k)
-        gain = self._noise[-shape.k :].abs()
+        gain = self._gains[: shape.k]
         plain = not (shape.norm or shape.gated or shape.n > 4 * shape.k)
         residual = self._noise[: shape.m * shape.n].view(shape.m, shape.n) if plain else None
         return LinearArgs(
@@ -268,16 +276,28 @@ class Tuner:
         scales = zeros = None
         if form.scales is not None:
             top = 16 if form.bits else LARGEST[form.values]
-            scales = torch.full((rows, groups), 0.1 / top, dtype=form.scales, device=self.device)
+            scales = self._full(rows, groups, form.scales, 0.1 / top, copy)
         if form.zeros:
-            zeros = torch.full((rows, groups), form.zero, dtype=torch.int8, device=self.device)
+            zeros = self._full(rows, groups, torch.int8, form.zero, copy)
         return Weight(form, values, scales, zeros)
+
+    def _full(
+        self, rows: int, groups: int, dtype: torch.dtype, value: float, copy: int
+    ) -> Tensor:  # fmt: skip
+        """Returns a matrix of one value. Copy 0's is kept: what only compiles writes nothing."""
+        key = rows, groups, dtype, value
+        full = functools.partial(torch.full, key[:2], value, dtype=dtype, device=self.device)
+        if copy:
+            return full()
+        if key not in self._filled:
+            self._filled[key] = self._turn(full)
+        return self._filled[key]
 
     @functools.cached_property
     def _bytes(self) -> Tensor:
         """Values of formats: none of these bytes is an 8-bit float that is no number."""
-        size = (self._pool.nbytes,)
-        return torch.randint(0, 120, size, dtype=torch.uint8, device=self.device)
+        values = torch.empty(self._pool.nbytes, dtype=torch.uint8, device=self.device)
+        return self._turn(lambda: values.random_(0, 120))
 
     def copies(self, shape: Shape) -> int:
         wanted = max(2, -(-COLD_BYTES // shape.weight_bytes))
