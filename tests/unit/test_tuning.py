@@ -370,7 +370,7 @@ def test_an_engine_that_ends_takes_the_child_along(
 
 
 def test_the_process_ends_with_its_input() -> None:
-    """As when the engine was killed: nobody is left to tell it."""
+    """So it does when the engine was killed and nobody is left to tell it."""
     source = (
         "import sys, time; from quire.tuning import table_process as p\n"
         "p.measure = lambda *_: print('measuring', flush=True) or time.sleep(600)\n"
