@@ -135,3 +135,23 @@ def _check(plan: GemmPlan, shape: Shape) -> None:
         bytes_ = (plan.bm + rows) * plan.bk * shape.dtype.itemsize * plan.stages
         assert bytes_ <= H200.shared_memory
         assert plan.split_k == 1 or plan.norm != "late"
+
+
+def test_rules_for_models_that_nobody_tuned() -> None:
+    """Each was the best candidate for layers of several models on an H200."""
+
+    def rule(m: int, n: int, k: int, *, gated: bool = False) -> GemmPlan:
+        return heuristic(Shape(m, n, k, torch.bfloat16, norm=gated, gated=gated), H200)
+
+    long = rule(1, 5120, 17408)
+    assert (long.kernel, long.stages, long.prefetch) == ("gemv", 4, 0)
+    assert rule(1, 4096, 14336).stages == 1
+    assert rule(1, 8192, 2048, gated=True).norm == "late"
+    assert rule(64, 5120, 5120) == rule(40, 2560, 9728) == TORCH
+    assert rule(64, 1024, 2048).kernel == "skinny"
+    few, many = rule(64, 8192, 3072, gated=True), rule(64, 9728, 2560, gated=True)
+    assert (few.bn, few.stages) == (32, 5)
+    assert (many.bn, many.stages) == (64, 4)
+    assert rule(32, 8192, 3072, gated=True).swap
+    assert rule(64, 25600, 5120, gated=True) == TORCH
+    assert heuristic(Shape(64, 8192, 3072, torch.float16, gated=True), T4).bk == 128

@@ -24,6 +24,7 @@ from quire.ops.triton.gemm_plan import (
     MMA_ROWS,
     TORCH,
     GemmPlan,
+    NormMode,
     Shape,
     chunk_inputs,
     counts,
@@ -137,6 +138,10 @@ def _power_of_two(value: float, low: int, high: int) -> int:
 
 _GEMV_INPUTS = 4096
 """Inputs up to which a program of a GEMV has whole rows in registers."""
+_SMALL_BYTES = 8 << 20
+"""Bytes of a weight up to which 64 rows of 16 bits are ours."""
+_GATED_BYTES = 256 << 20
+"""Bytes of a gated weight up to which 32 and 64 are."""
 
 
 def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
@@ -150,9 +155,14 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
     else:
         bk, warps = 1024, 4
     tile_rows = _power_of_two(rows / (4 * sms), 2, 4 if shape.m == 1 else 2)
+    # A few programs more than run at once: the last of them have nothing else to hide behind.
+    tail = 8 * sms < triton.cdiv(rows, tile_rows) <= 16 * sms
+    stages = 4 if tail and whole > _GEMV_INPUTS and shape.m == 1 and not _unpacks(shape) else 1
+    mode: NormMode = "late" if shape.m == 1 and shape.format is None else "exact"
     return GemmPlan(
         "gemv", bm=triton.next_power_of_2(shape.m), bn=tile_rows // (2 if shape.gated else 1),
-        bk=bk, warps=warps, norm="exact" if shape.norm else "none", prefetch=4 * bk,
+        bk=bk, warps=warps, stages=stages, norm=mode if shape.norm else "none",
+        prefetch=4 * bk if stages == 1 else 0,
     )  # fmt: skip
 
 
@@ -242,6 +252,26 @@ def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
     )  # fmt: skip
 
 
+def _hopper_plan(shape: Shape, sms: int) -> GemmPlan | None:
+    """Returns a plan of 17 to 64 rows of 16 bits on Hopper cards and newer, None where those of
+    other cards do."""
+    bm = max(16, triton.next_power_of_2(shape.m))
+    if shape.format is not None or shape.dtype.itemsize != 2 or bm not in (32, 64):
+        return None
+    if not shape.gated:
+        # Beyond the smallest layers cuBLAS was a fifth faster.
+        return TORCH if bm == 64 and shape.weight_bytes > _SMALL_BYTES else None
+    tiles = triton.cdiv(shape.n, 32)
+    if shape.weight_bytes > _GATED_BYTES or (bm == 64 and tiles < sms):
+        return None
+    # Two programs run at once: with small tiles that many, or else larger ones.
+    wide = bm == 64 and tiles > 2 * sms
+    return GemmPlan(
+        "skinny", bm=bm, bn=64 if wide else 32, bk=64, warps=4, stages=4 if wide else 5,
+        swap=bm == 32, norm="separate" if shape.norm else "none",
+    )  # fmt: skip
+
+
 def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
     """A sane plan where nothing was measured. Large weights at many rows are left to cuBLAS, which
     is near its limit there; so is what tensor cores do not take, beyond a GEMV."""
@@ -266,6 +296,8 @@ def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
             if shape.dtype == torch.float32 and traits.bf16
             else _skinny_plan(shape, traits.num_sms)
         )
+    if traits.capability >= (9, 0) and (plan := _hopper_plan(shape, traits.num_sms)) is not None:
+        return plan
     big = shape.m > 16 and shape.weight_bytes > (96 << 20)
     if shape.m > HEURISTIC_MAX_M or big or slow:
         return TORCH
