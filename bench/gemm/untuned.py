@@ -126,14 +126,17 @@ def print_model(model: Model, rows: list[int], timed: list[Timed]) -> None:
     print(f"  {model.name:<14}" + "   ".join(cells), flush=True)
 
 
-def print_gains(timed: list[Timed], most: int) -> None:
-    print(f"\nwhere the rules lose most ({most} of {len(timed)}), in µs: rules, best")
-    lost = sorted(timed, key=lambda each: each.best.us - each.rules.us)
+def print_gains(timed: list[Timed], rows: int, most: int) -> None:
+    """Prints the products of so many rows for which the rules lose most."""
+    own = [each for each in timed if each.shape.m == rows]
+    lost = sorted(own, key=lambda each: each.best.us - each.rules.us)
+    print(f"\n{rows} rows, where the rules lose most ({most} of {len(own)}), in µs: rules, best")
     for each in lost[:most]:
         plans = [json.dumps(m.plan.as_json()) for m in (each.rules, each.best)]
+        error = f" ({each.rules.error})" if each.rules.error else ""
         print(
             f"  {each.model:<13}{each.name:<8}{key_of(each.shape):<38}"
-            f"{each.rules.us:6.1f} {each.best.us:6.1f}  {plans[0]} -> {plans[1]}"
+            f"{each.rules.us:6.1f} {each.best.us:6.1f}  {plans[0]}{error} -> {plans[1]}"
         )
 
 
@@ -143,7 +146,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 64])
     parser.add_argument("--seconds", type=float, default=100.0)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
-    parser.add_argument("--gains", type=int, default=40, help="products listed at the end")
+    parser.add_argument(
+        "--gains", type=int, default=15, help="products listed for each number of rows"
+    )
     parser.add_argument("--share", help=argparse.SUPPRESS)
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
@@ -208,7 +213,8 @@ def run(
         every += timed
         if time.monotonic() > end:
             break
-    print_gains(every, options.gains)
+    for m in options.rows:
+        print_gains(every, m, options.gains)
     if file:
         file.close()
 
