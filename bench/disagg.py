@@ -189,7 +189,7 @@ class Servers:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **visible},
+            env={"QUIRE_TUNE_TABLES": "off", **os.environ, "PYTHONUNBUFFERED": "1", **visible},
             start_new_session=True,
         )
         self.processes.append(process)

@@ -21,7 +21,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "quire"
 
 PACKAGES = (
     "structured", "offload", "pooling", "adapters", "speculation", "disagg", "samplers",
-    "kv_events", "balance",
+    "kv_events", "balance", "tuning",
 )  # fmt: skip
 WORDS = (
     "adapter", "speculat", "ngram", "eagle", "medusa", "grammar", "guidance", "json_schema",

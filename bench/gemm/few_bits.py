@@ -28,7 +28,7 @@ from torch import Tensor
 from quire.ops import RmsScale
 from quire.ops.triton import gemm
 from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs, norms_late, shape_of
-from quire.ops.triton.gemm_table import GemmTable, key_of, plan_for, store, table_for
+from quire.ops.triton.gemm_table import keep, key_of, plan_for
 from quire.ops.triton.gemm_tune import candidates, refinements
 from quire.ops.triton.launch import compiling, traits
 from quire.ops.triton.norm import rms_norm
@@ -306,8 +306,7 @@ def main() -> None:
         for key, plan in entries.items():
             print(f"  {json.dumps(key)}: {json.dumps(plan.as_json())},")
         if options.store:
-            known = table_for(card).entries
-            store(GemmTable(card, entries={**known, **entries}))
+            keep(card, entries)
         print(f"{time.monotonic() - began:.0f} s", flush=True)
         del step
         torch.cuda.empty_cache()

@@ -25,7 +25,7 @@ from skeleton import batch_steps, decode_steps
 
 from quire.ops.triton.gemm_plan import Shape
 from quire.ops.triton.gemm_table import BUCKETS, GemmTable, key_of
-from quire.ops.triton.gemm_tune import Measured, tune
+from quire.ops.triton.gemm_tune import Measured, Tuner, preferred, tune
 from quire.ops.weight import WeightFormat
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
@@ -65,7 +65,7 @@ class Report:
 
     def add(self, shape: Shape, found: list[Measured]) -> None:
         cublas = next(m for m in found if m.plan.kernel == "torch")
-        self.best[key_of(shape)] = (found[0], cublas)
+        self.best[key_of(shape)] = (min(found, key=lambda m: m.us), cublas)
         for m in found:
             record = {"key": key_of(shape), "us": None if m.error else round(m.us, 3)}
             record |= {"plan": m.plan.as_json(), "error": m.error}
@@ -88,6 +88,20 @@ class Report:
             kind = best.plan.kernel[0]
             cells.append(f"{best.us:6.1f}{kind}{share:3.0f}%{cublas.us:6.1f}")
         return f"{label:<24}" + " ".join(cells)
+
+
+def tuned(shapes: list[Shape], report: Report, workers: int, seconds: float) -> GemmTable:
+    """Returns a table of the shapes that are measured in time, and reports each."""
+    end = time.monotonic() + seconds
+    table = GemmTable(torch.cuda.get_device_name())
+    for shape, found in tune(Tuner(torch.device("cuda", 0)), shapes, workers):
+        report.add(shape, found)
+        best = preferred(found)
+        if best is not None:
+            table.entries[key_of(shape)] = best.plan
+        if time.monotonic() > end:
+            break
+    return table
 
 
 def print_plans(
@@ -132,8 +146,7 @@ def main() -> None:
         for _, form in forms
         for shape in layer_shapes(model, rows, form).values()
     ]
-    limit = options.seconds
-    table = tune(shapes, workers=options.workers, seconds=limit, report=report.add)
+    table = tuned(shapes, report, options.workers, options.seconds)
     if out:
         (out / "nvidia-h200.json").write_text(table.dumps())
     done(f"tuned {len(table.entries)} layers, {len(report.failures)} plans failed")

@@ -111,9 +111,7 @@ class EngineArgs:
     max_loras: int = _setting(8, "Most LoRA adapters that the device holds.")
     max_lora_rank: int = _setting(16, "Largest rank of LoRA adapters, up to 256.")
     lora_cache_gb: float = _setting(4.0, "Host memory, in GB, for LoRA adapters that were read.")
-    enable_chunked_prefill: bool = _setting(
-        True, "Split long prompts over steps so that decodes ride along."
-    )
+    enable_chunked_prefill: bool = _setting(True, "Split long prompts over steps, beside decodes.")
     speculative: Mapping[str, Any] | None = _setting(
         None, "Speculative decoding, as JSON: see docs/speculation.md for its keys."
     )
@@ -131,23 +129,22 @@ class EngineArgs:
         "Most requests that may wait; more are refused with 503, unless their key has less than "
         "its share of the queue. Default: no limit.",
     )
-    max_queue_tokens: int | None = _setting(
-        None, "Most prompt tokens that may wait, as max_queue. Default: no limit."
-    )
+    max_queue_tokens: int | None = _setting(None, "Most prompt tokens that may wait, as max_queue.")
     steps_in_flight: int | None = _setting(
         None, "Steps launched before the oldest is read. Default: 2 on a GPU, 1 on CPU."
     )
     enforce_eager: bool = _setting(
         False, "Launch kernels one by one instead of as CUDA graphs (slower; no capture at start)."
     )
+    tune_tables: Literal["auto", "on", "off"] = _setting(
+        "auto", "Measure plans of linear layers that tables lack, while idle. auto: in servers."
+    )
     pooling: Literal["auto", "last", "mean"] = _setting(
         "auto",
         "Embeddings: the last token's hidden state, or the mean over all. auto: as the model's "
         "1_Pooling/config.json says, else last.",
     )
-    structured_outputs_timeout: float = _setting(
-        10.0, "Seconds that compiling a request's schema or grammar may take."
-    )
+    structured_outputs_timeout: float = _setting(10.0, "Seconds to compile a schema or grammar in.")
     structured_outputs_cache: int = _setting(128, "Compiled schemas and grammars to keep.")
     deterministic: bool = _setting(
         False,
@@ -158,9 +155,7 @@ class EngineArgs:
         (), f"Optimization to switch off, to measure its worth: {', '.join(OPTIMIZATIONS)}."
     )
     tensor_parallel_size: int = _setting(1, "GPUs that share each layer.")
-    pipeline_parallel_size: int = _setting(
-        1, "Stages of layers, each on tensor_parallel_size GPUs."
-    )
+    pipeline_parallel_size: int = _setting(1, "Layers' stages, each on tensor_parallel_size GPUs.")
     nnodes: int = _setting(1, "Machines, each with as many whole stages.")
     node_rank: int = _setting(0, "This machine's number; on 0 the engine runs, others wait for it.")
     master_addr: str = _setting("127.0.0.1", "Address of machine 0.")

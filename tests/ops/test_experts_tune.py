@@ -183,7 +183,7 @@ def test_a_cache_that_cannot_be_written_costs_the_next_start(
 
 def test_new_sources_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     path = cache_path("Card X")
-    monkeypatch.setattr(experts_table, "_sources", lambda: "other")
+    monkeypatch.setattr(experts_table, "sources_hash", lambda: "other")
     assert cache_path("Card X") != path
 
 

@@ -16,10 +16,10 @@ from quire.ops.triton.gemm_table import (
     cache_path,
     fixed_plan,
     heuristic,
+    keep,
     key_of,
     plan_for,
     rows_plan,
-    store,
     table_for,
 )
 from quire.ops.triton.gemm_tune import candidates, refinements
@@ -52,7 +52,7 @@ def test_a_table_survives_the_disk() -> None:
     plan = GemmPlan("skinny", bm=16, bn=32, bk=64, stages=4, split_k=2, swap=True, norm="exact")
     table = GemmTable("Card X", entries={key_of(shape): plan, "other": TORCH})
     assert GemmTable.loads(table.dumps()).entries[key_of(shape)] == plan
-    path = store(table)
+    path = keep("Card X", table.entries)
     assert path == cache_path("Card X")
     assert plan_for(shape, "Card X", H200) == plan
     assert plan_for(shape._replace(m=4), "Card X", H200) == plan
@@ -135,3 +135,23 @@ def _check(plan: GemmPlan, shape: Shape) -> None:
         bytes_ = (plan.bm + rows) * plan.bk * shape.dtype.itemsize * plan.stages
         assert bytes_ <= H200.shared_memory
         assert plan.split_k == 1 or plan.norm != "late"
+
+
+def test_rules_for_models_that_nobody_tuned() -> None:
+    """Each was the best candidate for layers of several models on an H200."""
+
+    def rule(m: int, n: int, k: int, *, gated: bool = False) -> GemmPlan:
+        return heuristic(Shape(m, n, k, torch.bfloat16, norm=gated, gated=gated), H200)
+
+    long = rule(1, 5120, 17408)
+    assert (long.kernel, long.stages, long.prefetch) == ("gemv", 4, 0)
+    assert rule(1, 4096, 14336).stages == 1
+    assert rule(1, 8192, 2048, gated=True).norm == "late"
+    assert rule(64, 5120, 5120) == rule(40, 2560, 9728) == TORCH
+    assert rule(64, 1024, 2048).kernel == "skinny"
+    few, many = rule(64, 8192, 3072, gated=True), rule(64, 9728, 2560, gated=True)
+    assert (few.bn, few.stages) == (32, 5)
+    assert (many.bn, many.stages) == (64, 4)
+    assert rule(32, 8192, 3072, gated=True).swap
+    assert rule(64, 25600, 5120, gated=True) == TORCH
+    assert heuristic(Shape(64, 8192, 3072, torch.float16, gated=True), T4).bk == 128

@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-
     from quire.config import EngineConfig
-    from quire.layers.linear import Linear
 
 
 def choices_section(config: EngineConfig) -> dict[str, Any]:
@@ -104,27 +99,13 @@ def _expert_tiles(config: EngineConfig) -> str | None:
     return f"tiles measured by a model's first start on {card}: {known} in {cache_path(card)}"
 
 
-def _shapes(
-    layer: Linear, dtype: torch.dtype
-) -> Iterator[tuple[int, int, torch.dtype, bool, bool, Any]]:
-    """Yields what the plan of each of the layer's weights depends on beside the rows, in the order
-    of `Shape`. Outputs with weights of their own leave norm and activation to other kernels."""
-    fused = len(layer.weights) == 1
-    gated = fused and len(layer.outputs) == 2
-    normed = fused and len(layer.outputs) > 1
-    for weight in layer.weights:
-        format = None if weight.scales is None else weight.format
-        yield weight.outputs // (2 if gated else 1), weight.inputs, dtype, normed, gated, format
-
-
 def _linear_layers(config: EngineConfig) -> str:
     """Returns the sources of the kernel plans of the model's layers, over all numbers of rows."""
     import torch
 
-    from quire.layers.linear import Linear
     from quire.models import build_model, load_config, model_quantization, spec_from_config
-    from quire.ops.triton.gemm_plan import Shape
     from quire.ops.triton.gemm_table import BUCKETS, HEURISTIC_MAX_M, key_of, table_for
+    from quire.tuning.layer_shapes import products_of
 
     if config.args.deterministic:
         return "one order of sums for every number of rows: deterministic"
@@ -135,16 +116,9 @@ def _linear_layers(config: EngineConfig) -> str:
     dtype = getattr(torch, config.dtype)
     quantization = model_quantization(config.model_path, hf_config, spec, config.args.quantization)
     model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
-    shapes = {
-        (m, *shape)
-        for layer in (model.head, *model.layers[0].modules())
-        if isinstance(layer, Linear)
-        for shape in _shapes(layer, dtype)
-        for m in BUCKETS
-    }
     card = torch.cuda.get_device_name(torch.device(config.device))
     entries = table_for(card).entries
-    keys = [key_of(Shape(*shape)) for shape in shapes]
+    keys = [key_of(shape) for shape in products_of(model, BUCKETS)]
     found = [entries[key] for key in keys if key in entries]
     ours = sum(plan.kernel != "torch" for plan in found)
     if not found:

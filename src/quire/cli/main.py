@@ -418,6 +418,54 @@ def roofline(
     predict(engine, card, case, device=device, run=run, kernels=kernels, as_json=json)
 
 
+@app.command()
+def tune(
+    model: Annotated[
+        str | None, typer.Argument(help="Model folder or hub id.", show_default=False)
+    ] = None,
+    *,
+    rows: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            max=256,
+            show_default=False,
+            help="Rows of a step, rounded up to a power of two. May be repeated. Default: 1, 2, 4 "
+            "and so on up to 256.",
+        ),
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure also what tables have entries of.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="auto is the checkpoint's.")] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="As of quire serve. Default: as the checkpoint.")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel-size",
+            "--tp",
+            min=1,
+            help="GPUs that share each layer: a rank's part is measured, on one.",
+        ),
+    ] = 1,
+    revision: Annotated[str | None, typer.Option(help="Hub revision of the model.")] = None,
+) -> None:
+    """Measure which kernel and tile runs each of a model's linear layers fastest, and keep it.
+
+    Servers do the same in the background, while they are idle (--tune-tables).
+    """
+    from quire.cli.tune import tune as run
+
+    engine = EngineArgs.from_kwargs(
+        model=model, revision=revision, dtype=dtype, device="cpu", quantization=quantization,
+        tensor_parallel_size=tensor_parallel_size,
+    )  # fmt: skip
+    run(engine, device=device, rows=rows, again=again)
+
+
 @app.command(cls=SettingsCommand)
 @with_settings(EngineArgs)
 def info(

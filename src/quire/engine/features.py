@@ -69,6 +69,10 @@ FEATURES = (
         _imported("quire.engine.rank_stats:Ranks"),
         wanted=lambda config: config.args.ranks > 1,
     ),
+    FeatureEntry(
+        _imported("quire.tuning.settings:open_tuning"),
+        wanted=lambda config: config.args.tune_tables == "on",
+    ),
     # After drafts: masks of their positions need what others have written.
     FeatureEntry(
         _imported("quire.structured:open_grammars"),
@@ -85,8 +89,8 @@ FEATURES = (
     FeatureEntry(
         _imported("quire.adapters.feature:AdapterFeature"),
         _imported("quire.adapters.hook:AdapterHook"),
-        wanted=lambda config: (
-            config.args.enable_lora or bool(config.args.lora) or config.args.lora_dir is not None
+        wanted=lambda config: bool(
+            config.args.lora_dir or config.args.lora or config.args.enable_lora
         ),
     ),
 )

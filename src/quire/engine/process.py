@@ -61,6 +61,7 @@ from quire.engine.socket_server import Connection, SocketServer
 from quire.errors import OverloadedError, PeerMismatchError, QuireError, RequestError
 from quire.kv_events.feature import KVEventFeature
 from quire.sampling_params import SamplingParams
+from quire.tuning.settings import served
 
 _ORPHAN_CHECK = 0.5
 """Seconds between checks that the owner still lives."""
@@ -154,7 +155,7 @@ class EngineProcess:
                 last = now
                 self._send(owner, Loading(what, done, total))
 
-        config = resolve(message.args)
+        config = served(resolve(message.args))
         self._completions = CompletionTable(config.scheduler.max_num_seqs)
         self._core = build_core(config, progress, tenants=True)
         self._core.scheduler.add_feature(self._events)

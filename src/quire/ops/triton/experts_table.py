@@ -7,8 +7,6 @@ JSON: {"entries": {key: plan}}. `experts_tune` measures.
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib.resources
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, astuple
@@ -25,7 +23,7 @@ from quire.ops.triton.experts_plan import (
     Tile,
     plan_for,
 )
-from quire.ops.triton.table_file import table_path, write_whole
+from quire.ops.triton.table_file import sources_hash, table_path, write_whole
 
 RANGES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 """The most tokens of each range that has plans of its own. Beyond the last, rules choose."""
@@ -105,20 +103,9 @@ def _tile(data: Any) -> AnyTile:
     return tile
 
 
-@functools.cache
-def _sources() -> str:
-    """Returns a hash of the sources of all kernels and plans here."""
-    folder = importlib.resources.files("quire.ops.triton")
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".py"):
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:12]
-
-
 def cache_path(card: str) -> Path:
     """Returns the path of this user's measurements on a card, with this Triton and sources."""
-    return table_path("experts", card, _sources())
+    return table_path("experts", card, sources_hash())
 
 
 def read(card: str) -> Entries:

@@ -1,8 +1,8 @@
 """The choice of kernel and tile for a linear layer: a table measured once per card, or rules of
 thumb.
 
-A table is JSON: {"card": ..., "triton": ..., "entries": {key: plan}}. `gemm_tune.tune` makes one;
-`store` keeps it in the user's cache directory, where it goes before the one shipped for the card.
+A table is JSON: {"card": ..., "triton": ..., "entries": {key: plan}}. `gemm_tune` measures entries;
+`keep` adds them to the user's table, which goes before the one shipped for the card.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from quire.ops.triton.gemm_plan import (
     MMA_ROWS,
     TORCH,
     GemmPlan,
+    NormMode,
     Shape,
     chunk_inputs,
     counts,
@@ -32,7 +35,7 @@ from quire.ops.triton.gemm_plan import (
     stored_bits,
 )
 from quire.ops.triton.launch import DeviceTraits
-from quire.ops.triton.table_file import slug, table_path, write_whole
+from quire.ops.triton.table_file import slug, sources_hash, table_path, write_whole
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows a table knows; one between two takes the plan of the larger."""
@@ -79,29 +82,50 @@ class GemmTable:
 
 
 def cache_path(card: str) -> Path:
-    """Returns the path of this user's table for a card and this Triton."""
-    return table_path("gemm", card)
+    """Returns the path of this user's table for a card, this Triton and these sources."""
+    return table_path("gemm", card, sources_hash())
 
 
-def store(table: GemmTable) -> Path:
-    """Write a table to the user's cache directory, whole or not at all."""
-    path = cache_path(table.card)
-    write_whole(path, table.dumps())
+def keep(card: str, entries: Mapping[str, GemmPlan]) -> Path:
+    """Adds entries to the user's table of a card, whole or not at all, and returns its path.
+
+    Raises:
+        OSError: the cache directory cannot be written to.
+    """
+    path = cache_path(card)
+    write_whole(path, GemmTable(card, entries={**_read(path), **entries}).dumps())
     table_for.cache_clear()
     return path
 
 
+def _read(source: Traversable) -> dict[str, GemmPlan]:
+    """Returns a file's entries: none if there is no file, or one of another version."""
+    try:
+        return GemmTable.loads(source.read_text()).entries
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 @functools.cache
 def table_for(card: str) -> GemmTable:
-    """The shipped table of a card, overlaid with the user's own; empty if there is neither."""
-    table = GemmTable(card)
+    """Returns the shipped table of a card, overlaid with the user's own, as they were when first
+    asked for; empty if there is neither."""
     shipped = importlib.resources.files("quire.ops.triton") / "gemm_tables" / f"{slug(card)}.json"
-    for source in (shipped, cache_path(card)):
-        try:
-            table.entries.update(GemmTable.loads(source.read_text()).entries)
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # absent, or of another version: rules of thumb serve
-    return table
+    return GemmTable(card, entries={**_read(shipped), **_read(cache_path(card))})
+
+
+@dataclass(slots=True)
+class Chosen:
+    """The products for which plans were chosen in this process, their rows rounded up to buckets.
+
+    measured: keys of those that a table knows. by_rules: the others, by key.
+    """
+
+    measured: set[str] = field(default_factory=set)
+    by_rules: dict[str, Shape] = field(default_factory=dict)
+
+
+chosen = Chosen()
 
 
 def _power_of_two(value: float, low: int, high: int) -> int:
@@ -114,6 +138,10 @@ def _power_of_two(value: float, low: int, high: int) -> int:
 
 _GEMV_INPUTS = 4096
 """Inputs up to which a program of a GEMV has whole rows in registers."""
+_SMALL_BYTES = 8 << 20
+"""Bytes of a weight up to which 64 rows of 16 bits are ours."""
+_GATED_BYTES = 256 << 20
+"""Bytes of a gated weight up to which 32 and 64 are."""
 
 
 def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
@@ -127,9 +155,14 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
     else:
         bk, warps = 1024, 4
     tile_rows = _power_of_two(rows / (4 * sms), 2, 4 if shape.m == 1 else 2)
+    # A few programs more than run at once: the last of them have nothing else to hide behind.
+    tail = 8 * sms < triton.cdiv(rows, tile_rows) <= 16 * sms
+    stages = 4 if tail and whole > _GEMV_INPUTS and shape.m == 1 and not _unpacks(shape) else 1
+    mode: NormMode = "late" if shape.m == 1 and shape.format is None else "exact"
     return GemmPlan(
         "gemv", bm=triton.next_power_of_2(shape.m), bn=tile_rows // (2 if shape.gated else 1),
-        bk=bk, warps=warps, norm="exact" if shape.norm else "none", prefetch=4 * bk,
+        bk=bk, warps=warps, stages=stages, norm=mode if shape.norm else "none",
+        prefetch=4 * bk if stages == 1 else 0,
     )  # fmt: skip
 
 
@@ -219,6 +252,26 @@ def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
     )  # fmt: skip
 
 
+def _hopper_plan(shape: Shape, sms: int) -> GemmPlan | None:
+    """Returns a plan of 17 to 64 rows of 16 bits on Hopper cards and newer, None where those of
+    other cards do."""
+    bm = max(16, triton.next_power_of_2(shape.m))
+    if shape.format is not None or shape.dtype.itemsize != 2 or bm not in (32, 64):
+        return None
+    if not shape.gated:
+        # Beyond the smallest layers cuBLAS was a fifth faster.
+        return TORCH if bm == 64 and shape.weight_bytes > _SMALL_BYTES else None
+    tiles = triton.cdiv(shape.n, 32)
+    if shape.weight_bytes > _GATED_BYTES or (bm == 64 and tiles < sms):
+        return None
+    # Two programs run at once: with small tiles that many, or else larger ones.
+    wide = bm == 64 and tiles > 2 * sms
+    return GemmPlan(
+        "skinny", bm=bm, bn=64 if wide else 32, bk=64, warps=4, stages=4 if wide else 5,
+        swap=bm == 32, norm="separate" if shape.norm else "none",
+    )  # fmt: skip
+
+
 def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
     """A sane plan where nothing was measured. Large weights at many rows are left to cuBLAS, which
     is near its limit there; so is what tensor cores do not take, beyond a GEMV."""
@@ -243,6 +296,8 @@ def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
             if shape.dtype == torch.float32 and traits.bf16
             else _skinny_plan(shape, traits.num_sms)
         )
+    if traits.capability >= (9, 0) and (plan := _hopper_plan(shape, traits.num_sms)) is not None:
+        return plan
     big = shape.m > 16 and shape.weight_bytes > (96 << 20)
     if shape.m > HEURISTIC_MAX_M or big or slow:
         return TORCH
@@ -294,10 +349,17 @@ def _takes(plan: GemmPlan, shape: Shape) -> bool:
 
 
 def plan_for(shape: Shape, card: str, traits: DeviceTraits) -> GemmPlan:
-    """The table's plan for a shape (m rounded up to its bucket), else the heuristic's."""
-    if bucket(shape.m) is None:
+    """The table's plan for a shape (m rounded up to its bucket), else the heuristic's. Which of the
+    two it was is noted in `chosen`."""
+    rows = bucket(shape.m)
+    if rows is None:
         return TORCH
-    plan = table_for(card).entries.get(key_of(shape))
-    if plan is None or not _takes(plan, shape):
-        return heuristic(shape, traits)
-    return plan
+    key = key_of(shape)
+    plan = table_for(card).entries.get(key)
+    if plan is None:
+        chosen.by_rules[key] = shape._replace(m=rows)
+    else:
+        chosen.measured.add(key)
+        if _takes(plan, shape):
+            return plan
+    return heuristic(shape, traits)

@@ -8,12 +8,14 @@ cuBLAS, with the other steps as kernels of their own, is one of the candidates.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import logging
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 import triton
@@ -39,17 +41,26 @@ from quire.ops.triton.gemm_plan import (
     norms_late,
     stored_bits,
 )
-from quire.ops.triton.gemm_table import GemmTable, bucket, key_of
+from quire.ops.triton.gemm_table import bucket, heuristic, key_of
 from quire.ops.triton.graph_time import graph_us
 from quire.ops.triton.launch import compiling, traits
 from quire.ops.triton.quantized_tiles import dequantize
 from quire.ops.triton.skinny_gemm import Workspace
 from quire.ops.weight import Weight
 
+logger = logging.getLogger("quire.tables")
+T = TypeVar("T")
+
 COLD_BYTES = 256 << 20
 """Weights a timing walks over before it meets the first again; the H200's L2 has 60 MB."""
 TOLERANCE = 2e-2
 """Relative error of a bf16 result against float64."""
+GAIN = 0.98
+"""The share of the rules' time that a plan may take to be preferred: less is noise."""
+_MOST_INPUTS = 1 << 16
+"""Inputs of a layer with a norm at most."""
+_REFERENCE_BYTES = 64 << 20
+"""Bytes in float64 of the weight rows that are multiplied at a time for comparison."""
 
 # Weight rows of a tile, BK, warps, stages. A tile that spans K loads all of it before it waits.
 _GEMV_LOOPS = ((4, 1024, 4, 1), (2, 2048, 8, 1), (8, 1024, 4, 1), (4, 1024, 4, 4))
@@ -203,27 +214,49 @@ def refinements(plan: GemmPlan, shape: Shape, *, norms: bool) -> list[GemmPlan]:
     return [replace(plan, prefetch=depth) for depth in (1024, 8192)]
 
 
+class Turn(Protocol):
+    """Runs a piece of the device's work when its turn has come, and returns what it returns."""
+
+    def __call__(self, work: Callable[[], T], /) -> T: ...
+
+
+def at_once(work: Callable[[], T], /) -> T:
+    """Runs work that waits for nobody."""
+    return work()
+
+
 class Tuner:
-    """Times plans on one device. `pool_bytes` of random weights are shared by all shapes."""
+    """Times plans on one device. `pool_bytes` of random weights are shared by all shapes.
+
+    turn: runs each piece of the device's work, of some ms.
+    """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype = torch.bfloat16, pool_bytes: int = 3 << 30
-    ) -> None:
+        self, device: torch.device, dtype: torch.dtype = torch.bfloat16, pool_bytes: int = 3 << 30,
+        turn: Turn = at_once,
+    ) -> None:  # fmt: skip
         self.device = device
         self.dtype = dtype
         self.sms = traits(device).num_sms
+        self._turn = turn
         self.stream = torch.cuda.Stream(device)
         self.workspace = Workspace.on(device)
         self._pool = torch.empty(pool_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self._noise = torch.empty(512 * 16384, dtype=dtype, device=device)
+        turn(self._draw)
+        self._filled: dict[tuple[int, int, torch.dtype, float], Tensor] = {}
+
+    def _draw(self) -> None:
         self._pool.normal_(0.0, 0.03)
-        self._noise = torch.randn(512 * 16384, dtype=dtype, device=device)
+        self._noise.normal_()
+        self._gains = self._noise[-_MOST_INPUTS:].abs()
 
     def layer(self, shape: Shape, copy: int = 0) -> LinearArgs:
         """A layer of this shape with the pool's `copy`-th weight, and a residual if it has neither
         norm nor gate nor a vocabulary of outputs (as o and down projections do)."""
         weight = self._weight(shape, copy)
         x = self._noise[: shape.m * shape.k].view(shape.m, shape.k)
-        gain = self._noise[-shape.k :].abs()
+        gain = self._gains[: shape.k]
         plain = not (shape.norm or shape.gated or shape.n > 4 * shape.k)
         residual = self._noise[: shape.m * shape.n].view(shape.m, shape.n) if plain else None
         return LinearArgs(
@@ -243,16 +276,28 @@ class Tuner:
         scales = zeros = None
         if form.scales is not None:
             top = 16 if form.bits else LARGEST[form.values]
-            scales = torch.full((rows, groups), 0.1 / top, dtype=form.scales, device=self.device)
+            scales = self._full(rows, groups, form.scales, 0.1 / top, copy)
         if form.zeros:
-            zeros = torch.full((rows, groups), form.zero, dtype=torch.int8, device=self.device)
+            zeros = self._full(rows, groups, torch.int8, form.zero, copy)
         return Weight(form, values, scales, zeros)
+
+    def _full(
+        self, rows: int, groups: int, dtype: torch.dtype, value: float, copy: int
+    ) -> Tensor:  # fmt: skip
+        """Returns a matrix of one value. Copy 0's is kept: what only compiles writes nothing."""
+        key = rows, groups, dtype, value
+        full = functools.partial(torch.full, key[:2], value, dtype=dtype, device=self.device)
+        if copy:
+            return full()
+        if key not in self._filled:
+            self._filled[key] = self._turn(full)
+        return self._filled[key]
 
     @functools.cached_property
     def _bytes(self) -> Tensor:
         """Values of formats: none of these bytes is an 8-bit float that is no number."""
-        size = (self._pool.nbytes,)
-        return torch.randint(0, 120, size, dtype=torch.uint8, device=self.device)
+        values = torch.empty(self._pool.nbytes, dtype=torch.uint8, device=self.device)
+        return self._turn(lambda: values.random_(0, 120))
 
     def copies(self, shape: Shape) -> int:
         wanted = max(2, -(-COLD_BYTES // shape.weight_bytes))
@@ -277,33 +322,52 @@ class Tuner:
         out = torch.empty(shape.m, shape.n, dtype=shape.dtype, device=self.device)
         return gemm.prepare(args, plan, out, workspace=self.workspace)
 
-    def launches(self, shapes: Iterable[Shape]) -> Iterator[Launch]:
-        """Everything that tuning these shapes may have to compile."""
-        for shape in shapes:
-            for plan in candidates(shape, self.sms):
-                for variant in (plan, *refinements(plan, shape, norms=True)):
-                    yield self.launch(shape, variant)
+    def plans(self, shape: Shape) -> list[GemmPlan]:
+        """Returns the rules' plan of a shape, first, and all candidates."""
+        rules = heuristic(shape, traits(self.device))
+        return list(dict.fromkeys([rules, *candidates(shape, self.sms)]))
+
+    def compile(self, shapes: Iterable[Shape], workers: int) -> None:
+        """Compiles what tuning these shapes may run, on so many threads; runs nothing."""
+        with compiling(workers):
+            for shape in shapes:
+                for plan in self.plans(shape):
+                    for variant in (plan, *refinements(plan, shape, norms=True)):
+                        self._compile(shape, variant)
+
+    def _compile(self, shape: Shape, plan: GemmPlan) -> None:
+        if plan.kernel != "torch":
+            with contextlib.suppress(Exception):  # it fails again when it is timed
+                self.launch(shape, plan).run()
 
     def reference(self, shape: Shape) -> Tensor:
-        """The layer with copy 0 of its weight, in float64."""
+        """The layer with copy 0 of its weight, in fp32: its sums are those of float64."""
         args = self.layer(shape)
         x = args.x.double()
         if args.norm is not None:
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + args.norm.eps)
             x = x * args.norm.weight.double()
-        weight = args.weight
-        wide = weight.values if weight.scales is None else dequantize(weight, torch.float32)
-        y = x @ wide.double().T
+        rows = max(1, _REFERENCE_BYTES // (8 * shape.k))
+        parts = [
+            self._turn(functools.partial(_product, x, args.weight, first, rows))
+            for first in range(0, args.weight.outputs, rows)
+        ]
+        y = torch.cat(parts, 1)
         if args.gated:
             gate, up = y.chunk(2, -1)
             y = torch.nn.functional.silu(gate) * up
-        return y if args.residual is None else y + args.residual.double()
+        return y if args.residual is None else y + args.residual.float()
 
     def measure(self, shape: Shape, plan: GemmPlan, expected: Tensor) -> Measured:
         """Check a plan against `expected`, then time it. Any failure is part of the answer."""
+        with compiling(1):
+            self._compile(shape, plan)
+        return self._turn(lambda: self._measured(shape, plan, expected))
+
+    def _measured(self, shape: Shape, plan: GemmPlan, expected: Tensor) -> Measured:
         out = torch.full_like(expected, math.nan, dtype=shape.dtype)
         try:
-            got = self.call(self.layer(shape), plan, out).double()
+            got = self.call(self.layer(shape), plan, out).float()
             error = float((got - expected).norm() / expected.norm())
             if not error < TOLERANCE:
                 return Measured(plan, math.inf, f"relative error {error:.2e}")
@@ -315,44 +379,53 @@ class Tuner:
             return Measured(plan, math.inf, f"{type(error).__name__}: {str(error)[:120]}")
 
     def tune_shape(self, shape: Shape) -> list[Measured]:
-        """Every plan tried for a shape, fastest first."""
+        """Every plan tried for a shape: the rules' first, then by their times."""
         expected = self.reference(shape)
-        found = [self.measure(shape, TORCH, expected)]
-        found += [self.measure(shape, plan, expected) for plan in candidates(shape, self.sms)]
+        first, *others = dict.fromkeys([*self.plans(shape), TORCH])
+        rules = self.measure(shape, first, expected)
+        found = [rules, *(self.measure(shape, plan, expected) for plan in others)]
         for norms in (True, False):
             found.sort(key=lambda measured: measured.us)
             ours = [m.plan for m in found if m.plan.kernel != "torch" and not m.error]
             for plan in ours[: 2 if norms else 1]:
                 more = refinements(plan, shape, norms=norms)
-                found += [self.measure(shape, variant, expected) for variant in more]
-        return sorted(found, key=lambda measured: measured.us)
+                tried = {measured.plan for measured in found}
+                found += [self.measure(shape, p, expected) for p in more if p not in tried]
+        found.remove(rules)
+        return [rules, *sorted(found, key=lambda measured: measured.us)]
+
+
+def _product(x: Tensor, weight: Weight, first: int, rows: int) -> Tensor:
+    """Returns float64 x times so many of a weight's rows, rounded to fp32."""
+    part = weight.rows(first, min(first + rows, weight.outputs))
+    wide = part.values if part.scales is None else dequantize(part, torch.float32)
+    return (x @ wide.double().T).float()
+
+
+def preferred(found: Sequence[Measured]) -> Measured | None:
+    """Returns the fastest of a shape's measurements, whose first is that of the rules: these stand
+    where nothing gains. None: no plan could be timed."""
+    rules, *others = found
+    best = min(others, key=lambda measured: measured.us, default=rules)
+    best = best if best.us < GAIN * rules.us else rules
+    return None if best.error else best
 
 
 def tune(
-    shapes: Iterable[Shape], *, device: torch.device | None = None,
-    dtype: torch.dtype = torch.bfloat16, workers: int = 16, seconds: float = math.inf,
-    report: Callable[[Shape, list[Measured]], None] | None = None,
-) -> GemmTable:  # fmt: skip
-    """A table with the fastest plan of each shape in `dtype`, for this card.
-
-    Kernels are compiled first, on `workers` threads. Once `seconds` have passed, remaining shapes
-    are left out. `report` gets every measurement. Store the result with `gemm_table.store`.
-    """
-    end = time.monotonic() + seconds
-    device = device or torch.device("cuda", torch.cuda.current_device())
-    tuner = Tuner(device, dtype)
-    wanted = (shape._replace(dtype=dtype) for shape in shapes if bucket(shape.m))
-    unique = list({key_of(shape): shape for shape in wanted}.values())
-    with compiling(workers):
-        for launch in tuner.launches(unique):
-            launch.run()
-    table = GemmTable(torch.cuda.get_device_name(device))
-    for shape in unique:
-        if time.monotonic() > end:
-            break
-        found = tuner.tune_shape(shape)
-        if report is not None:
-            report(shape, found)
-        if not found[0].error:
-            table.entries[key_of(shape)] = found[0].plan
-    return table
+    tuner: Tuner, shapes: Iterable[Shape], workers: int
+) -> Iterator[tuple[Shape, list[Measured]]]:
+    """Yields shapes, each once, with their measurements (see `Tuner.tune_shape`), by their rows.
+    Kernels of equal rows are compiled first, on `workers` threads. What a shape fails by is logged,
+    and it is left out."""
+    wanted = {key_of(shape): shape for shape in shapes if bucket(shape.m)}
+    by_rows = sorted(wanted.values(), key=lambda shape: shape.m)
+    for _, group in itertools.groupby(by_rows, key=lambda shape: shape.m):
+        own = list(group)
+        tuner.compile(own, workers)
+        for shape in own:
+            try:
+                found = tuner.tune_shape(shape)
+            except Exception as error:  # one that has no room, for instance
+                logger.warning("%s: %s: %s", key_of(shape), type(error).__name__, error)
+                continue
+            yield shape, found

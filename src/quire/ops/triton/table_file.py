@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.resources
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import triton
@@ -33,3 +39,33 @@ def write_whole(path: Path, text: str) -> None:
     draft = path.with_suffix(f".{os.getpid()}.tmp")
     draft.write_text(text)
     draft.replace(path)
+
+
+@functools.cache
+def sources_hash() -> str:
+    """Returns a hash of the sources of all kernels and plans here: what was measured with others
+    may not hold, or not even be a plan any more."""
+    folder = importlib.resources.files("quire.ops.triton")
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".py"):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def sole_writer(path: Path) -> Iterator[bool]:
+    """Yields whether this process alone may measure for a table's file now. The lock beside the
+    file goes with the process that holds it.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

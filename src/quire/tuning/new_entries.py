@@ -1,0 +1,76 @@
+"""Measures what a card's table lacks, and keeps each entry as soon as it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from quire.ops.triton.gemm_plan import Shape
+from quire.ops.triton.gemm_table import bucket, keep, key_of, table_for
+from quire.ops.triton.gemm_tune import Measured, Tuner, Turn, at_once, preferred, tune
+
+_LEAST_POOL = 320 << 20
+"""Bytes of weights from which a timing reads, at least: more than a card caches."""
+_SPARE = 256 << 20
+"""Bytes of the device that are left to others, and that kernels' code takes."""
+
+Told = Callable[[Shape, list[Measured]], None]
+
+
+def lacking(shapes: Iterable[Shape], card: str) -> list[Shape]:
+    """Returns the shapes without an entry in the card's tables, of 16 bits, each once, their rows
+    rounded up to buckets."""
+    known = table_for(card).entries
+    found = {}
+    for shape in shapes:
+        rows = bucket(shape.m)
+        if rows is not None and shape.dtype.itemsize == 2 and key_of(shape) not in known:
+            found[key_of(shape)] = shape._replace(m=rows)
+    return list(found.values())
+
+
+def pool_for(shapes: Sequence[Shape], room: int) -> tuple[list[Shape], int]:
+    """Returns the shapes that can be measured in so many bytes of the device, and the bytes of
+    weights that these take."""
+    # Weights with scales are drawn beside the others.
+    pools = 2 if any(shape.format is not None for shape in shapes) else 1
+
+    def fits(shape: Shape) -> bool:
+        return pools * max(_LEAST_POOL, shape.weight_bytes) + _scratch(shape) <= room - _SPARE
+
+    fitting = [shape for shape in shapes if fits(shape)]
+    return fitting, max([_LEAST_POOL, *(shape.weight_bytes for shape in fitting)])
+
+
+def _scratch(shape: Shape) -> int:
+    """Returns the bytes that a shape's results, their comparison, and a weight that is dequantized
+    as a whole take."""
+    outputs = shape.n * (2 if shape.gated else 1)
+    whole = 2 * outputs * shape.k if shape.format is not None else 0
+    return 24 * shape.m * outputs + whole + (256 << 20)
+
+
+def make_entries(
+    shapes: Sequence[Shape], card: str, device: torch.device, *, room: int, workers: int,
+    told: Told, turn: Turn = at_once,
+) -> tuple[int, int]:  # fmt: skip
+    """Measures shapes of one dtype and keeps their plans.
+
+    room: bytes of the device to take. told: gets each shape's measurements, the rules' first.
+    Returns how many were kept, and how many there was no room for.
+
+    Raises:
+        OSError: the cache directory cannot be written to.
+    """
+    fitting, pool = pool_for(shapes, room)
+    kept = 0
+    if fitting:
+        tuner = Tuner(device, fitting[0].dtype, pool, turn)
+        for shape, found in tune(tuner, fitting, workers):
+            best = preferred(found)
+            if best is not None:
+                keep(card, {key_of(shape): best.plan})
+                kept += 1
+            told(shape, found)
+    return kept, len(shapes) - len(fitting)
