@@ -99,7 +99,7 @@ def test_programs_are_as_many_as_there_is_work_for() -> None:
         programs = programs_for(tile, args)
         launch = hopper_blocks(q, scales, args, out, tile, counters, programs, pdl=False)
         assert launch.grid == (grid,)
-        assert 4 <= tile.stages <= 8
+        assert 5 <= tile.stages <= 8
 
 
 def test_layers_of_any_rows_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

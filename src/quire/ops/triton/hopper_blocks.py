@@ -23,11 +23,6 @@ _ROWS = 128
 """Weight rows of a tile."""
 _SHARED = 166 << 10
 """Bytes of shared memory for the ring; the outputs' way through it takes the rest."""
-_NARROW = 32
-"""Rows of x of a tile of which two programs fit a multiprocessor: the next kernel's begin early."""
-_NARROW_STAGES = 4
-_NARROW_REGISTERS = 80
-"""Registers of a thread: the mean of those that multiply and those that copy."""
 _BUSY = 0.7
 """Tiles of a multiprocessor from which on each program has whole ones."""
 
@@ -41,8 +36,6 @@ class BlockTile(NamedTuple):
     @property
     def stages(self) -> int:
         """Chunks in flight."""
-        if self.bn == _NARROW:
-            return _NARROW_STAGES
         return min(8, _SHARED // ((self.bn + _ROWS) * INPUTS + 4 * self.bn))
 
 
@@ -108,7 +101,7 @@ def hopper_blocks(
     weight, res, n = args.weight, args.residual, args.n
     assert weight.scales is not None
     m_tiles, n_tiles = triton.cdiv(len(q), tile.bn), triton.cdiv(weight.outputs, _ROWS)
-    chunks, narrow = args.k // INPUTS, tile.bn == _NARROW
+    chunks = args.k // INPUTS
     total = m_tiles * n_tiles * chunks
     programs = min(programs, total if tile.shared else m_tiles * n_tiles)
     sums = counters
@@ -130,9 +123,7 @@ def hopper_blocks(
     )  # fmt: skip
     named = options(
         pdl, BN=tile.bn, STAGES=tile.stages, SHARED=tile.shared, GLU=args.gated, ACT=args.act_name,
-        BIAS=args.bias is not None, RES=res is not None, PDL=pdl,
-        REGISTERS=104 if narrow else 240, num_warps=4,
-        **({"maxnreg": _NARROW_REGISTERS} if narrow else {}),
+        BIAS=args.bias is not None, RES=res is not None, PDL=pdl, num_warps=4,
     )  # fmt: skip
     return Launch(multiply_blocks, (programs,), operands, named)
 

@@ -289,7 +289,7 @@ def multiply_blocks(
     M, N, m_tiles, n_tiles, chunks, total, stride_sn, stride_rm, stride_ym,
     BN: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
     GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr,
-    PDL: gl.constexpr, REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). A tile is ROWS weight
     rows for each of CONSUMERS warpgroups, and BN rows of x. s_desc: scales of x, [K / 128,
@@ -327,5 +327,5 @@ def multiply_blocks(
     # What the copying warp does not need of the registers goes to the others.
     gl.warp_specialize(
         [(_consume, work + first), (_consume, work + second), (_produce, copies + copying)],
-        [4, 1], [REGISTERS, 24],
+        [4, 1], [240, 24],
     )  # fmt: skip
