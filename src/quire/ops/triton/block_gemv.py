@@ -24,24 +24,24 @@ from torch import Tensor
 from quire.ops.triton.activation import activate
 from quire.ops.triton.gemm_common import gdc_launch_dependents, normalise, wait_for_predecessor
 from quire.ops.triton.gemm_plan import CHUNK_WORDS, Launch, LinearArgs
-from quire.ops.triton.integer_gemv import (
-    _high,
-    _keep_float,
-    _keep_four,
-    _keep_two,
-    _kept_float,
-    _kept_four,
-    _load_four,
-    _low,
-    _of_lane,
-    _other,
-    _rows,
-    _sum_of_lanes,
-    _sum_of_warps,
-)
+from quire.ops.triton.integer_gemv import rows_of_tile
 from quire.ops.triton.launch import options, traits
 from quire.ops.triton.mma_gemv import keep_order, load_residual, load_words, store_outputs
 from quire.ops.triton.round_inputs import quotient, scale_for
+from quire.ops.triton.thread_words import (
+    high_halves,
+    keep_float,
+    keep_four,
+    keep_two,
+    kept_float,
+    kept_four,
+    load_four,
+    low_halves,
+    of_lane,
+    of_other_lane,
+    sum_of_lanes,
+    sum_of_warps,
+)
 
 CHUNK: tl.constexpr = tl.constexpr(CHUNK_WORDS)
 INPUTS: tl.constexpr = tl.constexpr(4 * CHUNK_WORDS)
@@ -96,24 +96,28 @@ def _rounded(first, second):
 @triton.jit
 def _load_inputs(x_ptrs, wanted):
     """Returns 16 neighbouring bf16 inputs of each thread, as pairs."""
-    a = _load_four(x_ptrs, wanted, False)
-    b = _load_four(x_ptrs + 4, wanted, False)
+    a = load_four(x_ptrs, wanted, False)
+    b = load_four(x_ptrs + 4, wanted, False)
     return (a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3])
 
 
 @triton.jit
 def _squares(pairs):
-    total = _low(pairs[0]) * _low(pairs[0]) + _high(pairs[0]) * _high(pairs[0])
+    total = low_halves(pairs[0]) * low_halves(pairs[0]) + high_halves(pairs[0]) * high_halves(
+        pairs[0]
+    )
     for each in tl.static_range(1, 8):
-        total += _low(pairs[each]) * _low(pairs[each]) + _high(pairs[each]) * _high(pairs[each])
+        total += low_halves(pairs[each]) * low_halves(pairs[each]) + high_halves(
+            pairs[each]
+        ) * high_halves(pairs[each])
     return total
 
 
 @triton.jit
 def _normed(pairs, gains, inverse):
     """Returns both numbers of pairs, normed and rounded to bf16."""
-    first = normalise(_low(pairs), inverse, _low(gains), tl.bfloat16, tl.bfloat16)
-    second = normalise(_high(pairs), inverse, _high(gains), tl.bfloat16, tl.bfloat16)
+    first = normalise(low_halves(pairs), inverse, low_halves(gains), tl.bfloat16, tl.bfloat16)
+    second = normalise(high_halves(pairs), inverse, high_halves(gains), tl.bfloat16, tl.bfloat16)
     return first, second
 
 
@@ -133,16 +137,16 @@ def _keep_inputs(
             odd = odd + (second,)
     else:
         for each in tl.static_range(8):
-            even = even + (_low(pairs[each]),)
-            odd = odd + (_high(pairs[each]),)
+            even = even + (low_halves(pairs[each]),)
+            odd = odd + (high_halves(pairs[each]),)
     largest = tl.maximum(tl.abs(even[0]), tl.abs(odd[0]))
     for each in tl.static_range(1, 8):
         largest = tl.maximum(largest, tl.maximum(tl.abs(even[each]), tl.abs(odd[each])))
     # Of numbers that are not negative, bits have the same order.
     bits = largest.to(tl.int32, bitcast=True)
-    bits = tl.maximum(bits, _other(bits, 1))
-    bits = tl.maximum(bits, _other(bits, 2))
-    bits = tl.maximum(bits, _other(bits, 4))
+    bits = tl.maximum(bits, of_other_lane(bits, 1))
+    bits = tl.maximum(bits, of_other_lane(bits, 2))
+    bits = tl.maximum(bits, of_other_lane(bits, 4))
     largest = bits.to(tl.float32, bitcast=True)
     scale = scale_for(largest, LARGEST)
     reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
@@ -153,10 +157,10 @@ def _keep_inputs(
                 quotient(even[each], scale, reciprocal), quotient(odd[each], scale, reciprocal)
             ),
         )  # fmt: skip
-    _keep_four(address, wanted, kept[0], kept[1], kept[2], kept[3])
-    _keep_four(address + 16, wanted, kept[4], kept[5], kept[6], kept[7])
+    keep_four(address, wanted, kept[0], kept[1], kept[2], kept[3])
+    keep_four(address + 16, wanted, kept[4], kept[5], kept[6], kept[7])
     unit = scale.to(tl.int32, bitcast=True)
-    _keep_two(about, leads, unit, unit)
+    keep_two(about, leads, unit, unit)
 
 
 @triton.jit
@@ -176,13 +180,13 @@ def _add_group(sums, group, digits, about):
     new = (none, none, none, none)
     for half in tl.static_range(2):
         low, high = group[half]
-        p0, p1, p2, p3 = _kept_four(digits + half * 128)
-        q0, q1, q2, q3 = _kept_four(digits + half * 128 + 16)
+        p0, p1, p2, p3 = kept_four(digits + half * 128)
+        q0, q1, q2, q3 = kept_four(digits + half * 128 + 16)
         new = _multiply(low[0], high[0], p0, p1, new)
         new = _multiply(low[1], high[1], p2, p3, new)
         new = _multiply(low[2], high[2], q0, q1, new)
         new = _multiply(low[3], high[3], q2, q3, new)
-    unit = _kept_float(about)
+    unit = kept_float(about)
     return sums[0] + new[0] * (group[2] * unit), sums[1] + new[2] * (group[3] * unit)
 
 
@@ -210,7 +214,7 @@ def block_gemv_kernel(
     one = tl.full([32 * WARPS], 1, tl.int32)
     first = w_ptr + begin * CHUNK + quarter * 4
     scales_at = w_scale_ptr + begin // 2
-    low, high = _rows(pid, eighth, N, GLU)
+    low, high = rows_of_tile(pid, eighth, N, GLU)
     groups = ()
     for index in tl.static_range(COUNT // 2):
         groups = groups + (
@@ -222,7 +226,7 @@ def block_gemv_kernel(
     mine = tl.where(turn == 0, 1, 0)
     if PDL:
         wait_for_predecessor(True)
-    shared = _of_lane(thread, SHARED)
+    shared = of_lane(thread, SHARED)
     notes = shared + WARPS * COUNT * PARTS * 128
     sums_at = notes + WARPS * COUNT * PARTS * 4
     inputs = ()
@@ -238,9 +242,9 @@ def block_gemv_kernel(
             inputs = inputs + ((pairs, at, own, part * WARPS * COUNT + begin + chunk),)
     inverse = 1.0
     if NORM:
-        _keep_float(sums_at + thread * 4, _sum_of_lanes(squares))
+        keep_float(sums_at + thread * 4, sum_of_lanes(squares))
         tl.debug_barrier()
-        inverse = tl.rsqrt(_sum_of_warps(sums_at, thread, WARPS) / K + eps)
+        inverse = tl.rsqrt(sum_of_warps(sums_at, thread, WARPS) / K + eps)
         tl.debug_barrier()
     for index in tl.static_range(PARTS * ((COUNT + 7) // 8)):
         pairs, at, own, place = inputs[index]
@@ -254,7 +258,7 @@ def block_gemv_kernel(
     parity = 0
     for _ in range(0, tl.cdiv(TILES - pid, programs) if LOOP else 1):
         cols = tile * (8 if GLU else 16) + eighth
-        low1, high1 = _rows(tile, eighth, N, GLU)
+        low1, high1 = rows_of_tile(tile, eighth, N, GLU)
         b0 = 0.0
         b1 = 0.0
         if HAS_BIAS:
@@ -263,7 +267,7 @@ def block_gemv_kernel(
         r0 = load_residual(res_ptr, 0, quarter, cols, mine, N, HAS_RES)
         r1 = load_residual(res_ptr, 0, quarter, cols + 8, mine, N, HAS_RES and not GLU)
         follow = tile + programs
-        low2, high2 = _rows(follow, eighth, N, GLU)
+        low2, high2 = rows_of_tile(follow, eighth, N, GLU)
         none = tl.zeros([32 * WARPS], tl.float32)
         sums = (none, none)
         for part in tl.static_range(PARTS):
@@ -297,11 +301,11 @@ def block_gemv_kernel(
         y0, y1 = sums
         if WARPS > 1:
             at0 = sums_at + parity * WARPS * 256
-            _keep_float(at0 + thread * 4, y0)
-            _keep_float(at0 + WARPS * 128 + thread * 4, y1)
+            keep_float(at0 + thread * 4, y0)
+            keep_float(at0 + WARPS * 128 + thread * 4, y1)
             tl.debug_barrier()
-            y0 = _sum_of_warps(at0, thread, WARPS)
-            y1 = _sum_of_warps(at0 + WARPS * 128, thread, WARPS)
+            y0 = sum_of_warps(at0, thread, WARPS)
+            y1 = sum_of_warps(at0 + WARPS * 128, thread, WARPS)
             parity = 1 - parity
         y0 += b0
         y1 += b1

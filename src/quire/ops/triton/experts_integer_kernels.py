@@ -22,25 +22,23 @@ import triton.language as tl
 
 from quire.ops.triton.experts_kernels import swiglu
 from quire.ops.triton.gemm_common import wait_for_predecessor
-from quire.ops.triton.integer_gemv import (
-    MAGIC,
-    SUM_OF_MAGIC,
-    _bytes,
-    _high,
-    _keep_float,
-    _keep_four,
-    _keep_two,
-    _kept_four,
-    _kept_two,
-    _larger,
-    _load_four,
-    _low,
-    _of_lane,
-    _other,
-    _sum_of_warps,
-)
+from quire.ops.triton.integer_gemv import MAGIC, SUM_OF_MAGIC, bytes_of
 from quire.ops.triton.mma_gemv import keep_order, load_residual, load_words, store_outputs
 from quire.ops.triton.mma_unpack import MULTIPLY
+from quire.ops.triton.thread_words import (
+    high_halves,
+    keep_float,
+    keep_four,
+    keep_two,
+    kept_four,
+    kept_two,
+    larger,
+    load_four,
+    low_halves,
+    of_lane,
+    of_other_lane,
+    sum_of_warps,
+)
 
 PART_BYTES = 288
 """Bytes of shared memory of a part: of four times 32 inputs, two each; and what each four times
@@ -149,7 +147,7 @@ def _load_32(x_ptrs, at, wanted, K, BITS: tl.constexpr, EVEN: tl.constexpr):
         inside = wanted
         if not EVEN:
             inside = wanted & (own < K // 2).to(tl.int32)
-        p0, p1, p2, p3 = _load_four(x_ptrs + own, inside, False)
+        p0, p1, p2, p3 = load_four(x_ptrs + own, inside, False)
         pairs = pairs + (p0, p1, p2, p3)
     return pairs
 
@@ -158,13 +156,13 @@ def _load_32(x_ptrs, at, wanted, K, BITS: tl.constexpr, EVEN: tl.constexpr):
 def _exponent(pairs, WIDE: tl.constexpr):
     """Returns the exponent of the largest of 32 inputs, at least 14, of a thread, or, WIDE, of four
     neighbours."""
-    largest = _larger(pairs[0], pairs[1])
+    largest = larger(pairs[0], pairs[1])
     for each in tl.static_range(2, 16):
-        largest = _larger(largest, pairs[each])
+        largest = larger(largest, pairs[each])
     largest = tl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF)
     if WIDE:
-        largest = tl.maximum(largest, _other(largest, 1))
-        largest = tl.maximum(largest, _other(largest, 2))
+        largest = tl.maximum(largest, of_other_lane(largest, 1))
+        largest = tl.maximum(largest, of_other_lane(largest, 2))
     return tl.maximum(largest >> 7, 14)
 
 
@@ -181,26 +179,26 @@ def _keep_digits(pairs, share, address, about, own, IN_TURNS: tl.constexpr):
         odd = ()
         for each in tl.static_range(4):
             pair = pairs[4 * eight + each]
-            first = tl.fma(_low(pair), factor, MAGIC).to(tl.int32, bitcast=True)
-            second = tl.fma(_high(pair), factor, MAGIC).to(tl.int32, bitcast=True)
+            first = tl.fma(low_halves(pair), factor, MAGIC).to(tl.int32, bitcast=True)
+            second = tl.fma(high_halves(pair), factor, MAGIC).to(tl.int32, bitcast=True)
             total += first + second
             even = even + (first,)
             odd = odd + (second,)
         if IN_TURNS:
-            low0, high0 = _bytes(even[0], even[1], even[2], even[3])
-            low1, high1 = _bytes(odd[0], odd[1], odd[2], odd[3])
+            low0, high0 = bytes_of(even[0], even[1], even[2], even[3])
+            low1, high1 = bytes_of(odd[0], odd[1], odd[2], odd[3])
         else:
-            low0, high0 = _bytes(even[0], odd[0], even[1], odd[1])
-            low1, high1 = _bytes(even[2], odd[2], even[3], odd[3])
+            low0, high0 = bytes_of(even[0], odd[0], even[1], odd[1])
+            low1, high1 = bytes_of(even[2], odd[2], even[3], odd[3])
         kept = kept + ((low0, low1, high0, high1),)
     for half in tl.static_range(2):
         a = kept[2 * half]
         b = kept[2 * half + 1]
-        _keep_four(address + 16 * half, own, a[0], a[1], b[0], b[1])
-        _keep_four(address + 16 * half + 32, own, a[2], a[3], b[2], b[3])
+        keep_four(address + 16 * half, own, a[0], a[1], b[0], b[1])
+        keep_four(address + 16 * half + 32, own, a[2], a[3], b[2], b[3])
     one = tl.where(exponent == 255, 0x7FC00000, (exponent - 13) << 23)
     one = one.to(tl.float32, bitcast=True) * share
-    _keep_two(about, own, total, one.to(tl.int32, bitcast=True))
+    keep_two(about, own, total, one.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -212,11 +210,11 @@ def _keep_halves(pairs, share, address, about, own):
         kept = ()
         for each in tl.static_range(4):
             pair = pairs[4 * quad + each]
-            kept = kept + (_halves(_low(pair) * factor, _high(pair) * factor),)
-        _keep_four(address + 16 * quad, own, kept[0], kept[1], kept[2], kept[3])
+            kept = kept + (_halves(low_halves(pair) * factor, high_halves(pair) * factor),)
+        keep_four(address + 16 * quad, own, kept[0], kept[1], kept[2], kept[3])
     one = tl.where(exponent == 255, 0x7FC00000, (exponent - 13) << 23)
     one = one.to(tl.float32, bitcast=True) * share
-    _keep_two(about, own, exponent, one.to(tl.int32, bitcast=True))
+    keep_two(about, own, exponent, one.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -336,9 +334,9 @@ def _scale_of(
             half = (pair >> (16 * PART)).to(tl.int16)
             scale = half.to(tl.float16, bitcast=True).to(tl.float32)
         elif PART == 0:
-            scale = _low(pair)
+            scale = low_halves(pair)
         else:
-            scale = _high(pair)
+            scale = high_halves(pair)
     else:
         scale = scales[PART if GROUP > 0 else 0][ROW]
         if KIND == "e2m1":
@@ -374,14 +372,14 @@ def _add_piece(
     for part in tl.static_range(2):
         own = words[part]
         at = digits + (FIRST + part) * step
-        total, one = _kept_two(about + (FIRST + part) * _ABOUT)
+        total, one = kept_two(about + (FIRST + part) * _ABOUT)
         if KIND == "fp8":
             none = tl.zeros(at.shape, tl.float32)
             new = (none, none, none, none)
             for half in tl.static_range(2):
                 low, high = own[half]
-                b0, b1, b2, b3 = _kept_four(at + half * 32)
-                c0, c1, c2, c3 = _kept_four(at + half * 32 + 16)
+                b0, b1, b2, b3 = kept_four(at + half * 32)
+                c0, c1, c2, c3 = kept_four(at + half * 32 + 16)
                 new = _float_product(ASM, low[0], high[0], b0, b1, new)
                 new = _float_product(ASM, low[1], high[1], b2, b3, new)
                 new = _float_product(ASM, low[2], high[2], c0, c1, new)
@@ -391,8 +389,8 @@ def _add_piece(
         else:
             none = tl.zeros(at.shape, tl.int32)
             new = (none, none, none, none)
-            b0, b1, b2, b3 = _kept_four(at)
-            c0, c1, c2, c3 = _kept_four(at + 16)
+            b0, b1, b2, b3 = kept_four(at)
+            c0, c1, c2, c3 = kept_four(at + 16)
             low, high = own[0]
             if KIND == "int8":
                 new = _product(ASM, low[0], low[1], high[0], high[1], b0, b1, new)
@@ -421,8 +419,8 @@ def _add_piece(
 @triton.jit
 def _four_lanes(x):
     """Returns sums of fp32 over four neighbouring threads."""
-    x += _other(x.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
-    return x + _other(x.to(tl.int32, bitcast=True), 2).to(tl.float32, bitcast=True)
+    x += of_other_lane(x.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+    return x + of_other_lane(x.to(tl.int32, bitcast=True), 2).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -515,7 +513,7 @@ def integer_experts_kernel(
         residual = res_ptr + block.to(tl.int64) * stride_rm
         r0 = load_residual(residual, 0, m, cols, 1, N, HAS_RES)
         r1 = load_residual(residual, 0, m, cols + 8, 1, N, HAS_RES)
-    shared = _of_lane(thread, SHARED)
+    shared = of_lane(thread, SHARED)
     notes = shared + WARPS * TOTAL * (2 * _DIGITS)
     nothing = notes + WARPS * TOTAL * (2 * _ABOUT)
     sums_at = nothing + WARPS * 32
@@ -530,7 +528,7 @@ def integer_experts_kernel(
         else:
             _keep_digits(inputs[eight], share, address, about, kept, KIND == "int4")
     zero = tl.zeros(thread.shape, tl.int32)
-    _keep_four(
+    keep_four(
         nothing + turn * 32 + thread % 2 * 16, (thread % 32 < 2).to(tl.int32), zero, zero, zero,
         zero,
     )  # fmt: skip
@@ -562,11 +560,11 @@ def integer_experts_kernel(
             keep_order(thread)
     y0, y1 = sums
     if WARPS > 1:
-        _keep_float(sums_at + thread * 4, y0)
-        _keep_float(sums_at + WARPS * 128 + thread * 4, y1)
+        keep_float(sums_at + thread * 4, y0)
+        keep_float(sums_at + WARPS * 128 + thread * 4, y1)
         tl.debug_barrier()
-        y0 = _sum_of_warps(sums_at, thread, WARPS)
-        y1 = _sum_of_warps(sums_at + WARPS * 128, thread, WARPS)
+        y0 = sum_of_warps(sums_at, thread, WARPS)
+        y1 = sum_of_warps(sums_at + WARPS * 128, thread, WARPS)
     y0 = _four_lanes(y0)
     y1 = _four_lanes(y1)
     if KIND == "fp8":

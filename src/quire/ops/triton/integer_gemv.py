@@ -46,6 +46,25 @@ from quire.ops.triton.mma_gemv import (
     times,
 )
 from quire.ops.triton.quantized_tiles import Operands
+from quire.ops.triton.thread_words import (
+    high_halves,
+    keep_float,
+    keep_four,
+    keep_two,
+    kept_float,
+    kept_four,
+    kept_two,
+    larger,
+    load_four,
+    load_one,
+    load_two,
+    low_halves,
+    of_lane,
+    of_other_lane,
+    of_quarter,
+    sum_of_lanes,
+    sum_of_warps,
+)
 
 CHUNK: tl.constexpr = tl.constexpr(CHUNK_WORDS)
 INPUTS: tl.constexpr = tl.constexpr(INTEGER_INPUTS)
@@ -94,169 +113,12 @@ def _multiply8(low0, high0, low1, high1, b0, b1, sums):
 
 
 @triton.jit
-def _bytes(i0, i1, i2, i3):
+def bytes_of(i0, i1, i2, i3):
     """Returns four low bytes, then four high bytes, of integers as `MAGIC` leaves them."""
     return tl.inline_asm_elementwise(
         _BYTES, "=&r,=&r,r,r,r,r", [i0, i1, i2, i3], dtype=(tl.int32, tl.int32), is_pure=True,
         pack=1,
     )  # fmt: skip
-
-
-@triton.jit
-def _larger(a, b):
-    """Returns the larger magnitudes of two pairs of bf16 numbers, NaN if one is."""
-    return tl.inline_asm_elementwise(
-        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True,
-        pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _of_lane(x, ASM: tl.constexpr):
-    return tl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _other(x, BIT: tl.constexpr):
-    """Returns int32 x of the lane whose number differs in one bit."""
-    return tl.inline_asm_elementwise(
-        "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r",
-        [x, tl.full(x.shape, BIT, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _of_quarter(x, INDEX: tl.constexpr):
-    """Returns int32 x of one of each four threads."""
-    return tl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;", "=r,r,r",
-        [x, tl.full(x.shape, INDEX, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-def _load(count: int, space: str, when: bool) -> str:
-    """Returns instructions that load neighbouring words of each thread; with `when`, 0 where the
-    last operand is 0."""
-    outs = [f"${index}" for index in range(count)]
-    vector = f"v{count}.b32 {{{', '.join(outs)}}}" if count > 1 else "b32 $0"
-    load = f"ld.{space}.{vector}, [${count}];"
-    if not when:
-        return load
-    zero = " ".join(f"mov.b32 {out}, 0;" for out in outs)
-    return f"{{\n.reg .pred p;\nsetp.ne.s32 p, ${count + 1}, 0;\n{zero}\n@p {load}\n}}"
-
-
-_LOAD4 = tl.constexpr(_load(4, "global", False))
-_LOAD4_IF = tl.constexpr(_load(4, "global", True))
-_LOAD2 = tl.constexpr(_load(2, "global", False))
-_LOAD2_IF = tl.constexpr(_load(2, "global", True))
-_LOAD1 = tl.constexpr(_load(1, "global", False))
-_LOAD1_IF = tl.constexpr(_load(1, "global", True))
-_SHARED4 = tl.constexpr(_load(4, "shared", False))
-_SHARED2 = tl.constexpr(_load(2, "shared", False))
-_SHARED1 = tl.constexpr(_load(1, "shared", False))
-
-
-@triton.jit
-def _load_four(pointers, wanted, EVEN: tl.constexpr):
-    """Returns four neighbouring words; unless EVEN, 0 where they are not `wanted`."""
-    if EVEN:
-        words = tl.inline_asm_elementwise(
-            _LOAD4, "=r,=r,=r,=r,l", [pointers],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        words = tl.inline_asm_elementwise(
-            _LOAD4_IF, "=&r,=&r,=&r,=&r,l,r", [pointers, wanted],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-    return words
-
-
-@triton.jit
-def _load_two(pointers, wanted, EVEN: tl.constexpr):
-    if EVEN:
-        words = tl.inline_asm_elementwise(
-            _LOAD2, "=r,=r,l", [pointers], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
-        )
-    else:
-        words = tl.inline_asm_elementwise(
-            _LOAD2_IF, "=&r,=&r,l,r", [pointers, wanted], dtype=(tl.int32, tl.int32),
-            is_pure=False, pack=1,
-        )  # fmt: skip
-    return words
-
-
-@triton.jit
-def _load_one(pointers, wanted, EVEN: tl.constexpr):
-    if EVEN:
-        word = tl.inline_asm_elementwise(
-            _LOAD1, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-        )
-    else:
-        word = tl.inline_asm_elementwise(
-            _LOAD1_IF, "=&r,l,r", [pointers, wanted], dtype=tl.int32, is_pure=False, pack=1
-        )
-    return word
-
-
-@triton.jit
-def _kept_four(address):
-    """Returns four neighbouring words of shared memory."""
-    return tl.inline_asm_elementwise(
-        _SHARED4, "=r,=r,=r,=r,r", [address], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _kept_two(address):
-    return tl.inline_asm_elementwise(
-        _SHARED2, "=r,=r,r", [address], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _kept_float(address):
-    return tl.inline_asm_elementwise(
-        _SHARED1, "=r,r", [address], dtype=tl.float32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _keep_float(address, x):
-    tl.inline_asm_elementwise(
-        "st.shared.b32 [$1], $2; mov.u32 $0, 0;", "=r,r,r", [address, x], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _keep_four(address, wanted, a, b, c, d):
-    tl.inline_asm_elementwise(
-        "{\n.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n@p st.shared.v4.b32 [$1], {$3, $4, $5, $6};\n"
-        "mov.u32 $0, 0;\n}",
-        "=r,r,r,r,r,r,r", [address, wanted, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _keep_two(address, wanted, a, b):
-    tl.inline_asm_elementwise(
-        "{\n.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n@p st.shared.v2.b32 [$1], {$3, $4};\n"
-        "mov.u32 $0, 0;\n}",
-        "=r,r,r,r,r", [address, wanted, a, b], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _low(pairs):
-    return (pairs << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _high(pairs):
-    return (pairs & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -274,23 +136,23 @@ def _keep_inputs(
     squares = tl.zeros(wanted.shape, tl.float32)
     for part in tl.static_range(4):
         place = 4 * part + (24 if BITS == 8 and part >= 2 else 0)
-        four = _load_four(x_ptrs + place, wanted, EVEN)
+        four = load_four(x_ptrs + place, wanted, EVEN)
         if NORM:
-            gains = _load_four(g_ptrs + place, wanted, EVEN)
+            gains = load_four(g_ptrs + place, wanted, EVEN)
             for each in tl.static_range(4):
-                squares += _low(four[each]) * _low(four[each])
-                squares += _high(four[each]) * _high(four[each])
+                squares += low_halves(four[each]) * low_halves(four[each])
+                squares += high_halves(four[each]) * high_halves(four[each])
             four = (
                 times(four[0], gains[0]), times(four[1], gains[1]),
                 times(four[2], gains[2]), times(four[3], gains[3]),
             )  # fmt: skip
         pairs = pairs + (four[0], four[1], four[2], four[3])
-    largest = _larger(pairs[0], pairs[1])
+    largest = larger(pairs[0], pairs[1])
     for each in tl.static_range(2, 16):
-        largest = _larger(largest, pairs[each])
+        largest = larger(largest, pairs[each])
     largest = tl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF)
-    largest = tl.maximum(largest, _other(largest, 1))
-    largest = tl.maximum(largest, _other(largest, 2))
+    largest = tl.maximum(largest, of_other_lane(largest, 1))
+    largest = tl.maximum(largest, of_other_lane(largest, 2))
     exponent = tl.maximum(largest >> 7, 14)
     factor = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
     total = tl.full(wanted.shape, -SUM_OF_MAGIC, tl.int32)
@@ -300,29 +162,29 @@ def _keep_inputs(
         odd = ()
         for each in tl.static_range(4):
             pair = pairs[4 * word + each]
-            first = tl.fma(_low(pair), factor, MAGIC).to(tl.int32, bitcast=True)
-            second = tl.fma(_high(pair), factor, MAGIC).to(tl.int32, bitcast=True)
+            first = tl.fma(low_halves(pair), factor, MAGIC).to(tl.int32, bitcast=True)
+            second = tl.fma(high_halves(pair), factor, MAGIC).to(tl.int32, bitcast=True)
             total += first + second
             even = even + (first,)
             odd = odd + (second,)
         if BITS == 8:
-            low0, high0 = _bytes(even[0], odd[0], even[1], odd[1])
-            low1, high1 = _bytes(even[2], odd[2], even[3], odd[3])
+            low0, high0 = bytes_of(even[0], odd[0], even[1], odd[1])
+            low1, high1 = bytes_of(even[2], odd[2], even[3], odd[3])
         else:
-            low0, high0 = _bytes(even[0], even[1], even[2], even[3])
-            low1, high1 = _bytes(odd[0], odd[1], odd[2], odd[3])
+            low0, high0 = bytes_of(even[0], even[1], even[2], even[3])
+            low1, high1 = bytes_of(odd[0], odd[1], odd[2], odd[3])
         kept = kept + ((low0, low1, high0, high1),)
     for half in tl.static_range(2):
         a = kept[2 * half]
         b = kept[2 * half + 1]
         at = address + half * ROWS * 128
-        _keep_four(at, own, a[0], a[1], b[0], b[1])
-        _keep_four(at + 64, own, a[2], a[3], b[2], b[3])
+        keep_four(at, own, a[0], a[1], b[0], b[1])
+        keep_four(at + 64, own, a[2], a[3], b[2], b[3])
     if BITS == 4:
-        total += _other(total, 1)
-        total += _other(total, 2)
+        total += of_other_lane(total, 1)
+        total += of_other_lane(total, 2)
     unit = tl.where(exponent == 255, 0x7FC00000, (exponent - 13) << 23)
-    _keep_two(about, leads, total, unit)
+    keep_two(about, leads, total, unit)
     return squares
 
 
@@ -363,12 +225,12 @@ def _load_scales(
     if QUADS:
         wanted = _wanted(begin, 4 * PART, CHUNKS, more, True, EVEN)
         scales = (
-            _load_two(low_scale + 2 * PART, wanted, EVEN),
-            _load_two(high_scale + 2 * PART, wanted, EVEN),
+            load_two(low_scale + 2 * PART, wanted, EVEN),
+            load_two(high_scale + 2 * PART, wanted, EVEN),
         )  # fmt: skip
         if HAS_ZEROS:
             zeros = (
-                _load_one(low_zero + PART, wanted, EVEN), _load_one(high_zero + PART, wanted, EVEN),
+                load_one(low_zero + PART, wanted, EVEN), load_one(high_zero + PART, wanted, EVEN),
             )  # fmt: skip
     else:
         at = 4 * PART + tl.arange(0, begin.shape[0]) % 4
@@ -437,16 +299,16 @@ def _scale_and_zero(
         pair = scales[ROW].to(tl.int32) & 0xFFFF
         if HAS_ZEROS:
             pair |= zeros[ROW].to(tl.int32) << 16
-        pair = _of_quarter(pair, INDEX)
+        pair = of_quarter(pair, INDEX)
         if HAS_ZEROS:
             zero = pair >> 16
     if FP16:
         half = (pair >> shift).to(tl.int16)
         scale = half.to(tl.float16, bitcast=True).to(tl.float32)
     elif shift:
-        scale = _high(pair)
+        scale = high_halves(pair)
     else:
-        scale = _low(pair)
+        scale = low_halves(pair)
     return scale, zero
 
 
@@ -456,9 +318,9 @@ def _add_chunk(
     FP16: tl.constexpr, HAS_ZEROS: tl.constexpr, QUADS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Returns sums, of two weight rows, plus products of a chunk."""
-    b0, b1, b2, b3 = _kept_four(digits)
-    c0, c1, c2, c3 = _kept_four(digits + ROWS * 128)
-    total, unit = _kept_two(about)
+    b0, b1, b2, b3 = kept_four(digits)
+    c0, c1, c2, c3 = kept_four(digits + ROWS * 128)
+    total, unit = kept_two(about)
     low = chunk[0]
     high = chunk[1]
     none = tl.zeros(low[0].shape, tl.int32)
@@ -490,25 +352,7 @@ def _add_chunk(
 
 
 @triton.jit
-def _sum_of_warps(shared, thread, WARPS: tl.constexpr):
-    """Returns sums over warps of what their threads keep there, to all of them."""
-    total = _kept_float(shared + thread % 32 * 4)
-    for warp in tl.static_range(1, WARPS):
-        total += _kept_float(shared + warp * 128 + thread % 32 * 4)
-    return total
-
-
-@triton.jit
-def _sum_of_lanes(x):
-    """Returns sums of fp32 over each warp."""
-    for step in tl.static_range(5):
-        bits = x.to(tl.int32, bitcast=True)
-        x += _other(bits, 1 << step).to(tl.float32, bitcast=True)
-    return x
-
-
-@triton.jit
-def _rows(tile, eighth, N, GLU: tl.constexpr):
+def rows_of_tile(tile, eighth, N, GLU: tl.constexpr):
     """Returns each thread's two weight rows of a tile, the last ones behind the end."""
     if GLU:
         low = tl.minimum(tile * 8 + eighth, N - 1)
@@ -547,7 +391,7 @@ def integer_gemv_kernel(
     quarter = thread % 4
     begin = turn * COUNT
     first = w_ptr + quarter * 4
-    low0, high0 = _rows(pid, eighth, N, GLU)
+    low0, high0 = rows_of_tile(pid, eighth, N, GLU)
     parts = _load_tile(
         _places(
             first, w_scale_ptr, w_zero_ptr, stride_wn, stride_sn, stride_zn, low0, begin, QUADS,
@@ -564,7 +408,7 @@ def integer_gemv_kernel(
     mine = tl.where(turn == 0, M, 0)
     if PDL:
         wait_for_predecessor(EAGER)
-    shared = _of_lane(thread, SHARED)
+    shared = of_lane(thread, SHARED)
     notes = shared + WARPS * COUNT * ROWS * 256
     sums_at = notes + WARPS * COUNT * ROWS * 8
     squares = tl.zeros([32 * WARPS], tl.float32)
@@ -589,13 +433,13 @@ def integer_gemv_kernel(
                     ROWS, NORM, EVEN and COUNT % 8 == 0, BITS,
                 )  # fmt: skip
         if NORM:
-            _keep_float(sums_at + WARPS * 512 + thread * 4, _sum_of_lanes(squares))
+            keep_float(sums_at + WARPS * 512 + thread * 4, sum_of_lanes(squares))
         keep_order(thread)
         tile = pid
         partial = sums_at + WARPS * 640 + thread * 8
         for _ in range(0, tl.cdiv(TILES - pid, programs) if LOOP else 1):
             cols = tile * (8 if GLU else 16) + eighth
-            low1, high1 = _rows(tile, eighth, N, GLU)
+            low1, high1 = rows_of_tile(tile, eighth, N, GLU)
             b0 = 0.0
             b1 = 0.0
             if HAS_BIAS:
@@ -617,7 +461,7 @@ def integer_gemv_kernel(
                 next_tile = tl.where(follow < TILES, follow, pid)
                 next_begin = begin + tl.where(follow < TILES, 0, WARPS * COUNT)
                 more = more | (begin < (SEGMENTS - 1) * WARPS * COUNT).to(tl.int32)
-            low2, high2 = _rows(next_tile, eighth, N, GLU)
+            low2, high2 = rows_of_tile(next_tile, eighth, N, GLU)
             low = _places(
                 first, w_scale_ptr, w_zero_ptr, stride_wn, stride_sn, stride_zn, low2, next_begin,
                 QUADS, BITS,
@@ -660,21 +504,21 @@ def integer_gemv_kernel(
                 parts = following
             y0, y1 = sums
             if SEGMENTS > 1:
-                y0 += tl.where(begin < WARPS * COUNT, 0.0, _kept_float(partial))
-                y1 += tl.where(begin < WARPS * COUNT, 0.0, _kept_float(partial + 4))
-                _keep_float(partial, y0)
-                _keep_float(partial + 4, y1)
+                y0 += tl.where(begin < WARPS * COUNT, 0.0, kept_float(partial))
+                y1 += tl.where(begin < WARPS * COUNT, 0.0, kept_float(partial + 4))
+                keep_float(partial, y0)
+                keep_float(partial + 4, y1)
             if segment == SEGMENTS - 1:
                 at0 = sums_at + parity * WARPS * 256
                 inverse = 1.0
                 if WARPS > 1 or NORM:
-                    _keep_float(at0 + thread * 4, y0)
-                    _keep_float(at0 + WARPS * 128 + thread * 4, y1)
+                    keep_float(at0 + thread * 4, y0)
+                    keep_float(at0 + WARPS * 128 + thread * 4, y1)
                     tl.debug_barrier()
-                    y0 = _sum_of_warps(at0, thread, WARPS)
-                    y1 = _sum_of_warps(at0 + WARPS * 128, thread, WARPS)
+                    y0 = sum_of_warps(at0, thread, WARPS)
+                    y1 = sum_of_warps(at0 + WARPS * 128, thread, WARPS)
                     if NORM:
-                        total = _sum_of_warps(sums_at + WARPS * 512, thread, WARPS)
+                        total = sum_of_warps(sums_at + WARPS * 512, thread, WARPS)
                         inverse = tl.rsqrt(total / K + eps)
                 y0 = y0 * (inverse * s0) + b0
                 y1 = y1 * (inverse * s1) + b1

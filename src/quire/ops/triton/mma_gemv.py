@@ -44,6 +44,7 @@ from quire.ops.triton.mma_unpack import (
     registers,
 )
 from quire.ops.triton.quantized_tiles import Operands
+from quire.ops.triton.thread_words import high_halves, low_halves
 
 _PAIRS = "{$4, $5, $6, $7}, {$8, $9}"
 _SUMS = ", {{${0}, ${1}, ${2}, ${3}}};"
@@ -179,8 +180,8 @@ def _add_squares(squares, pair, FP16: tl.constexpr):
         low = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        low = (pair << 16).to(tl.float32, bitcast=True)
-        high = (pair & -65536).to(tl.float32, bitcast=True)
+        low = low_halves(pair)
+        high = high_halves(pair)
     return squares + low * low + high * high
 
 
