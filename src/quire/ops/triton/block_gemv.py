@@ -29,6 +29,7 @@ from quire.ops.triton.launch import options, traits
 from quire.ops.triton.mma_gemv import keep_order, load_residual, load_words, store_outputs
 from quire.ops.triton.round_inputs import quotient, scale_for
 from quire.ops.triton.thread_words import (
+    add_squares,
     high_halves,
     keep_float,
     keep_four,
@@ -99,18 +100,6 @@ def _load_inputs(x_ptrs, wanted):
     a = load_four(x_ptrs, wanted, False)
     b = load_four(x_ptrs + 4, wanted, False)
     return (a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3])
-
-
-@triton.jit
-def _squares(pairs):
-    total = low_halves(pairs[0]) * low_halves(pairs[0]) + high_halves(pairs[0]) * high_halves(
-        pairs[0]
-    )
-    for each in tl.static_range(1, 8):
-        total += low_halves(pairs[each]) * low_halves(pairs[each]) + high_halves(
-            pairs[each]
-        ) * high_halves(pairs[each])
-    return total
 
 
 @triton.jit
@@ -238,7 +227,8 @@ def block_gemv_kernel(
             at = (part * WARPS * COUNT + begin + chunk) * (INPUTS // 2) + quarter * 8
             pairs = _load_inputs(x_ptr + at, own)
             if NORM:
-                squares += _squares(pairs)
+                for each in tl.static_range(8):
+                    squares = add_squares(squares, pairs[each])
             inputs = inputs + ((pairs, at, own, part * WARPS * COUNT + begin + chunk),)
     inverse = 1.0
     if NORM:

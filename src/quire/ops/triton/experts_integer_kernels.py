@@ -22,7 +22,7 @@ import triton.language as tl
 
 from quire.ops.triton.experts_kernels import swiglu
 from quire.ops.triton.gemm_common import wait_for_predecessor
-from quire.ops.triton.integer_gemv import MAGIC, SUM_OF_MAGIC, bytes_of
+from quire.ops.triton.integer_gemv import digits_of, exponent_of, factor_of, unit_of
 from quire.ops.triton.mma_gemv import keep_order, load_residual, load_words, store_outputs
 from quire.ops.triton.mma_unpack import MULTIPLY
 from quire.ops.triton.thread_words import (
@@ -32,7 +32,6 @@ from quire.ops.triton.thread_words import (
     keep_two,
     kept_four,
     kept_two,
-    larger,
     load_four,
     low_halves,
     of_lane,
@@ -153,67 +152,32 @@ def _load_32(x_ptrs, at, wanted, K, BITS: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _exponent(pairs, WIDE: tl.constexpr):
-    """Returns the exponent of the largest of 32 inputs, at least 14, of a thread, or, WIDE, of four
-    neighbours."""
-    largest = larger(pairs[0], pairs[1])
-    for each in tl.static_range(2, 16):
-        largest = larger(largest, pairs[each])
-    largest = tl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF)
-    if WIDE:
-        largest = tl.maximum(largest, of_other_lane(largest, 1))
-        largest = tl.maximum(largest, of_other_lane(largest, 2))
-    return tl.maximum(largest >> 7, 14)
-
-
-@triton.jit
 def _keep_digits(pairs, share, address, about, own, IN_TURNS: tl.constexpr):
     """Puts the low bytes of 32 inputs, then the high ones, at `address`; their sum, and what one
     stands for times `share`, at `about`. IN_TURNS: of eight, the even ones come first."""
-    exponent = _exponent(pairs, False)
-    factor = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
-    total = tl.full(own.shape, -SUM_OF_MAGIC, tl.int32)
-    kept = ()
-    for eight in tl.static_range(4):
-        even = ()
-        odd = ()
-        for each in tl.static_range(4):
-            pair = pairs[4 * eight + each]
-            first = tl.fma(low_halves(pair), factor, MAGIC).to(tl.int32, bitcast=True)
-            second = tl.fma(high_halves(pair), factor, MAGIC).to(tl.int32, bitcast=True)
-            total += first + second
-            even = even + (first,)
-            odd = odd + (second,)
-        if IN_TURNS:
-            low0, high0 = bytes_of(even[0], even[1], even[2], even[3])
-            low1, high1 = bytes_of(odd[0], odd[1], odd[2], odd[3])
-        else:
-            low0, high0 = bytes_of(even[0], odd[0], even[1], odd[1])
-            low1, high1 = bytes_of(even[2], odd[2], even[3], odd[3])
-        kept = kept + ((low0, low1, high0, high1),)
+    exponent = exponent_of(pairs, False)
+    kept, total = digits_of(pairs, exponent, IN_TURNS)
     for half in tl.static_range(2):
         a = kept[2 * half]
         b = kept[2 * half + 1]
         keep_four(address + 16 * half, own, a[0], a[1], b[0], b[1])
         keep_four(address + 16 * half + 32, own, a[2], a[3], b[2], b[3])
-    one = tl.where(exponent == 255, 0x7FC00000, (exponent - 13) << 23)
-    one = one.to(tl.float32, bitcast=True) * share
+    one = unit_of(exponent).to(tl.float32, bitcast=True) * share
     keep_two(about, own, total, one.to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def _keep_halves(pairs, share, address, about, own):
     """Puts 32 inputs as fp16 at `address`, and what one stands for times `share` at `about`."""
-    exponent = _exponent(pairs, True)
-    factor = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
+    exponent = exponent_of(pairs, True)
+    factor = factor_of(exponent)
     for quad in tl.static_range(4):
         kept = ()
         for each in tl.static_range(4):
             pair = pairs[4 * quad + each]
             kept = kept + (_halves(low_halves(pair) * factor, high_halves(pair) * factor),)
         keep_four(address + 16 * quad, own, kept[0], kept[1], kept[2], kept[3])
-    one = tl.where(exponent == 255, 0x7FC00000, (exponent - 13) << 23)
-    one = one.to(tl.float32, bitcast=True) * share
+    one = unit_of(exponent).to(tl.float32, bitcast=True) * share
     keep_two(about, own, exponent, one.to(tl.int32, bitcast=True))
 
 

@@ -20,7 +20,14 @@ import triton.language as tl
 
 from quire.ops.triton.experts_kernels import swiglu
 from quire.ops.triton.gemm_common import wait_for_predecessor
-from quire.ops.triton.mma_gemv import CHUNK, keep_order, load_inputs, load_words, pair
+from quire.ops.triton.mma_gemv import (
+    CHUNK,
+    keep_order,
+    load_inputs,
+    load_words,
+    multiply_pairs,
+    pair,
+)
 from quire.ops.triton.quantized_tiles import LIFT
 
 
@@ -50,16 +57,6 @@ def _unpack8(UNPACK: tl.constexpr, word):
     return tl.inline_asm_elementwise(
         UNPACK, "=&r,=&r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
     )
-
-
-@triton.jit
-def _product(PRODUCT: tl.constexpr, a0, a1, a2, a3, x0, x1, sums):
-    """Returns sums of 16 rows and 8 tokens plus the products of 16 inputs."""
-    return tl.inline_asm_elementwise(
-        PRODUCT, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-        [a0, a1, a2, a3, x0, x1, sums[0], sums[1], sums[2], sums[3]],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -191,8 +188,8 @@ def _add_chunk(
                 added = ()
                 for n in tl.static_range(NT):
                     x = inputs[n]
-                    t = _product(PRODUCT, a0, b0, a1, b1, x[4 * i], x[4 * i + 1], own[n])
-                    t = _product(PRODUCT, a2, b2, a3, b3, x[4 * i + 2], x[4 * i + 3], t)
+                    t = multiply_pairs(PRODUCT, a0, b0, a1, b1, x[4 * i], x[4 * i + 1], own[n])
+                    t = multiply_pairs(PRODUCT, a2, b2, a3, b3, x[4 * i + 2], x[4 * i + 3], t)
                     added = added + (t,)
                 own = added
         else:
@@ -202,7 +199,7 @@ def _add_chunk(
                 added = ()
                 for n in tl.static_range(NT):
                     x = inputs[n]
-                    t = _product(PRODUCT, a0, b0, a1, b1, x[2 * i], x[2 * i + 1], own[n])
+                    t = multiply_pairs(PRODUCT, a0, b0, a1, b1, x[2 * i], x[2 * i + 1], own[n])
                     added = added + (t,)
                 own = added
         if APART:

@@ -47,6 +47,7 @@ from quire.ops.triton.mma_gemv import (
 )
 from quire.ops.triton.quantized_tiles import Operands
 from quire.ops.triton.thread_words import (
+    add_squares,
     high_halves,
     keep_float,
     keep_four,
@@ -122,6 +123,60 @@ def bytes_of(i0, i1, i2, i3):
 
 
 @triton.jit
+def exponent_of(pairs, WIDE: tl.constexpr):
+    """Returns the exponent of the largest of 32 inputs, at least 14, of a thread, or, WIDE, of four
+    neighbours."""
+    largest = larger(pairs[0], pairs[1])
+    for each in tl.static_range(2, 16):
+        largest = larger(largest, pairs[each])
+    largest = tl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF)
+    if WIDE:
+        largest = tl.maximum(largest, of_other_lane(largest, 1))
+        largest = tl.maximum(largest, of_other_lane(largest, 2))
+    return tl.maximum(largest >> 7, 14)
+
+
+@triton.jit
+def factor_of(exponent):
+    """Returns what makes integers of 15 bits of inputs whose largest has an exponent."""
+    return ((267 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unit_of(exponent):
+    """Returns the bits of the fp32 number that such an integer's 1 stands for: NaN if an input is
+    no number."""
+    return tl.where(exponent == 255, 0x7FC00000, (exponent - 13) << 23)
+
+
+@triton.jit
+def digits_of(pairs, exponent, IN_TURNS: tl.constexpr):
+    """Returns 32 inputs as bytes, for each eight two words of low and two of high ones, and the sum
+    of the integers. IN_TURNS: of eight, the even ones come first."""
+    factor = factor_of(exponent)
+    total = tl.full(exponent.shape, -SUM_OF_MAGIC, tl.int32)
+    kept = ()
+    for eight in tl.static_range(4):
+        even = ()
+        odd = ()
+        for each in tl.static_range(4):
+            pair = pairs[4 * eight + each]
+            first = tl.fma(low_halves(pair), factor, MAGIC).to(tl.int32, bitcast=True)
+            second = tl.fma(high_halves(pair), factor, MAGIC).to(tl.int32, bitcast=True)
+            total += first + second
+            even = even + (first,)
+            odd = odd + (second,)
+        if IN_TURNS:
+            low0, high0 = bytes_of(even[0], even[1], even[2], even[3])
+            low1, high1 = bytes_of(odd[0], odd[1], odd[2], odd[3])
+        else:
+            low0, high0 = bytes_of(even[0], odd[0], even[1], odd[1])
+            low1, high1 = bytes_of(even[2], odd[2], even[3], odd[3])
+        kept = kept + ((low0, low1, high0, high1),)
+    return kept, total
+
+
+@triton.jit
 def _keep_inputs(
     x_ptrs, g_ptrs, wanted, own, address, about, leads,
     ROWS: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr, BITS: tl.constexpr,
@@ -140,40 +195,14 @@ def _keep_inputs(
         if NORM:
             gains = load_four(g_ptrs + place, wanted, EVEN)
             for each in tl.static_range(4):
-                squares += low_halves(four[each]) * low_halves(four[each])
-                squares += high_halves(four[each]) * high_halves(four[each])
+                squares = add_squares(squares, four[each])
             four = (
                 times(four[0], gains[0]), times(four[1], gains[1]),
                 times(four[2], gains[2]), times(four[3], gains[3]),
             )  # fmt: skip
         pairs = pairs + (four[0], four[1], four[2], four[3])
-    largest = larger(pairs[0], pairs[1])
-    for each in tl.static_range(2, 16):
-        largest = larger(largest, pairs[each])
-    largest = tl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF)
-    largest = tl.maximum(largest, of_other_lane(largest, 1))
-    largest = tl.maximum(largest, of_other_lane(largest, 2))
-    exponent = tl.maximum(largest >> 7, 14)
-    factor = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
-    total = tl.full(wanted.shape, -SUM_OF_MAGIC, tl.int32)
-    kept = ()
-    for word in tl.static_range(4):
-        even = ()
-        odd = ()
-        for each in tl.static_range(4):
-            pair = pairs[4 * word + each]
-            first = tl.fma(low_halves(pair), factor, MAGIC).to(tl.int32, bitcast=True)
-            second = tl.fma(high_halves(pair), factor, MAGIC).to(tl.int32, bitcast=True)
-            total += first + second
-            even = even + (first,)
-            odd = odd + (second,)
-        if BITS == 8:
-            low0, high0 = bytes_of(even[0], odd[0], even[1], odd[1])
-            low1, high1 = bytes_of(even[2], odd[2], even[3], odd[3])
-        else:
-            low0, high0 = bytes_of(even[0], even[1], even[2], even[3])
-            low1, high1 = bytes_of(odd[0], odd[1], odd[2], odd[3])
-        kept = kept + ((low0, low1, high0, high1),)
+    exponent = exponent_of(pairs, True)
+    kept, total = digits_of(pairs, exponent, BITS == 4)
     for half in tl.static_range(2):
         a = kept[2 * half]
         b = kept[2 * half + 1]
@@ -183,8 +212,7 @@ def _keep_inputs(
     if BITS == 4:
         total += of_other_lane(total, 1)
         total += of_other_lane(total, 2)
-    unit = tl.where(exponent == 255, 0x7FC00000, (exponent - 13) << 23)
-    keep_two(about, leads, total, unit)
+    keep_two(about, leads, total, unit_of(exponent))
     return squares
 
 

@@ -39,14 +39,14 @@ from quire.ops.triton.mma_unpack import (
     EIGHT_BITS,
     FOUR_BITS,
     MULTIPLY,
+    PRODUCT,
     TYPES,
     four_bit_integers,
     registers,
 )
 from quire.ops.triton.quantized_tiles import Operands
-from quire.ops.triton.thread_words import high_halves, low_halves
+from quire.ops.triton.thread_words import add_squares
 
-_PAIRS = "{$4, $5, $6, $7}, {$8, $9}"
 _SUMS = ", {{${0}, ${1}, ${2}, ${3}}};"
 CHUNK: tl.constexpr = tl.constexpr(CHUNK_WORDS)
 
@@ -84,10 +84,7 @@ def _eight_bits(dtype: torch.dtype, unpack: str, count: int) -> str:
 INSTRUCTIONS = {
     **{(torch.uint8, dtype): _four_bits(dtype) for dtype in TYPES},
     **{key: _eight_bits(key[1], *own) for key, own in EIGHT_BITS.items()},
-    **{
-        (dtype, dtype): MULTIPLY.format(t=name) + _PAIRS + _SUMS.format(10, 11, 12, 13)
-        for dtype, name in TYPES.items()
-    },
+    **{(dtype, dtype): PRODUCT[dtype] for dtype in TYPES},
 }
 """Instructions that unpack and multiply, by the dtypes of stored values and of x."""
 
@@ -164,31 +161,19 @@ def _multiply8(ASM: tl.constexpr, low, high, x0, x1, sums):
 
 
 @triton.jit
-def _multiply16(ASM: tl.constexpr, low0, high0, low1, high1, x0, x1, sums):
-    """Returns sums plus the products of two pairs of each of two rows and of inputs."""
+def multiply_pairs(ASM: tl.constexpr, a0, a1, a2, a3, x0, x1, sums):
+    """Returns sums of 16 weight rows and 8 of x plus the products of 16 inputs: see `PRODUCT`."""
     return tl.inline_asm_elementwise(
-        ASM, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-        [low0, high0, low1, high1, x0, x1, sums[0], sums[1], sums[2], sums[3]],
+        ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+        [a0, a1, a2, a3, x0, x1, sums[0], sums[1], sums[2], sums[3]],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def _add_squares(squares, pair, FP16: tl.constexpr):
-    """Returns squares plus those of a pair of each thread."""
-    if FP16:
-        low = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        low = low_halves(pair)
-        high = high_halves(pair)
-    return squares + low * low + high * high
-
-
-@triton.jit
 def _add_plain(
-    sums, squares, chunk, x_ptrs, g_ptrs, inside, ASM: tl.constexpr, FP16: tl.constexpr,
-    EVEN: tl.constexpr, NORM: tl.constexpr,
+    sums, squares, chunk, x_ptrs, g_ptrs, inside, ASM: tl.constexpr, EVEN: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     """Returns sums plus the products of a chunk of 16 bits, and squares plus its inputs'."""
     low, high, _, _ = chunk
@@ -210,17 +195,17 @@ def _add_plain(
         p2 = tl.where(inside, p2, 0)
         p3 = tl.where(inside, p3, 0)
     if NORM:
-        squares = _add_squares(squares, p0, FP16)
-        squares = _add_squares(squares, p1, FP16)
-        squares = _add_squares(squares, p2, FP16)
-        squares = _add_squares(squares, p3, FP16)
+        squares = add_squares(squares, p0)
+        squares = add_squares(squares, p1)
+        squares = add_squares(squares, p2)
+        squares = add_squares(squares, p3)
         g0, g1, g2, g3 = load_inputs(g_ptrs)
         p0 = times(p0, g0)
         p1 = times(p1, g1)
         p2 = times(p2, g2)
         p3 = times(p3, g3)
-    sums = _multiply16(ASM, w0, v0, w1, v1, p0, p1, sums)
-    sums = _multiply16(ASM, w2, v2, w3, v3, p2, p3, sums)
+    sums = multiply_pairs(ASM, w0, v0, w1, v1, p0, p1, sums)
+    sums = multiply_pairs(ASM, w2, v2, w3, v3, p2, p3, sums)
     return sums, squares
 
 
@@ -488,7 +473,7 @@ def mma_gemv_kernel(
                 for block in tl.static_range(BLOCKS):
                     new, square = _add_plain(
                         sums[block], squares[block], current[index], x_ptrs[block] + at,
-                        g_ptr + own + at, inside, ASM, FP16, EVEN, NORM,
+                        g_ptr + own + at, inside, ASM, EVEN, NORM,
                     )  # fmt: skip
                     new_sums = new_sums + (new,)
                     new_squares = new_squares + (square,)

@@ -178,6 +178,14 @@ def high_halves(pairs):
 
 
 @triton.jit
+def add_squares(squares, pairs):
+    """Returns squares plus those of pairs of bf16 numbers."""
+    low = low_halves(pairs)
+    high = high_halves(pairs)
+    return squares + low * low + high * high
+
+
+@triton.jit
 def sum_of_warps(shared, thread, WARPS: tl.constexpr):
     """Returns sums over warps of what their threads keep there, to all of them."""
     total = kept_float(shared + thread % 32 * 4)
