@@ -27,7 +27,7 @@ from crossover import crossover
 from torch import Tensor
 
 from quire.arrays import int32
-from quire.bench.record import append_jsonl, format_table, make_record
+from quire.bench.record import BenchRecord, append_jsonl, format_table, make_record
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.sampling_params import SamplingParams
@@ -174,7 +174,12 @@ def main() -> None:
     if args.one:
         print(json.dumps(one(args, args.one[0], int(args.one[1]))))
         return
-    records = []
+
+    def keep(record: BenchRecord) -> None:
+        if args.results is not None:
+            append_jsonl(args.results / "contiguous.jsonl", [record])
+
+    records: list[BenchRecord] = []
     for batch in args.batches:
         found = {kind: apart(kind, batch) for kind in RUNS}
         metrics: dict[str, float] = {}
@@ -190,10 +195,10 @@ def main() -> None:
         records.append(make_record(f"contiguous-{batch}", metrics, model="gpt2-124m",
                                    device=args.device, settings=settings))  # fmt: skip
         print(format_table(records[-1:]), flush=True)
+        keep(records[-1])
     records.append(crossover(records))
+    keep(records[-1])
     print(format_table(records))
-    if args.results is not None:
-        append_jsonl(args.results / "contiguous.jsonl", records)
 
 
 if __name__ == "__main__":

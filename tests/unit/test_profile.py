@@ -6,6 +6,7 @@ import itertools
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -92,6 +93,18 @@ def test_command(folder: Path, tmp_path: Path) -> None:
     assert {f"step {n}" for n in range(31, 35)} <= names
     assert "layer 2" in names
     assert "step 35" not in names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_the_first_of_two_ranks(folder: Path, split: str) -> None:
+    dummy: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, split: 2}
+    llm = LLM(str(folder), device="cpu", **dummy)
+    found = Profiler(llm, None).decode(2, 8, 3)
+    llm.shutdown()
+    assert found is not None
+    assert found.steps == 3
+    assert any("gloo" in name or "c10d" in name for name, _, _ in found.spans)
 
 
 def test_case_and_refusals(folder: Path) -> None:

@@ -27,6 +27,7 @@ from quire.bench.ceilings import Ceilings
 from quire.bench.model_work import model_work
 from quire.bench.trace import SeenStep, sum_up, watch
 from quire.bench.work import percent_of
+from quire.engine.workers import WorkerExecutor
 from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
 
@@ -134,23 +135,23 @@ def innermost(calls: Sequence[Span]) -> list[Span]:
 
 
 class Profiler:
-    """Profiles workloads of an engine in this process.
+    """Profiles workloads of an engine in this process; of several ranks, what the first does.
 
     limits: the device's ceilings, or None. nvtx: names steps, layers and ops for a profiler that
     this process runs under (nsys), in place of torch's, so that there are no figures.
 
     Raises:
-        ConfigError: the engine has several ranks, or `nvtx` is asked for without a GPU.
+        ConfigError: `nvtx` is asked for without a GPU.
     """
 
     def __init__(self, llm: LLM, limits: Ceilings | None, *, nvtx: bool = False) -> None:
-        if llm.config.args.tensor_parallel_size > 1:
-            raise ConfigError("profiles are of one rank", "tensor_parallel_size")
         self._cuda = llm.config.device != "cpu"
         if nvtx and not self._cuda:
             raise ConfigError("nvtx names what a GPU runs, and the device is a CPU", "nvtx")
         self._llm, self._limits, self._nvtx = llm, limits, nvtx
-        self._runner: Any = llm._core._executor
+        executor: Any = llm._core._executor
+        worker = executor.local if isinstance(executor, WorkerExecutor) else executor
+        self._layers = worker.model.layers
         self._recorder = watch(llm)
         self._work = model_work(llm.config)
 
@@ -280,7 +281,7 @@ class Profiler:
             ranges.append(record_function(f"layer {number}"))
             ranges[-1].__enter__()
 
-        for number, layer in enumerate(self._runner.model.layers):
+        for number, layer in enumerate(self._layers):
             handles.append(layer.register_forward_pre_hook(lambda *_, n=number: enter(n)))
             handles.append(
                 layer.register_forward_hook(lambda *_: ranges.pop().__exit__(*[None] * 3))
