@@ -233,7 +233,7 @@ def _load_or_clear(pointers, wanted):
     return tl.inline_asm_elementwise(
         "{\n.reg .pred p;\nsetp.ne.s32 p, $5, 0;\n"
         "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;\n"
-        "@p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];\n}",
+        "@p ld.global.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];\n}",
         "=&r,=&r,=&r,=&r,l,r", [pointers, wanted],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
     )  # fmt: skip

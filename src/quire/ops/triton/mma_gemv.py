@@ -93,9 +93,10 @@ INSTRUCTIONS = {
 def load_words(pointers, wanted):
     """Returns four neighbouring words of each thread, which no other thread reads; anything where
     they are not `wanted`."""
+    # A warp asks for half of each line, and soon for the other: the hint has both come at once.
     return tl.inline_asm_elementwise(
         "{\n.reg .pred p;\nsetp.ne.s32 p, $5, 0;\n"
-        "@p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];\n}",
+        "@p ld.global.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];\n}",
         "=r,=r,=r,=r,l,r", [pointers, wanted],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
     )  # fmt: skip
