@@ -215,6 +215,7 @@ def _weights(**values: Any) -> Callable[[dict[str, Any]], None]:
 REFUSED: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("gptq", _set("quant_method", "bitsandbytes"), "quantized by bitsandbytes"),
     ("gptq", _set("quant_method", "hqq"), "quantized by hqq"),
+    ("gptq", _set("quant_method", ["gptq"]), r"quantized by \['gptq'\]"),
     ("gptq", _set("bits", 3), "bits 3; known are: 4, 8"),
     ("gptq", _set("checkpoint_format", "marlin"), "checkpoint_format 'marlin'"),
     ("gptq", _set("group_size", 20), "group_size 20"),
@@ -234,6 +235,9 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("w4a16", _weights(num_bits=3), "num_bits 3"),
     ("w4a16", _weights(strategy="tensor_group"), "strategy 'tensor_group'"),
     ("w8a8", _weights(type="float"), "type float in the format int-quantized"),
+    ("mxfp4", _weights(num_bits=8), "num_bits 8; known are: 4"),
+    ("mxfp4", _weights(strategy="channel"), "strategy 'channel'; known are: group"),
+    ("mxfp4", _weights(symmetric=False), "symmetric False; known are: True"),
 ]
 
 
@@ -254,6 +258,7 @@ BROKEN: list[tuple[str, str, Callable[[Tensor], object], str]] = [
     ("gptq", "g_idx", lambda t: t[0].fill_(1), "out of order, unlike the config"),
     ("gptq", "bias", lambda t: t[0].fill_(1), "is a bias that is not zero"),
     ("gptq-act-order", "g_idx", lambda t: t[0].fill_(2), "groups that are not among the 2"),
+    ("gptq-act-order", "g_idx", lambda t: t.zero_(), "puts more than 32 inputs into a group"),
     ("gptq", "scales", lambda t: t[0, 3].fill_(-1), "scales that are not positive"),
     ("awq", "scales", lambda t: t[1, 3].fill_(torch.inf), "scales that are not positive"),
     ("w4a16", "weight_shape", lambda t: t[0].fill_(1), r"holds \[1, 48\], expected \[48, 48\]"),
@@ -273,6 +278,16 @@ def test_stored_values_that_make_no_sense_are_named(
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=rf"{Q}\.{tensor} .*{message}"):
         loaded(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["gptq-act-order", "w4a16-asym", "fp8-blocks"])
+def test_tensors_with_an_axis_of_one_behind_are_the_same(case: str, tmp_path: Path) -> None:
+    exact = make_quantized(tmp_path, case)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {name: tensors[name].unsqueeze(-1) for name in tensors if name.startswith(Q)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for name, _, own in projections(loaded(tmp_path)):
+        np.testing.assert_allclose(own.numpy(), exact[name], rtol=1e-6, atol=1e-7)
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ BAD = {
     "vocab_size": (None, "lacks 'vocab_size'"),
     "num_key_value_heads": (3, "cannot share 3 key/value heads"),
     "num_attention_heads": (5, "not a multiple of 5 heads"),
+    "architectures": (1.5, "unknown architecture: 1.5"),
     "hidden_act": ("relu", "hidden_act 'relu' is not supported"),
     "rms_norm_eps": (-1.0, "rms_norm_eps must be a positive number"),
     "rope_scaling": ({"type": "dynamic", "factor": 2.0}, "rope type 'dynamic'"),
@@ -151,6 +152,22 @@ def test_settings_that_make_no_sense(name: str) -> None:
     value, message = BAD[name]
     with pytest.raises(ModelError, match=message):
         spec_from_config({**LLAMA, name: value})
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": ["silu"]}, r"hidden_act \"\['silu'\]\" is not supported"),
+        ({"rope_scaling": {**YARN, "mscale": "x"}}, "mscale must be a positive number, got 'x'"),
+        ({"rope_scaling": {**YARN, "factor": 2**70}}, "factor must be at most 65536"),
+    ],
+)
+def test_values_of_the_wrong_type(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        spec_from_config({**LLAMA, **change})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.families import unsupported
+from quire.models.families import settings, unsupported
 from quire.models.registry import ARCHITECTURES, family_named
 from quire.models.spec import ModelSpec
 
@@ -59,7 +59,7 @@ def load_config(path: str | Path) -> dict[str, Any]:
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """The architecture that config.json describes. Raises ModelError for one that is unknown, and
     for values that make no sense."""
-    names = [str(name) for name in config.get("architectures") or []]
+    names = [str(name) for name in settings.several(config, "architectures")]
     known = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     family = family_named(known if names else str(config.get("model_type")))
     if family is None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
 import torch
-from torch import nn
+from torch import Tensor
 
 from quire.errors import ModelError
+from quire.layers.expert_weights import ExpertLinear
 from quire.layers.linear import Linear
+from quire.models.decoder import DecoderLayers
+from quire.models.families.family import Family
 from quire.ops import Weight
 from quire.ops.reference.quantized import dequantize
 
-_PLACES, _ROWS = 4, 16
-"""Places of a weight that are looked at, and the outputs of each."""
+_ROWS, _EXPERT_ROWS = 64, 8
+"""Outputs of a projection that are looked at, and of one of an expert."""
+_EXPERTS = 32
+"""Projections of experts that are looked at at once."""
 _LARGEST = 1e4
-"""The largest root mean square of the weights of an output that is believed."""
+"""The largest root mean square of the weights of an output, and the largest fixed scale of inputs,
+that are believed."""
 _OFF_CENTRE = 0.25
 """The largest share of that root mean square that the mean of the weights may be, in the median of
 outputs. Trained weights have less than 0.15, also those of 64 inputs; 4 bits with zeros that are
@@ -22,43 +32,120 @@ _FEWEST = 64
 """Inputs from which on that share tells something."""
 
 
+@dataclass(frozen=True, slots=True)
+class _SomeOutputs:
+    """Some outputs of projections that share a weight.
+
+    names: of the projections. weight: equally many outputs of each. may_be_zero: whether a
+    projection of zeros makes sense.
+    """
+
+    names: list[str]
+    weight: Weight
+    may_be_zero: bool
+
+
 @torch.inference_mode()
-def check_weights(model: nn.Module) -> None:
-    """Looks at a sample of each quantized weight.
+def check_weights(model: DecoderLayers, family: Family) -> None:
+    """Looks at a sample of each quantized projection, each expert's too.
 
     Raises:
-        ModelError: dequantized, it is not finite, zero throughout, huge, or off centre; the error
-            names the layer.
+        ModelError: dequantized, it is not finite, huge, zero throughout, or off centre; or its
+            inputs have a huge fixed scale. The error gives the checkpoint's name of the projection.
     """
     for name, layer in model.named_modules():
-        if not isinstance(layer, Linear) or layer.weights[0].values.is_meta:
+        if isinstance(layer, Linear):
+            samples = _of_layer(name, layer)
+        elif isinstance(layer, ExpertLinear):
+            samples = _of_experts(name, layer)
+        else:
             continue
-        for stack in layer.stacks:
-            weight = stack.weight
-            problem = None if weight.scales is None or not weight.outputs else _problem(weight)
-            if problem is not None:
-                outputs = [output.name for output in layer.outputs[stack.first : stack.end]]
+        for sample in samples:
+            found = _problem(sample)
+            if found is not None:
+                place, problem = found
+                stored = family.source(model.spec, f"{sample.names[place]}.weight").name
                 raise ModelError(
-                    f"{name} ({', '.join(outputs)}) {problem}: the checkpoint is damaged, or not "
-                    "quantized as its settings say"
+                    f"{stored.removesuffix('.weight')} {problem}: the checkpoint is damaged, or "
+                    "not quantized as its settings say"
                 )
 
 
-def _problem(weight: Weight) -> str | None:
-    step = max(_ROWS, weight.outputs // _PLACES)
-    parts = [
-        dequantize(weight.rows(row, min(row + _ROWS, weight.outputs)), torch.float32)
-        for row in range(0, weight.outputs, step)
-    ]
-    rows = torch.cat(parts)
-    power = rows.square().mean(1).sqrt()
-    off = (rows.mean(1).abs() / power.clamp(min=1e-30)).median()
+def _of_layer(name: str, layer: Linear) -> Iterator[_SomeOutputs]:
+    for stack in layer.stacks:
+        row = 0
+        for index in range(stack.first, stack.end):
+            output, size = layer.outputs[index].name, layer.sizes[index]
+            if _is_quantized(stack.weight) and size:
+                rows = _spread(row, size, _ROWS)
+                own = f"{name}.{output}" if output else name
+                yield _SomeOutputs([own], _taken(stack.weight, rows), may_be_zero=False)
+            row += size
+
+
+def _of_experts(name: str, layer: ExpertLinear) -> Iterator[_SomeOutputs]:
+    if not _is_quantized(layer.weight) or not layer.size:
+        return
+    first = layer.cut.experts[0]
+    projections = [(first + expert, own) for expert in range(layer.count) for own in layer.names]
+    for start in range(0, len(projections), _EXPERTS):
+        some = projections[start : start + _EXPERTS]
+        rows = [
+            _spread((start + i) * layer.size, layer.size, _EXPERT_ROWS) for i in range(len(some))
+        ]
+        names = [_expert_name(name, layer, *each) for each in some]
+        # Experts that no text of the training has chosen may be.
+        yield _SomeOutputs(names, _taken(layer.weight, torch.cat(rows)), may_be_zero=True)
+
+
+def _expert_name(name: str, layer: ExpertLinear, expert: int, projection: str) -> str:
+    if layer.layout == "interleaved":
+        return name
+    parts = (name, str(expert) if layer.layout == "each" else "", projection)
+    return ".".join(filter(None, parts))
+
+
+def _is_quantized(weight: Weight) -> bool:
+    return weight.scales is not None and not weight.values.is_meta
+
+
+def _spread(first: int, size: int, count: int) -> Tensor:
+    """Returns up to `count` rows spread over `size` of them."""
+    return torch.linspace(first, first + size - 1, min(count, size)).long()
+
+
+def _taken(weight: Weight, rows: Tensor) -> Weight:
+    """Returns a weight of some outputs, a copy."""
+    rows = rows.to(weight.values.device)
+    scales, zeros = weight.scales, weight.zeros
+    return replace(
+        weight,
+        values=weight.values[rows],
+        scales=None if scales is None else scales[rows],
+        zeros=None if zeros is None else zeros[rows],
+    )
+
+
+def _problem(sample: _SomeOutputs) -> tuple[int, str] | None:
+    """Returns the place among the sample's names of a projection that makes no sense, and why."""
+    weight = sample.weight
+    weights = dequantize(weight, torch.float32).view(len(sample.names), -1, weight.inputs)
+    power = weights.square().mean(2).sqrt()
+    off = (weights.mean(2).abs() / power.clamp(min=1e-30)).median(1).values
+    fixed = torch.zeros_like(off) if weight.input_scale is None else weight.input_scale.max()
     # One wait for the device.
-    largest, median = torch.stack([power.max(), off]).tolist()
-    if not largest <= _LARGEST:
-        return f"has outputs whose weights are as large as {largest:.3g}"
-    if largest == 0:
-        return "is zero throughout"
-    if weight.inputs >= _FEWEST and median > _OFF_CENTRE:
-        return f"has weights whose mean is {median:.2f} of their size, where it should be near 0"
+    figures = torch.stack([power.amax(1), off, fixed.expand_as(off)]).tolist()
+    for place, (largest, median, scale) in enumerate(zip(*figures, strict=True)):
+        if not math.isfinite(largest):
+            return place, "has weights that are not finite"
+        if largest > _LARGEST:
+            return place, f"has outputs whose weights are as large as {largest:.3g}"
+        if largest == 0 and not sample.may_be_zero:
+            return place, "is zero throughout"
+        if weight.inputs >= _FEWEST and median > _OFF_CENTRE:
+            return place, (
+                f"has weights whose mean is {median:.2f} of their size, where it should be near 0"
+            )
+        if scale > _LARGEST:
+            return place, f"rounds its inputs by a fixed scale of {scale:.3g}"
     return None

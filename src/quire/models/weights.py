@@ -78,7 +78,7 @@ def load_weights(
     if any("scales" in name for name, _ in model.named_parameters()):
         from quire.models.sanity import check_weights
 
-        check_weights(model)
+        check_weights(model, family)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def _share(entry: _Entry, place: _Place) -> Tensor:
     if source.transposed:
         ranges.reverse()
     view = entry.file.get_slice(entry.name)
-    part: Tensor = view[tuple(slice(low, high) for low, high in ranges)]
+    part: Tensor = view[tuple(slice(low, high) for low, high in ranges)].flatten(len(ranges) - 1)
     return part.t() if source.transposed else part
 
 

@@ -46,11 +46,11 @@ def method_of(settings: Settings) -> Method:
     Raises:
         ModelError: it is not known, or not with these settings.
     """
-    name = settings.get("quant_method")
+    name = str(settings.get("quant_method") or "an unnamed method")
     if name not in METHODS:
         raise ModelError(
-            f"the checkpoint is quantized by {name or 'an unnamed method'}, which is not "
-            f"supported; known are: {', '.join(METHODS)}"
+            f"the checkpoint is quantized by {name}, which is not supported; known are: "
+            + ", ".join(METHODS)
         )
     return METHODS[name](settings)
 

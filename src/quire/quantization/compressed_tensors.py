@@ -223,7 +223,10 @@ class Exponents(StoredTensor):
 
 
 def _mxfp4(weights: Settings) -> Scheme:
+    fields.one_of(weights, "num_bits", (4,))
+    fields.one_of(weights, "strategy", ("group",), "group")
     fields.one_of(weights, "group_size", (32,), 32)
+    fields.one_of(weights, "symmetric", (True,), True)
     format = WeightFormat(torch.uint8, bits=4, scales=torch.float8_e8m0fnu, group=32, code="e2m1")
     return Scheme(
         format,

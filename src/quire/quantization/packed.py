@@ -190,6 +190,9 @@ class GroupIndex(StoredTensor):
             groups = -(-share.inputs // (self.inputs_per or share.inputs))
             inside = ((part >= 0) & (part < groups)).all()
             expect(inside, f"names groups that are not among the {groups} there are")
+            most = self.inputs_per or share.inputs
+            fits = torch.bincount(part).max() <= most
+            expect(fits, f"puts more than {most} inputs into a group")
             weight.groups[start : start + len(part)] = part
             return
         places = torch.arange(len(part), device=part.device) + share.columns[0] + start

@@ -112,7 +112,7 @@ def _mixer(
         if keys_as_values:
             kv_heads = settings.integer(config, "num_global_key_value_heads", kv_heads)
     # As transformers 5 writes it.
-    own = (config.get("per_layer_config") or {}).get(str(index)) or {}
+    own = _object(_object(config, "per_layer_config"), str(index))
     head_dim = settings.integer(own, "head_dim", head_dim)
     kv_heads = settings.integer(own, "num_key_value_heads", kv_heads)
     if plain.heads % kv_heads:
@@ -120,7 +120,7 @@ def _mixer(
             f"config.json: {plain.heads} attention heads cannot share {kv_heads} key/value heads "
             "evenly"
         )
-    ropes = config.get("rope_parameters") or _ROPES
+    ropes = _object(config, "rope_parameters")
     trained = settings.integer(config, "max_position_embeddings", 131072)
     return ValueNormSpec(
         heads=plain.heads,
@@ -131,10 +131,18 @@ def _mixer(
         out_bias=plain.out_bias,
         qk_norm=norm,
         window=window,
-        rope=_rope(ropes.get(kind) or _ROPES[kind], head_dim, trained),
+        rope=_rope(_object(ropes, kind) or _ROPES[kind], head_dim, trained),
         value_eps=norm.eps,
         keys_as_values=keys_as_values,
     )
+
+
+def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns an object, an empty one where there is none."""
+    found = config.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ModelError(f"config.json: {name} must be an object, got {found!r}")
+    return found
 
 
 def _rope(given: Mapping[str, Any], head_dim: int, trained: int) -> RopeSpec:
@@ -144,7 +152,10 @@ def _rope(given: Mapping[str, Any], head_dim: int, trained: int) -> RopeSpec:
         found: RopeSpec = rope.rope_spec({"rope_parameters": given}, head_dim, trained)
         return found
     pairs = head_dim // 2
-    turning = int(settings.number(given, "partial_rotary_factor", 1.0) * head_dim // 2)
+    share = settings.number(given, "partial_rotary_factor", 1.0)
+    if share > 1:
+        raise ModelError(f"config.json: partial_rotary_factor must be at most 1, got {share:g}")
+    turning = int(share * head_dim // 2)
     factor = settings.number(given, "factor", 1.0)
     factors = (factor,) * turning + (math.inf,) * (pairs - turning)
     return RopeSpec(settings.number(given, "rope_theta"), head_dim, FactorScaling(factors, 1.0))

@@ -16,6 +16,8 @@ from quire.layers.rope_spec import (
 )
 from quire.models.families import settings
 
+_MOST_FACTOR = 1 << 16
+
 
 def read_scaling(
     kind: str,
@@ -30,7 +32,7 @@ def read_scaling(
         ModelError: the kind is unknown, or a value makes no sense.
     """
     if kind == "linear":
-        return LinearScaling(settings.number(scaling, "factor"))
+        return LinearScaling(_factor(scaling))
     if kind == "llama3":
         return Llama3Scaling(
             settings.number(scaling, "factor"),
@@ -47,6 +49,14 @@ def read_scaling(
         f"config.json: rope type {kind!r} is not supported; known are: default, linear, llama3, "
         "longrope, yarn"
     )
+
+
+def _factor(scaling: Mapping[str, Any], default: float | None = None) -> float:
+    """Returns what positions are extended by."""
+    factor = settings.number(scaling, "factor", default)
+    if factor > _MOST_FACTOR:
+        raise ModelError(f"config.json: factor must be at most {_MOST_FACTOR}, got {factor:g}")
+    return factor
 
 
 def _original(scaling: Mapping[str, Any], config: Mapping[str, Any], max_positions: int) -> int:
@@ -80,7 +90,7 @@ def _longrope(
 
 def _yarn(scaling: Mapping[str, Any], config: Mapping[str, Any], max_positions: int) -> YarnScaling:
     original_max = _original(scaling, config, max_positions)
-    factor = settings.number(scaling, "factor", max_positions / original_max)
+    factor = _factor(scaling, max_positions / original_max)
     attention = scaling.get("attention_factor")
     if attention is None:
         attention = _yarn_attention(scaling, factor)
@@ -101,7 +111,8 @@ def temperature(factor: float, mscale: float) -> float:
 
 
 def _yarn_attention(scaling: Mapping[str, Any], factor: float) -> float:
-    mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if mscale and mscale_all:
-        return temperature(factor, mscale) / temperature(factor, mscale_all)
-    return temperature(factor, 1.0)
+    names = ("mscale", "mscale_all_dim")
+    if not all(scaling.get(name) for name in names):
+        return temperature(factor, 1.0)
+    mscale, mscale_all = (settings.number(scaling, name) for name in names)
+    return temperature(factor, mscale) / temperature(factor, mscale_all)

@@ -63,7 +63,7 @@ def flag(config: Config, name: str, default: bool) -> bool:
 
 
 def choice(config: Config, name: str, allowed: Mapping[str, Any], default: str) -> Any:
-    value = config.get(name) or default
+    value = str(config.get(name) or default)
     if value not in allowed:
         raise ModelError(
             f"config.json: {name} {value!r} is not supported; known are: {', '.join(allowed)}"
@@ -78,12 +78,17 @@ def dtype(config: Config) -> torch.dtype:
     return choice({"dtype": name}, "dtype", _DTYPES, "float32")  # type: ignore[no-any-return]
 
 
+def several(config: Config, name: str) -> list[Any]:
+    """Returns the items of a list, a value that stands by itself as the only one, or none."""
+    value = config.get(name)
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def token_ids(config: Config, name: str) -> tuple[int, ...]:
     """One id, several or none."""
-    value = config.get(name)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+    ids = several(config, name)
     if any(isinstance(i, bool) or not isinstance(i, int) or i >= 2**31 for i in ids):
-        raise ModelError(f"config.json: {name} must be token ids, got {value!r}")
+        raise ModelError(f"config.json: {name} must be token ids, got {ids!r}")
     return tuple(ids)
 
 
@@ -124,5 +129,4 @@ def windows(config: Config, layers: int, width: int | None, first: int) -> tuple
 
 def architecture(config: Config) -> str:
     """The first of `architectures`, or an empty string."""
-    names = config.get("architectures") or [""]
-    return str(names[0])
+    return str((several(config, "architectures") or [""])[0])
