@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import lzma
 import math
@@ -136,6 +137,8 @@ def test_refusals(data: Path, tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "other", CHARACTERS[::-1])
     args = EngineArgs(model=str(tmp_path / "model"), **SETTINGS)
     empty, short, binary = tmp_path / "empty", tmp_path / "short", tmp_path / "binary.xz"
+    damaged = tmp_path / "damaged.gz"
+    damaged.write_bytes(gzip.compress(b"hello world")[:10] + bytes(range(250, 256)))
     empty.write_text(" \n")
     short.write_text("a")
     binary.write_bytes(b"abc")
@@ -143,6 +146,7 @@ def test_refusals(data: Path, tmp_path: Path) -> None:
         (empty, {}, "is empty"),
         (short, {}, "the text has 1 token: too short"),
         (binary, {}, "cannot read"),
+        (damaged, {}, "cannot read"),
         (tmp_path / "absent", {}, "cannot read"),
         (data, {"window": 257}, "257 tokens, where the model takes 256"),
         (data, {"window": 1}, "none to predict"),

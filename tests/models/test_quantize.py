@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import signal
 import subprocess
 import sys
@@ -227,6 +229,8 @@ def test_the_gate(tmp_path: Path) -> None:
     with pytest.raises(GateError, match="nothing is written"):
         quantize(source, "tiny", tmp_path / "out", recipe, strict)
     assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="gate must be a number"):
+        quantize(source, "tiny", tmp_path / "out", recipe, replace(strict, gate=math.nan))
     # What was computed is not computed again.
     blocks: list[int] = []
     force = Options(
@@ -271,6 +275,16 @@ def test_a_kill_costs_one_block(tmp_path: Path) -> None:
     assert blocks == [2, 3]
     quantize(source, "tiny", tmp_path / "whole", recipe, OPTIONS)
     assert _digests(tmp_path / "out") == _digests(tmp_path / "whole")
+
+
+def test_damaged_files_are_not_given_a_name(tmp_path: Path) -> None:
+    folder = WorkFolder(tmp_path / "out", {"bits": 4})
+    folder.write("model-1.safetensors", {"x": torch.ones(2, 3, dtype=torch.bfloat16)})
+    assert folder.sizes("model-1.safetensors") == {"x": 12}
+    os.truncate(folder.folder / "model-1.safetensors", 60)
+    with pytest.raises(ConfigError, match=r"model-1.safetensors is damaged; remove .*out\.partial"):
+        folder.sizes("model-1.safetensors")
+    folder.close()
 
 
 def test_two_processes_do_not_make_one_folder(tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ class _Run:
                 f"samples must be 1 or more, and length from 2 to {source.spec.max_positions}",
                 "samples",
             )
+        if math.isnan(options.gate):
+            raise ConfigError("gate must be a number", "gate")
         self.count = len(source.spec.layers)
         self.ignored: set[str] = set()
         self._check()
@@ -258,7 +260,7 @@ class _Run:
         total = 0
         for number in range(self.count + 1):
             name = _file(number, self.count)
-            for key, size in _sizes(job.folder / name).items():
+            for key, size in job.sizes(name).items():
                 index[key] = name
                 total += size
         about = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
@@ -291,17 +293,6 @@ def _matches(module: str, pattern: str) -> bool:
 def _file(number: int, blocks: int) -> str:
     """Returns the name of a file of the model: the first holds what is in no block."""
     return f"model-{number + 1:05d}-of-{blocks + 1:05d}.safetensors"
-
-
-def _sizes(file: Path) -> dict[str, int]:
-    """Returns the bytes of each tensor of a safetensors file, from its header."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))
-    header.pop("__metadata__", None)
-    return {
-        name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in header.items()
-    }
 
 
 @torch.inference_mode()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.models.files import DTYPES
 
 _JOB, _STATES = "job.json", "states.safetensors"
 
@@ -68,15 +71,11 @@ class WorkFolder:
 
     def load(self) -> BlocksDone | None:
         """Returns what an earlier run has done; None: nothing."""
-        file = self.folder / _STATES
-        if not file.exists():
+        if not (self.folder / _STATES).exists():
             return None
-        try:
-            with safe_open(file, framework="pt") as opened:
-                about = opened.metadata()
-                states = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ConfigError(f"{file} is damaged; remove {self.folder}: {error}", "out") from error
+        with self._opened(_STATES) as opened:
+            about = opened.metadata()
+            states = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         found = json.loads(about["progress"])
         return BlocksDone(found["blocks"], states, found["errors"], found["plain"])
 
@@ -84,6 +83,25 @@ class WorkFolder:
         """Keeps what is done: at no moment is there less on the disk than before."""
         told = {"blocks": progress.blocks, "errors": progress.errors, "plain": progress.plain}
         self._write(_STATES, progress.states, {"progress": json.dumps(told)})
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Returns the bytes of each tensor of a file of the model, from its header."""
+        with self._opened(name) as opened:
+            views = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+            return {
+                key: math.prod(view.get_shape()) * DTYPES[view.get_dtype()].itemsize
+                for key, view in views.items()
+            }
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        """Raises ConfigError where a file is not as it was written."""
+        file = self.folder / name
+        try:
+            with safe_open(file, framework="pt") as opened:
+                yield opened
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} is damaged; remove {self.folder}: {error}", "out") from error
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Writes a file of the model."""
@@ -99,12 +117,13 @@ class WorkFolder:
         temporary.replace(self.folder / name)
 
     def finish(self) -> None:
-        """Gives the folder its name; what was needed to go on goes."""
-        for name in (_JOB, _STATES):
-            (self.folder / name).unlink(missing_ok=True)
+        """Gives the folder its name; what was needed to go on goes, last: a kill in between leaves
+        either a model or what can go on."""
         if self.out.exists():
             self.out.rmdir()
         self.folder.rename(self.out)
+        for name in (_JOB, _STATES):
+            (self.out / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Lets other processes have the folder."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import lzma
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def read_text(file: Path) -> str:
     try:
         data = file.read_bytes()
         text = _OPENERS.get(file.suffix, bytes)(data).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
         raise ConfigError(f"cannot read {file}: {error}", "data") from error
     if not text.strip():
         raise ConfigError(f"{file} is empty", "data")

@@ -73,9 +73,8 @@ def choice(config: Config, name: str, allowed: Mapping[str, Any], default: str) 
 
 def dtype(config: Config) -> torch.dtype:
     """Returns the dtype that the checkpoint is stored in; float32 where it does not say."""
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    name = str(name).removeprefix("torch.")
-    return choice({"dtype": name}, "dtype", _DTYPES, "float32")  # type: ignore[no-any-return]
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return choice({"dtype": name.removeprefix("torch.")}, "dtype", _DTYPES, "float32")  # type: ignore[no-any-return]
 
 
 def several(config: Config, name: str) -> list[Any]:
