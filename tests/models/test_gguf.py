@@ -229,6 +229,34 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_model_path(str(path))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("llama.block_count", [2], r"llama.block_count must be an integer above 0, got \[2\]"),
+        ("llama.attention.head_count", 0, "llama.attention.head_count must be an integer above 0"),
+        ("llama.rope.freq_base", "x", "llama.rope.freq_base must be a number above 0, got x"),
+        ("llama.rope.scaling.type", "linear", "the file has no llama.rope.scaling.factor"),
+        ("split.count", 3, "the file is one of 3 of its model; merge them"),
+        ("tokenizer.ggml.model", "gpt2", "the file's tokenizer makes no sense: KeyError"),
+    ],
+)
+def test_settings_that_make_no_sense(
+    name: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.gguf"
+    write(path, "F16")
+    read = GgufFile.__init__
+
+    def changed(self: GgufFile, path: Path) -> None:
+        read(self, path)
+        self.fields[name] = value
+
+    monkeypatch.setattr(GgufFile, "__init__", changed)
+    with pytest.raises(ModelError, match=message):
+        resolve_model_path(str(path))
+    assert not list((tmp_path / "cache").glob("gguf/*"))
+
+
 def test_an_unknown_architecture(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "mamba")
     writer.write_header_to_file()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,37 +84,43 @@ def folder_of(path: Path) -> Path:
 
 def _config(file: GgufFile) -> dict[str, Any]:
     fields = file.fields
-    kind = fields.get("general.architecture")
+    kind = str(fields.get("general.architecture"))
     if kind not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise ModelError(f"GGUF files of the architecture {kind} are not supported; known: {known}")
-
-    def own(name: str, default: Any = None) -> Any:
-        value = fields.get(f"{kind}.{name}", default)
-        if value is None:
-            raise ModelError(f"the file has no {kind}.{name}")
-        return value
-
-    if own("expert_count", 0):
+    # Merged files have 0.
+    if fields.get("split.count") not in (None, 0, 1):
+        raise ModelError(
+            f"the file is one of {fields['split.count']} of its model; merge them (llama.cpp: "
+            "llama-gguf-split --merge)"
+        )
+    if fields.get(f"{kind}.expert_count"):
         raise ModelError(f"GGUF files of {kind} with experts are not supported")
-    if own("attention.sliding_window", 0):
+    if fields.get(f"{kind}.attention.sliding_window"):
         raise ModelError("GGUF files with a sliding window are not supported")
-    heads, hidden = int(own("attention.head_count")), int(own("embedding_length"))
-    head_dim = int(own("attention.key_length", hidden // heads))
-    if int(own("rope.dimension_count", head_dim)) != head_dim:
+
+    def integer(name: str, default: int | None = None) -> int:
+        return _integer(fields, f"{kind}.{name}", default)
+
+    def number(name: str, default: float | None = None) -> float:
+        return _number(fields, f"{kind}.{name}", default)
+
+    heads, hidden = integer("attention.head_count"), integer("embedding_length")
+    head_dim = integer("attention.key_length", hidden // heads)
+    if integer("rope.dimension_count", head_dim) != head_dim:
         raise ModelError("GGUF files with partly rotated heads are not supported")
-    theta = float(own("rope.freq_base", 10000.0))
-    positions = int(own("context_length"))
+    theta = number("rope.freq_base", 10000.0)
+    positions = integer("context_length")
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[kind]],
         "model_type": kind,
         "hidden_size": hidden,
-        "intermediate_size": int(own("feed_forward_length")),
-        "num_hidden_layers": int(own("block_count")),
+        "intermediate_size": integer("feed_forward_length"),
+        "num_hidden_layers": integer("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(own("attention.head_count_kv", heads)),
+        "num_key_value_heads": integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": float(own("attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": positions,
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(file, kind, theta, head_dim, positions),
@@ -134,6 +142,25 @@ def _config(file: GgufFile) -> dict[str, Any]:
     return config
 
 
+def _integer(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Returns a positive integer of the file's settings. Raises ModelError for another value, and
+    where there is none, nor a default."""
+    value = fields.get(name, default)
+    if value is not None and (type(value) is not int or value < 1):
+        raise ModelError(f"the file's {name} must be an integer above 0, got {str(value)[:40]}")
+    return int(_number(fields, name, default))
+
+
+def _number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """Returns a positive number of the file's settings. Raises ModelError as `_integer` does."""
+    value = fields.get(name, default)
+    if value is None:
+        raise ModelError(f"the file has no {name}")
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ModelError(f"the file's {name} must be a number above 0, got {str(value)[:40]}")
+    return float(value)
+
+
 def _rope_scaling(
     file: GgufFile, kind: str, theta: float, head_dim: int, positions: int
 ) -> dict[str, Any] | None:
@@ -145,10 +172,10 @@ def _rope_scaling(
         return None
     if name not in ("linear", "yarn"):
         raise ModelError(f"GGUF files with rope scaling {name!r} are not supported")
-    scaling = {"rope_type": name, "factor": float(file.fields[f"{kind}.rope.scaling.factor"])}
-    original = file.fields.get(f"{kind}.rope.scaling.original_context_length")
-    if original is not None:
-        scaling["original_max_position_embeddings"] = int(original)
+    scaling = {"rope_type": name, "factor": _number(file.fields, f"{kind}.rope.scaling.factor")}
+    original = f"{kind}.rope.scaling.original_context_length"
+    if original in file.fields:
+        scaling["original_max_position_embeddings"] = _integer(file.fields, original)
     return scaling
 
 

@@ -36,11 +36,21 @@ def tokenizer_files(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the contents of the tokenizer's files by name; of none where a file has no tokenizer.
 
     Raises:
-        ModelError: a kind of tokenizer that is not known.
+        ModelError: a kind of tokenizer that is not known, or settings that make none.
     """
     kind = fields.get("tokenizer.ggml.model")
     if kind is None:
         return {}
+    try:
+        return _files(kind, fields)
+    except ModelError:
+        raise
+    # The library of tokenizers raises nothing more precise.
+    except Exception as error:
+        raise ModelError(f"the file's tokenizer makes no sense: {error!r}") from error
+
+
+def _files(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     tokens = fields["tokenizer.ggml.tokens"]
     if kind == "gpt2":
         tokenizer = _byte_level(fields, tokens)
